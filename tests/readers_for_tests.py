@@ -361,6 +361,28 @@ def history(folder: Path) -> Reader:
     return Reader([seed], read, (StorageError, RequestError), "fuzzed.history")
 
 
+_CALLED = {"call_id": "c", "name": "add", "arguments": "{}"}
+_USED = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}
+RESPONSES: list[dict[str, Any]] = [
+    {"input": "hi", "instructions": "be brief", "stream": True, "reasoning": {"effort": "low"}},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+     "tool_choice": "required", "tools": [{"type": "function", **TOOLS[0]["function"]}], "store": True},
+    {"input": [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+               {"type": "function_call", **_CALLED},
+               {"type": "function_call_output", "call_id": "c", "output": "3"}],
+     "text": {"format": {"type": "json_object"}}, "max_output_tokens": 3},
+]  # fmt: skip
+MESSAGES: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "hi"}], "system": [{"type": "text", "text": "s"}],
+     "stream": True},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                  {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, _USED]},
+                  {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]}],
+     "tools": [{"name": "add", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"},
+     "thinking": {"type": "disabled"}, "stop_sequences": ["x"], "max_tokens": 3},
+]  # fmt: skip
+
+
 def server(folder: Path) -> Reader:
     model = toy_model(toy_session(context=1024), toy_session(seed=1, context=1024))
     model.target.chat_template = ChatTemplate(HERMES)
@@ -376,6 +398,8 @@ def server(folder: Path) -> Reader:
     text = {"model": "toy", "prompt": ["a"], "max_tokens": 2}
     seeds += [{"method": "POST", "path": "/v1/completions", "body": text}]
     seeds += [{"method": "GET", "path": path, "query": "a=b", "body": ""} for path in ("/", "/v1/models")]
+    for path, bodies in (("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)):
+        seeds += [{"method": "POST", "path": path, "body": {"model": "toy", **body}} for body in bodies]
 
     def read(data: bytes) -> None:
         sent = list[dict[str, Any]]()

@@ -77,6 +77,10 @@ class ServedModel:
         stream.asked = messages
         return stream
 
+    def count_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> int:
+        self.calls.append((messages, options))
+        return sum(len(str(message["content"])) for message in messages)
+
     def use_history(self, path: Any) -> None:
         self.learned.append(path)
 
@@ -262,12 +266,12 @@ def ask(
 
 
 @contextmanager
-def open_stream(url: str, body: object) -> Iterator[http.client.HTTPResponse]:
-    """A chat's answer while it is written."""
+def open_stream(
+    url: str, body: object, path: str = "/v1/chat/completions"
+) -> Iterator[http.client.HTTPResponse]:
+    """An answer while it is written."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    connection.request(
-        "POST", "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         yield connection.getresponse()
     finally:
@@ -280,6 +284,17 @@ def events(reply: Reply) -> list[Any]:
     assert blocks.pop() == "" and all(block.startswith("data: ") for block in blocks)
     values = [block.removeprefix("data: ") for block in blocks]
     return [value if value == "[DONE]" else json.loads(value) for value in values]
+
+
+def named_events(reply: Reply) -> list[Any]:
+    """The events of a stream of Responses or Messages, each of which is named as its type."""
+    events = list[Any]()
+    for block in reply.body.decode().removesuffix("\n\n").split("\n\n"):
+        if not block.startswith(": "):
+            name, data = block.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 def said(reply: Reply) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree
 
+import anthropic
 import openai
 import pytest
 from typer.core import TyperGroup
@@ -115,10 +116,11 @@ def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """OpenAI's client asks a server with such a model, wherever it is told to ask."""
+    """Both clients ask a server with such a model, wherever they are told to ask."""
     with _load("qwen2.5-coder-1.5b-instruct") as model, serving(model) as url:
-        client = openai.OpenAI
+        client, other = openai.OpenAI, anthropic.Anthropic
         monkeypatch.setattr(openai, "OpenAI", lambda **_: client(base_url=f"{url}/v1", api_key="none"))
+        monkeypatch.setattr(anthropic, "Anthropic", lambda **_: other(base_url=url, api_key="none"))
         yield
 
 

@@ -77,7 +77,8 @@ def test_a_drafter_s_lm_head_gets_four_bits_and_a_target_s_keeps_its_own(
     """Whether it is a matrix of its own (llama) or the embedding (qwen2), which stays as it is."""
     for architecture in ("llama", "qwen2"):
         source = tiny_gguf(architecture, kind).write(tmp_path / f"{architecture}.gguf")
-        for role, other in (("drafter", head), ("target", kind)):
+        others: dict[Role, str] = {"drafter": head, "target": kind}
+        for role, other in others.items():
             out, options = tmp_path / f"{architecture}-{role}", ExportOptions(role=role, trim="full")
             report = export_model(source, out, options=options)
             assert {loss["format"] for loss in report["weights"]} == {kind, other}

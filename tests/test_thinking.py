@@ -7,6 +7,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -535,6 +536,43 @@ def test_openais_client_reads_thoughts_beside_the_content(url: str) -> None:
     assert not hasattr(off.choices[0].message, "reasoning_content")
     assert off.usage.completion_tokens_details.reasoning_tokens == 0
     assert few.usage.completion_tokens_details.reasoning_tokens == 5
+
+
+def test_thoughts_are_reasoning_items_and_thinking_blocks(url: str) -> None:
+    """Which go back, and are bounded in each one's words."""
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with client:
+        asked: Any = {"model": "toy", "input": "1 + 2?"}
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            pieces = [event.delta for event in stream if event.type == "response.reasoning_text.delta"]
+            streamed = stream.get_final_response()
+        assert "".join(pieces) == "One and two. One and two." and len(pieces) > 1
+        for answer in (whole, streamed):
+            item = answer.output[0]
+            assert (item.type, item.content[0].text) == ("reasoning", "One and two. One and two.")
+            assert answer.output_text == "Three." and len(answer.output) == 2
+        off = client.responses.create(**asked, reasoning={"effort": "none", "summary": "auto"})
+        assert off.usage.output_tokens_details.reasoning_tokens == 0 and len(off.output) == 1
+        sure = {"role": "user", "content": "Sure?"}
+        again = client.responses.create(model="toy", input=[*ASK, *whole.output, sure])
+        behind = client.responses.create(model="toy", input="Sure?", previous_response_id=whole.id)
+        assert again.usage.input_tokens == behind.usage.input_tokens > whole.usage.input_tokens
+    other: Any = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    with other:
+        wanted: Any = {"model": "toy", "messages": ASK, "max_tokens": 100}
+        with other.messages.stream(**wanted) as events_of:
+            kinds = [event.type for event in events_of]
+            final = events_of.get_final_message()
+        assert kinds.count("thinking") > 1
+        for message in (other.messages.create(**wanted), final):
+            thought, text = message.content
+            assert thought.type == "thinking" and thought.thinking == "One and two. One and two."
+            assert text.type == "text" and text.text == "Three."
+        few = other.messages.create(**wanted, thinking={"type": "enabled", "budget_tokens": 3})
+        assert few.usage.output_tokens_details.thinking_tokens == 5
+        (text,) = other.messages.create(**wanted, thinking={"type": "disabled"}).content
+        assert text.type == "text"
 
 
 def test_tokens_of_thoughts_are_marked_and_go_back_and_forth(url: str) -> None:

@@ -71,7 +71,7 @@ def serve(
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
 ) -> None:
-    """Serve a model to OpenAI's clients, and a page to chat with it. Ctrl-C ends it.
+    """Serve a model to OpenAI's and Anthropic's clients, and a page to chat with it. Ctrl-C ends it.
 
     Examples:
 

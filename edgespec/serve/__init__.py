@@ -1,1 +1,1 @@
-"""A model behind HTTP, as OpenAI's clients speak it: extra ``[server]``, command ``edgespec serve``."""
+"""A model behind HTTP, for OpenAI's and Anthropic's clients: extra ``[server]``, ``edgespec serve``."""

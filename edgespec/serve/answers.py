@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from edgespec.decoding.draft import Progress
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Generation, Record, TokenRecord
+from edgespec.serve.problems import Problem
 from edgespec_models.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -32,22 +33,75 @@ def usage(answers: Sequence[Generation]) -> Json:
 
 
 @dataclass(slots=True)
-class _Answer:
-    """One response: its id and the fields all chunks share; of one choice, if it is streamed.
+class Answer:
+    """One response, in the form of an endpoint: whole, or as events.
 
-    ``written`` is the number of its characters that were sent.
+    ``plain_tokens_per_s`` is what the model writes without speculation.
     """
 
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
-    prefix: ClassVar[str]
+    done: ClassVar[str] = ""  # what ends a stream
 
     model: str
     tokenizer: Tokenizer
     plain_tokens_per_s: float
+    id: str = field(default_factory=partial(secrets.token_hex, 12), kw_only=True)
+    created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
+
+    def whole(self, answers: Sequence[Generation]) -> Json:
+        """The response in one piece; each of ``answers`` is to a prompt."""
+        raise NotImplementedError
+
+    def choices(self, indices: Iterable[int]) -> Sequence["Answer"]:
+        """The same response for each of some choices."""
+        return [self]
+
+    def begin(self) -> list[Json]:
+        """The events before the text, if there are any."""
+        return []
+
+    def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
+        """The events of a piece; ``shown`` are its tokens as :class:`Attribution` cut them."""
+        raise NotImplementedError
+
+    def reading(self, progress: Progress) -> list[Json]:
+        """How far the reading of the prompt is."""
+        return []
+
+    def end(self, answer: Generation) -> list[Json]:
+        """The last events: why it ended, and what it cost."""
+        raise NotImplementedError
+
+    def used(self, answers: Sequence[Generation]) -> Json:
+        """The event that ``stream_options.include_usage`` asks for."""
+        raise NotImplementedError
+
+    def failed(self, problem: Problem) -> Json:
+        """The event that says why nothing more comes."""
+        return problem.to_json()
+
+    def _extension(self, answer: Generation) -> Json:
+        """What other formats have no place for."""
+        return {
+            "finish_reason": answer.finish_reason,
+            "stop": answer.stop,
+            "stats": answer.stats.to_json(),
+            "plain_tokens_per_second": self.plain_tokens_per_s,
+        }
+
+
+@dataclass(slots=True)
+class _Completion(Answer):
+    """A completion's fields, which all chunks share; of one choice, if it is streamed.
+
+    ``written`` is the number of its characters that were sent.
+    """
+
+    done = "data: [DONE]\n\n"
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    prefix: ClassVar[str]
+
     logprobs: bool = False
-    id: str = field(default_factory=partial(secrets.token_hex, 12))
-    created: int = field(default_factory=lambda: int(time.time()))
     index: int = 0
     written: int = 0
 
@@ -59,27 +113,15 @@ class _Answer:
         ]
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
 
-    def choices(self, indices: Iterable[int]) -> list[Self]:
+    def choices(self, indices: Iterable[int]) -> Sequence[Self]:
         """The same response for each of some choices."""
         return [replace(self, index=index) for index in indices]
 
-    def begin(self) -> Json | None:
-        """The first chunk, if anything stands before the text."""
-        return None
-
-    def chunk(self, record: Record, shown: list[Json]) -> Json:
-        """A piece of the answer; ``shown`` are its tokens as :class:`Attribution` cut them."""
-        raise NotImplementedError
-
-    def reading(self, progress: Progress) -> Json:
+    def reading(self, progress: Progress) -> list[Json]:
         """How far the reading of the prompt is, as llama.cpp's server says it: beside an empty piece."""
         so_far = {"total": progress.total, "cache": progress.cached, "processed": progress.read}
-        time_ms = round(progress.seconds * 1e3)
-        return self.chunk(Record("", ()), []) | {"prompt_progress": {**so_far, "time_ms": time_ms}}
-
-    def end(self, answer: Generation) -> Json:
-        """The last chunk: why it ended, and what it cost."""
-        raise NotImplementedError
+        told = {"prompt_progress": {**so_far, "time_ms": round(progress.seconds * 1e3)}}
+        return [each | told for each in self.chunk(Record("", ()), [])]
 
     def used(self, answers: Sequence[Generation]) -> Json:
         """The chunk that ``stream_options.include_usage`` asks for."""
@@ -88,9 +130,9 @@ class _Answer:
     def _said(self, answer: Generation) -> Json:
         raise NotImplementedError
 
-    def _chunk(self, choice: Json) -> Json:
+    def _chunk(self, choice: Json) -> list[Json]:
         empty = {"index": self.index, "logprobs": None, "finish_reason": None}
-        return self._head(self.chunk_kind) | {"choices": [empty | choice]}
+        return [self._head(self.chunk_kind) | {"choices": [empty | choice]}]
 
     def _head(self, kind: str) -> Json:
         id_ = f"{self.prefix}-{self.id}"
@@ -102,30 +144,24 @@ class _Answer:
 
     def _ended(self, answer: Generation, **more: Any) -> Json:
         """Why it ended, and what OpenAI's format has no place for."""
-        extension = {
-            "finish_reason": answer.finish_reason,
-            "stop": answer.stop,
-            "stats": answer.stats.to_json(),
-            "plain_tokens_per_second": self.plain_tokens_per_s,
-            **more,
-        }
-        return {"finish_reason": _FINISH.get(answer.finish_reason, "length"), "edgespec": extension}
+        reason = _FINISH.get(answer.finish_reason, "length")
+        return {"finish_reason": reason, "edgespec": self._extension(answer) | more}
 
     def _text(self, token: int) -> str:
         return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
-class ChatAnswer(_Answer):
+class ChatAnswer(_Completion):
     """A ``chat.completion`` and its chunks."""
 
     __slots__ = ()
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def begin(self) -> Json:
+    def begin(self) -> list[Json]:
         """Who speaks."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
-    def chunk(self, record: Record, shown: list[Json]) -> Json:
+    def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """A piece of the thoughts, of the text, of calls of tools, or of several of these."""
         calls = [part.to_message() for part in record.calls]
         said = {"reasoning_content": record.reasoning, "content": record.content, "tool_calls": calls}
@@ -133,7 +169,7 @@ class ChatAnswer(_Answer):
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
         return self._chunk({"delta": delta, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
-    def end(self, answer: Generation) -> Json:
+    def end(self, answer: Generation) -> list[Json]:
         """Why it ended."""
         return self._chunk({"delta": {}, **self._ended(answer)})
 
@@ -158,20 +194,20 @@ class ChatAnswer(_Answer):
         return {"token": self._text(token), "logprob": logprob, "bytes": list(spelled)}
 
 
-class CompletionAnswer(_Answer):
+class CompletionAnswer(_Completion):
     """A ``text_completion`` and its chunks, which have the same form."""
 
     __slots__ = ()
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def chunk(self, record: Record, shown: list[Json]) -> Json:
+    def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """A piece of the text, and where in it tokens begin."""
         logprobs = self._logprobs(record.tokens, self.written)
         self.written += sum(len(self._text(token.id)) for token in record.tokens)
         return self._chunk({"text": record.text, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
-    def end(self, answer: Generation) -> Json:
+    def end(self, answer: Generation) -> list[Json]:
         """Why it ended."""
         return self._chunk({"text": "", **self._ended(answer)})
 

@@ -19,9 +19,11 @@ from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.serve.bodies import ForgetBody, parse, read_json
 from edgespec.serve.completions import Completions
+from edgespec.serve.messages import Messages
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
+from edgespec.serve.responses import Responses
 from edgespec.serve.security import Gate
 from edgespec_models.errors import EdgespecError, RequestError
 
@@ -59,9 +61,14 @@ class App:
         self._completions.closing = True
 
     def _starlette(self) -> Starlette:
+        responses, messages = Responses(self._completions), Messages(self._completions)
         routes = [
             Route("/v1/chat/completions", self._completions.chat, methods=["POST"]),
             Route("/v1/completions", self._completions.complete, methods=["POST"]),
+            Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
+            Route("/v1/messages", messages.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),
@@ -85,7 +92,7 @@ class App:
             Middleware(
                 CORSMiddleware,
                 allow_origins=options.allow_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],  # nothing rests on cookies, so a page needs the key like anybody
             ),
         ]
@@ -174,6 +181,7 @@ async def _on_disconnect(request: Request, _: Exception) -> Response:
     return Response(status_code=CLIENT_LEFT)
 
 
-async def _on_fault(_: Request, __: Exception) -> Response:
+async def _on_fault(request: Request, _: Exception) -> Response:
     """A mistake of edgespec's own; Starlette raises it again, so that the log has it."""
-    return Problem(500, "the server failed over this request; its log has the reason").response()
+    problem = Problem(500, "the server failed over this request; its log has the reason")
+    return problem.response(request.scope)

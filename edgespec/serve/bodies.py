@@ -8,7 +8,7 @@ no client takes its effect for granted. Fields that change nothing are taken and
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 from starlette.requests import Request
@@ -34,37 +34,48 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Common:
-    """What chat and text completions share; values that None stands for are the model's defaults."""
+class Body:
+    """What all requests for answers share; values that None stands for are the model's defaults."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions = field(default_factory=StreamOptions)
-    max_tokens: Annotated[int, within(1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Mapping[str, float] | None = None
     seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    n: Annotated[int, within(1, 16)] = 1
     # not OpenAI's, but other servers'
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    return_progress: bool = False  # llama.cpp's
     # edgespec's own
     speculate: bool | None = None
     prompt_cache: bool | None = None
     # change nothing here
     user: Any = None
     metadata: Any = None
-    store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    def shared(self) -> dict[str, Any]:
+        """The fields that are here, for a body of another kind."""
+        return {each.name: getattr(self, each.name) for each in fields(Body)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Common(Body):
+    """What chat and text completions share."""
+
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    max_tokens: Annotated[int, within(1)] | None = None
+    logit_bias: Mapping[str, float] | None = None
+    stop: str | Sequence[str] | None = None
+    n: Annotated[int, within(1, 16)] = 1
+    return_progress: bool = False  # llama.cpp's
+    # change nothing here
+    store: Any = None
     prediction: Any = None
 
     def options(self) -> RequestOptions:
@@ -236,7 +247,8 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _format(wanted: Mapping[str, Any]) -> ResponseFormat | None:
-    kind, schema = wanted.get("type"), wanted.get("json_schema")
+    kind = wanted.get("type")
+    schema = wanted.get("json_schema", wanted)  # Responses and Messages have its fields beside the type
     if kind == "text":
         return None
     if kind == "json_object":

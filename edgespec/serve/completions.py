@@ -18,16 +18,16 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
-from edgespec.serve.answers import ChatAnswer, CompletionAnswer
-from edgespec.serve.bodies import ChatBody, CompletionBody, parse, read_json
+from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from edgespec.serve.bodies import Body, ChatBody, CompletionBody, parse, read_json
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
 from edgespec_models.errors import Busy, EdgespecError
+from edgespec_models.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Ask = Callable[..., Stream]
-Answer = ChatAnswer | CompletionAnswer
 _AT_ONCE_S = 0.2
 """How long the headers wait for what goes wrong with a request."""
 _SILENCE_S = 5.0
@@ -51,35 +51,47 @@ class Completions:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        body = parse(ChatBody, await self._read(request))
-        self._check(body)
-        ask = partial(self._model.stream_chat, body.conversation())
-        return await self._respond(request, body, [ask], self._answer(ChatAnswer, body.logprobs))
+        body = parse(ChatBody, await self.read(request))
+        return await self.converse(request, body, ChatAnswer(*self.described, logprobs=body.logprobs))
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        body = parse(CompletionBody, await self._read(request))
-        self._check(body)
+        body = parse(CompletionBody, await self.read(request))
+        self.check(body)
         asks = [partial(self._model.stream, prompt) for prompt in body.prompts()]
-        answer = self._answer(CompletionAnswer, body.logprobs is not None)
+        answer = CompletionAnswer(*self.described, logprobs=body.logprobs is not None)
         return await self._respond(request, body, asks, answer)
 
-    async def _read(self, request: Request) -> dict[str, Any]:
+    @property
+    def described(self) -> tuple[str, Tokenizer, float]:
+        """What every answer says of the model."""
+        return self._model.name, self._model.target.tokenizer, self.plain_tokens_per_s
+
+    async def converse(self, request: Request, body: ChatBody, answer: Answer) -> Response:
+        """Answer a conversation in the form of an endpoint."""
+        self.check(body)
+        ask = partial(self._model.stream_chat, body.conversation())
+        return await self._respond(request, body, [ask], answer)
+
+    async def count_tokens(self, body: ChatBody) -> int:
+        """How many tokens the model would read."""
+        self.check(body)
+        return await asyncio.to_thread(self._model.count_tokens, body.conversation(), **body.options())
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """The JSON object that a request carries; see :func:`read_json`."""
         if self.closing:
             raise shutting_down()
         return await read_json(request, self._options)
 
-    def _check(self, body: ChatBody | CompletionBody) -> None:
+    def check(self, body: Body) -> None:
+        """See that a request names the model."""
         if body.model != self._model.name:
             raise Problem(
                 404,
                 f"there is no model {body.model!r:.200}; this server has {self._model.name!r}",
                 "model_not_found",
             )
-
-    def _answer(self, kind: type[ChatAnswer | CompletionAnswer], logprobs: bool) -> Answer:
-        tokenizer = self._model.target.tokenizer
-        return kind(self._model.name, tokenizer, self.plain_tokens_per_s, logprobs=logprobs)
 
     async def _respond(
         self, request: Request, body: ChatBody | CompletionBody, asks: Sequence[Ask], answer: Answer
@@ -128,18 +140,18 @@ class _Told:
 
     def chunks(self, record: Record) -> list[Mapping[str, Any]]:
         """What says so; who speaks is not said before: clients take that for the end of the wait."""
-        begun = [] if self._has_begun else [each.begin() for each in self._choices]
+        said = [] if self._has_begun else [each.begin() for each in self._choices]
         self._has_begun = True
         if record.progress is not None:
-            said = [self._choices[0].reading(record.progress)]
+            said.append(self._choices[0].reading(record.progress))
         else:
             shown = self._attribution.push(record)
-            said = [each.chunk(record, shown) for each in self._choices]
-        return [each for each in [*begun, *said] if each is not None]
+            said += [each.chunk(record, shown) for each in self._choices]
+        return list(chain.from_iterable(said))
 
     def last(self) -> list[Mapping[str, Any]]:
-        """The last chunk of each choice."""
-        return [each.end(self.stream.result) for each in self._choices]
+        """The last chunks of each choice."""
+        return list(chain.from_iterable(each.end(self.stream.result) for each in self._choices))
 
 
 class _EventStream(StreamingResponse):
@@ -211,12 +223,12 @@ class _EventStream(StreamingResponse):
                 yield line
         except (EdgespecError, Problem) as error:  # the status is sent already
             problem = error if isinstance(error, Problem) else of_error(error)
-            yield _line(problem.to_json())
+            yield _line(self._answer.failed(problem))
         else:
             if self._with_usage:
                 answers = [together([each.result for each in some], self._options) for some in self._streams]
                 yield _line(self._answer.used(answers))
-            yield "data: [DONE]\n\n"
+            yield self._answer.done
         self._ended = True
 
     async def _pieces(self) -> AsyncIterator[str]:
@@ -262,7 +274,8 @@ class _EventStream(StreamingResponse):
 
 
 def _line(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    name = f"event: {value['type']}\n" if "type" in value else ""  # OpenAI's chunks have none
+    return f"{name}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 async def _all(asks: Sequence[Ask], options: RequestOptions) -> list[Generation]:

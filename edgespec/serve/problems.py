@@ -1,12 +1,23 @@
-"""Refusals and failures, in the shape that OpenAI's clients understand."""
+"""Refusals and failures, in the shapes that OpenAI's and Anthropic's clients understand."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from edgespec_models.errors import EdgespecError, RequestError
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class Problem(Exception):  # noqa: N818 - it ends a request, not the program
@@ -21,13 +32,16 @@ class Problem(Exception):  # noqa: N818 - it ends a request, not the program
         super().__init__(message)
         self.status, self.message, self.code, self.headers = status, message, code, headers
 
-    def to_json(self) -> dict[str, object]:
-        """The body, as OpenAI writes it."""
+    def to_json(self, path: str = "") -> dict[str, Any]:
+        """The body, as OpenAI writes it; below ``/v1/messages`` as Anthropic does."""
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self._kind(), "param": None, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole response."""
-        return JSONResponse(self.to_json(), self.status, self.headers)
+    def response(self, scope: Scope) -> JSONResponse:
+        """The whole response to a request."""
+        return JSONResponse(self.to_json(scope["path"]), self.status, self.headers)
 
     def _kind(self) -> str:
         if self.status == 401:
@@ -56,15 +70,15 @@ def of_error(error: EdgespecError) -> Problem:
     return Problem(status, str(error))
 
 
-async def on_problem(_: Request, error: Exception) -> JSONResponse:
+async def on_problem(request: Request, error: Exception) -> JSONResponse:
     """Starlette's handler of :class:`Problem` and of edgespec's errors."""
     problem = of_error(error) if isinstance(error, EdgespecError) else error
     assert isinstance(problem, Problem)
-    return problem.response()
+    return problem.response(request.scope)
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     """Starlette's own refusals: no such path, or another method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}; docs/server.md lists what there is"
-    return Problem(error.status_code, message, headers=error.headers).response()
+    return Problem(error.status_code, message, headers=error.headers).response(request.scope)

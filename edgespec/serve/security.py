@@ -35,7 +35,7 @@ class Gate:
             try:
                 self._check(scope)
             except Problem as problem:
-                await problem.response()(scope, receive, send)
+                await problem.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -60,7 +60,8 @@ class Gate:
             raise Problem(400, "the query is not ASCII; spell other characters as %XX", "invalid_query")
         preflight = scope["method"] == "OPTIONS" and origin is not None  # browsers send it without a key
         if not preflight and scope["path"] not in OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""))
+            bearer = f"Bearer {headers['x-api-key']}" if "x-api-key" in headers else ""  # Anthropic's clients
+            self._check_key(headers.get("authorization", bearer))
 
     def _may_be_called(self, host: str) -> bool:
         name = _without_port(host).lower()

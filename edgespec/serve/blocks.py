@@ -1,0 +1,145 @@
+"""What Responses and Messages share: an answer as a row of blocks, and their words for those of chats."""
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Literal
+
+from edgespec.requests.results import CallPart, Generation, Record
+from edgespec.serve.answers import Answer, Json
+from edgespec_models.errors import RequestError
+from edgespec_models.schema import shown
+
+Kind = Literal["thinking", "text", "call"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """``text`` of Responses, ``output_config`` of Messages; of verbosity, what changes nothing."""
+
+    format: Mapping[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+    def __post_init__(self) -> None:
+        form = self.format or {"type": "text"}
+        formed = form.get("type") == "json_schema" and isinstance(form.get("schema"), Mapping)
+        if not formed and form.get("type") not in ("text", "json_object"):
+            raise RequestError(
+                f"format is {shown(form)}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
+                "{'type': 'json_schema', 'schema': SCHEMA}"
+            )
+
+
+@dataclass(slots=True)
+class Block:
+    """Thoughts, a text, or a call of a tool: of that, ``text`` are the arguments so far."""
+
+    kind: Kind
+    index: int
+    call_id: str | None = None
+    name: str | None = None
+    text: str = ""
+
+
+@dataclass(slots=True)
+class BlockAnswer(Answer):
+    """An answer as blocks, each of which ends where the next begins."""
+
+    blocks: list[Block] = field(default_factory=list, kw_only=True)
+
+    @abstractmethod
+    def _opened(self, block: Block) -> list[Json]: ...
+
+    @abstractmethod
+    def _added(self, block: Block, piece: str) -> Json: ...
+
+    @abstractmethod
+    def _closed(self, block: Block) -> list[Json]: ...
+
+    def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
+        """The events of a piece: what goes on with a call comes before text, which can only follow it."""
+        going_on = len([*takewhile(lambda part: part.id is None, record.calls)])
+        events = self._take("thinking", record.reasoning)
+        for part in record.calls[:going_on]:
+            events += self._take("call", part.arguments)
+        events += self._take("text", record.content)
+        for part in record.calls[going_on:]:
+            events += self._take("call", part.arguments, part if part.id else None)
+        return events
+
+    def take_whole(self, answer: Generation) -> None:
+        """Take an answer in one piece."""
+        calls = [
+            CallPart(at, json.dumps(call.arguments, ensure_ascii=False), call.id, call.name)
+            for at, call in enumerate(answer.tool_calls)
+        ]
+        self.chunk(Record("", (), content=answer.content, calls=(*calls,), thoughts=answer.thoughts), [])
+
+    def close(self) -> list[Json]:
+        """The events that end the last block, if there is one."""
+        return self._closed(self.blocks[-1]) if self.blocks else []
+
+    def _take(self, kind: Kind, piece: str, call: CallPart | None = None) -> list[Json]:
+        events = list[Json]()
+        goes_on = bool(self.blocks) and self.blocks[-1].kind == kind
+        if call is not None or (piece and not goes_on):
+            events += self.close()
+            named = () if call is None else (call.id, call.name)
+            self.blocks.append(Block(kind, len(self.blocks), *named))
+            events += self._opened(self.blocks[-1])
+        if piece:
+            self.blocks[-1].text += piece
+            events.append(self._added(self.blocks[-1], piece))
+        return events
+
+
+def field_of(part: object, name: str, where: str, allowed: Sequence[str], usual: str | None = None) -> str:
+    """A field of a part, one of ``allowed``, ``usual`` where there is none; RequestError for another."""
+    value = part.get(name) if isinstance(part, Mapping) else None
+    value = usual if value is None else value
+    if not isinstance(value, str) or value not in allowed:
+        raise RequestError(f"{where}.{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
+    return value
+
+
+def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
+    """A text, or that of a list of parts of these kinds, a line each; RequestError for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where} is {shown(content)}; allowed: a text, or a list of parts with texts")
+    for at, part in enumerate(content):
+        field_of(part, "type", f"{where}[{at}]", kinds)
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}[{at}].text is {shown(part.get('text'))}; allowed: a text")
+    return "\n".join(part["text"] for part in content)
+
+
+def add(messages: list[Json], role: str, text: str, name: str = "content") -> Json:
+    """Put a text behind ``messages``; what one says in a row is one message, as templates want it."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "content": ""})
+    messages[-1][name] = "\n".join(filter(None, [messages[-1].get(name), text]))
+    return messages[-1]
+
+
+def add_call(messages: list[Json], call_id: object, name: object, arguments: object) -> None:
+    """Put a call behind ``messages``, into what the assistant said."""
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    add(messages, "assistant", "").setdefault("tool_calls", []).append(call)
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]], kind: str, parameters: str) -> list[Json]:
+    """Tools of the type ``kind``, whose schemas are called ``parameters``, as chats have them.
+
+    RequestError for another type, such as those that run on a vendor's servers.
+    """
+    functions = list[Json]()
+    for at, tool in enumerate(tools):
+        field_of(tool, "type", f"tools[{at}]", (kind,), kind)
+        names = {"name": "name", "description": "description", parameters: "parameters"}
+        function = {new: tool[old] for old, new in names.items() if tool.get(old) is not None}
+        functions.append({"type": "function", "function": function})
+    return functions

@@ -1,0 +1,197 @@
+"""``/v1/messages``, Anthropic's Messages API: its words for what a chat is asked, and its events."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgespec.requests.results import Generation
+from edgespec.serve.answers import Json
+from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
+from edgespec.serve.bodies import Body, ChatBody, parse
+from edgespec.serve.completions import Completions
+from edgespec.serve.problems import Problem
+from edgespec_models.errors import RequestError
+from edgespec_models.schema import length, within
+
+_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOPPED = {"stop": "end_turn", "tool_calls": "tool_use"}  # any other is a limit: of tokens, of time
+_PIECES = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """``tool_choice``."""
+
+    type: Literal["auto", "any", "none", "tool"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """``thinking``; thoughts come whole, and not summarized. The model decides where nothing is said."""
+
+    type: Literal["enabled", "adaptive", "disabled"] | None = None
+    budget_tokens: Annotated[int, within(0)] | None = None
+    display: Literal["summarized"] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesBody(Body):
+    """Body of ``POST /v1/messages`` and of ``POST /v1/messages/count_tokens``."""
+
+    messages: Annotated[Sequence[Mapping[str, Any]], length(1)]
+    system: str | Sequence[Mapping[str, Any]] = ""
+    max_tokens: Annotated[int, within(1)] | None = None
+    stop_sequences: Sequence[str] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    thinking: Thinking = field(default_factory=Thinking)
+    output_config: Output = field(default_factory=Output)
+    cache_control: Any = None  # changes nothing here
+
+    def chat(self) -> ChatBody:
+        """The same request as a chat."""
+        choice, single = self.tool_choice, self.tool_choice.disable_parallel_tool_use
+        named = {"type": "function", "function": {"name": choice.name}}
+        return ChatBody(
+            **self.shared(),
+            messages=self.said(),
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences or None,
+            tools=functions_of(self.tools, "custom", "input_schema"),
+            tool_choice=_CHOICES.get(choice.type, named),
+            parallel_tool_calls=None if single is None else not single,
+            reasoning_effort=self.thinking.type and ("none" if self.thinking.type == "disabled" else "high"),
+            thinking_budget=self.thinking.budget_tokens,
+            response_format=self.output_config.format,
+        )
+
+    def said(self) -> list[Json]:
+        """The system's text and the messages, as a chat's."""
+        system = text_of(self.system, "system", ("text",))
+        messages: list[Json] = [{"role": "system", "content": system}] if system else []
+        for at, message in enumerate(self.messages):
+            _add_message(messages, message, f"messages[{at}]")
+        if messages and messages[-1]["role"] == "assistant":
+            raise RequestError(
+                f"messages[{at}].role is 'assistant'; the last has to be 'user', for edgespec does not go on "
+                "with an answer that is begun"
+            )
+        return messages
+
+
+def _add_message(messages: list[Json], message: Mapping[str, Any], where: str) -> None:
+    """Put a message behind ``messages``: in a chat, results of tools are messages of their own."""
+    role, content = field_of(message, "role", where, [*_BLOCKS]), message.get("content")
+    if not isinstance(content, list | tuple):
+        content = [{"type": "text", "text": text_of(content, f"{where}.content", ())}]
+    for at, block in enumerate(content):
+        place = f"{where}.content[{at}]"
+        kind = field_of(block, "type", place, _BLOCKS[role])
+        if kind == "tool_result":
+            text = text_of(block.get("content") or "", f"{place}.content", ("text",))
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif kind == "tool_use":
+            add_call(messages, block.get("id"), block.get("name"), block.get("input"))
+        else:
+            text = text_of(block.get(kind), f"{place}.{kind}", ())
+            add(messages, role, text, "content" if kind == "text" else "reasoning_content")
+
+
+class MessageAnswer(BlockAnswer):
+    """A ``message`` and its events."""
+
+    __slots__ = ()
+
+    def whole(self, answers: Sequence[Generation]) -> Json:
+        """The message in one piece."""
+        self.take_whole(answers[0])
+        return self._message([*map(_content, self.blocks)]) | _ended(answers[0]) | self._cost(answers[0])
+
+    def begin(self) -> list[Json]:
+        """The message without content; its end says how many tokens were read."""
+        counts = {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        return [{"type": "message_start", "message": self._message([]) | counts}]
+
+    def end(self, answer: Generation) -> list[Json]:
+        """Why it ended, and what it cost."""
+        delta = {"type": "message_delta", "delta": _ended(answer), **self._cost(answer)}
+        return [*self.close(), delta, {"type": "message_stop"}]
+
+    def failed(self, problem: Problem) -> Json:
+        """In the shape of Anthropic's errors."""
+        return problem.to_json("/v1/messages")
+
+    def _opened(self, block: Block) -> list[Json]:
+        return [{"type": "content_block_start", "index": block.index, "content_block": _content(block)}]
+
+    def _added(self, block: Block, piece: str) -> Json:
+        kind, name = _PIECES[block.kind]
+        delta = {"type": kind, name: piece}
+        return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+    def _closed(self, block: Block) -> list[Json]:
+        return [{"type": "content_block_stop", "index": block.index}]
+
+    def _message(self, content: list[Json]) -> Json:
+        head = {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "model": self.model}
+        return {**head, "content": content, "stop_reason": None, "stop_sequence": None}
+
+    def _cost(self, answer: Generation) -> Json:
+        """Input tokens are, as Anthropic counts them, those that no cache held."""
+        stats = answer.stats
+        counts = {
+            "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+            "cache_read_input_tokens": stats.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": len(answer.tokens),
+            "output_tokens_details": {"thinking_tokens": stats.reasoning_tokens},
+        }
+        return {"usage": counts, "edgespec": self._extension(answer)}
+
+
+def _content(block: Block) -> Json:
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {
+        "type": "tool_use",
+        "id": block.call_id,
+        "name": block.name,
+        "input": json.loads(block.text or "{}"),
+    }
+
+
+def _ended(answer: Generation) -> Json:
+    reason = _STOPPED.get(answer.finish_reason, "max_tokens")
+    stopped = answer.stop is not None and reason == "end_turn"
+    return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": answer.stop}
+
+
+class Messages:
+    """The paths below ``/v1/messages``; ``completions`` asks the model."""
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    async def create(self, request: Request) -> Response:
+        """``POST /v1/messages``."""
+        body = parse(MessagesBody, await self._completions.read(request))
+        answer = MessageAnswer(*self._completions.described)
+        return await self._completions.converse(request, body.chat(), answer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``POST /v1/messages/count_tokens``."""
+        body = parse(MessagesBody, await self._completions.read(request))
+        return JSONResponse({"input_tokens": await self._completions.count_tokens(body.chat())})

@@ -1,0 +1,279 @@
+"""``/v1/responses``, OpenAI's Responses API: its words for what a chat is asked, and its events.
+
+The last answers are kept in memory, so that a request may go on behind one.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgespec.requests.results import Generation
+from edgespec.serve.answers import Json, usage
+from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
+from edgespec.serve.bodies import Body, ChatBody, parse
+from edgespec.serve.completions import Completions
+from edgespec.serve.problems import Problem
+from edgespec_models.schema import length, shown, within
+
+KEPT_BYTES, KEPT_S = 64 * 2**20, 3600.0
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_TEXTS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+_STEMS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
+_SAID_AGAIN = (
+    *("instructions", "max_output_tokens", "metadata", "previous_response_id", "store"),
+    *("temperature", "tool_choice", "tools", "top_p"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """``reasoning``; thoughts come whole, whatever summary is asked for."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesBody(Body):
+    """Body of ``POST /v1/responses``."""
+
+    input: str | Annotated[Sequence[Mapping[str, Any]], length(1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, within(1)] | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    text: Output = field(default_factory=Output)
+    reasoning: Reasoning = field(default_factory=Reasoning)
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool | None = None
+    # one value only: the others would change the answer
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    include: Sequence[Literal["reasoning.encrypted_content"]] = ()  # thoughts come as text
+    # change nothing here
+    stream_options: Any = None
+    prompt_cache_options: Any = None
+
+    def chat(self, messages: Sequence[Json]) -> ChatBody:
+        """The same request as a chat about ``messages``."""
+        choice = self.tool_choice
+        if isinstance(choice, Mapping):
+            field_of(choice, "type", "tool_choice", ("function",))
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        told = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return ChatBody(
+            **self.shared(),
+            messages=[*told, *messages],
+            max_tokens=self.max_output_tokens,
+            tools=functions_of(self.tools, "function", "parameters"),
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.text.format,
+            reasoning_effort=self.reasoning.effort,
+        )
+
+    def said(self) -> list[Json]:
+        """The input as a chat's messages."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages = list[Json]()
+        for at, item in enumerate(self.input):
+            _add_item(messages, item, f"input[{at}]")
+        return messages
+
+
+def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None:
+    kind = field_of(item, "type", where, _ITEMS, "message")
+    if kind == "function_call":
+        add_call(messages, item.get("call_id"), item.get("name"), item.get("arguments"))
+    elif kind == "function_call_output":
+        text = text_of(item.get("output"), f"{where}.output", _TEXTS)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    elif kind == "reasoning":
+        thoughts = text_of(item.get("content") or [], f"{where}.content", ("reasoning_text",))
+        add(messages, "assistant", thoughts, "reasoning_content")
+    else:
+        text = text_of(item.get("content"), f"{where}.content", _TEXTS)
+        add(messages, field_of(item, "role", where, _ROLES), text)
+
+
+class Kept:
+    """Responses and the chats that they end, for so many seconds and bytes of JSON; the oldest go first."""
+
+    def __init__(
+        self, most: int = KEPT_BYTES, seconds: float = KEPT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most, self._seconds, self._clock = most, seconds, clock
+        self._kept: dict[str, tuple[float, int, Json, list[Json]]] = {}
+
+    def put(self, response: Json, messages: list[Json]) -> None:
+        """Keep a response, and all that was said until then."""
+        size = len(json.dumps([response, messages]))
+        self._kept[response["id"]] = (self._clock(), size, response, messages)
+        self._drop()
+
+    def get(self, id_: str, where: str) -> tuple[Json, list[Json]]:
+        """Both again; Problem, status 404, where they are not there, and why that may be."""
+        self._drop()
+        if id_ not in self._kept:
+            raise Problem(
+                404,
+                f"{where} is {shown(id_)}, which is not here: responses are kept for {self._seconds:g} s, "
+                f"{self._most:,} bytes of them, unless store is false, and until the server ends; send the "
+                "whole conversation as input",
+                "response_not_found",
+            )
+        return self._kept[id_][2:]
+
+    def delete(self, id_: str) -> None:
+        """Forget what is there."""
+        del self._kept[id_]
+
+    def _drop(self) -> None:
+        held, since = sum(size for _, size, *_ in self._kept.values()), self._clock() - self._seconds
+        for id_, (at, size, *_) in [*self._kept.items()]:
+            if at > since and held <= self._most:
+                return
+            del self._kept[id_]
+            held -= size
+
+
+@dataclass(slots=True)
+class ResponseAnswer(BlockAnswer):
+    """A ``response`` and its events, which are numbered; ``messages`` are what it answers."""
+
+    body: ResponsesBody
+    messages: list[Json]
+    kept: Kept
+    sent: int = 0
+    status: str = "completed"
+
+    def whole(self, answers: Sequence[Generation]) -> Json:
+        """The response in one piece."""
+        self.take_whole(answers[0])
+        return self._ended(answers[0])
+
+    def begin(self) -> list[Json]:
+        """The response without output."""
+        response = self._response("in_progress", [])
+        return [self._event(name, response=response) for name in ("created", "in_progress")]
+
+    def end(self, answer: Generation) -> list[Json]:
+        """The response with all of it."""
+        response = self._ended(answer)
+        return [*self.close(), self._event(self.status, response=response)]
+
+    def failed(self, problem: Problem) -> Json:
+        """An event; OpenAI's client raises it for the field ``error``."""
+        said = {"code": problem.code, "message": problem.message, "param": None}
+        return self._event("error", **said, **problem.to_json()) | {"type": "error"}
+
+    def _opened(self, block: Block) -> list[Json]:
+        item = self._item(block, "in_progress")
+        empty: Json = {} if block.kind == "call" else {"content": []}
+        added = self._event("output_item.added", output_index=block.index, item=item | empty)
+        return [added, *self._parts(block, "added", item)]
+
+    def _added(self, block: Block, piece: str) -> Json:
+        return self._within(block, f"{_STEMS[block.kind]}.delta", delta=piece)
+
+    def _closed(self, block: Block) -> list[Json]:
+        item = self._item(block, self.status)
+        text = {"arguments" if block.kind == "call" else "text": block.text}
+        done = self._within(block, f"{_STEMS[block.kind]}.done", **text)
+        parts = self._parts(block, "done", item)
+        return [done, *parts, self._event("output_item.done", output_index=block.index, item=item)]
+
+    def _event(self, name: str, **more: Any) -> Json:
+        self.sent += 1
+        return {"type": f"response.{name}", "sequence_number": self.sent - 1, **more}
+
+    def _within(self, block: Block, name: str, **more: Any) -> Json:
+        """An event of an item, or of the part of one."""
+        part = {} if block.kind == "call" else {"content_index": 0}
+        logprobs: Json = {"logprobs": []} if name.startswith("output_text") else {}
+        place = {"item_id": self._id(block), "output_index": block.index}
+        return self._event(name, **place, **part, **more, **logprobs)
+
+    def _parts(self, block: Block, what: str, item: Json) -> list[Json]:
+        return [self._within(block, f"content_part.{what}", part=part) for part in item.get("content", ())]
+
+    def _id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self.id}{block.index:04x}"
+
+    def _item(self, block: Block, status: str) -> Json:
+        head: Json = {"id": self._id(block), "status": status}
+        if block.kind == "call":
+            called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {"type": "function_call", **head, **called}
+        part: Json = {"type": _STEMS[block.kind], "text": block.text}
+        if block.kind == "thinking":
+            return {"type": "reasoning", **head, "summary": [], "content": [part]}
+        part |= {"annotations": [], "logprobs": []}
+        return {"type": "message", **head, "role": "assistant", "content": [part]}
+
+    def _ended(self, answer: Generation) -> Json:
+        """The response with all of it, which is kept."""
+        self.status = "completed" if answer.finish_reason in ("stop", "tool_calls") else "incomplete"
+        states = ["completed"] * (len(self.blocks) - 1) + [self.status]
+        response = self._response(self.status, [*map(self._item, self.blocks, states)])
+        if self.status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response |= {"usage": _usage(answer), "edgespec": self._extension(answer)}
+        if self.body.store:
+            self.kept.put(response, [*self.messages, answer.message])
+        return response
+
+    def _response(self, status: str, output: list[Json]) -> Json:
+        head = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created}
+        state = {"status": status, "error": None, "incomplete_details": None, "output": output, "usage": None}
+        again = {name: getattr(self.body, name) for name in _SAID_AGAIN}
+        parallel = self.body.parallel_tool_calls is not False
+        return {**head, "model": self.model, **state, **again, "parallel_tool_calls": parallel}
+
+
+def _usage(answer: Generation) -> Json:
+    count = usage([answer])
+    return {
+        "input_tokens": count["prompt_tokens"],
+        "input_tokens_details": count["prompt_tokens_details"] | {"cache_write_tokens": 0},
+        "output_tokens": count["completion_tokens"],
+        "output_tokens_details": count["completion_tokens_details"],
+        "total_tokens": count["total_tokens"],
+    }
+
+
+class Responses:
+    """The paths below ``/v1/responses``; ``completions`` asks the model."""
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions, self.kept = completions, Kept()
+
+    async def create(self, request: Request) -> Response:
+        """``POST /v1/responses``."""
+        body = parse(ResponsesBody, await self._completions.read(request))
+        before, asked = list[Json](), body.previous_response_id
+        if asked is not None:
+            _, before = self.kept.get(asked, "previous_response_id")
+        messages = [*before, *body.said()]
+        answer = ResponseAnswer(*self._completions.described, body, messages, self.kept)
+        return await self._completions.converse(request, body.chat(messages), answer)
+
+    async def one(self, request: Request) -> Response:
+        """``GET`` and ``DELETE /v1/responses/ID``."""
+        id_ = request.path_params["id"]
+        response, _ = self.kept.get(id_, "the response")
+        if request.method == "DELETE":
+            self.kept.delete(id_)
+            response = {"id": id_, "object": "response", "deleted": True}
+        return JSONResponse(response)

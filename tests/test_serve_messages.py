@@ -1,0 +1,272 @@
+"""``/v1/messages``: what Anthropic's client reads of it, and what is refused in the shape that it knows."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from edgespec.requests.results import Record
+from edgespec.serve.messages import MessageAnswer, MessagesBody
+from edgespec.serve.options import ServeOptions
+from edgespec.serve.responses import ResponsesBody
+from edgespec_models.errors import Busy, Closed, EdgespecError
+from edgespec_models.text.chat_template import ChatTemplate
+from tests.calls_for_tests import reader_of
+from tests.models_for_tests import toy_model, toy_session
+from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving, tokenizer, until
+from tests.templates_for_tests import HERMES
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER: Any = {"name": "weather", "input_schema": PARAMETERS, "cache_control": {"type": "ephemeral"}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}}</tool_call>'
+ARGUMENTS = {"city": "Bonn", "days": [1, 2]}
+KEY = "a-key-of-this-test"
+
+
+@pytest.fixture
+def model() -> ServedModel:
+    return ServedModel()
+
+
+@pytest.fixture
+def url(model: ServedModel) -> Iterator[str]:
+    with serving(model.as_model()) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Any]:
+    with client_of(url) as client:
+        yield client
+
+
+def client_of(url: str) -> Any:
+    return anthropic.Anthropic(base_url=url, api_key="ignored", max_retries=0)
+
+
+def asked(content: object = "hello", **more: object) -> dict[str, Any]:
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    return {"model": "served", "max_tokens": 999, "messages": messages, **more}
+
+
+def test_a_message_is_what_anthropics_client_reads(model: ServedModel, client: Any) -> None:
+    system = [
+        {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "brief."},
+    ]
+    more: Any = {"system": system, "stop_sequences": ["x", "y"], "metadata": {"user_id": "u"}}
+    more["tool_choice"] = {"type": "none", "disable_parallel_tool_use": True}
+    answer = client.messages.create(**asked("naïve 😀"), **more, extra_body={"temperature": 0.5, "top_k": 4})
+    (block,) = answer.content
+    assert block.type == "text" and block.text == "re: naïve 😀"
+    assert (answer.role, answer.type, answer.stop_reason) == ("assistant", "message", "end_turn")
+    assert (answer.usage.input_tokens, answer.usage.cache_read_input_tokens) == (4, 3)
+    extension: Any = answer.model_extra
+    assert extension["edgespec"]["stats"]["new_tokens"] == answer.usage.output_tokens
+    messages, options = model.calls[0]
+    assert messages == [{"role": "system", "content": "Be\nbrief."}, {"role": "user", "content": "naïve 😀"}]
+    wanted = {"temperature": 0.5, "top_k": 4, "max_new_tokens": 999, "stop": ("x", "y")}
+    choice = {"tool_choice": "none", "parallel_tool_calls": False}
+    assert options == wanted | choice | {"timeout": 600.0}
+
+
+def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
+    told = named_events(ask(url, PATH, asked(f"see {CALL} {CALL}\nthen", tools=[WEATHER], stream=True)))
+    kinds = [each["type"].removeprefix("content_block_") for each in told]
+    once = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]]
+    assert once == ["message_start", *["start", "delta", "stop"] * 4, "message_delta", "message_stop"]
+    assert told[0]["message"]["content"] == [] and told[0]["message"]["stop_reason"] is None
+    pieces = ["", "", "", ""]
+    for each in told:
+        if each["type"] == "content_block_delta":
+            pieces[each["index"]] += each["delta"].get("text", each["delta"].get("partial_json"))
+    blocks = [each["content_block"] for each in told if each["type"] == "content_block_start"]
+    assert [block["type"] for block in blocks] == ["text", "tool_use", "tool_use", "text"]
+    assert blocks[0]["text"] == "" and blocks[1]["input"] == {}
+    assert pieces[0] + pieces[3] == "re: see  \nthen" and pieces[1] == pieces[2]
+    assert json.loads(pieces[1]) == ARGUMENTS
+    assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert told[-2]["usage"]["output_tokens"] > 20
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 50, 90, 500])
+def test_blocks_do_not_depend_on_how_an_answer_is_cut(size: int) -> None:
+    """Text behind a call is not taken for its end, nor the other way round."""
+    text, tools = f"see {CALL} and {CALL}\nthen", [{"type": "function", "function": {"name": "weather"}}]
+    reader, answer = reader_of(HERMES, tools), MessageAnswer("served", tokenizer(), 1.0)
+    told = list[Any]()
+    for at in range(0, len(text), size):
+        content, calls = reader.push(text[at : at + size], final=at + size >= len(text))
+        told += answer.chunk(Record("", (), content=content, calls=tuple(calls)), [])
+    told += answer.close()
+    assert "".join(block.text for block in answer.blocks if block.kind == "text") == "see  and \nthen"
+    calls_of = [json.loads(block.text) for block in answer.blocks if block.kind == "call"]
+    assert calls_of == [ARGUMENTS, ARGUMENTS]
+    open_ = list[int]()
+    for each in told:
+        if each["type"] == "content_block_start":
+            assert not open_
+            open_ = [each["index"]]
+        assert open_ == [each["index"]]
+        if each["type"] == "content_block_stop":
+            open_ = []
+    assert not open_ and each["index"] == len(answer.blocks) - 1
+
+
+def test_anthropics_client_puts_a_stream_together(client: Any) -> None:
+    wanted: Any = asked(f"see {CALL}", tools=[WEATHER])
+    whole = client.messages.create(**wanted)
+    with client.messages.stream(**wanted) as stream:
+        assert "".join(stream.text_stream) == "re: see"
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        text, call = answer.content
+        assert text.type == "text" and text.text == "re: see"
+        assert call.type == "tool_use" and (call.name, call.input) == ("weather", ARGUMENTS) and call.id
+        assert answer.stop_reason == "tool_use" and answer.usage.input_tokens == 4
+
+
+def test_results_of_tools_go_back_in_messages(model: ServedModel, client: Any) -> None:
+    first = client.messages.create(**asked(f"see {CALL}", tools=[WEATHER]))
+    id_ = first.content[1].id
+    thought = {"type": "thinking", "thinking": "so", "signature": ""}
+    said = [thought, *(each.model_dump(exclude_none=True) for each in first.content)]
+    result = {"type": "tool_result", "tool_use_id": id_, "content": [{"type": "text", "text": "sunny"}]}
+    texts = [{"type": "text", "text": text} for text in ("and", "now?")]
+    turns = [
+        {"role": "user", "content": f"see {CALL}"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": [result, *texts]},
+    ]
+    client.messages.create(**asked(turns))
+    function = {"name": "weather", "arguments": ARGUMENTS}
+    calls = [{"id": id_, "type": "function", "function": function}]
+    assert model.calls[-1][0] == [
+        turns[0],
+        {"role": "assistant", "content": "re: see", "reasoning_content": "so", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": id_, "content": "sunny"},
+        {"role": "user", "content": "and\nnow?"},
+    ]
+
+
+def test_choices_stops_and_limits_are_anthropics() -> None:
+    fixed: dict[str, Any] = {"city": {"enum": ["Bonn", "Köln"]}}
+    schema = {"type": "object", "properties": fixed, "required": [*fixed], "additionalProperties": False}
+    model = toy_model(toy_session(context=2000), toy_session(seed=1, context=2000))
+    model.target.chat_template = ChatTemplate(HERMES)
+    tools: Any = [{"name": "weather", "input_schema": schema}]
+    with serving(model) as url, client_of(url) as client:
+        wanted = asked("hi", thinking={"type": "disabled"}) | {"model": "toy", "max_tokens": 60}
+        for choice in (
+            {"type": "any"},
+            {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+        ):
+            (call,) = client.messages.create(**wanted, tools=tools, tool_choice=choice).content
+            assert call.type == "tool_use" and call.input["city"] in ("Bonn", "Köln")
+        form: Any = {"format": {"type": "json_schema", "schema": schema}}
+        (text,) = client.messages.create(**wanted, output_config=form).content
+        assert text.type == "text" and json.loads(text.text)["city"] in ("Bonn", "Köln")
+        whole = client.messages.create(**wanted)
+        assert whole.stop_reason == "max_tokens" and whole.content[0].type == "text"
+        stop = whole.content[0].text[9:12]
+        ended = client.messages.create(**wanted, stop_sequences=[stop])
+        assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", stop)
+        counted = client.messages.count_tokens(model="toy", messages=wanted["messages"], tools=tools)
+        del wanted["thinking"]
+        assert counted.input_tokens == model.count_tokens(
+            wanted["messages"],
+            tools=[{"type": "function", "function": {"name": "weather", "parameters": schema}}],
+        )
+        usage: Any = client.messages.create(**wanted, tools=tools).usage
+        assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"container": "c"}, "'container' is not known; allowed: model"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type is 'web_search_20250305'"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
+        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display is 'omitted'"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
+        ({"output_config": {"effort": "low"}}, "output_config.'effort' is not known; allowed: format"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config format is {'type': 'xml'}; allowed:"),
+        ({"system": 3}, "system is 3"),
+        ({"system": [{"type": "image"}]}, "system[0].type is 'image'; allowed: 'text'"),
+        ({"messages": []}, "messages is"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages is []"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role is 'system'; allowed: 'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is None; allowed: a text, or a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type is 'image'; all"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is"),
+        ({"messages": [{"role": "assistant", "content": "I"}]}, "messages[0].role is 'assistant'; the last"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"stop_sequences": "x"}, "stop_sequences is 'x'"),
+    ],
+)  # fmt: skip
+def test_what_there_is_not_is_refused_by_name(path: str, more: dict[str, Any], told: str) -> None:
+    with toy_model(toy_session()) as model, serving(model) as url:
+        reply = ask(url, path, asked() | {"model": "toy"} | more)
+    assert reply.status == 400 and reply.json["type"] == "error"
+    assert reply.json["error"]["type"] == "invalid_request_error" and told in reply.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (Busy("64 requests wait"), 429, "rate_limit_error"),
+        (Closed("closed"), 503, "overloaded_error"),
+        (EdgespecError("a session broke"), 500, "api_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_have_anthropics_shape(
+    model: ServedModel, url: str, stream: bool, error: EdgespecError, status: int, kind: str
+) -> None:
+    model.refusal = error
+    reply = ask(url, PATH, asked(stream=stream))
+    assert (reply.status, reply.json["error"]["type"]) == (status, kind)
+    others: list[tuple[str, Any, dict[str, str], tuple[int, str]]] = [
+        (PATH, asked() | {"model": "gpt-9"}, {}, (404, "not_found_error")),
+        (f"{PATH}/batches", {}, {}, (404, "not_found_error")),
+        (PATH, asked(), {"Origin": "https://evil.example"}, (403, "permission_error")),
+        (PATH, b"{", {}, (400, "invalid_request_error")),
+    ]
+    for path, body, headers, wanted in others:
+        reply = ask(url, path, body, headers=headers)
+        assert (reply.status, reply.json["error"]["type"]) == wanted and reply.json["type"] == "error"
+
+
+def test_an_error_behind_the_first_piece_is_raised(model: ServedModel, client: Any) -> None:
+    model.fault = EdgespecError("a session broke")
+    with pytest.raises(anthropic.APIStatusError, match="a session broke"):
+        list(client.messages.create(**asked(), stream=True))
+
+
+def test_a_client_that_leaves_frees_the_model(model: ServedModel, url: str) -> None:
+    model.pause_s = 0.05
+    with open_stream(url, asked("x" * 200, stream=True), PATH) as response:
+        assert response.readline() == b"event: message_start\n"
+    until(lambda: model.cancelled == 1)
+    model.pause_s = 0.0
+    assert ask(url, PATH, asked()).status == 200
+
+
+def test_the_key_may_come_as_anthropics_clients_send_it() -> None:
+    with serving(ServedModel().as_model(), ServeOptions(port=0, api_key=KEY)) as url:
+        for key, fits in ((KEY, True), (f"{KEY}x", False), ("", False)):
+            assert ask(url, PATH, asked(), headers={"x-api-key": key}).status == (200 if fits else 401)
+        wrong = ask(url, PATH, asked(), headers={"x-api-key": KEY, "Authorization": "Bearer x"})
+        assert (wrong.status, wrong.json["error"]["type"]) == (401, "authentication_error")
+
+
+def test_the_documentation_has_every_field() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    names = {each.name for body in (ResponsesBody, MessagesBody) for each in fields(body)}
+    assert [name for name in names if f"`{name}`" not in text] == []

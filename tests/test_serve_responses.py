@@ -1,0 +1,264 @@
+"""``/v1/responses``: what OpenAI's client reads of it, what is kept for later, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from edgespec.serve.options import ServeOptions
+from edgespec.serve.problems import Problem
+from edgespec.serve.responses import Kept
+from edgespec_models.errors import Busy, EdgespecError
+from edgespec_models.text.chat_template import ChatTemplate
+from tests.models_for_tests import toy_model, toy_session
+from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving, until
+from tests.templates_for_tests import HERMES
+
+PATH = "/v1/responses"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}}</tool_call>'
+
+
+@pytest.fixture
+def model() -> ServedModel:
+    return ServedModel()
+
+
+@pytest.fixture
+def url(model: ServedModel) -> Iterator[str]:
+    with serving(model.as_model()) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Any]:
+    with client_of(url) as client:
+        yield client
+
+
+def client_of(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def asked(text: object = "hello", **more: object) -> dict[str, Any]:
+    return {"model": "served", "input": text, **more}
+
+
+def test_a_response_is_what_openais_client_reads(model: ServedModel, client: Any) -> None:
+    more: Any = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 99,
+        "temperature": 0.5,
+        "metadata": {"a": "b"},
+    }
+    answer = client.responses.create(**asked("naïve 😀"), **more, parallel_tool_calls=False)
+    assert (answer.output_text, answer.status, answer.object) == ("re: naïve 😀", "completed", "response")
+    (item,) = answer.output
+    assert item.type == "message" and item.role == "assistant" and item.status == "completed"
+    assert answer.instructions == "Be brief." and answer.metadata == {"a": "b"}
+    assert answer.usage is not None and answer.usage.input_tokens_details.cached_tokens == 3
+    assert answer.usage.total_tokens == 7 + answer.usage.output_tokens
+    extension: Any = answer.model_extra
+    assert extension["edgespec"]["stats"]["accepted"] == 10
+    messages, options = model.calls[0]
+    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve 😀"}]
+    wanted = {"temperature": 0.5, "max_new_tokens": 99, "parallel_tool_calls": False, "tool_choice": "auto"}
+    assert options == wanted | {"timeout": 600.0}
+
+
+def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
+    told = named_events(ask(url, PATH, asked(f"see {CALL} {CALL}\nthen", tools=[WEATHER], stream=True)))
+    assert [each["sequence_number"] for each in told] == list(range(len(told)))
+    kinds = [each["type"].removeprefix("response.") for each in told]
+    once = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1] or not kind.endswith("delta")]
+    part = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+    text = ["output_item.added", *part, "output_item.done"]
+    arguments = ["function_call_arguments.delta", "function_call_arguments.done"]
+    call = ["output_item.added", *arguments, "output_item.done"]
+    assert once == ["created", "in_progress", *text, *call, *call, *text, "completed"]
+    response = told[-1]["response"]
+    begun: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None}
+    assert told[0]["response"] | {"edgespec": response["edgespec"]} == response | begun
+    for index, item in enumerate(response["output"]):
+        own = [each for each in told if each.get("output_index") == index]
+        assert own[-1]["item"] == item
+        pieces = "".join(each["delta"] for each in own if each["type"].endswith("delta"))
+        (whole,) = (each for each in own if each["type"].endswith(("text.done", "arguments.done")))
+        assert pieces == whole.get("text", whole.get("arguments"))
+        assert pieces == (item.get("arguments") or item["content"][0]["text"])
+        assert {each["item_id"] for each in own if "item_id" in each} == {item["id"]}
+    assert json.loads(response["output"][1]["arguments"]) == {"city": "Bonn", "days": [1, 2]}
+
+
+def test_openais_client_puts_a_stream_together(client: Any) -> None:
+    wanted: Any = asked(f"see {CALL}", tools=[WEATHER])
+    whole = client.responses.create(**wanted)
+    with client.responses.stream(**wanted) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert kinds.count("response.output_text.delta") > 1
+    for answer in (whole, streamed):
+        text, call = answer.output
+        assert text.type == "message" and answer.output_text == "re: see"
+        assert call.type == "function_call" and call.name == "weather" and call.call_id
+        assert json.loads(call.arguments) == {"city": "Bonn", "days": [1, 2]}
+
+
+def test_results_of_tools_go_back_as_items(model: ServedModel, client: Any) -> None:
+    """Or behind the response that called them."""
+    first = client.responses.create(**asked(f"see {CALL}", tools=[WEATHER]))
+    call: Any = first.output[1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    user = {"role": "user", "content": f"see {CALL}"}
+    thought: Any = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}
+    sent = [thought, *(each.model_dump(exclude_none=True) for each in first.output), result]
+    client.responses.create(**asked([user, *sent]))
+    client.responses.create(**asked([result], previous_response_id=first.id))
+    for (messages, _), thoughts in zip(model.calls[1:], ({"reasoning_content": "so"}, {}), strict=True):
+        said, called, answered = messages
+        function = {"name": "weather", "arguments": '{"city": "Bonn", "days": [1, 2]}'}
+        calls = [{"id": call.call_id, "type": "function", "function": function}]
+        assert said == user
+        assert called == {"role": "assistant", "content": "re: see", "tool_calls": calls} | thoughts
+        assert answered == {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"}
+
+
+def test_a_tool_that_has_to_be_called_is() -> None:
+    fixed: dict[str, Any] = {"city": {"enum": ["Bonn", "Köln"]}}
+    parameters = {"type": "object", "properties": fixed, "required": [*fixed], "additionalProperties": False}
+    model = toy_model(toy_session(context=2000), toy_session(seed=1, context=2000))
+    model.target.chat_template = ChatTemplate(HERMES)
+    form = {"type": "json_schema", "name": "s", "strict": True, "schema": parameters}
+    with serving(model) as url, client_of(url) as client:
+        wanted: Any = {"model": "toy", "input": "hi", "reasoning": {"effort": "none"}}
+        for choice in ("required", {"type": "function", "name": "weather"}):
+            tools = [WEATHER | {"parameters": parameters}]
+            answer = client.responses.create(**wanted, tools=tools, tool_choice=choice)
+            (call,) = answer.output
+            assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Bonn", "Köln")
+        formed = client.responses.create(**wanted, text={"format": form})
+        assert json.loads(formed.output_text)["city"] in ("Bonn", "Köln")
+        short = client.responses.create(**wanted, max_output_tokens=3)
+        assert short.status == short.output[0].status == "incomplete"
+        assert short.incomplete_details is not None
+        assert short.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_request_goes_on_behind_a_response_that_is_kept(model: ServedModel, client: Any) -> None:
+    """With its own instructions; each in its own way, streamed or not."""
+    first = client.responses.create(**asked("one", instructions="old"))
+    second = list(client.responses.create(**asked("two", previous_response_id=first.id, stream=True)))[-1]
+    assert second.type == "response.completed"
+    third = client.responses.create(
+        **asked("three", previous_response_id=second.response.id, instructions="new", store=False)
+    )
+    texts = ["new", "one", "re: one", "two", "re: two", "three"]
+    assert [message["content"] for message in model.calls[-1][0]] == texts
+    assert client.responses.retrieve(first.id) == first
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(third.id)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match=r"the response is 'resp_.*unless store is false"):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError, match=r"previous_response_id is 'resp_.*kept for 3600 s"):
+        client.responses.create(**asked("two", previous_response_id=first.id))
+    assert len(model.calls) == 3
+
+
+def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
+    now = [0.0]
+    kept = Kept(most=1000, seconds=60.0, clock=lambda: now[0])
+
+    def held() -> list[int]:
+        return [at for at in range(10) if holds(f"r{at}")]
+
+    def holds(id_: str) -> bool:
+        try:
+            return bool(kept.get(id_, "x")[0]["id"] == id_)
+        except Problem as error:
+            assert "kept for 60 s, 1,000 bytes" in str(error)
+            return False
+
+    for at in range(4):
+        now[0] = 20.0 * at
+        kept.put({"id": f"r{at}"}, [])
+    assert held() == [1, 2, 3]  # 60 s are over for the first
+    kept.put({"id": "r4"}, [{"role": "user", "content": "x" * 920}])
+    assert held() == [3, 4]
+    kept.put({"id": "r5"}, [{"role": "user", "content": "x" * 2000}])
+    assert held() == []
+    kept.put({"id": "r6"}, [])
+    now[0] += 59.9
+    assert held() == [6]
+    now[0] += 0.2
+    assert held() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"background": True}, "background is True; allowed: False"),
+        ({"conversation": "conv_1"}, "'conversation' is not known; allowed: model"),
+        ({"truncation": "auto"}, "truncation is 'auto'"),
+        ({"include": ["file_search_call.results"]}, "include[0] is 'file_search_call.results'; allowed:"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'; allowed: 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools[0] is {"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type is 'allowed_tools'; all"),
+        ({"text": {"format": {"type": "xml"}}}, "text format is {'type': 'xml'}; allowed:"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort is 'enormous'"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type is 'computer_call'; allowed: 'message'"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role is 'tool'; allowed: 'user'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content[0].type is 'input_im"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text is N"),
+        ({"input": [{"role": "user"}]}, "input[0].content is None; allowed: a text, or a list of parts"),
+        ({"input": []}, "input is"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+    ],
+)  # fmt: skip
+def test_what_there_is_not_is_refused_by_name(
+    model: ServedModel, url: str, more: dict[str, Any], told: str
+) -> None:
+    if "tools" in more or "tool_choice" in more:  # which the model's own checks see
+        model = toy_model(toy_session())  # type: ignore[assignment]
+        model.target.chat_template = ChatTemplate(HERMES)
+        with serving(model) as own:  # type: ignore[arg-type]
+            reply = ask(own, PATH, asked() | {"model": "toy"} | more)
+    else:
+        reply = ask(url, PATH, asked() | more)
+    assert reply.status == 400 and told in reply.error
+    assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_model_raises_is_an_error_of_openais(model: ServedModel, client: Any, stream: bool) -> None:
+    model.refusal = Busy("64 requests wait")
+    with pytest.raises(openai.RateLimitError):
+        client.responses.create(**asked(), stream=stream)
+    model.refusal, model.fault = None, EdgespecError("a session broke")
+    with pytest.raises(openai.APIError, match="a session broke"):
+        answer = client.responses.create(**asked(), stream=stream)
+        assert stream and list(answer)
+
+
+def test_a_client_that_leaves_frees_the_model_and_nothing_is_kept(model: ServedModel) -> None:
+    model.pause_s = 0.05
+    with serving(model.as_model()) as url:
+        with open_stream(url, asked("x" * 200, stream=True), PATH) as response:
+            created = json.loads([response.readline() for _ in range(2)][1].removeprefix(b"data: "))
+        until(lambda: model.cancelled == 1)
+        model.pause_s = 0.0
+        assert ask(url, f"{PATH}/{created['response']['id']}").status == 404
+        assert ask(url, PATH, asked()).status == 200
+
+
+def test_a_key_is_needed_for_what_is_kept() -> None:
+    key = "a-key-of-this-test"
+    with serving(ServedModel().as_model(), ServeOptions(port=0, api_key=key)) as url:
+        own = {"Authorization": f"Bearer {key}"}
+        id_ = ask(url, PATH, asked(), headers=own).json["id"]
+        assert ask(url, f"{PATH}/{id_}").status == 401
+        assert ask(url, f"{PATH}/{id_}", headers=own).json["id"] == id_
