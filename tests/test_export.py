@@ -12,7 +12,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.graphs import writer
 from edgespec_export.graphs.parity import Golden
-from edgespec_models.bundles.bundle import REPORT, WEIGHTS, Bundle
+from edgespec_models.bundles.bundle import REPORT, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.progress import Progress
