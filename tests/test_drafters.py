@@ -41,8 +41,14 @@ def test_the_drafter_that_promises_most_is_recommended(target: str, drafter: str
     assert recommended(shape(model.architecture, model.vocabulary), model.size_bytes)[0] == drafter
 
 
-def test_a_head_drafts_for_its_own_target_where_it_promises_more() -> None:
+def test_a_head_drafts_for_its_own_target_where_it_was_pulled_and_promises_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For the others small models promise more: 2.1 times of the 4B, where heads promise 1.8."""
+    model = hub_names()["qwen3-1.7b"]
+    facts = shape(model.architecture, model.vocabulary), model.size_bytes
+    assert recommended(*facts, reference="qwen3-1.7b")[0] not in hub_heads()
+    monkeypatch.setattr(drafters, "is_here", lambda name: True)
     found = {}
     for name in ("qwen3-1.7b", "qwen3-4b", "qwen3-8b"):
         model = hub_names()[name]

@@ -2,7 +2,7 @@
 
 A drafter's price is its bytes over the target's, since bytes are what passes on a CPU cost. How often
 guesses are right was measured for two kinds (docs/lab/drafters.md): of the target's family, and of another.
-Of heads that others have trained it is what they say.
+Of heads that others have trained it is what they say; none was tried, so one drafts where it was pulled only.
 """
 
 import logging
@@ -75,7 +75,7 @@ def recommended(
     promised |= {
         name: expected_speed(head.acceptance, head.step_bytes / n_bytes)
         for name, head in hub_heads().items()
-        if reference in head.targets
+        if reference in head.targets and is_here(name)
     }
     if known is not None and known.drafter is not None:
         return known.drafter, max(promised.values())
