@@ -35,14 +35,12 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, Manifest
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import cache_names
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
 from edgespec_models.graphs.plan import FULL, DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.cpu import CpuOptions, CpuSession, open_graph
+from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.memory import peak_memory_bytes
-from edgespec_runtimes.session import Logits
 
 
 def build_bundle(
@@ -172,8 +170,6 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     bundle, golden = Bundle(folder), find_golden(digest)
     _ = bundle.tokenizer, bundle.chat_template
     if bundle.manifest.operators == "edgespec":
-        if bundle.config.is_head:
-            return _check_head(bundle), None
         return _check_whole(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     texts = () if golden is None else golden.texts
@@ -198,38 +194,3 @@ def _check_whole(
             parity = check_parity(session_logits(session, golden, progress), golden, bundle.head_tokens)
     progress(Progress("Checking", 1, 1, "step"))
     return row_exact, parity
-
-
-def _check_head(bundle: Bundle) -> bool:
-    """Whether a token at a time gives the bits of all in one pass, with numbers that stand for a target's."""
-    session, config, rng = (
-        open_graph(bundle.graph, CpuOptions(), native=True),
-        bundle.config,
-        np.random.default_rng(0),
-    )
-    width = len(config.feature_layers) * config.feature_width
-    features, ids = (
-        rng.normal(size=(1, 5, width)).astype(np.float32),
-        rng.integers(config.vocab_size, size=(1, 5)),
-    )
-    hidden = next(value.shape[2] for value in session.get_inputs() if value.name == "states")
-    shape, names = (1, config.num_kv_heads, 16, config.head_dim), cache_names(1)
-    feeds = {past: np.zeros(shape, np.float16) for past, _ in names} | {
-        "states": np.zeros((1, 0, hidden), np.float32)
-    }
-
-    def logits(start: int, stop: int) -> Logits:
-        rows = {"sequences": np.array([(0, start, stop - start)]), "logits_rows": np.arange(stop - start)}
-        rows |= {"input_ids": ids[:, start:stop], "features": features[:, start:stop]}
-        found, *present = session.run(["logits", *(present for _, present in names)], feeds | rows)
-        feeds.update((past, array) for (past, _), array in zip(names, present, strict=True))
-        of_rows: Logits = found[0]
-        return of_rows
-
-    alone = np.concatenate([logits(token, token + 1) for token in range(5)])
-    together = logits(0, 5)  # over what the cache holds: these places are written again
-    if not np.isfinite(together).all() or not np.allclose(
-        alone, together, atol=0.01 * np.abs(together).max()
-    ):
-        raise ParityError("the exported head gives other logits after a truncation; nothing was kept")
-    return bool(np.array_equal(alone, together))
