@@ -20,10 +20,9 @@ from tests.toy import Silent, decode
 pytestmark = pytest.mark.models
 
 TOKENIZERS = Path(__file__).parent / "golden" / "tokenizers.json"
-LEAST_TOP1: dict[Role, float] = {"target": 0.93, "drafter": 0.85}
-MOST_KL: dict[Role, float] = {"target": 0.01, "drafter": 0.06}
-"""The kernels compute the same bits on every processor: .965 to .977, and .0006 to .0041. A drafter's LM head
-has four bits: .863 and .050."""
+MIN_TOP1 = 0.93
+MAX_KL = 0.01
+"""Edgespec's kernels compute the same bits on every processor: .965 to .977, and .0006 to .0041."""
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -40,12 +39,11 @@ ROLES: dict[str, Role] = {
 def test_an_export_computes_what_its_source_computes(name: str) -> None:
     entry = find(name)
     pull(entry)
-    role = ROLES[name]
-    bundle = open_model(name, role)
+    bundle = open_model(name, ROLES[name])
     assert bundle.manifest.provenance["sha256"] == entry.sha256
     stored = bundle.report()["parity"]
-    assert stored["top1_agreement"] >= LEAST_TOP1[role]
-    assert stored["kl"] <= MOST_KL[role]
+    assert stored["top1_agreement"] >= MIN_TOP1
+    assert stored["kl"] <= MAX_KL
     assert bundle.report()["row_exact"]
     golden = find_golden(entry.sha256)
     assert golden is not None

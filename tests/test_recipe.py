@@ -32,7 +32,7 @@ from tests.gguf_for_tests import FORMATS, tiny_gguf
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
     ("target", None, 9): "3d20af0d5e052021",
     ("target", "cuda", 5): "c4a1a4f5d63ae602",
-    ("drafter", None, 9): "09a4fa5c8b8ae72f",
+    ("drafter", None, 9): "c175c7ad52fa4e74",
     ("drafter", "cuda", 5): "c4a1a4f5d63ae602",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
@@ -151,12 +151,12 @@ def described(graph: ir.Graph) -> Iterator[Any]:
 
 def plans(checkpoint: Checkpoint, role: Role, device: ExportDevice | None) -> Iterator[Any]:
     """What would be written of ``checkpoint``, with each of WEIGHTS where there is a choice."""
-    drafter, config = role == "drafter" and device is None, checkpoint.config
-    chosen = plan_decoder(checkpoint, drafter=drafter, precision=FULL if device is None else HALF)
+    tunable, config = role == "drafter" and device is None, checkpoint.config
+    chosen = plan_decoder(checkpoint, tunable=tunable, precision=FULL if device is None else HALF)
     yield [*described(build_decoder(config, chosen).graph)]
     yield [[part.format.name for part in linear.parts] for linear in chosen.linears.values()]
     if device is None:
-        yield [*described(build_native(config, plan_decoder(checkpoint, native=True, drafter=drafter)).graph)]
+        yield [*described(build_native(config, plan_decoder(checkpoint, native=True, tunable=tunable)).graph)]
 
 
 def digest(folder: Path, role: Role, device: ExportDevice | None) -> str:

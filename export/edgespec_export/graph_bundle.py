@@ -136,7 +136,7 @@ def _plan(
         checkpoint,
         options.quantization,
         native=options.native,
-        drafter=options.role == "drafter" and options.device is None and options.target is None,
+        tunable=options.role == "drafter" and options.device is None and options.target is None,
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )

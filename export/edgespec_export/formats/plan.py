@@ -57,8 +57,6 @@ _ROUNDED = MappingProxyType(
     }
 )
 """What floats are rounded to in tiles."""
-_WIDE = frozenset({"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"})
-"""More bits than a drafter's LM head needs: with 4 it guesses as well, and reads less in every step."""
 
 
 def plan_decoder(
@@ -66,15 +64,15 @@ def plan_decoder(
     quantization: Quantization | None = None,
     *,
     native: bool = False,
-    drafter: bool = False,
+    tunable: bool = False,
     head_tokens: tuple[int, ...] | None = None,
     precision: Precision = FULL,
 ) -> DecoderPlan:
     """Assign formats; where ONNX Runtime multiplies, neighbours with one format are fused into one matrix.
 
     Without a ``quantization`` each matrix stays as it is, or as near as :data:`PORTABLE` says. ``native`` is
-    for edgespec's own kernels. A ``drafter`` lets gains be replaced at run time, and for these kernels has an
-    LM head of 4 bits. ``head_tokens`` are those that a trimmed LM head keeps.
+    for edgespec's own kernels. With ``tunable``, gains may be replaced at run time. ``head_tokens`` are those
+    that a trimmed LM head keeps.
 
     Raises:
         UnsupportedModelError: a width without whole blocks, for edgespec's kernels.
@@ -84,7 +82,7 @@ def plan_decoder(
 
     def form(source: str) -> WeightFormat:
         if native:
-            return _tiles(checkpoint, source, quantization, spared=drafter and source == "lm_head")
+            return _tiles(checkpoint, source, quantization)
         return _portable(checkpoint, source, quantization, largest)
 
     def linear(sources: tuple[str, ...]) -> LinearSpec:
@@ -106,7 +104,7 @@ def plan_decoder(
     else:
         embedding = _embedding(checkpoint, quantized=quantization is not None)
     context = head_tokens is not None and checkpoint.tied_head
-    plan = DecoderPlan(embedding, linears, head_tokens, context, drafter)
+    plan = DecoderPlan(embedding, linears, head_tokens, context, tunable)
     return plan if precision == FULL else _with_precision(plan, precision)
 
 
@@ -116,10 +114,8 @@ def _part(checkpoint: Checkpoint, sources: tuple[str, ...], form: WeightFormat) 
     return LinearPart(tuple(map(checkpoint.stored_name, sources)), rows, form, biases)
 
 
-def _tiles(
-    checkpoint: Checkpoint, source: str, quantization: Quantization | None, *, spared: bool
-) -> WeightFormat:
-    """A format of edgespec's kernels, of 4 bits where they are to be ``spared`` and nobody chose more."""
+def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | None) -> WeightFormat:
+    """A format of edgespec's kernels."""
     tensor, config = checkpoint.tensor(source), checkpoint.config
     layers = source not in ("embed", "lm_head")
     if tensor.type.name in FORMATS and (quantization is None or source == "embed"):
@@ -134,8 +130,6 @@ def _tiles(
         weights = sum(each.shape[0] * each.shape[-1] for each in checkpoint.tensors.values())
         unquantized = all(each.type in FLOATS for each in checkpoint.tensors.values())
         name = "Q4_1" if layers and unquantized and weights >= _LARGE else "Q8_0"
-    if spared and quantization is None and name in _WIDE:
-        name = "Q4_1"
     tile_bytes(name, *tensor.shape)  # refuses widths
     return replace(_ROUNDED.get(name, _INT8), tiles=name)
 

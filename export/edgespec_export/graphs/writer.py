@@ -69,7 +69,7 @@ def write_graph(
 
 def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
     """What an export for the CPU would write, the whole LM head kept: bytes by class, and of the file."""
-    plan = plan_decoder(checkpoint, native=weights in (None, "exact"), drafter=role == "drafter")
+    plan = plan_decoder(checkpoint, native=weights in (None, "exact"), tunable=role == "drafter")
     parameters, size = allocate(_build(checkpoint, plan), Path())
     return bytes_by_class(parameters, tied=plan.tied), size
 
