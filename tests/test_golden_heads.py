@@ -174,6 +174,8 @@ def test_a_head_is_made_at_first_use_and_opened_later(tmp_path: Path, home: Path
             made = cast(Bundle, model.drafter)
         assert made.config.is_head and planned.weights_bytes == made.manifest.bytes_per_pass
         assert len(list((home.parent / "bundles").glob("h-*-drafter-*"))) == 1
+    again = plan(target, head)
+    assert again.target.state == cast(Any, again.drafter).state == "here"
     with pytest.raises(RequestError, match=r"export .* --target SOURCE -o DIR"):
         load(model.target.path, head)
     with pytest.raises(RequestError, match=r"is a head for a target of .* use the head of this"):

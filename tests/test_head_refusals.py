@@ -55,6 +55,11 @@ WRONG: dict[str, tuple[Callable[[Head], object], type[EdgespecError], str]] = {
         RequestError,
         r"\[2, 4, 9\].* has 0 to 7",
     ),
+    "one layer twice": (
+        lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids=[4, 4, 6]),
+        RequestError,
+        r"\[4, 4, 6\].* has 0 to 7",
+    ),
     "no layers": (
         lambda h: h.facts.update(eagle_aux_hidden_state_layer_ids=[]),
         RequestError,

@@ -124,7 +124,7 @@ def test_it_reads_what_is_unread_or_the_end_of_it(rounds: list[tuple[int, int, i
     for committed, drafted, forced in rounds:
         if drafted:
             ahead = [*text, *range(20, 20 + forced)]
-            assert reader.room_for(ahead, drafted + forced)
+            assert reader.room_for(ahead, drafted)
             said = alone(reader.read(ahead), reader.clock)
             logits = LAW(ahead)[KEPT]
             assert said.following == KEPT[logits.argmax()]
@@ -141,3 +141,16 @@ def test_a_cache_too_small_for_a_draft_drafts_nothing() -> None:
     reader = HeadReader(head, CURVE, 4)
     reader.hear(_features([1, 2, 3, 4], 0), 1)
     assert reader.room_for([1, 2, 3, 4, 5], 5) and not reader.room_for([1, 2, 3, 4, 5], 6)
+    assert reader.room_for([1, 2, 3, 4, 5, 6], 4) and not reader.room_for([1, 2, 3, 4, 5, 6], 5)  # one forced
+
+
+def test_a_text_that_the_target_reads_anew_is_read_anew() -> None:
+    """As where another request's cache found no memory, and all caches were lost."""
+    head, text = _Head(LAW, VOCAB, chunk=64), [5, 6, 7, 8, 9]
+    head.reserve(64)
+    reader = HeadReader(head, CURVE, 2)
+    reader.hear(_features(text[:2], 0), 1)
+    reader.hear(_features(text[2:3], 2), 1)
+    reader.hear(_features(text[:4], 0), 1)
+    said = alone(reader.read(text), reader.clock)
+    assert said.following == KEPT[LAW(text)[KEPT].argmax()] and head.cache == text[1:]

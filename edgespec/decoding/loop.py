@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-import numpy as np
-
 from edgespec.decoding.draft import NO_DRAFT, Asking, Clock, Draft, Passed, Source, Step, Work, timed
 from edgespec.decoding.sampling import (
     Penalties,
@@ -25,10 +23,8 @@ from edgespec.decoding.sampling import (
     uniform,
 )
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.hidden import Floats
+from edgespec_runtimes.hidden import Floats, joined
 from edgespec_runtimes.session import Predictions, Rows, Session
-
-_FEATURES = 128  # of a prompt, that are kept beside those of its last piece
 
 
 class Verifier:
@@ -156,7 +152,7 @@ class Decoding:
 
         At the end of a prompt ``passed`` is no time of decoding.
         """
-        features = self._features = _joined(self._features, predictions.hidden)
+        features = self._features = joined(self._features, predictions.hidden)
         if self._target.length < len(self.tokens):
             return None
         began, draft, self._features = self._clock(), self.draft, None
@@ -175,11 +171,6 @@ class Decoding:
             features = features[: len(features) - len(draft.tokens) + accepted]
         self._policy.observe(step if features is None else replace(step, features=features))
         return step
-
-
-def _joined(before: Floats | None, now: Floats | None) -> Floats | None:
-    """Features of a prompt's end, of which the last piece may be short."""
-    return now if before is None or now is None else np.concatenate([before[-_FEATURES:], now])
 
 
 def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[int, ...], bool]:

@@ -5,19 +5,18 @@ Behind its own drafts it reads the state that it wrote itself. So what a round h
 once the target's features of it are there, and nothing that was drafted stays in the KV cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
-import numpy as np
-
-from edgespec.decoding.draft import Clock, Draft, Passed, Remarks, Step, Work
+from edgespec.decoding.draft import Clock, Passed, Remarks, Work
 from edgespec.drafting.bridge import IdentityBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.policy import Part
 from edgespec.drafting.reading import RunningMean, Said
 from edgespec.drafting.side import DrafterSide
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.hidden import Floats
+from edgespec_runtimes.hidden import Floats, joined
 from edgespec_runtimes.session import Predictions, Rows, Session
 
 _MOST = 128  # tokens that are read at once: of a prompt, and where drafting has paused
@@ -36,22 +35,24 @@ class HeadReader:
         self._session, self._length, self.clock = session, length, clock
         self._most = min(_MOST, session.piece)
         self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
-        self._features: list[Floats] = []  # of the last tokens
+        self._features: Floats | None = None  # of the last tokens
         self._held = self._unread = 0  # committed tokens: in the cache, and behind these
         self._state: Floats | None = None  # behind the last token that was read
 
     def hear(self, features: Floats, committed: int) -> None:
         """Tell of so many new tokens, and of the target's features of what stands before the last of them."""
         self._length += committed
-        self._features.append(features)
+        if len(features) != committed:  # of the prompt, or of a text that the target had to read anew
+            self._features, self._held, self._unread = None, 0, 0
+        self._features = joined(self._features, features)
         self._unread += len(features)
-        while sum(map(len, self._features[1:])) >= self._most:
-            del self._features[0]
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
         """See :class:`Chain`."""
+        more += len(text) - self._length  # forced tokens, which are read like drafts
         if self._unread > self._most or self._held + self._unread + more > self._session.capacity:
-            self._held, self._unread = 0, min(self._most, sum(map(len, self._features)))
+            kept = 0 if self._features is None else len(self._features)
+            self._held, self._unread = 0, min(self._most, kept)
         return self._held + self._unread + more <= self._session.capacity
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
@@ -74,10 +75,10 @@ class HeadReader:
 
     def read(self, text: Sequence[int]) -> Work[Said]:
         """See :class:`Chain`. What a grammar forces behind the text is read like drafts."""
+        assert self._features is not None  # the target has read the text
         count = self._unread
-        features = np.concatenate(self._features)[-count:]
         tokens = text[self._length - count : self._length]
-        said, passed = yield from self._ask(self._held, tokens, features)
+        said, passed = yield from self._ask(self._held, tokens, self._features[-count:])
         if self._held:
             self._first.observe(passed.share_s * passed.requests)
         self._held, self._unread = self._held + count, 0
@@ -103,33 +104,12 @@ class HeadReader:
         return Said(token, best if head is None else int(head[best]), predictions.probability(0))
 
 
-class HeadDrafter:
-    """Drafts with a head, whose reader is told of the target's features."""
-
-    def __init__(self, model: ModelDrafter[HeadReader]) -> None:
-        self._model = model
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Source`."""
-        return self._model.propose(tokens, limit)
-
-    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
-        """See :class:`~edgespec.decoding.draft.Asking`."""
-        return self._model.proposing(tokens, limit)
-
-    def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
-        if step.features is not None:
-            self._model.reader.hear(step.features, len(step.tokens))
-        self._model.observe(step)
-
-    def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
-        self._model.close()
-
-
 class HeadSide(DrafterSide):
     """A head beside its target: it reads no prompt of its own, and begins every request anew."""
+
+    def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
+        """Nothing."""
+        return []
 
     def begin(
         self,
@@ -144,14 +124,11 @@ class HeadSide(DrafterSide):
     ) -> Part:
         """A request begins; see :meth:`DrafterSide.begin`."""
         session, _ = sessions
-        session.truncate(0)
         session.reserve(min(_MOST + max_new_tokens + 4 * max_draft, session.longest))
         model = ModelDrafter(
             HeadReader(session, self.curve, len(tokens), clock=self.clock),
             IdentityBridge(self.bundle.config.vocab_size),
-            ends=self.bundle.manifest.special_tokens.eos,
-            target_end=target_end,
             pricing=self.pricing,
             calibration=self.calibration,
         )
-        return self.part(HeadDrafter(model))
+        return self.part(model)

@@ -131,6 +131,8 @@ class ModelDrafter(Generic[R]):
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
+        if step.features is not None:
+            self.reader.hear(step.features, len(step.tokens))
         guesses, self._proposed = self._proposed, []
         for guess, token in zip(guesses, step.judged, strict=False):
             accepted = token == guess.token

@@ -8,6 +8,7 @@ from typing import Protocol
 from edgespec.decoding.draft import Clock, Passed, Work, alone
 from edgespec.drafting.cascade import CONTEXT, Follower, Followers
 from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.hidden import Floats
 from edgespec_runtimes.session import Predictions, Rows, Session
 
 _SMOOTHING = 0.1
@@ -50,6 +51,9 @@ class Chain(Protocol):
     """What a drafter says behind a text, and behind each token that it drafts there."""
 
     clock: Clock
+
+    def hear(self, features: Floats, committed: int) -> None:
+        """Tell of so many new tokens, and of the target's features before the last of them, if it has any."""
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
         """Whether the KV cache has room for ``text``, and ``more`` tokens behind it."""
@@ -119,6 +123,9 @@ class Reader:
     def room_ahead(self) -> bool:
         """Whether the KV cache has room for one more token."""
         return self._session.length < self._session.capacity
+
+    def hear(self, features: Floats, committed: int) -> None:
+        """See :class:`Chain`: it reads none."""
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
         """See :class:`Chain`."""

@@ -104,6 +104,11 @@ def open_made(
     return _export(source, folder, found.name, wanted, progress, alignment_of(found, wanted.device))
 
 
+def made_for(head: Path, target: Path, wanted: Wanted) -> Bundle | None:
+    """The bundle of a head for the checkpoint ``target``, made earlier; None where there is none."""
+    return open_cached(replace(wanted, target=target).folder(name_of(head), mark_of(head)))
+
+
 def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) -> Path:
     """What the target was made from: its head's export takes tokens and matrices from there."""
     source = None if target is None else locate(target, progress)[0]

@@ -184,14 +184,14 @@ def check_target(bundle: Bundle) -> None:
 
 
 def _layers_for(drafter: Bundle, target: Bundle) -> tuple[int, ...]:
-    """The layers of ``target`` that ``drafter`` reads: none but for a head, which has to be its own."""
+    """The layers of ``target`` that ``drafter`` reads: none but for a head, whose shapes have to fit."""
     head, made = drafter.config, target.config
     if not head.is_head:
         return ()
     if not isinstance(made, ModelConfig) or target.manifest.operators != "edgespec":
         raise RequestError(
             f"{drafter.path.name} is a head, which reads states of the target's layers; {target.path.name} "
-            "is of a form that gives out none; export it for the CPU, without other weights than exact"
+            "is of a form that gives out none; export it for the CPU, with --weights exact"
         )
     wanted = head.vocab_size, head.feature_width, max(head.feature_layers) <= made.num_layers
     if wanted != (made.vocab_size, made.hidden_size, True):

@@ -13,6 +13,7 @@ from edgespec.loading.opening import NGRAM, Reference
 from edgespec_export.recipe import require_extra
 from edgespec_models.bundles.bundle import Bundle, CacheType, Role
 from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.bundles.foreign import is_model
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path
 from edgespec_models.downloads.hub import on_hub, pulled_hub
@@ -59,7 +60,10 @@ def plan(
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if drafter is not None and drafter != NGRAM:
-        second = footprint(look_up(drafter, "drafter", weights), "drafter", weights, located)
+        found, source = look_up(drafter, "drafter", weights), _source_of(target)
+        if isinstance(found, Path) and source is not None:
+            found = first_use.made_for(found, source, Wanted("drafter", weights, None)) or found
+        second = footprint(found, "drafter", weights, source)
     longest = first.cache.longest
     if context is not None and context > longest:
         raise RequestError(
@@ -103,13 +107,23 @@ def recommended(target: Found, export_bytes: int, reference: str = "") -> str:
         return drafters.recommended(checkpoint.config, export_bytes, digest, reference)[0]
 
 
-def footprint(found: Found, role: Role, weights: str | None = None, target: Found | None = None) -> Footprint:
+def _source_of(reference: Reference) -> Path | None:
+    """The checkpoint of a model that is here; None where there is none, as for bundles."""
+    path, named = Path(reference), on_hub(str(reference))
+    if named is not None:
+        return pulled_hub(named)
+    if path.exists():
+        return None if is_model(path) else path
+    entry = entries().get(str(reference))
+    return model_path(entry) if entry is not None and is_pulled(entry) else None
+
+
+def footprint(found: Found, role: Role, weights: str | None = None, target: Path | None = None) -> Footprint:
     """What the model takes that :func:`look_up` found; ``weights`` as there. A head has a ``target``."""
     if isinstance(found, Bundle):
         return footprint_of(found, exact_rows=role == "target")
     if isinstance(found, Path):
-        made_of = target if isinstance(target, Path) else None
-        return _of_checkpoint(name_of(found), found, role, weights, made_of)
+        return _of_checkpoint(name_of(found), found, role, weights, target)
     if is_pulled(found):
         return _of_checkpoint(found.name, model_path(found), role, weights)
     return _of_entry(found, role, weights)

@@ -18,6 +18,14 @@ Floats = npt.NDArray[np.float32]
 _TENSOR, _FLOAT = 1, 1  # ONNX's TypeProto.tensor_type, TensorProto.FLOAT
 
 
+KEPT = 128  # tokens, whose features are kept beside those of the last pass
+
+
+def joined(before: Floats | None, now: Floats | None) -> Floats | None:
+    """Features of the end of a text; those of the last pass may be few."""
+    return now if before is None or now is None else np.concatenate([before[-KEPT:], now])
+
+
 class Hidden:
     """What a graph of ONNX Runtime's ``session`` gives out besides logits, or reads besides tokens.
 

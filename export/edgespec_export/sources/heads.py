@@ -197,7 +197,8 @@ def _layers(facts: Facts, target: Checkpoint) -> tuple[int, ...]:
             ids = [i + 1 for i in ids]
     if ids is None:
         ids = [2, count // 2, count - 3]
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= count for i in ids):
+    known = isinstance(ids, list) and all(type(i) is int and 0 <= i <= count for i in ids)
+    if not isinstance(ids, list) or not known or len(set(ids)) < max(2, len(ids)):
         raise RequestError(
             f"{facts.where}: the head reads what enters the layers {ids!r:.80}; {target.path.name} has 0 to "
             f"{count - 1}, and {count} for what leaves the last. {_OTHER}"
