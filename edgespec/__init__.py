@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from edgespec.loading.footprint import Plan
     from edgespec.loading.opening import LoadOptions
     from edgespec.loading.planning import plan
+    from edgespec.requests.embedding import EmbeddingOptions, Embeddings
     from edgespec.requests.request import RequestOptions
     from edgespec.requests.results import (
         CallPart,
@@ -64,6 +65,8 @@ __all__ = [
     "GenerationStats",
     "SourceStats",
     "ToolCall",
+    "Embeddings",
+    "EmbeddingOptions",
     "CallPart",
     "Drafter",
     "Draft",
@@ -103,6 +106,7 @@ _NAMES_BY_HOME = {
     "edgespec.engine": "Conversation Model load",
     "edgespec.loading.opening": "LoadOptions",
     "edgespec.requests.stream": "Stream",
+    "edgespec.requests.embedding": "EmbeddingOptions Embeddings",
     "edgespec.requests.request": "RequestOptions",
     "edgespec.requests.results": (
         "CallPart Generation GenerationStats Record SourceStats TokenRecord ToolCall"

@@ -38,6 +38,7 @@ from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
     from edgespec.drafting.ahead import Beside
+    from edgespec.requests.embedding import EmbeddingOptions, Embeddings, Texts
     from edgespec_models.bundles.static_graphs import ExportDevice
 
 __all__ = ["LoadOptions"]
@@ -102,7 +103,7 @@ def load(
     if drafter == "auto":
         from edgespec.loading.drafters import choose
 
-        drafter = choose(target_bundle, target)
+        drafter = None if target_bundle.embeds else choose(target_bundle, target)
     drafter_bundle, drafter_placement = None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)
@@ -269,6 +270,26 @@ class Model:
         Request.one(defaults)
         messages = [] if system is None else [{"role": "system", "content": system}]
         return Conversation(self._start, messages, defaults)
+
+    def embed(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
+        """Vectors of texts, by a model made for it, such as Qwen3-Embedding (Zhang et al. 2025).
+
+        Texts share passes, beside requests that are answered. Of length 1, float32 ``(texts, dimensions)``.
+
+        Raises:
+            RequestError: the model was not made for it, an option is out of range, or as with
+                :meth:`generate`.
+            Cancelled: time was up.
+        """
+        asked = self._runner.embedder.request(texts, **options)
+        return asked.found(Stream(asked, self._worker).run().finish_reason)
+
+    async def embed_async(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
+        """Like :meth:`embed`, in an event loop; cancelling the task ends it within a pass."""
+        from asyncio import to_thread
+
+        asked = await to_thread(lambda: self._runner.embedder.request(texts, **options))
+        return asked.found((await Stream(asked, self._worker).run_async()).finish_reason)
 
     @with_options
     def count_tokens(self, said: str | Messages, **options: Unpack[RequestOptions]) -> int:

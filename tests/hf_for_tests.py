@@ -22,6 +22,9 @@ CONTEXT = 96
 TOKENS = tuple((7 + 37 * index * index) % VOCAB for index in range(40))
 ROWS = (0, 1, 5, 6, 7, 12, 20, 28, 38, 39)
 """Positions whose logits the goldens hold."""
+EMBEDDED = (TOKENS[:1], TOKENS[:9], TOKENS[3:40], TOKENS[5:8], TOKENS)
+"""Texts whose vectors the goldens hold, for each of these cases."""
+EMBEDDERS = ("qwen3", "granite", "gemma3")
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": VOCAB,

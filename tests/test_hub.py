@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from edgespec.cli import app
 from edgespec.loading.opening import open_model
-from edgespec_models.bundles.bundle import Bundle
+from edgespec_export.export import export_model
+from edgespec_models.bundles.bundle import Bundle, Embedding
 from edgespec_models.downloads.catalog import hub_names
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError, UnsupportedModelError
@@ -255,3 +256,12 @@ def test_export_load_and_pull_by_name(hub: Hub, tmp_path: Path, monkeypatch: pyt
     (facts,) = json.loads(pulled.stdout)
     assert Path(facts["path"]).read_bytes() == hub.files["q/tiny.gguf"]
     assert open_model(f"{NAME}/q/tiny.gguf", "target").manifest.name == "tiny"
+
+
+def test_what_says_how_texts_become_vectors_comes_too(hub: Hub, tmp_path: Path) -> None:
+    hub.files["1_Pooling/config.json"] = b'{"pooling_mode_lasttoken": true}'
+    hub.files["2_Dense/config.json"] = b"{}"
+    place = pull_hub(SAFETENSORS)
+    assert (place / "1_Pooling/config.json").is_file() and not (place / "2_Dense").exists()
+    export_model(place, tmp_path / "out")
+    assert Bundle(tmp_path / "out").manifest.embedding == Embedding()

@@ -193,7 +193,7 @@ def test_models_health_and_unknown_paths(url: str) -> None:
     assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
     assert "this server has 'served'" in reply.error
     assert ask(url, "/health").json == {"status": "ok"}
-    assert ask(url, "/v1/embeddings", {}).status == 404
+    assert ask(url, "/v1/images", {}).status == 404
     assert ask(url, CHAT).status == 405 and "Method Not Allowed" in ask(url, CHAT).error
 
 

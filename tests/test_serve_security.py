@@ -17,7 +17,7 @@ from tests.serving_for_tests import ServedModel, ask, question, serving
 CHAT = "/v1/chat/completions"
 KEY = "a-key-of-this-test"
 POST = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
-PATHS = ("/", "/v1/models", "/health", "/metrics", "/edgespec/history", CHAT)
+PATHS = ("/", "/v1/models", "/health", "/metrics", "/edgespec/history", "/v1/embeddings", CHAT)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 Needs torch and transformers. Writes the checkpoints that ``tests/hf_for_tests.py`` describes into a temporary
 folder, lets transformers read them, and stores ``config.json`` and the logits of some positions in
-``tests/golden_hf/NAME.npz``. With ``--llama-cpp DIR``, llama.cpp's sources, it lets their converter make a
+``tests/golden_hf/NAME.npz``, and in ``vectors.npz`` what comes out of some at the last token of some texts,
+which is how models embed. With ``--llama-cpp DIR``, llama.cpp's sources, it lets their converter make a
 GGUF file of each instead, and says where those differ from what the tests write.
 """
 
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
 from tests.gguf_for_tests import TinyGGUF
-from tests.hf_for_tests import CASES, ROWS, TOKENS, config_of, write_checkpoint
+from tests.hf_for_tests import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
 from tests.tokenizers_for_tests import byte_level_json
 
 OUT = Path(__file__).parents[1] / "tests/golden_hf"
@@ -56,6 +57,24 @@ def store(folder: Path) -> None:
         config = json.dumps(config_of(case), sort_keys=True)
         np.savez_compressed(OUT / f"{case}.npz", config=config, logits=rows)
         print(f"{case}: std {rows.std():.3f}, transformers {transformers.__version__}")
+
+
+def vectors(folder: Path) -> npt.NDArray[np.float32]:
+    """What transformers computes in float32 for the last token of each of EMBEDDED, to length 1."""
+    model = transformers.AutoModel.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        rows = [model(input_ids=torch.tensor([text])).last_hidden_state[0, -1] for text in EMBEDDED]
+    found: npt.NDArray[np.float32] = torch.nn.functional.normalize(torch.stack(rows), dim=-1).numpy()
+    return found
+
+
+def store_vectors(folder: Path) -> None:
+    """Write one file for all cases."""
+    checkpoints = {case: write_checkpoint(folder / case, config_of(case)) for case in EMBEDDERS}
+    found: dict[str, Any] = {case: vectors(path) for case, path in checkpoints.items()}
+    np.savez_compressed(OUT / "vectors", **found)
 
 
 def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
@@ -111,6 +130,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if given.llama_cpp is None:
             store(Path(folder))
+            store_vectors(Path(folder))
         else:
             compare(Path(folder), given.llama_cpp)
 

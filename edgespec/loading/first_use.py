@@ -182,7 +182,8 @@ def name_of(source: Path) -> str:
 
 def mark_of(source: Path) -> str:
     """Changes when the source does."""
-    files = [source] if source.is_file() else sorted(file for file in source.iterdir() if file.is_file())
+    listed = [source] if source.is_file() else [*source.iterdir(), *source.glob("*/config.json")]
+    files = sorted(file for file in listed if file.is_file())
     stats = [(file.name, file.stat()) for file in files]
     key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
     return hashlib.sha256(repr(key).encode()).hexdigest()[:8]

@@ -183,11 +183,12 @@ def check_target(bundle: Bundle) -> None:
         )
 
 
-def _layers_for(drafter: Bundle, target: Bundle) -> tuple[int, ...]:
-    """The layers of ``target`` that ``drafter`` reads: none but for a head, whose shapes have to fit."""
-    head, made = drafter.config, target.config
-    if not head.is_head:
-        return ()
+def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
+    """The layers of ``target`` whose states are read: by a head, whose shapes have to fit, or for vectors."""
+    made = target.config
+    if drafter is None or not drafter.config.is_head:
+        return (made.num_layers,) if target.embeds else ()
+    head = drafter.config
     if not isinstance(made, ModelConfig) or target.manifest.operators != "edgespec":
         raise RequestError(
             f"{drafter.path.name} is a head, which reads states of the target's layers; {target.path.name} "
@@ -218,7 +219,7 @@ def open_pair(
     with _closed_on_failure() as opened:
         # Leaving the pool waits for its threads, so that a session they open late is closed too.
         with ThreadPoolExecutor(2, thread_name_prefix="edgespec-load") as pool:
-            read_layers = () if drafter is None else _layers_for(drafter, target)
+            read_layers = _layers_for(drafter, target)
             opening = [pool.submit(_open, target, options, opened, placements[0], read_layers)]
             if drafter is not None:
                 faster = replace(options, exact_rows=False)

@@ -27,7 +27,7 @@ from edgespec.requests.request import (
 from edgespec.requests.seats import Seat, Seats
 from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer
-from edgespec_models.errors import DoesNotFit
+from edgespec_models.errors import DoesNotFit, RequestError
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
+    from edgespec.requests.embedding import Embedder
 
 
 _SHARE = 2  # of the available memory, what one more KV cache may take beside others, which may move for it
@@ -91,6 +92,7 @@ class Runner:
         self._caches = KvStore(options.cache_bytes, self._prompts)
         self.write_behind = self._caches.write_behind
         self.history: HistoryUse | None = None
+        self._embedder: Embedder | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
             self.side = _side_of(loaded.drafter)(
@@ -184,9 +186,29 @@ class Runner:
         """Whether there is memory for one more KV cache of so many tokens."""
         return tokens * self.target.manifest.kv_bytes_per_token <= machine_memory().available // _SHARE
 
+    @property
+    def embedder(self) -> "Embedder":
+        """What makes vectors of texts; RequestError where the model cannot."""
+        if self._embedder is not None:
+            return self._embedder
+        if self.side is not None and self.side.bundle.config.is_head:
+            raise RequestError("beside a head the target gives out other states; load it without a drafter")
+        from edgespec.requests.embedding import Embedder
+
+        self._embedder = Embedder(self.target, self.session, self.seats.readers)
+        return self._embedder
+
     def turn(self, answers: Sequence[Answer]) -> None:
-        """Take requests that run a pass further."""
-        take_turn(answers, self.pricing)
+        """Take requests that run a pass further; texts that become vectors are read in a pass of their own.
+
+        They wait where there is no memory for them beside the others.
+        """
+        texts = [] if self._embedder is None else self._embedder.own(answers)
+        others = [each for each in answers if each not in texts]
+        if others:
+            take_turn(others, self.pricing)
+        if texts and (not others or self._has_room(max(each.longest for each in texts))):
+            self.embedder.turn(texts, self.pricing.piece(len(others)) if others else self.session.piece)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""

@@ -17,17 +17,21 @@ class Seat:
 
 
 class Seats:
-    """At most ``most`` seats, made when they are first needed; ``caches`` keep what their sessions lose."""
+    """At most ``most`` seats, made when they are first needed; ``caches`` keep what their sessions lose.
+
+    ``readers`` are the target's sessions for texts that become vectors.
+    """
 
     def __init__(self, target: Session, drafter: Session | None, caches: KvStore, most: int) -> None:
         self.all, self._caches = [Seat(target, drafter)], caches
+        self.readers = list[Session]()
         self.most = most if target.takes_several else 1
 
     @property
     def sessions(self) -> list[Session]:
-        """Of all seats."""
+        """Of all seats, and readers."""
         drafters = [seat.drafter for seat in self.all if seat.drafter is not None]
-        return [*(seat.target for seat in self.all), *drafters]
+        return [*(seat.target for seat in self.all), *drafters, *self.readers]
 
     @property
     def any_taken(self) -> bool:

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from edgespec.decoding.draft import Progress
 from edgespec.requests.attribution import Attribution
+from edgespec.requests.embedding import Embeddings
 from edgespec.requests.results import Generation, Record, TokenRecord
 from edgespec.serve.problems import Problem
 from edgespec_models.text.tokenizer import Tokenizer
@@ -29,6 +31,19 @@ def usage(answers: Sequence[Generation]) -> Json:
         "completion_tokens_details": {
             "reasoning_tokens": sum(choice.stats.reasoning_tokens for choice in _choices(answers))
         },
+    }
+
+
+def vectors_json(found: Embeddings, model: str, *, base64: bool) -> Json:
+    """Vectors as lists of numbers, or as the base64 of little-endian float32 numbers."""
+    rows = (b64encode(row.astype("<f4")).decode() if base64 else row.tolist() for row in found.vectors)
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+    read = sum(found.tokens)
+    return {
+        "object": "list",
+        "data": data,
+        "model": model,
+        "usage": {"prompt_tokens": read, "total_tokens": read},
     }
 
 

@@ -65,6 +65,7 @@ class App:
         routes = [
             Route("/v1/chat/completions", self._completions.chat, methods=["POST"]),
             Route("/v1/completions", self._completions.complete, methods=["POST"]),
+            Route("/v1/embeddings", self._completions.embed, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
             Route("/v1/messages", messages.create, methods=["POST"]),

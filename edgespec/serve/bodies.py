@@ -180,6 +180,28 @@ class CompletionBody(_Common):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingBody:
+    """Body of ``POST /v1/embeddings``."""
+
+    model: str
+    input: str | Annotated[Sequence[int | str | Sequence[int]], length(1, 2048)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    instruction: str | None = None  # edgespec's own
+    user: Any = None
+
+    def texts(self) -> list[str | Sequence[int]]:
+        """The texts, one or several; numbers are the tokens of one."""
+        if isinstance(self.input, str):
+            return [self.input]
+        tokens = [each for each in self.input if isinstance(each, int)]
+        texts = [each for each in self.input if not isinstance(each, int)]
+        if tokens and texts:
+            raise RequestError("input has tokens beside texts; a list of numbers is one text")
+        return texts or [tokens]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetBody:
     """Body of ``POST /edgespec/history/forget``: one of both."""
 

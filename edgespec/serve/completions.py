@@ -18,12 +18,12 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
-from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from edgespec.serve.bodies import Body, ChatBody, CompletionBody, parse, read_json
+from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, vectors_json
+from edgespec.serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody, parse, read_json
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
-from edgespec_models.errors import Busy, EdgespecError
+from edgespec_models.errors import Busy, Cancelled, EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -62,6 +62,19 @@ class Completions:
         answer = CompletionAnswer(*self.described, logprobs=body.logprobs is not None)
         return await self._respond(request, body, asks, answer)
 
+    async def embed(self, request: Request) -> Response:
+        """``POST /v1/embeddings``."""
+        body = parse(EmbeddingBody, await self.read(request))
+        self.check(body)
+        asked = partial(self._model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
+        try:
+            work = asked(body.texts(), timeout=self._options.timeout_s)
+            found = await _while_connected(request, work)
+        except Cancelled as error:
+            raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
+        count_of(request).prompt_tokens += sum(found.tokens)
+        return JSONResponse(vectors_json(found, self._model.name, base64=body.encoding_format == "base64"))
+
     @property
     def described(self) -> tuple[str, Tokenizer, float]:
         """What every answer says of the model."""
@@ -84,7 +97,7 @@ class Completions:
             raise shutting_down()
         return await read_json(request, self._options)
 
-    def check(self, body: Body) -> None:
+    def check(self, body: Body | EmbeddingBody) -> None:
         """See that a request names the model."""
         if body.model != self._model.name:
             raise Problem(

@@ -22,10 +22,12 @@ _LOG = logging.getLogger("edgespec.serve")
 class RequestCount:
     """What one request came to.
 
-    ``stats`` are of each answer that ended. ``left`` says whether the client went away first.
+    ``stats`` are of each answer that ended, ``prompt_tokens`` of texts that are not answered. ``left`` says
+    whether the client went away first.
     """
 
     tokens: int = 0
+    prompt_tokens: int = 0
     stats: list[GenerationStats] = field(default_factory=list)
     left: bool = False
 
@@ -114,6 +116,7 @@ class Metrics:
 
     def _over(self, scope: Scope, status: int, seconds: float, count: RequestCount) -> None:
         self._tokens.inc(count.tokens)
+        self._prompt_tokens.inc(count.prompt_tokens)
         line = f"{scope['method']} {quote(scope['path'])[:200]} {status} {seconds * 1e3:.0f} ms"
         if count.tokens:
             line += f" {count.tokens} tokens"

@@ -62,6 +62,7 @@ def describe(
         role=options.role,
         config=checkpoint.config,
         special_tokens=checkpoint.special_tokens(),
+        embedding=checkpoint.embedding(),
         provenance={
             "source": checkpoint.path.resolve().name,
             "sha256": digest,

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources.blocks import F32, Blocks, GGMLType, Tensor, unpack
+from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, outer_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
@@ -83,6 +84,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def chat_template(self) -> str | None:
         """Jinja source, or None. Raises as opening does."""
+
+    def embedding(self) -> Embedding | None:
+        """How it makes vectors of texts; None where its files do not say that it pools the last token."""
+        return None
 
     def tiles_of(self, name: str) -> str | None:
         """The format that a tensor in floats asks for among those of edgespec's kernels; None for any."""

@@ -19,6 +19,7 @@ from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.hf_config import config_of, logits_factor, naming
+from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
@@ -52,6 +53,7 @@ LAYER = {
     "post_ffw_norm.weight": "post_mlp_norm",
 }
 _SCALING = "rope.scaling."
+_LAST: Final = 3  # llama.cpp's LLAMA_POOLING_TYPE_LAST
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "hidden_size": "embedding_length",
@@ -119,6 +121,14 @@ class GGUFCheckpoint(Checkpoint):
     def chat_template(self) -> str | None:
         """As the file's keys say."""
         return gguf_tokenizer.chat_template(self.metadata)
+
+    def embedding(self) -> Embedding | None:
+        """As the file's keys say."""
+        if self.metadata.get(f"{self.metadata['general.architecture']}.pooling_type") != _LAST:
+            return None
+        keys, ends = Facts(self.metadata, self.path.name), self.special_tokens().eos
+        ended = keys.boolean("tokenizer.ggml.add_eos_token", default=False) and ends
+        return Embedding(end=ends[0] if ended else None)
 
     def _read_config(self, family: Family) -> ModelConfig:
         where = self.path.name

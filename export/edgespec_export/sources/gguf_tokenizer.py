@@ -7,7 +7,7 @@ converted to read. Three differences are meant:
 - control tokens are never the result of a merge, so ordinary text cannot spell one;
 - SentencePiece takes the leftmost of equal-scored merges, the BPE of ``tokenizers`` the better ranked one:
   this matters only where scores are not unique;
-- ``add_eos_token`` is not followed, since a prompt that ends with EOS cannot be continued.
+- ``add_eos_token`` is not followed in prompts, since one that ends with EOS cannot be continued.
 """
 
 import json

@@ -1,5 +1,6 @@
 """A directory as the Hugging Face hub has it, seen as a checkpoint: ``config.json`` and safetensors."""
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -14,12 +15,16 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
+from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.storage import is_file, model_name
 from edgespec_models.text.tokenizer import SpecialTokens
 
 CONFIG = "config.json"
+_POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
+_POOLED = {"Transformer", "Pooling", "Normalize"}
+_BARE = ("embed_tokens.", "layers.", "norm.")  # models that were saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LOG = logging.getLogger("edgespec")
 
@@ -81,7 +86,7 @@ class HFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             self.stack = opened.pop_all()
-        texts = (path / CONFIG, path / INDEX, *self._tokenizer.files)
+        texts = (*(path / name for name in (CONFIG, INDEX, _POOLING, _MODULES)), *self._tokenizer.files)
         shards = (shard.path for shard in self._shards.values())
         self.files = tuple(sorted({file for file in (*texts, *shards) if file.is_file()}))
 
@@ -102,6 +107,19 @@ class HFCheckpoint(Checkpoint):
     def chat_template(self) -> str | None:
         """``chat_template.jinja``, or the template in ``tokenizer_config.json``."""
         return self._tokenizer.chat_template()
+
+    def embedding(self) -> Embedding | None:
+        """As the files of sentence-transformers say; None where more than a normalization follows."""
+        pooling, where = Facts.read(self.path / _POOLING), self.path / _MODULES
+        modes = {key for key in pooling.keys if key.startswith("pooling_mode_") and pooling.value(key)}
+        if modes != {"pooling_mode_lasttoken"} and pooling.value("pooling_mode") != "lasttoken":
+            return None
+        try:
+            modules = json.loads(where.read_text(encoding="utf-8")) if where.is_file() else []
+            kinds = {module["type"].rpartition(".")[2] for module in modules}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelFileError(f"cannot read {where}: {error!r}. Download or copy it again.") from error
+        return Embedding(end=self._tokenizer.ending()) if kinds <= _POOLED else None
 
     def _stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
         """Every tensor's name and file."""
@@ -157,7 +175,7 @@ class HFCheckpoint(Checkpoint):
                 f"{self.path.name} ({self.config.architecture}) has {len(unknown)} tensors that edgespec has "
                 f"no use for, such as {unknown[0]!r}: it is not a plain text model of this architecture"
             )
-        if not self._tied and "lm_head" not in named:
+        if not self._tied and "lm_head" not in named and self.embedding() is None:
             raise ModelFileError(
                 f"{self.path.name} lacks 'lm_head.weight', and {CONFIG} does not say tie_word_embeddings. "
                 "Download the checkpoint again."
@@ -165,8 +183,8 @@ class HFCheckpoint(Checkpoint):
         return named
 
     def _alone(self, name: str) -> str:
-        """The name that a tensor of the text model would have without eyes."""
+        """The name that a tensor of the text model would have without eyes, in a model with an LM head."""
         for before, alone in _WITH_EYES.items():
             if self._eyes and name.startswith(before):
                 return alone + name.removeprefix(before)
-        return name
+        return f"model.{name}" if name.startswith(_BARE) else name

@@ -75,6 +75,13 @@ class HFTokenizer:
         """Raises as :attr:`json` does, and ModelFileError where ids are malformed or out of range."""
         return self._beside.special_tokens(self._read[1])
 
+    def ending(self) -> int | None:
+        """The token behind a text that becomes a vector; None without. Raises as :attr:`json` does."""
+        end = self._read[1].ending()
+        if end is None and self._beside.config.boolean("add_eos_token", default=False):
+            end = next(iter(self.special_tokens().eos), None)
+        return end
+
     def chat_template(self) -> str | None:
         """Jinja source. Raises ModelFileError where it is not a text."""
         return self._beside.chat_template()

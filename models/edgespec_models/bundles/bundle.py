@@ -81,6 +81,17 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """How a model makes a vector of a text, as its files say: of its last token.
+
+    ``end`` is a token behind every text; None where there is none.
+    """
+
+    pooling: Literal["last"] = "last"
+    end: Annotated[int, within(0)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What ``edgespec.json`` holds.
 
@@ -101,6 +112,7 @@ class Manifest:
         choices: whether the graph itself says which columns are the most likely.
         operators: whose a graph of any shape consists of: ``edgespec``, its own kernels; ``standard``,
             those of ONNX Runtime.
+        embedding: how texts become vectors; None where the model's files do not say that they do.
     """
 
     name: Annotated[str, length(1)]
@@ -121,6 +133,7 @@ class Manifest:
     device: Literal["cuda"] | None = None
     choices: bool = False
     operators: Operators = "standard"
+    embedding: Embedding | None = None
 
     def __post_init__(self) -> None:
         wide = () if self.static is None else self.static.wide_keys
@@ -130,9 +143,11 @@ class Manifest:
                 f"{self.config.num_layers - 1}"
             )
         ends, size = self.special_tokens, self.config.vocab_size
-        for name, ids in {"bos": (ends.bos or 0,), "eos": ends.eos}.items():
+        end = None if self.embedding is None else self.embedding.end
+        named = {"special_tokens.bos": (ends.bos or 0,), "special_tokens.eos": ends.eos}
+        for name, ids in (named | {"embedding.end": (end or 0,)}).items():
             if any(id_ >= size for id_ in ids):
-                raise BundleError(f"special_tokens.{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")
+                raise BundleError(f"{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")
 
     @property
     def form(self) -> Form:
@@ -239,6 +254,11 @@ class Bundle:
         """The ONNX file; of a bundle with graphs of fixed shapes, the first of them."""
         static = self.manifest.static
         return self.path / (GRAPH if static is None else static.files[0])
+
+    @property
+    def embeds(self) -> bool:
+        """Whether texts become vectors: its files say how, and its graph gives out the states for it."""
+        return self.manifest.embedding is not None and self.manifest.operators == "edgespec"
 
     @property
     def tensors(self) -> GraphTensors:

@@ -32,6 +32,7 @@ _PICKLE = "pytorch_model.bin"
 _TEXTS = (
     *(_CONFIG, _INDEX, "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("modules.json", "1_Pooling/config.json"),
 )
 """Files besides the weights that are fetched where they are there."""
 

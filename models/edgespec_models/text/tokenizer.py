@@ -125,6 +125,11 @@ class Tokenizer:
         """Whether the file's own template puts ``token`` before a text; TokenizerError where it cannot."""
         return self._encoder.framed("a")[:1] == [token]
 
+    def ending(self) -> int | None:
+        """The control token that the file's own template puts behind a text; raises as the above does."""
+        last = self._encoder.framed("a")[-1:]
+        return next((id_ for id_ in last if id_ in self._special_ids), None)
+
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids whose bytes are exactly ``data``: any bytes, also invalid or incomplete UTF-8.
 
