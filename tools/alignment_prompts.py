@@ -5,18 +5,22 @@ Usage: ``python -m tools.alignment_prompts SOURCES --without FILE --out PROMPTS.
 SOURCES is a folder with checkouts of openai/grade-school-math (MIT), google-research-datasets/
 natural-questions (questions under CC BY-SA 3.0), UniversalDependencies/UD_German-GSD (CC BY-SA 4.0),
 yizhongw/self-instruct (Apache-2.0) and teknium1/GPTeacher (MIT). The other prompts are made of the words in
-``workloads/alignment.json``. What measures does not teach: left out is what shares eight words in a row with
-Spec-Bench (hemingkx/Spec-Bench), GSM8K's test or HumanEval (openai/human-eval), which are in SOURCES too, or
-with a turn of a file that ``--without`` names. ``--answers`` also writes what the target answered to the
-first of them, which ``workloads/alignment_answers.jsonl.xz`` keeps without the prompts: an hour's work.
+``workloads/alignment.json``, and of the sources and docs of the Python that runs this. What measures does
+not teach: left out is what shares eight words in a row with Spec-Bench (hemingkx/Spec-Bench), GSM8K's test or
+HumanEval (openai/human-eval), which are in SOURCES too, or with a turn of a file that ``--without`` names.
+``--answers`` also writes what the target answered to the first of them, which
+``workloads/alignment_answers.jsonl.xz`` keeps without the prompts: an hour's work.
 """
 
+import ast
 import gzip
 import hashlib
 import json
 import lzma
 import random
 import re
+import sysconfig
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,20 +36,21 @@ _TARGET: Final = "qwen2.5-coder-1.5b-instruct"
 _SHARED: Final = 8  # words in a row
 _SHORTEST, _LONGEST = 12, 1600  # characters
 _KINDS: Final = {
-    "gsm": (330, _LONGEST),
-    "qa": (260, _LONGEST),
-    "translation": (420, _LONGEST),
-    "summarization": (170, 2200),
-    "rag": (140, 1900),
-    "roleplay": (150, _LONGEST),
-    "coding": (190, _LONGEST),
-    "knowledge": (330, _LONGEST),
-    "writing": (150, _LONGEST),
-    "roleplay2": (60, _LONGEST),
-    "reasoning": (130, _LONGEST),
-    "extraction": (110, _LONGEST),
-    "coding2": (90, _LONGEST),
-    "tasks": (160, _LONGEST),
+    "gsm": (700, _LONGEST),
+    "qa": (560, _LONGEST),
+    "translation": (600, _LONGEST),
+    "summarization": (260, 2200),
+    "rag": (220, 1900),
+    "roleplay": (300, _LONGEST),
+    "coding": (420, _LONGEST),
+    "knowledge": (520, _LONGEST),
+    "writing": (300, _LONGEST),
+    "roleplay2": (140, _LONGEST),
+    "reasoning": (240, _LONGEST),
+    "extraction": (200, _LONGEST),
+    "coding2": (180, _LONGEST),
+    "tasks": (240, _LONGEST),
+    "python": (700, 2400),
 }
 """How many prompts of a kind, and of how many characters at most."""
 _SLOW: Final = ("summarization", "rag")  # to read
@@ -163,6 +168,7 @@ def candidates(folder: Path) -> dict[str, list[str]]:
             for row in seeds
             if row.get("instances")
         ],
+        "python": [*_installed(json.loads(_WORDS_FILE.read_text("utf-8"))["forms"])],
         **made(json.loads(_WORDS_FILE.read_text("utf-8"))),
     }
 
@@ -195,6 +201,24 @@ def _articles(folder: Path) -> Iterator[str]:
 def _with_passages(folder: Path) -> Iterator[str]:
     kinds = ("adversarial_qa", "duorc_SelfRC", "quoref", "ropes", "wiki_hop", "sciq")
     return (text for text in _templates(folder, kinds) if len(text) > 300)
+
+
+def _installed(forms: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """About functions, and paragraphs of docs, of the standard library, each in one of the forms."""
+    dice = random.Random(5)
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source = file.read_text("utf-8")
+        tree = ast.parse(source)
+        named = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        for node in (tree, *named):
+            said = ast.get_docstring(node) or ""
+            if len(said) > 200:
+                yield dice.choice(forms["docs"]).format(module=file.stem, text=said)
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 4:
+                code = textwrap.dedent("\n".join(source.split("\n")[node.lineno - 1 : node.end_lineno]))
+                lines = code.split("\n")
+                begun = "\n".join(lines[: len(lines) // 2])
+                yield dice.choice(forms["functions"]).format(name=node.name, code=code, begun=begun)
 
 
 def made(words: dict[str, Any]) -> dict[str, list[str]]:
