@@ -26,6 +26,9 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.hidden import Floats, joined
 from edgespec_runtimes.session import Predictions, Rows, Session
 
+TopLogprobs = tuple[tuple[int, float], ...]
+_SCORED = 32  # tokens of a prompt in a pass, if each is to have its probability: rows of logits are long
+
 
 class Verifier:
     """Judges drafts by what the target says, in one request, whose tokens it follows.
@@ -94,11 +97,14 @@ class Decoding:
         stop: tokens that end the generation; the one that did is committed.
         top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
             that are committed; None gives none.
+        prompt_logprobs: the same for the tokens of the prompt, none of which may be in the cache then.
         clock: times the rounds.
 
     Attributes:
         tokens: the prompt and what was committed.
         draft: what is proposed in this round; may be cut before the pass.
+        scores: of the tokens of the prompt that were read, if they are asked for: the log probability and the
+            most likely tokens there with theirs. The first token has none.
         ended: whether nothing more is to be decoded.
     """
 
@@ -113,12 +119,15 @@ class Decoding:
         max_draft: int,
         stop: Collection[int] = (),
         top_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         clock: Clock = perf_counter,
     ) -> None:
         self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
         self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
         self._end, self._max_draft, self._limit = len(tokens) + max_new_tokens, max_draft, 0
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
+        self._prompt_logprobs = prompt_logprobs
+        self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
         self._features: Floats | None = None  # of the prompt's end
         target.truncate(target.shared_prefix(tokens[:-1]))
 
@@ -144,16 +153,19 @@ class Decoding:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
         if not self.unread:
             return Rows(self._target, [self.tokens[-1], *self.draft.tokens], 1 + len(self.draft.tokens))
-        piece = self.tokens[self._target.length :][:most]
-        return Rows(self._target, piece, int(len(piece) > self.unread))
+        scored = self._prompt_logprobs is not None
+        piece = self.tokens[self._target.length :][: min(most, _SCORED) if scored else most]
+        return Rows(self._target, piece, len(piece) if scored else int(len(piece) > self.unread))
 
     def take(self, predictions: Predictions, passed: Passed) -> Step | None:
-        """Commit what the target's pass says; None where it read a part of the prompt.
+        """Commit what the target's pass says; None where it read a part of the prompt, or no token is wanted.
 
         At the end of a prompt ``passed`` is no time of decoding.
         """
         features = self._features = joined(self._features, predictions.hidden)
-        if self._target.length < len(self.tokens):
+        if self._prompt_logprobs is not None:
+            predictions = self._scored(predictions, self._prompt_logprobs)
+        if self._target.length < len(self.tokens) or self.ended:
             return None
         began, draft, self._features = self._clock(), self.draft, None
         accepted, token = self._verify(predictions, draft, self.tokens)
@@ -172,6 +184,15 @@ class Decoding:
         self._policy.observe(step if features is None else replace(step, features=features))
         return step
 
+    def _scored(self, predictions: Predictions, top: int) -> Predictions:
+        """The rows behind those that say how likely the prompt's next tokens were."""
+        length = self._target.length
+        told = self.tokens[length - predictions.shape[0] + 1 : length + 1]
+        if not told:
+            return predictions
+        self.scores += zip(*_log_probabilities(predictions, told, top), strict=True)
+        return Predictions(predictions.logits[len(told) :])
+
 
 def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[int, ...], bool]:
     """Tokens up to and including the first that ends the generation, and whether one did."""
@@ -183,8 +204,8 @@ def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[i
 
 def _log_probabilities(
     predictions: Predictions, tokens: Sequence[int], top: int
-) -> tuple[tuple[float, ...], tuple[tuple[tuple[int, float], ...], ...]]:
-    """Of every token that was committed, and of the ``top`` most likely ones in its place."""
+) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
+    """Of every token that follows, and of the ``top`` most likely ones in its place."""
     rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
     own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
     return own, tuple(most_likely(row, top) for row in rows)

@@ -11,7 +11,7 @@ from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.request import Request
-from edgespec.requests.results import FinishReason, Generation, Record, statistics, token_records
+from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.session import Predictions, Session
 
@@ -59,6 +59,8 @@ class PreparedRequest:
     def start(self, queued_s: float) -> None:
         """Its turn has come, for which it waited so long."""
         self._started = self.clock() if self.started is None else self.started
+        if self.request.prompt_logprobs:
+            self.session.truncate(0)  # what is in the cache says nothing of how likely it was
         cached = self.session.shared_prefix(self.tokens[:-1])
         self._measured |= {"queued_s": queued_s, "cached_tokens": cached}
         self._policy = policy = self.begin()
@@ -71,6 +73,7 @@ class PreparedRequest:
             max_draft=self.max_draft,
             stop=self.eos,
             top_logprobs=self.request.top_logprobs if self.request.logprobs else None,
+            prompt_logprobs=self.request.top_logprobs if self.request.prompt_logprobs else None,
             clock=self.clock,
         )
         if self._decoding.unread >= self.session.piece:
@@ -96,7 +99,8 @@ class PreparedRequest:
             self._progress = replace(self._progress, read=self.session.length, seconds=now - self._started)
             records.append(Record("", (), progress=self._progress))
         if step is None:
-            return records
+            is_over = self.decoding.ended and self.decoding.unread <= 0
+            return [*records, self.stop("length")] if is_over else records
         self._progress = None
         if not self._steps:
             self._first_at, self._measured["ttft_s"] = now, now - self._started
@@ -131,6 +135,7 @@ class PreparedRequest:
             tuple(self._reader.called),
             "".join(record.content for record in self._records),
             thoughts=thoughts,
+            prompt=self._records[0].prompt if self._records else (),
         )
 
     def _record(self, step: Step) -> Record:
@@ -164,5 +169,8 @@ class PreparedRequest:
                 finish_reason=self._reason,
                 stop=self._reader.stop_string,
             )
+        if not self._records and self._decoding is not None:
+            told = zip(self.tokens, self._decoding.scores, strict=False)
+            record = replace(record, prompt=tuple(TokenRecord(id_, "prompt", *score) for id_, score in told))
         self._records.append(record)
         return record

@@ -56,6 +56,7 @@ class RequestOptions(TypedDict, total=False):
     n: int
     logprobs: bool
     top_logprobs: int
+    prompt_logprobs: bool
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool | None
@@ -76,7 +77,8 @@ class Request:
     """:class:`RequestOptions` with defaults filled in.
 
     Attributes:
-        max_new_tokens: at most so many tokens are generated. ``max_tokens`` is another name for it.
+        max_new_tokens: at most so many tokens are generated; with 0 the prompt is read. ``max_tokens`` is
+            another name for it.
         stop: a text, or several, that end the answer and are no part of it.
         stop_at_eos: end where the model says that it has finished.
         speculate: False decodes without drafts; the answer is the same.
@@ -87,7 +89,9 @@ class Request:
             answer or reads the stream; what it raises cancels the request and is raised there.
         n: so many answers to one prompt, each with the next seed. Greedy answers are all the same one.
         logprobs: say how likely the target found each token of the answer.
-        top_logprobs: and so many of the most likely tokens at each place; it needs ``logprobs``.
+        top_logprobs: and so many of the most likely tokens at each place; it needs ``logprobs`` or
+            ``prompt_logprobs``.
+        prompt_logprobs: say the same of each token of the prompt, which is read whole for that.
         tools: functions the model may ask to have called, as OpenAI's chat API has them.
         tool_choice: "auto" lets the model choose; "none" shows it no tools. With "required" the answer is a
             call of one of the tools, with ``{"type": "function", "function": {"name": ..}}`` of that one, and
@@ -106,7 +110,7 @@ class Request:
         RequestError: a field out of its range, or two that contradict each other.
     """
 
-    max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 256
+    max_new_tokens: Annotated[int, within(0, 2**31 - 1)] = 256
     stop: tuple[_Stop, ...] = ()
     stop_at_eos: bool = True
     speculate: bool = True
@@ -118,6 +122,7 @@ class Request:
     n: Annotated[int, within(1, 128)] = 1
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0
+    prompt_logprobs: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Annotated[str, one_of(("auto", "none", "required"))] | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
@@ -130,8 +135,11 @@ class Request:
         check_fields(self)
         if self.tools or self.tool_choice not in ("auto", "none"):
             self._check_tools()
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError(f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True")
+        if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True or "
+                "prompt_logprobs=True"
+            )
 
     def _check_tools(self) -> None:
         from edgespec.requests.tool_calls import check_tools, must_call  # requests without tools need none

@@ -15,13 +15,13 @@ request was cancelled, its time was up, the model was closed, the model calls to
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """A token of an answer.
+    """A token of an answer, or of a prompt.
 
     Attributes:
         id: the token, in the target's vocabulary.
         source: who proposed it: ``target``, or the source of the draft that it was accepted from, by its name
             in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``,
-            ``grammar``, or the name of a drafter of the app's own.
+            ``grammar``, or the name of a drafter of the app's own. Of a prompt's token ``prompt``.
         logprob: the logarithm of its probability, in nats; None unless asked for.
         top_logprobs: the most probable tokens there and their logarithms; empty unless asked for.
     """
@@ -91,6 +91,7 @@ class Record:
         thoughts: what the first of these tokens add to what the model thinks before its text.
         progress: of reading the prompt, in records without text and tokens, which come before all others
             where the prompt takes more than one pass; None in all others.
+        prompt: in the first other record, the prompt's tokens, if their log probabilities are asked for.
     """
 
     text: str
@@ -101,6 +102,7 @@ class Record:
     calls: tuple[CallPart, ...] = ()
     thoughts: tuple[str, ...] = ()
     progress: Progress | None = None
+    prompt: tuple[TokenRecord, ...] = ()
 
     @property
     def reasoning(self) -> str:
@@ -218,6 +220,7 @@ class Generation:
         content: the text around those calls; all of it without any.
         others: further answers to the same prompt, where the request asks for several.
         thoughts: what the model thought before its text, as each of the first tokens added to it.
+        prompt: the tokens of the prompt with their log probabilities, if asked for; the first has none.
     """
 
     text: str
@@ -230,6 +233,7 @@ class Generation:
     content: str = ""
     others: tuple["Generation", ...] = ()
     thoughts: tuple[str, ...] = field(default=(), repr=False)
+    prompt: tuple[TokenRecord, ...] = field(default=(), repr=False)
 
     @property
     def reasoning(self) -> str:

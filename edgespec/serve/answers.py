@@ -6,6 +6,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 from edgespec.decoding.draft import Progress
@@ -108,7 +109,8 @@ class Answer:
 class _Completion(Answer):
     """A completion's fields, which all chunks share; of one choice, if it is streamed.
 
-    ``written`` is the number of its characters that were sent.
+    ``written`` is the number of its characters that were sent. There are ``n`` choices for each prompt;
+    ``echoed`` are the prompts, if choices begin with theirs.
     """
 
     done = "data: [DONE]\n\n"
@@ -119,18 +121,24 @@ class _Completion(Answer):
     logprobs: bool = False
     index: int = 0
     written: int = 0
+    n: int = 1
+    echoed: Sequence[str] = ()
 
     def whole(self, answers: Sequence[Generation]) -> Json:
         """The response in one piece; each of ``answers`` is to a prompt."""
         choices = [
-            {"index": index, **self._said(answer), **self._ended(answer, tokens=self._tokens(answer))}
-            for index, answer in enumerate(_choices(answers))
+            {"index": each.index, **each._said(answer), **self._ended(answer, tokens=self._tokens(answer))}
+            for at, said in enumerate(answers)
+            for each, answer in zip(self._to_prompt(at, len(said.choices)), said.choices, strict=True)
         ]
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
 
     def choices(self, indices: Iterable[int]) -> Sequence[Self]:
         """The same response for each of some choices."""
         return [replace(self, index=index) for index in indices]
+
+    def _to_prompt(self, at: int, count: int) -> Sequence[Self]:
+        return self.choices(range(at * self.n, at * self.n + count))
 
     def reading(self, progress: Progress) -> list[Json]:
         """How far the reading of the prompt is, as llama.cpp's server says it: beside an empty piece."""
@@ -216,10 +224,15 @@ class CompletionAnswer(_Completion):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
+    def begin(self) -> list[Json]:
+        """The prompt, if it is to be echoed."""
+        return self._chunk({"text": self._echo}) if self._echo else []
+
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """A piece of the text, and where in it tokens begin."""
-        logprobs = self._logprobs(record.tokens, self.written)
-        self.written += sum(len(self._text(token.id)) for token in record.tokens)
+        tokens = record.prompt + record.tokens
+        logprobs = self._logprobs(tokens, self.written)
+        self.written += sum(self._length(token.id) for token in tokens)
         return self._chunk({"text": record.text, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> list[Json]:
@@ -227,20 +240,32 @@ class CompletionAnswer(_Completion):
         return self._chunk({"text": "", **self._ended(answer)})
 
     def _said(self, answer: Generation) -> Json:
-        return {"text": answer.text, "logprobs": self._logprobs(answer.records, 0)}
+        logprobs = self._logprobs(answer.prompt + answer.records, 0)
+        return {"text": self._echo + answer.text, "logprobs": logprobs}
+
+    @property
+    def _echo(self) -> str:
+        return self.echoed[self.index // self.n] if self.echoed else ""
+
+    def _length(self, token: int) -> int:
+        """Characters of the text that begin in a token."""
+        spelled = b"" if self.tokenizer.is_special(token) else self.tokenizer.token_bytes(token)
+        return sum(byte & 0xC0 != 0x80 for byte in spelled)
 
     def _logprobs(self, tokens: Sequence[TokenRecord], start: int) -> Json | None:
         """As lists; ``text_offset`` counts characters from ``start``."""
         if not self.logprobs:
             return None
-        texts = [self._text(token.id) for token in tokens]
         return {
-            "tokens": texts,
+            "tokens": [self._text(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {self._text(id_): logprob for id_, logprob in token.top_logprobs} for token in tokens
+                {self._text(id_): logprob for id_, logprob in token.top_logprobs}
+                if token.logprob is not None
+                else None
+                for token in tokens
             ],
-            "text_offset": [start + sum(map(len, texts[:index])) for index in range(len(texts))],
+            "text_offset": [*accumulate((self._length(token.id) for token in tokens), initial=start)][:-1],
         }
 
 

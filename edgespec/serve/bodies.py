@@ -7,6 +7,7 @@ no client takes its effect for granted. Fields that change nothing are taken and
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
@@ -18,10 +19,11 @@ from edgespec.requests.request import RequestOptions
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import length, read, within
+from edgespec_models.schema import length, lone_surrogate, read, within
 
 T = TypeVar("T")
 _EFFORTS = {"none": False, "minimal": 256, "low": 1024, "medium": 4096}  # others have no limit
+_HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # of characters, perhaps of whole ones
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
 
 
@@ -161,10 +163,11 @@ class CompletionBody(_Common):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[Sequence[str], length(1, 64)]
+    max_tokens: Annotated[int, within(0)] | None = None
     logprobs: Annotated[int, within(0, 5)] | None = None
+    echo: bool = False
     # one value only: the others would change the answer
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
     def options(self) -> RequestOptions:
@@ -172,6 +175,8 @@ class CompletionBody(_Common):
         given = _Common.options(self)
         if self.logprobs is not None:
             given["logprobs"], given["top_logprobs"] = True, self.logprobs
+            if self.echo:
+                given["prompt_logprobs"] = True
         return given
 
     def prompts(self) -> list[str]:
@@ -236,6 +241,8 @@ async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
         raise Problem(400, f"the request is not JSON: {error}", "invalid_json") from error
     if not isinstance(value, dict):
         raise Problem(400, "the request is not a JSON object", "invalid_json")
+    if _HALVES.search(data):
+        _check_texts(value)
     return value
 
 
@@ -262,6 +269,19 @@ async def _read(request: Request, limit: int) -> bytes:
     raise Problem(
         413, f"a request may have {limit:,} bytes (--max-request-bytes)", "request_too_large", _CLOSE
     )
+
+
+def _check_texts(body: Mapping[str, Any]) -> None:
+    """See that texts are such that tokenizers read them."""
+    places = [("", cast(object, body))]
+    while places:
+        place, value = places.pop()
+        if isinstance(value, str) and (wrong := lone_surrogate(value)):
+            raise RequestError(f"{place.lstrip('.')} {wrong}")
+        if isinstance(value, dict):
+            places += [(f"{place}.{key}", part) for key, each in value.items() for part in (key, each)]
+        if isinstance(value, list):
+            places += [(f"{place}[{at}]", each) for at, each in enumerate(value)]
 
 
 def _no_number(name: str) -> NoReturn:

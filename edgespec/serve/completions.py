@@ -59,7 +59,12 @@ class Completions:
         body = parse(CompletionBody, await self.read(request))
         self.check(body)
         asks = [partial(self._model.stream, prompt) for prompt in body.prompts()]
-        answer = CompletionAnswer(*self.described, logprobs=body.logprobs is not None)
+        answer = CompletionAnswer(
+            *self.described,
+            logprobs=body.logprobs is not None,
+            n=body.n,
+            echoed=body.prompts() if body.echo else (),
+        )
         return await self._respond(request, body, asks, answer)
 
     async def embed(self, request: Request) -> Response:

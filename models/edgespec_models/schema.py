@@ -68,6 +68,18 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
+def lone_surrogate(text: str) -> str:
+    """What keeps UTF-8, and so a tokenizer, from spelling ``text``; empty where nothing does."""
+    found = re.search("[\ud800-\udfff]", text)
+    if found is None:
+        return ""
+    return (
+        f"has a lone surrogate, U+{ord(found[0]):04X}, at position {found.start()}: half of a character, "
+        "which no tokenizer reads; remove it, or put the whole character there (in Python, "
+        "text.encode('utf-8', 'replace').decode() puts a question mark)"
+    )
+
+
 def read(cls: type[T], value: object, where: str, error: type[EdgespecError], remedy: str) -> T:
     """The dataclass ``cls`` from a JSON or TOML value; unknown and missing keys are refused.
 

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from edgespec_models.errors import EdgespecError, RequestError, TokenizerError
+from edgespec_models.schema import lone_surrogate, shown
 
 AFFIX = re.compile(r'"(continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"]')
 _PANIC = "PanicException"  # pyo3's; its module cannot be imported
@@ -134,4 +135,5 @@ class Encoder:
             try:
                 return self._core.encode(text, add_special_tokens=False)
             except (UnicodeEncodeError, TypeError) as error:
-                raise RequestError("The text to encode must be a str without lone surrogates.") from error
+                wrong = lone_surrogate(text) if isinstance(text, str) else f"is {shown(text)}, not a str"
+                raise RequestError(f"the text to encode {wrong or f'is refused: {error}'}") from error
