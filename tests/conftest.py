@@ -10,7 +10,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # programs that tests star
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -23,6 +23,9 @@ from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.session import Predictions, Rows
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
+
+if TYPE_CHECKING:
+    from tests.serving_for_tests import ServedModel
 
 settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
 settings.register_profile("fuzz", deadline=None, max_examples=10_000)
@@ -53,6 +56,23 @@ def own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path.with_name(f"{tmp_path.name}-prompts")
     monkeypatch.setattr(runner, "prompts_dir", lambda: folder)
     return folder
+
+
+@pytest.fixture
+def model() -> "ServedModel":
+    """What a server's tests serve; some have another of their own."""
+    from tests.serving_for_tests import ServedModel  # which needs the extra "server"
+
+    return ServedModel()
+
+
+@pytest.fixture
+def url(model: "ServedModel") -> Iterator[str]:
+    """Where it is served."""
+    from tests.serving_for_tests import serving
+
+    with serving(model.as_model()) as url:
+        yield url
 
 
 @pytest.fixture

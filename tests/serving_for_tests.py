@@ -5,7 +5,7 @@ import http.client
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
@@ -271,11 +271,10 @@ def open_stream(
 ) -> Iterator[http.client.HTTPResponse]:
     """An answer while it is written."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        yield connection.getresponse()
-    finally:
-        connection.close()
+    with closing(connection):
+        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            yield response
 
 
 def events(reply: Reply) -> list[Any]:

@@ -63,7 +63,7 @@ def test_a_template_of_no_token_is_a_tokenizer_error(tmp_path: Path) -> None:
         *((error, type(error), None) for error in (KeyboardInterrupt(), SystemExit(3), GeneratorExit())),
         (Exception("some failure"), TokenizerError, r"cannot encode the text: some failure\."),
         (MemoryError(), TokenizerError, r"cannot encode the text: not enough memory\."),
-        (TypeError(), RequestError, "surrogate"),
+        (TypeError("why"), RequestError, "is refused: why"),
     ],
 )
 def test_what_the_library_raises_is_an_error_of_ours_but_ctrl_c_and_exits(

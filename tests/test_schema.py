@@ -50,14 +50,14 @@ def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: obje
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_new_tokens": None}, "max_new_tokens is None; allowed: a whole number from 1 to"),
+        ({"max_new_tokens": None}, "max_new_tokens is None; allowed: a whole number from 0 to"),
         ({"max_new_tokens": "8"}, "max_new_tokens is '8'"),
         ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"stop": [1]}, r"stop\[0\] is 1; allowed: a text"),
         ({"stop": 3}, "stop is 3; allowed: a list"),
         ({"stop": [""]}, r"stop\[0\] is ''"),
         ({"stop": ""}, r"stop\[0\] is ''"),
-        ({"max_tokens": 0}, "max_new_tokens is 0; allowed: a whole number from 1"),
+        ({"max_tokens": -1}, "max_new_tokens is -1; allowed: a whole number from 0"),
         ({"max_tokens": 5, "max_new_tokens": 6}, "max_tokens is 5 and max_new_tokens 6.*give one of them"),
         ({"presence_penalty": 3}, "presence_penalty is 3; allowed: a number from -2 to 2"),
         ({"logit_bias": {"7": 1}}, r"logit_bias\[key '7'\] is '7'; allowed: a whole number from 0"),

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -22,17 +21,6 @@ from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question,
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HARD = 'naïve 😀 日本語 \u0000 \\ "quotes" \u2028'
-
-
-@pytest.fixture
-def model() -> ServedModel:
-    return ServedModel()
-
-
-@pytest.fixture
-def url(model: ServedModel) -> Iterator[str]:
-    with serving(model.as_model()) as url:
-        yield url
 
 
 def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> None:

@@ -29,17 +29,6 @@ KEY = "a-key-of-this-test"
 
 
 @pytest.fixture
-def model() -> ServedModel:
-    return ServedModel()
-
-
-@pytest.fixture
-def url(model: ServedModel) -> Iterator[str]:
-    with serving(model.as_model()) as url:
-        yield url
-
-
-@pytest.fixture
 def client(url: str) -> Iterator[Any]:
     with client_of(url) as client:
         yield client
@@ -160,7 +149,7 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
     model = toy_model(toy_session(context=2000), toy_session(seed=1, context=2000))
     model.target.chat_template = ChatTemplate(HERMES)
     tools: Any = [{"name": "weather", "input_schema": schema}]
-    with serving(model) as url, client_of(url) as client:
+    with model, serving(model) as url, client_of(url) as client:
         wanted = asked("hi", thinking={"type": "disabled"}) | {"model": "toy", "max_tokens": 60}
         for choice in (
             {"type": "any"},
@@ -245,8 +234,9 @@ def test_errors_have_anthropics_shape(
 
 def test_an_error_behind_the_first_piece_is_raised(model: ServedModel, client: Any) -> None:
     model.fault = EdgespecError("a session broke")
-    with pytest.raises(anthropic.APIStatusError, match="a session broke"):
-        list(client.messages.create(**asked(), stream=True))
+    stream = client.messages.create(**asked(), stream=True)
+    with stream, pytest.raises(anthropic.APIStatusError, match="a session broke"):
+        list(stream)
 
 
 def test_a_client_that_leaves_frees_the_model(model: ServedModel, url: str) -> None:

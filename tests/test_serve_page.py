@@ -60,17 +60,6 @@ def page(browser: "Browser") -> "Iterator[Page]":
     assert all(url.startswith("http://127.0.0.1:") or url == "data:," for url in urls), urls
 
 
-@pytest.fixture
-def model() -> ServedModel:
-    return ServedModel()
-
-
-@pytest.fixture
-def url(model: ServedModel) -> Iterator[str]:
-    with serving(model.as_model()) as url:
-        yield url
-
-
 def _enter(page: "Page", field: str, text: str) -> None:
     page.locator(field).fill(text)
     page.keyboard.press("Enter")

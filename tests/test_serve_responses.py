@@ -23,17 +23,6 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn", "days": [1,
 
 
 @pytest.fixture
-def model() -> ServedModel:
-    return ServedModel()
-
-
-@pytest.fixture
-def url(model: ServedModel) -> Iterator[str]:
-    with serving(model.as_model()) as url:
-        yield url
-
-
-@pytest.fixture
 def client(url: str) -> Iterator[Any]:
     with client_of(url) as client:
         yield client
@@ -132,7 +121,7 @@ def test_a_tool_that_has_to_be_called_is() -> None:
     model = toy_model(toy_session(context=2000), toy_session(seed=1, context=2000))
     model.target.chat_template = ChatTemplate(HERMES)
     form = {"type": "json_schema", "name": "s", "strict": True, "schema": parameters}
-    with serving(model) as url, client_of(url) as client:
+    with model, serving(model) as url, client_of(url) as client:
         wanted: Any = {"model": "toy", "input": "hi", "reasoning": {"effort": "none"}}
         for choice in ("required", {"type": "function", "name": "weather"}):
             tools = [WEATHER | {"parameters": parameters}]
@@ -239,8 +228,8 @@ def test_what_the_model_raises_is_an_error_of_openais(model: ServedModel, client
     with pytest.raises(openai.RateLimitError):
         client.responses.create(**asked(), stream=stream)
     model.refusal, model.fault = None, EdgespecError("a session broke")
-    with pytest.raises(openai.APIError, match="a session broke"):
-        answer = client.responses.create(**asked(), stream=stream)
+    failing = pytest.raises(openai.APIError, match="a session broke")
+    with failing, client.responses.create(**asked(), stream=stream) as answer:
         assert stream and list(answer)
 
 

@@ -113,9 +113,31 @@ def test_what_is_no_json_object_is_refused(url: str, body: bytes) -> None:
     assert reply.status == 400 and reply.json["error"]["type"] == "invalid_request_error"
 
 
-def test_a_lone_surrogate_harms_nobody(url: str) -> None:
-    assert ask(url, CHAT, question("\ud800")).status in (200, 400)
-    assert ask(url, CHAT, question() | {"model": "\ud800"}).status == 404
+@pytest.mark.parametrize(
+    ("path", "more", "place"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "ab\ud800c"}]}, "messages[0].content"),
+        (CHAT, {"tools": [{"function": {"name": "ab\ud800"}}]}, "tools[0].function.name"),
+        (CHAT, {"tools": [{"ab\ud800": 1}]}, "tools[0].ab\\ud800"),
+        (CHAT, {"model": "ab\ud800"}, "model"),
+        (CHAT, {"stop": ["x", "ab\ud800"]}, "stop[1]"),
+        ("/v1/completions", {"prompt": ["x", "ab\ud800"]}, "prompt[1]"),
+        ("/v1/completions", {"prompt": "x", "suffix": "ab\ud800"}, "suffix"),
+        ("/v1/responses", {"input": [{"role": "user", "content": "ab\ud800"}]}, "input[0].content"),
+        ("/v1/messages", {"system": "ab\ud800"}, "system"),
+        ("/edgespec/history/forget", {"text": "ab\ud800"}, "text"),
+    ],
+)
+def test_a_lone_surrogate_is_told_with_its_field(
+    url: str, path: str, more: dict[str, Any], place: str
+) -> None:
+    reply = ask(url, path, {"model": "served"} | more)
+    assert reply.status == 400
+    assert reply.error.startswith(f"{place} has a lone surrogate, U+D800, at position 2: half of a character")
+
+
+def test_whole_characters_may_be_spelled_by_halves(url: str) -> None:
+    assert ask(url, CHAT, json.dumps(question("\ud83d\ude00")).encode()).status == 200
 
 
 def test_long_requests_are_refused_whether_they_say_so_or_not(model: ServedModel, url: str) -> None:

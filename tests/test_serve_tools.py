@@ -1,7 +1,7 @@
 """What the server shows of an answer: calls of tools as they come, and every character by its token."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import openai
@@ -14,7 +14,7 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Record, TokenRecord
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import ServedModel, ask, events, question, said, serving, tokenizer
+from tests.serving_for_tests import ask, events, question, said, serving, tokenizer
 from tests.templates_for_tests import HERMES
 
 CHAT = "/v1/chat/completions"
@@ -27,12 +27,6 @@ WEATHER: Any = {
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}}</tool_call>'
 ARGUMENTS = {"city": "Bonn", "days": [1, 2]}
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with serving(ServedModel().as_model()) as url:
-        yield url
 
 
 def put_together(chunks: Iterable[Any]) -> tuple[str, list[tuple[str, str, str, list[str]]], str]:

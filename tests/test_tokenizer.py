@@ -227,8 +227,12 @@ def test_what_cannot_be_encoded_is_an_error() -> None:
     assert tok.bytes_of(tok.encode_bytes(b"ok")) == b"ok"
     with pytest.raises(TokenizerError, match="0xFF"):
         tok.encode_bytes(b"\xff")
-    with pytest.raises(RequestError, match="surrogate"):
-        tok.encode("\ud800")
+    with pytest.raises(
+        RequestError, match=r"lone surrogate, U\+DFFF, at position 2: half of a .*; remove it"
+    ):
+        tok.encode("ab\udfffc\ud800")
+    with pytest.raises(RequestError, match=r"to encode is b'ab', not a str"):
+        tok.encode(b"ab")  # type: ignore[arg-type]
 
 
 def test_truncation_and_padding_of_the_file_are_ignored() -> None:
