@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree
@@ -117,10 +119,11 @@ def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both clients ask a server with such a model, wherever they are told to ask."""
-    with _load("qwen2.5-coder-1.5b-instruct") as model, serving(model) as url:
-        client, other = openai.OpenAI, anthropic.Anthropic
-        monkeypatch.setattr(openai, "OpenAI", lambda **_: client(base_url=f"{url}/v1", api_key="none"))
-        monkeypatch.setattr(anthropic, "Anthropic", lambda **_: other(base_url=url, api_key="none"))
+    with _load("qwen2.5-coder-1.5b-instruct") as model, serving(model) as url, ExitStack() as clients:
+        for made, name, base in ((openai, "OpenAI", f"{url}/v1"), (anthropic, "Anthropic", url)):
+            ask = partial(getattr(made, name), base_url=base, api_key="none")
+            # Left to the garbage collector, their sockets fail whichever test runs then.
+            monkeypatch.setattr(made, name, lambda ask=ask, **_: clients.enter_context(ask()))
         yield
 
 

@@ -1,5 +1,6 @@
 """How likely a prompt's tokens are: over NumPy's softmax of the same logits, and as clients of OpenAI ask."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from typer.testing import CliRunner
 
 import edgespec
 from edgespec import LoadOptions, Model
+from edgespec.cli import app
 from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
@@ -169,6 +172,21 @@ def test_a_stream_echoes_what_the_whole_does(url: str, more: dict[str, Any]) -> 
             lists[choice["index"]][name] += choice["logprobs"][name]
     assert texts == [each["text"] for each in whole] and lists == [each["logprobs"] for each in whole]
     assert all(text.startswith(prompts[at * 3 // len(whole)]) for at, text in enumerate(texts))
+
+
+@pytest.mark.usefixtures("consoles")
+@pytest.mark.parametrize("raw", [(), ("--raw",)])
+def test_half_a_character_is_told_by_the_command_and_by_the_model(
+    monkeypatch: pytest.MonkeyPatch, raw: tuple[str, ...]
+) -> None:
+    """As a terminal gives a byte that is no UTF-8."""
+    said = "has a lone surrogate, U+DCFF, at position 2"
+    with toy() as model:
+        monkeypatch.setattr(edgespec.engine, "load", lambda *names, **settings: model)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            model.chat([{"role": "user", "content": [{"type": "text", "text": "ab\udcff"}]}])
+        result = CliRunner().invoke(app, ["generate", "toy", "ab\udcff", *raw])
+    assert result.exit_code == 1 and said in " ".join(result.stderr.split())
 
 
 def test_an_echo_alone_scores_nothing(model: Model, url: str) -> None:
