@@ -111,7 +111,7 @@ def test_options_of_a_question_go_before_the_conversations() -> None:
         with pytest.raises(RequestError, match="text is ''"):
             talk.ask("")
         with pytest.raises(RequestError, match="max_new_tokens"):
-            model.conversation(max_new_tokens=0)
+            model.conversation(max_new_tokens=-1)
 
 
 def test_what_was_said_may_be_edited_and_outgrow_the_context() -> None:

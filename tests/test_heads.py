@@ -92,7 +92,7 @@ def _model(head: _Head | None, *, chunk: int = 8, parallel: int = 1) -> Model:
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 128])
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 3}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 3}, {"prompt_logprobs": True}])
 def test_text_is_what_it_is_without_and_most_drafts_are_accepted(chunk: int, options: Any) -> None:
     head = _Head(LAW, VOCAB, chunk=chunk)
     with _model(None, chunk=chunk) as plain, _model(head, chunk=chunk) as model:

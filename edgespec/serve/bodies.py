@@ -237,12 +237,13 @@ async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
         ) from None
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        unread = _unread(value) if _HALVES.search(data) else ""
     except (ValueError, RecursionError) as error:
         raise Problem(400, f"the request is not JSON: {error}", "invalid_json") from error
     if not isinstance(value, dict):
         raise Problem(400, "the request is not a JSON object", "invalid_json")
-    if _HALVES.search(data):
-        _check_texts(value)
+    if unread:
+        raise RequestError(unread.lstrip("."))
     return value
 
 
@@ -271,17 +272,15 @@ async def _read(request: Request, limit: int) -> bytes:
     )
 
 
-def _check_texts(body: Mapping[str, Any]) -> None:
-    """See that texts are such that tokenizers read them."""
-    places = [("", cast(object, body))]
-    while places:
-        place, value = places.pop()
-        if isinstance(value, str) and (wrong := lone_surrogate(value)):
-            raise RequestError(f"{place.lstrip('.')} {wrong}")
-        if isinstance(value, dict):
-            places += [(f"{place}.{key}", part) for key, each in value.items() for part in (key, each)]
-        if isinstance(value, list):
-            places += [(f"{place}[{at}]", each) for at, each in enumerate(value)]
+def _unread(value: object) -> str:
+    """Where the first text is that no tokenizer reads, and why none does; empty where there is none."""
+    if isinstance(value, str):
+        return lone_surrogate(value)
+    parts = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    for key, each in parts:
+        if wrong := _unread(key) or _unread(each):
+            return f".{key}{wrong}" if isinstance(value, dict) else f"[{key}]{wrong}"
+    return ""
 
 
 def _no_number(name: str) -> NoReturn:

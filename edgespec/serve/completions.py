@@ -59,12 +59,8 @@ class Completions:
         body = parse(CompletionBody, await self.read(request))
         self.check(body)
         asks = [partial(self._model.stream, prompt) for prompt in body.prompts()]
-        answer = CompletionAnswer(
-            *self.described,
-            logprobs=body.logprobs is not None,
-            n=body.n,
-            echoed=body.prompts() if body.echo else (),
-        )
+        echoed = body.prompts() if body.echo else ()
+        answer = CompletionAnswer(*self.described, body.logprobs is not None, n=body.n, echoed=echoed)
         return await self._respond(request, body, asks, answer)
 
     async def embed(self, request: Request) -> Response:

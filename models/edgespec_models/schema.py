@@ -69,14 +69,13 @@ def shown(value: object) -> str:
 
 
 def lone_surrogate(text: str) -> str:
-    """What keeps UTF-8, and so a tokenizer, from spelling ``text``; empty where nothing does."""
+    """What keeps tokenizers from reading ``text``, to be said behind its name; empty where nothing does."""
     found = re.search("[\ud800-\udfff]", text)
     if found is None:
         return ""
     return (
-        f"has a lone surrogate, U+{ord(found[0]):04X}, at position {found.start()}: half of a character, "
-        "which no tokenizer reads; remove it, or put the whole character there (in Python, "
-        "text.encode('utf-8', 'replace').decode() puts a question mark)"
+        f" has a lone surrogate, U+{ord(found[0]):04X}, at position {found.start()}: half of a character; "
+        "remove it, or replace it (in Python text.encode('utf-8', 'replace').decode() does)"
     )
 
 

@@ -135,5 +135,5 @@ class Encoder:
             try:
                 return self._core.encode(text, add_special_tokens=False)
             except (UnicodeEncodeError, TypeError) as error:
-                wrong = lone_surrogate(text) if isinstance(text, str) else f"is {shown(text)}, not a str"
-                raise RequestError(f"the text to encode {wrong or f'is refused: {error}'}") from error
+                wrong = lone_surrogate(text) if isinstance(text, str) else f" is {shown(text)}, not a str"
+                raise RequestError(f"the text to encode{wrong or f' is refused: {error}'}") from error
