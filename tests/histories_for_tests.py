@@ -1,12 +1,12 @@
 """Histories made for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import cache
 from pathlib import Path
 
 from edgespec.history.memory import Delta, Snapshot
-from edgespec.history.passages import Passage
+from edgespec.history.passages import Cutter, Passage
 from edgespec.history.store import Scope, Store
 from edgespec.history.use import HistoryUse, open_use
 from edgespec_models.text.tokenizer import Tokenizer
@@ -28,6 +28,12 @@ def delta_of(*passages: Passage) -> Delta:
     for passage in passages:
         delta.wrote(passage)
     return delta
+
+
+def cut(tokens: Iterable[int]) -> list[Passage]:
+    """The passages of a whole answer."""
+    cutter = Cutter()
+    return [*cutter.push(tokens), *cutter.finish()]
 
 
 def passage_of(number: int, length: int = 20) -> Passage:

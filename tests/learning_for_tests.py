@@ -1,6 +1,6 @@
 """A trainer that does not wait for idle time."""
 
-from edgespec.learning import Trainer
+from edgespec.learning.trainer import Trainer
 from edgespec_export.align.settings import Text
 
 

@@ -190,7 +190,7 @@ def test_what_cannot_be_aligned_is_refused(
     torch = None if drafter == "without PyTorch" else ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", torch)
     if drafter.startswith("smollm2"):
-        monkeypatch.setattr(sys.modules["edgespec.cli.align"], "locate", lambda *_: (tmp_path, find(drafter)))
+        monkeypatch.setattr("edgespec.loading.first_use.locate", lambda *_: (tmp_path, find(drafter)))
     _drafter(tmp_path / "bundle")
     code, _, said = _align(drafter.format(tmp_path), "--target", "t", "-o", str(tmp_path / "out"))
     assert code == 1 and says in said

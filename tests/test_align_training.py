@@ -58,7 +58,7 @@ def _texts(count: int = 24, seed: int = 0) -> list[Text]:
 
 def _logits(decoder: TorchDecoder, tokens: list[int]) -> np.ndarray:
     """Behind every token; what is filled up behind a text, and other texts, change nothing."""
-    batch = batch_of([((*tokens, 0), 1), ([3, 1, 2, *tokens, 5, 5], 2)])
+    batch = batch_of([Text((*tokens, 0), 1), Text((3, 1, 2, *tokens, 5, 5), 2)])
     with torch.no_grad():
         rows = decoder.rows(batch)[: len(tokens)]
         logits: np.ndarray = decoder._logits(rows).numpy()
@@ -88,7 +88,7 @@ def test_losses_and_right_guesses_are_the_logits(source: Path) -> None:
     logits = _logits(decoder, list(text.tokens[:-1]))[text.start - 1 :].astype(np.float64)
     labels = np.array(text.tokens[text.start :])
     expected = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(labels)), labels]
-    batch = batch_of([(text.tokens, text.start), ([1, 2, 3], 1)])
+    batch = batch_of([text, Text((1, 2, 3), 1)])
     np.testing.assert_allclose(decoder.losses(batch).detach().numpy()[: len(labels)], expected, rtol=1e-4)
     assert decoder.right(batch).tolist()[: len(labels)] == (logits.argmax(axis=1) == labels).tolist()
 

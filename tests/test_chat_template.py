@@ -159,7 +159,6 @@ def test_arguments_are_the_variables_that_the_template_reads() -> None:
     unless_given = "{% if tone is undefined %}{% set tone = 'kind' %}{% endif %}{{ tone }}"
     assert ChatTemplate(unless_given).arguments == {"tone"}
     assert template.render(ASK) == "today"
-    assert ChatTemplate(CHATML).render(ASK, add_generation_prompt=False).endswith("hi<|im_end|>\n")
     assert template.render(ASK, {"enable_thinking": False, "date": "then"}) == "no thinkingthen"
 
 

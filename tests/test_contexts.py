@@ -22,12 +22,13 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import CHIPS, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError, DoesNotFit
 from edgespec_models.progress import Progress
+from edgespec_runtimes import discovery
 from edgespec_runtimes import static as static_session
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
-from edgespec_runtimes.discovery import Runtime, resolve
+from edgespec_runtimes.discovery import Runtime, open_on, resolve
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.static import StaticSession, open_on
+from edgespec_runtimes.static import StaticSession
 from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import EMULATING
 
@@ -211,15 +212,18 @@ def test_a_device_is_asked_for_by_its_handle_or_its_provider(
 ) -> None:
     asked = list[tuple[Any, ...]]()
     settings = SimpleNamespace(
-        add_provider=lambda *given: asked.append(given),
+        add_session_config_entry=lambda *given: asked.append(given),
         add_provider_for_devices=lambda *given: asked.append(given),
     )
-    monkeypatch.setattr(static_session, "session_settings", lambda options: settings)
-    monkeypatch.setattr(static_session, "open_whole", lambda *given: given)
+    monkeypatch.setattr(discovery, "session_settings", lambda options: settings)
+    opening = SimpleNamespace(InferenceSession=lambda *given, **options: (*given, options["providers"]))
+    monkeypatch.setattr(discovery, "ort", opening)
     device = replace(EMULATED, handle=handle, options={"key": "value"})
     given = open_on(device, Path("model.onnx"), CpuOptions())
-    assert asked == [("QNNExecutionProvider" if handle is None else [handle], {"key": "value"})]
-    assert given == (device, Path("model.onnx"), settings, None)
+    by_name = None if handle else [("QNNExecutionProvider", {"key": "value"})]
+    assert given == ("model.onnx", settings, by_name)
+    by_handle = [([handle], {"key": "value"})] if handle else []
+    assert asked == [("session.disable_cpu_ep_fallback", "1"), *by_handle]
 
 
 def test_once_one_is_refused_the_graphs_are_compiled(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

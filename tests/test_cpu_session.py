@@ -62,7 +62,9 @@ def test_rows_are_exact_where_products_with_one_row_take_other_code(
     """As MatMulNBits does in blocks of 32 and 4 bits on processors with AVX2 alone (Haswell, under qemu)."""
     bundle = tiny_bundle(tmp_path / "m", LLAMA, INT4).bundle
     session = CpuSession(bundle, replace(ONE_THREAD, exact_rows=exact_rows))
-    bind = session._open_io._bind
+    io = session._open_io
+    assert isinstance(io, DynamicIO)
+    bind = io._bind
 
     def bind_without_avx512(one: Pass, rows: int) -> Any:
         bound = bind(one, rows)
@@ -72,8 +74,8 @@ def test_rows_are_exact_where_products_with_one_row_take_other_code(
             bound, predictions=lambda rows: Predictions(bound.predictions(rows).logits + np.float32(1e-6))
         )
 
-    session._open_io.passes.clear()
-    monkeypatch.setattr(session._open_io, "_bind", bind_without_avx512)
+    io.passes.clear()
+    monkeypatch.setattr(io, "_bind", bind_without_avx512)
     assert session.self_test() == exact_rows
 
 

@@ -114,7 +114,7 @@ def test_names_are_the_configurations(tmp_path: Path) -> None:
 
     edit_graph(folder / GRAPH, rename)
     tensors = open_bundle(folder).tensors
-    assert (tensors.ids, tensors.mask, tensors.positions) == ("ids", "mask", None)
+    assert tensors.inputs == {"input_ids": "ids", "attention_mask": "mask"}
     assert tensors.cache[1].past == "v.0"
 
 

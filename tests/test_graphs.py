@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,19 @@ from edgespec_models.graphs.plan import LinearPart, LinearSpec
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.ort import ort
 from tests.native_for_tests import tiny_native
-from tests.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, random_blocks, tiny_bundle
+from tests.toy import (
+    COLUMNS,
+    FLOAT,
+    GEMMA,
+    INT4,
+    INT8,
+    LLAMA,
+    QWEN,
+    TinyModel,
+    config_of_json,
+    random_blocks,
+    tiny_bundle,
+)
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -189,11 +201,11 @@ def _relative_error(got: F32, expected: F32) -> float:
 
 def test_facts_survive_json_and_nonsense_is_refused() -> None:
     for config in CONFIGS.values():
-        assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+        assert config_of_json(json.loads(json.dumps(asdict(config)))) == config
     with pytest.raises(BundleError, match="colour"):
-        ModelConfig.from_json(LLAMA.to_json() | {"colour": 1})
+        config_of_json(asdict(LLAMA) | {"colour": 1})
     with pytest.raises(BundleError, match="head_dim"):
-        ModelConfig.from_json({k: v for k, v in LLAMA.to_json().items() if k != "head_dim"})
+        config_of_json({k: v for k, v in asdict(LLAMA).items() if k != "head_dim"})
 
 
 def test_layers_have_their_own_windows_and_rotations() -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tests.heads_for_tests import (
     export,
 )
 from tests.hf_for_tests import weights
-from tests.toy import LLAMA
+from tests.toy import LLAMA, config_of_json
 
 IDS = [5, 17, 300, 17, 5, 260, 3, 3, 90, 41]
 READ = 6  # of these have features
@@ -288,7 +288,7 @@ def test_a_configuration_of_a_head_is_whole() -> None:
     plain: dict[str, Any] = {"architecture": "eagle3", "num_layers": 1}
     plain |= {"feature_layers": (2, 4, 5), "feature_width": 64}
     head = replace(LLAMA, **plain)
-    assert head.is_head and ModelConfig.from_json(json.loads(json.dumps(head.to_json()))) == head
+    assert head.is_head and config_of_json(json.loads(json.dumps(asdict(head)))) == head
     changes: list[dict[str, Any]] = [{"feature_layers": ()}, {"feature_width": 0}, {"num_layers": 2}]
     for change in (*changes, {"post_norms": True}):
         with pytest.raises(UnsupportedModelError, match="a head is one plain layer of eagle3"):

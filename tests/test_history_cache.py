@@ -13,7 +13,8 @@ from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import MAX_N, Delta, Found, Index, Memory, Snapshot
-from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage, Tally, cut
+from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage, Tally
+from tests.histories_for_tests import cut
 from tests.toy import Silent, round_of
 
 # Ids whose big-endian bytes end in zeros, and the largest there are.

@@ -215,21 +215,6 @@ def test_an_empty_file_may_be_used_and_becomes_private(path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_file_whose_log_alone_is_marked_was_ours(path: Path) -> None:
-    """As the first edgespec that wrote histories left it when it was killed."""
-    connection = _database(path, "PRAGMA auto_vacuum = INCREMENTAL", "PRAGMA journal_mode = WAL", "BEGIN")
-    for statement in database._TABLES:
-        connection.execute(statement)
-    connection.execute(f"PRAGMA application_id = {APPLICATION}")
-    connection.execute(f"PRAGMA user_version = {database._VERSION}")
-    connection.execute("INSERT INTO scope VALUES (1, 'target', 'digest', 'mail', 7, 0, 0.0)")
-    connection.execute("COMMIT")
-    _as_killed(connection, path)
-    assert path.read_bytes()[68:72] == bytes(4)
-    assert stored(path).clock == 7
-    assert path.read_bytes()[68:72] == APPLICATION.to_bytes(4, "big")
-
-
 def test_all_that_is_kept_beside_a_file_in_use_is_known(path: Path) -> None:
     with closing(Store.open(path)) as store:
         assert path.read_bytes()[68:72] == APPLICATION.to_bytes(4, "big") and look(path) is not None

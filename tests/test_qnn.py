@@ -18,8 +18,8 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.discovery import resolve
-from edgespec_runtimes.static import StaticSession, open_on
+from edgespec_runtimes.discovery import open_on, resolve
+from edgespec_runtimes.static import StaticSession
 from tests.gguf_for_tests import F32, tiny_gguf
 from tests.sessions_for_tests import ON_CPU, ONE_THREAD, TOKENS
 from tests.toy import tiny_bundle

@@ -17,6 +17,7 @@ from edgespec_export.align.settings import Text
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.graph_io import DynamicIO
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle
@@ -88,7 +89,7 @@ def _drafter(model: Model) -> CpuSession:
 def _tuned(model: Model) -> dict[str, F32]:
     """The gains that the drafter runs with instead of its bundle's."""
     io = _drafter(model)._io
-    assert io is not None
+    assert isinstance(io, DynamicIO)
     return {name: array for name, (array, _) in io._tuned.items()}
 
 

@@ -277,7 +277,7 @@ def test_calibration_files(tmp_path: Path) -> None:
     path.write_text('{"text": "one"}\n\n{"text": "two", "more": 1}\n', encoding="utf-8")
     assert read_texts(path) == ["one", "two"]
     wrong = {"": "holds no", "{": "line 1", '{"text": "a"}\n{"no": 1}': "line 2", "[1]": "line 1"}
-    for content, said in (wrong | {'{"text": 3}': "not a string"}).items():
+    for content, said in (wrong | {'{"text": 3}': "text is 3; allowed: a text"}).items():
         path.write_text(content, encoding="utf-8")
         with pytest.raises(RequestError, match=said):
             read_texts(path)

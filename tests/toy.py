@@ -33,12 +33,13 @@ from edgespec_models.bundles.bundle import (
     FileRecord,
     Manifest,
 )
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.config import AGAIN, ModelConfig
 from edgespec_models.bundles.layers import graph_name, rotary_tables
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
+from edgespec_models.schema import read
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Predictions, Rows, SavedCache, Session, shared_length
@@ -427,6 +428,11 @@ def tiny_plan(
         linears[f"layers.{i}.down"] = LinearSpec(config.intermediate_size, down)
     embedding = EmbeddingSpec(WeightFormat(form.bits, 32), offsets=form.bits == 4)
     return DecoderPlan(embedding, linears, head_tokens=head_tokens, precision=precision)
+
+
+def config_of_json(value: object) -> ModelConfig:
+    """As a manifest has it."""
+    return read(ModelConfig, value, "the architecture", BundleError, AGAIN)
 
 
 def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: WeightFormat) -> Blocks | F32:

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 from filelock import FileLock, Timeout
 
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.schema import check_fields, length, read, within
+from edgespec_models.schema import check_fields, length, read_lines, within
 from edgespec_models.storage import writing
 
 _BEGIN = b'{"prompt": '
-_REMEDY = 'Give one JSON object a line, with "prompt" and "text"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,7 @@ def read_answers(path: Path) -> list[Answer]:
     Raises:
         RequestError: it cannot be read, or a line is not of the form above.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read answers from {path}: {error}") from error
-    return [_answer(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1) if line.strip()]
+    return read_lines(Answer, path, 'Give one JSON object a line, with "prompt" and "text"')
 
 
 def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Prompt]:
@@ -166,13 +161,3 @@ def _is_json(data: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _answer(line: str, where: str) -> Answer:
-    try:
-        value: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where} is not JSON ({error}). {_REMEDY}.") from error
-    if isinstance(value, dict):  # what else there may be is not asked for
-        value = {name: value[name] for name in Answer.__dataclass_fields__ if name in value}
-    return read(Answer, value, where, RequestError, _REMEDY)

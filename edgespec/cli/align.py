@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
-from edgespec.cli.export import locate
 from edgespec.cli.options import JsonFlag, Threads
 
 if TYPE_CHECKING:
@@ -155,11 +154,12 @@ def _tell(place: Path, count: int, as_json: bool) -> None:
 
 def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
     """The drafter's, which is to be trained."""
+    from edgespec.loading.first_use import locate
     from edgespec_export.sources.open import open_checkpoint
     from edgespec_models.bundles.foreign import is_model
     from edgespec_models.errors import RequestError
 
-    source, entry = locate(drafter, progress)
+    source, entry = locate(drafter, progress, note)
     if entry is not None and entry.alignment is not None:
         raise RequestError(f"{drafter} is aligned already; give the drafter that it was made from")
     if is_model(source):

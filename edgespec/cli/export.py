@@ -10,12 +10,10 @@ from edgespec.cli.inspect import show_report
 from edgespec.cli.options import JsonFlag
 from edgespec_models.bundles.static_graphs import CHIPS
 from edgespec_models.errors import RequestError
-from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from edgespec_export.formats.quantization import Quantization
     from edgespec_export.options import TrimSize
-    from edgespec_models.downloads.catalog import CatalogueEntry
 
 
 def export(
@@ -161,7 +159,7 @@ def export(
 
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
-    from edgespec.loading.first_use import alignment_of
+    from edgespec.loading.first_use import alignment_of, locate
     from edgespec_export.export import ExportOptions, export_model
 
     quantization = _quantization(bits, mixed)
@@ -176,7 +174,7 @@ def export(
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
         return
     with progress_bars() as progress:
-        file, entry = locate(source, progress)
+        file, entry = locate(source, progress, note)
         drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
         options = ExportOptions(
             role=role or ("drafter" if drafts else "target"),
@@ -185,7 +183,7 @@ def export(
             kv=kv,
             name=name or (None if entry is None else entry.name),
             alignment=alignment or (None if entry is None else alignment_of(entry, made_for)),
-            target=None if target is None else locate(target, progress)[0],
+            target=None if target is None else locate(target, progress, note)[0],
             overwrite=overwrite,
             device=made_for,
             buckets=_buckets(buckets),
@@ -258,10 +256,3 @@ def _quantization(bits: str | None, mixed: str | None) -> "Quantization | None":
     options = {"bits": None if bits is None else int(bits), "mixed": mixed}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     return Quantization(**given) if given else None
-
-
-def locate(source: str, progress: ProgressCallback) -> "tuple[Path, CatalogueEntry | None]":
-    """The checkpoint's file or directory, and the catalogue's entry that it is of."""
-    from edgespec.loading import first_use
-
-    return first_use.locate(source, progress, note)

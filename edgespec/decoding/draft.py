@@ -171,6 +171,7 @@ class Source(Protocol):
 
     def close(self) -> None:
         """The request has ended, however that came; called once."""
+        return
 
 
 @runtime_checkable

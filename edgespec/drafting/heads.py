@@ -8,33 +8,32 @@ once the target's features of it are there, and nothing that was drafted stays i
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from edgespec.decoding.draft import Clock, Passed, Remarks, Work
+from edgespec.decoding.draft import Clock, Passed, Work
 from edgespec.drafting.bridge import IdentityBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.policy import Part
-from edgespec.drafting.reading import RunningMean, Said
+from edgespec.drafting.reading import Chain, Said
 from edgespec.drafting.side import DrafterSide
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.hidden import Floats, joined
-from edgespec_runtimes.session import Predictions, Rows, Session
+from edgespec_runtimes.session import Rows, Session
 
 _MOST = 128  # tokens that are read at once: of a prompt, and where drafting has paused
 
 
-class HeadReader:
-    """Reads a text with a head's session; :class:`~edgespec.drafting.reading.Chain` says what its methods do.
+class HeadReader(Chain):
+    """Reads a text, whose prompt has ``length`` tokens, with a head's session.
 
-    Nobody else uses the session while the request lasts, whose prompt has ``length`` tokens. Where there is
-    more to read than one pass takes, or no room for it, the head begins anew with the end of the text.
+    Where there is more to read than one pass takes, or no room for it, the head begins anew with the end of
+    the text.
     """
 
     def __init__(
         self, session: Session, curve: CostCurve, length: int, *, clock: Clock = perf_counter
     ) -> None:
-        self._session, self._length, self.clock = session, length, clock
-        self._most = min(_MOST, session.piece)
-        self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
+        super().__init__(session, curve, clock)
+        self._length, self._most = length, min(_MOST, session.piece)
         self._features: Floats | None = None  # of the last tokens
         self._held = self._unread = 0  # committed tokens: in the cache, and behind these
         self._state: Floats | None = None  # behind the last token that was read
@@ -54,24 +53,6 @@ class HeadReader:
             kept = 0 if self._features is None else len(self._features)
             self._held, self._unread = 0, min(self._most, kept)
         return self._held + self._unread + more <= self._session.capacity
-
-    def seconds_of_text(self, text: Sequence[int]) -> float:
-        """See :class:`Chain`."""
-        return self._first.value
-
-    def seconds_of_step(self, token: int) -> float:
-        """See :class:`Chain`."""
-        return self._step.value
-
-    def idle(self) -> None:
-        """See :class:`Chain`."""
-        self._first.fade()
-        self._step.fade()
-
-    def catch_up(self, text: Sequence[int]) -> Work[bool]:
-        """See :class:`Chain`: one pass is enough."""
-        yield from ()
-        return False
 
     def read(self, text: Sequence[int]) -> Work[Said]:
         """See :class:`Chain`. What a grammar forces behind the text is read like drafts."""
@@ -99,10 +80,6 @@ class HeadReader:
         self._state = predictions.hidden
         return self._said(tokens[-1], predictions), passed
 
-    def _said(self, token: int, predictions: Predictions) -> Said:
-        best, head = predictions.best(0), self._session.head_tokens
-        return Said(token, best if head is None else int(head[best]), predictions.probability(0))
-
 
 class HeadSide(DrafterSide):
     """A head beside its target: it reads no prompt of its own, and begins every request anew."""
@@ -119,11 +96,10 @@ class HeadSide(DrafterSide):
         *,
         max_new_tokens: int,
         max_draft: int,
-        target_end: int | None,
-        remarks: Remarks,
+        **_: object,
     ) -> Part:
         """A request begins; see :meth:`DrafterSide.begin`."""
-        session, _ = sessions
+        session = sessions[0]
         session.reserve(min(_MOST + max_new_tokens + 4 * max_draft, session.longest))
         model = ModelDrafter(
             HeadReader(session, self.curve, len(tokens), clock=self.clock),

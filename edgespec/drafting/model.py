@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.decoding.draft import Draft, Step, Work, alone
+from edgespec.decoding.draft import Draft, Source, Step, Work, alone
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Chain, Reader
@@ -83,7 +83,7 @@ class Guess:
     open: bool
 
 
-class ModelDrafter(Generic[R]):
+class ModelDrafter(Source, Generic[R]):
     """Drafts greedily with a model, stopping when the next token no longer pays.
 
     It drafts its own argmax whatever the request's temperature: the proposals are then a function of
@@ -139,9 +139,6 @@ class ModelDrafter(Generic[R]):
             self._calibration.observe(guess, accepted)
             if not accepted:
                 break
-
-    def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
 
     def read_on(self: "ModelDrafter[Reader]", draft: Draft, limit: int) -> Iterator[float]:
         """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.

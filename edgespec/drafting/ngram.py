@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Step
 from edgespec_runtimes.session import shared_length
 
 _SOURCE: Final = "ngram"
@@ -178,7 +178,7 @@ class ContextTree:
             node = at
 
 
-class NgramDrafter:
+class NgramDrafter(Extending):
     """Proposes what followed the longest run of tokens that the text ends with and had before.
 
     The rule is applied again after every proposed token, so a copy goes on into its own proposals
@@ -222,9 +222,6 @@ class NgramDrafter:
             self._fared[key] = (keep * right + is_right, keep * judged + 1.0)
             if not is_right:
                 break  # what follows a rejected token was never judged
-
-    def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
         """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""

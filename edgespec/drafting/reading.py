@@ -1,9 +1,9 @@
 """What a drafter says behind each token of a text, asked once, and what asking takes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 from edgespec.decoding.draft import Clock, Passed, Work, alone
 from edgespec.drafting.cascade import CONTEXT, Follower, Followers
@@ -47,45 +47,65 @@ class Said:
     probability: float
 
 
-class Chain(Protocol):
-    """What a drafter says behind a text, and behind each token that it drafts there."""
+class Chain(ABC):
+    """What a drafter says behind a text, and behind each token that it drafts there.
 
-    clock: Clock
+    Nobody else uses the session while the request lasts; its passes take what ``curve`` says.
+    """
+
+    def __init__(self, session: Session, curve: CostCurve, clock: Clock) -> None:
+        self._session, self.clock = session, clock
+        # The first pass of a round also reads what was committed since the last.
+        self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
 
     def hear(self, features: Floats, committed: int) -> None:
         """Tell of so many new tokens, and of the target's features before the last of them, if it has any."""
+        return
 
+    @abstractmethod
     def room_for(self, text: Sequence[int], more: int) -> bool:
         """Whether the KV cache has room for ``text``, and ``more`` tokens behind it."""
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
         """What the pass of :meth:`read` is expected to take, of which others may pay a share."""
+        return self._first.value
 
     def seconds_of_step(self, token: int) -> float:
         """What the pass of :meth:`step` is expected to take, of which others may pay a share."""
+        return self._step.value
 
     def idle(self) -> None:
         """Tell of a round in which nothing was read."""
+        self._first.fade()
+        self._step.fade()
 
     def catch_up(self, text: Sequence[int]) -> Work[bool]:
         """Read a piece of the text if :meth:`read` would have to read several; whether that was so."""
+        yield from ()
+        return False
 
+    @abstractmethod
     def read(self, text: Sequence[int]) -> Work[Said]:
         """Catch up with the committed text; the first time that is the prompt."""
 
+    @abstractmethod
     def step(self, token: int) -> Work[Said]:
         """Read a drafted token."""
 
+    def _said(self, token: int, predictions: Predictions, row: int = 0) -> Said:
+        """What a row says behind ``token``."""
+        best, kept = predictions.best(row), self._session.head_tokens
+        return Said(token, best if kept is None else int(kept[best]), predictions.probability(row))
 
-class Reader:
+
+class Reader(Chain):
     """Reads a text with the drafter's session: what is committed, and what is drafted behind it.
 
     What was said behind the end of the text is kept as long as the KV cache holds the token, so nothing is
     read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`), nor
     those that ``followers`` guessed rightly, which a pass reads besides. One thread at a time.
 
-    Nobody else uses ``session`` while the request lasts. The first ``held`` tokens of the text are known to
-    ``followers`` already.
+    The first ``held`` tokens of the text are known to ``followers`` already.
 
     Attributes:
         has_read: whether the prompt was read.
@@ -102,11 +122,9 @@ class Reader:
         held: int = 0,
         clock: Clock = perf_counter,
     ) -> None:
-        self._session, self._followers, self.clock = session, followers, clock
-        self.drafted_ahead = self.used_ahead = 0
-        # The first pass of a round also reads what was committed since the last.
-        self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
-        self._said: dict[int, Said] = {}  # by position
+        super().__init__(session, curve, clock)
+        self._followers, self.drafted_ahead, self.used_ahead = followers, 0, 0
+        self._heard: dict[int, Said] = {}  # by position
         self._length = 0  # of the text; the cache may hold tokens read ahead of it
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
         self._guessed: dict[int, Follower] = {}  # by position, those that were right and not needed yet
@@ -117,15 +135,12 @@ class Reader:
     @property
     def latest(self) -> Said:
         """What was said behind the text."""
-        return self._said[self._length - 1]
+        return self._heard[self._length - 1]
 
     @property
     def room_ahead(self) -> bool:
         """Whether the KV cache has room for one more token."""
         return self._session.length < self._session.capacity
-
-    def hear(self, features: Floats, committed: int) -> None:
-        """See :class:`Chain`: it reads none."""
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
         """See :class:`Chain`."""
@@ -133,16 +148,11 @@ class Reader:
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
         """See :class:`Chain`."""
-        return 0.0 if self._knows(text) else self._first.value
+        return 0.0 if self._knows(text) else super().seconds_of_text(text)
 
     def seconds_of_step(self, token: int) -> float:
         """See :class:`Chain`."""
-        return self._step.value if self._known(token) is None else 0.0
-
-    def idle(self) -> None:
-        """See :class:`Chain`."""
-        self._first.fade()
-        self._step.fade()
+        return super().seconds_of_step(token) if self._known(token) is None else 0.0
 
     def catch_up(self, text: Sequence[int]) -> Work[bool]:
         """See :class:`Chain`."""
@@ -171,8 +181,8 @@ class Reader:
             self.has_read = True
             self._hear(text[last], guesses, predictions)
         self._move(len(text))
-        self._said = {at: said for at, said in self._said.items() if at >= last}
-        return self._said[last]
+        self._heard = {at: said for at, said in self._heard.items() if at >= last}
+        return self._heard[last]
 
     def step(self, token: int) -> Work[Said]:
         """See :class:`Chain`."""
@@ -189,7 +199,7 @@ class Reader:
 
     def ahead(self, count: int) -> Said | None:
         """What was said behind the token ``count`` places behind the text, if that was read already."""
-        return self._said.get(self._length + count)
+        return self._heard.get(self._length + count)
 
     def read_on(self, token: int) -> Said:
         """Read a token ahead of the text, behind those read ahead already."""
@@ -211,12 +221,9 @@ class Reader:
 
     def _hear(self, token: int, guesses: Sequence[Follower], predictions: Predictions) -> Said:
         """Keep what is said behind ``token`` and each guess that is right; the cache loses the others."""
-        at, head = self._session.length - len(guesses) - 1, self._session.head_tokens
-        right = 0
+        at, right = self._session.length - len(guesses) - 1, 0
         while True:
-            best = predictions.best(right)
-            said = Said(token, best if head is None else int(head[best]), predictions.probability(right))
-            self._said[at + right] = said
+            said = self._heard[at + right] = self._said(token, predictions, right)
             if right == len(guesses) or guesses[right].token != said.following:
                 break
             token = said.following
@@ -226,13 +233,13 @@ class Reader:
             self._followers.fared(guess, spared=False)
         if right < len(guesses):
             self._session.truncate(at + 1 + right)
-        return self._said[at]
+        return self._heard[at]
 
     def _knows(self, text: Sequence[int]) -> bool:
-        return len(text) - 1 in self._said and self._session.shared_prefix(text) == len(text)
+        return len(text) - 1 in self._heard and self._session.shared_prefix(text) == len(text)
 
     def _known(self, token: int) -> Said | None:
-        said = self._said.get(self._length)
+        said = self._heard.get(self._length)
         return said if said is not None and said.token == token else None
 
     def _roll_back(self, text: Sequence[int]) -> int:
@@ -253,7 +260,7 @@ class Reader:
 
     def _forget(self, length: int) -> None:
         """The KV cache is about to lose every token from position ``length`` on."""
-        self._said = {at: said for at, said in self._said.items() if at < length}
+        self._heard = {at: said for at, said in self._heard.items() if at < length}
         self._ahead = {at for at in self._ahead if at < length}
         for at in [at for at in self._guessed if at >= length]:
             self._followers.fared(self._guessed.pop(at), spared=False)

@@ -29,8 +29,6 @@ _LEAST_FREE: Final = 1 << 16  # the index of a write-ahead log takes half of it
 _BUSY_S: Final = 5.0
 _PAUSE_S: Final = 0.02
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
-_LOG_HEADER: Final = 32  # bytes of a write-ahead log, before its frames
-_FRAME_HEADER: Final = 24
 _VERSION: Final = 4
 """Of the tables. Versions 1 and 2 lack ``correction``; 2 and 3 have ``beginning``, which nothing reads."""
 _TABLES: Final = (
@@ -191,15 +189,14 @@ def look(path: Path) -> os.stat_result | None:
         StorageError: it is something else.
     """
     # Before the file itself: while a history is being made, its header is there before its log is.
-    logged = _is_filled(_log_of(path))
+    logged = _is_filled(companions(path)[0])
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait, and a device may do anything
         raise StorageError(f"{path} cannot be used as a history: it is not a regular file. Name a file")
-    application = _application(path)
-    if application == APPLICATION or (application == 0 and logged and _is_our_log(_log_of(path))):
+    if _application(path) == APPLICATION:
         return found
     if found.st_size == 0 and not logged:  # SQLite would drop the log that another program left
         return found
@@ -281,31 +278,12 @@ def _beginning(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
-def _log_of(path: Path) -> Path:
-    return companions(path)[0]
-
-
 def _is_filled(log: Path) -> bool:
     try:
         found = log.stat()
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size > 0
-
-
-def _is_our_log(log: Path) -> bool:
-    """Whether a database whose own header says nothing yet is ours by its write-ahead log.
-
-    Histories of the first edgespec that wrote some are, until their log is first copied into the file.
-    """
-    mark = APPLICATION.to_bytes(4, "big")
-    with log.open("rb") as file:
-        page = int.from_bytes(file.read(_LOG_HEADER)[8:12], "big")
-        while page and len(frame := file.read(_FRAME_HEADER + page)) == _FRAME_HEADER + page:
-            header = frame[_FRAME_HEADER:]
-            if int.from_bytes(frame[:4], "big") == 1 and header[_ID_AT : _ID_AT + 4] == mark:
-                return True
-    return False
 
 
 def _is_damaged(path: Path) -> bool:

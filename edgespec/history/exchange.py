@@ -11,7 +11,7 @@ from edgespec.history.memory import DrafterKey
 from edgespec.history.passages import LEAD, LONGEST, Entry, Passage
 from edgespec.history.store import Kept, Learned, Name, Scope, unpack
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import form, length, read, shown, within
+from edgespec_models.schema import form, length, parse, read, read_text, shown, within
 
 _FORMAT: Final = "edgespec history 1"
 
@@ -26,18 +26,15 @@ def exported(passages: Iterable[Learned], corrections: Iterable[tuple[Scope, Kep
     return json.dumps(value, indent=1) + "\n"
 
 
-def parse(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
+def imported(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
     """Passages and corrections of an export. Corrections that this edgespec cannot use are left out.
 
     Raises:
         RequestError: ``file`` cannot be read, or something else wrote it.
     """
-    where = f"cannot import {file}"
-    try:
-        value = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"{where}: {error}") from error
-    parts = read(_Exported, value, where, RequestError, "Give a file that 'edgespec history export' wrote")
+    where, remedy = f"cannot import {file}", "Give a file that 'edgespec history export' wrote"
+    text = read_text(file, RequestError, remedy, encoding="utf-8-sig")
+    parts = read(_Exported, parse(text, str(file), RequestError, remedy), where, RequestError, remedy)
     passages = [each.learned() for each in parts.passages]
     corrections = [each.kept() for each in parts.corrections]
     return passages, [kept for kept in corrections if unpack(kept[1].data) is not None]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 from edgespec.history.database import SUFFIX, companions, file_indexes, look, reason
-from edgespec.history.exchange import exported, parse
+from edgespec.history.exchange import exported, imported
 from edgespec.history.passages import LEAD
 from edgespec.history.store import Learned, Scope, Store
 from edgespec_models.errors import RequestError, StorageError
@@ -207,7 +207,7 @@ class History:
         Raises:
             RequestError: ``file`` cannot be read, or something else wrote it.
         """
-        passages, corrections = parse(file)
+        passages, corrections = imported(file)
         with self._opened() as store:
             return Amount(*store.put(passages, corrections))
 

@@ -304,17 +304,17 @@ class Memory:
     def _sort(self) -> None:
         if len(self) > self._max_tokens:
             most = int(_ROOM * self._max_tokens)
-            kept = keep_best(self._entries.values(), most, lambda entry: entry.worth(self._clock))
+            kept = keep_best(self._entries.values(), most, self._clock)
             self._entries = {entry.passage.digest: entry for entry in kept}
         self._index = Index(sorted(self._entries.values(), key=lambda entry: entry.at), self._clock)
         self._recent = Index([], self._clock)
         self._fresh, self._new = {}, False
 
 
-def keep_best(entries: Iterable[Entry], max_tokens: int, worth: Callable[[Entry], float]) -> list[Entry]:
+def keep_best(entries: Iterable[Entry], max_tokens: int, clock: int) -> list[Entry]:
     """As many of the entries that are worth most as fit; of equals, the latest."""
     kept, used = [], 0
-    for entry in sorted(entries, key=lambda each: (worth(each), each.at), reverse=True):
+    for entry in sorted(entries, key=lambda each: (each.worth(clock), each.at), reverse=True):
         used += len(entry.passage)
         if used > max_tokens:
             break

@@ -84,12 +84,6 @@ class Cutter:
         return passage
 
 
-def cut(tokens: Iterable[int]) -> list[Passage]:
-    """The passages of a whole answer."""
-    cutter = Cutter()
-    return [*cutter.push(tokens), *cutter.finish()]
-
-
 def decayed(value: float, tokens: int) -> float:
     """What is left of ``value`` after so many learned tokens."""
     return value * math.exp2(-max(tokens, 0) / HALF_LIFE)

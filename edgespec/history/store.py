@@ -308,9 +308,7 @@ class Store:
 
     def _keep(self, key: int, clock: int, tokens: int) -> None:
         entries = [_entry(*values) for values in self._connection.execute(_ENTRIES, (key,))]
-        kept = {
-            entry.passage.digest for entry in keep_best(entries, tokens, lambda entry: entry.worth(clock))
-        }
+        kept = {entry.passage.digest for entry in keep_best(entries, tokens, clock)}
         self._delete(key, [entry for entry in entries if entry.passage.digest not in kept])
 
     def _delete(self, key: int, entries: Sequence[Entry]) -> None:

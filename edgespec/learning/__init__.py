@@ -2,8 +2,3 @@
 
 It imports decoding alone, and the libraries below ``edgespec``.
 """
-
-from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Tuning
-
-__all__ = ["Trainer", "Tuning"]

@@ -138,13 +138,12 @@ def measure_costs(
     bundle: Bundle,
     options: CpuOptions,
     *,
-    rows: Sequence[int] = DEFAULT_ROWS,
     fresh: bool = False,
     progress: ProgressCallback = ignore_progress,
 ) -> Costs:
     """Load a model and find out what its passes cost; what was confirmed is kept for later loads.
 
-    A drafter's passes need no exact rows (``options``). Passes over more ``rows`` than the model's context
+    A drafter's passes need no exact rows (``options``). Passes over more rows than the model's context
     has are left out. ``fresh`` forgets what earlier loads found out.
 
     Raises:
@@ -154,7 +153,7 @@ def measure_costs(
     if fresh:
         forget(conditions)
     progress(Progress("Loading the model", 0, 1, "models"))
-    running = open_one(bundle, options, rows, progress=progress)
+    running = open_one(bundle, options, DEFAULT_ROWS, progress=progress)
     running.session.close()
     progress(Progress("Loading the model", 1, 1, "models"))
     fastest = min(running.curve.seconds_by_rows.values())

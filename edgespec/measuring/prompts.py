@@ -7,26 +7,24 @@ A file holds one JSON object a line (JSON Lines, UTF-8):
 ``turns`` are the user's messages of one conversation; bench and audit ask the first.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import length, read
+from edgespec_models.schema import length, read_lines
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
-    from edgespec.requests.request import Messages, RequestOptions
+    from edgespec.requests.request import RequestOptions
     from edgespec.requests.stream import Stream
-    from edgespec_models.bundles.bundle import Bundle
 
 
-_BUILTIN = "prompts.jsonl"
+_REMEDY = "Give one JSON object a line: id, category, turns"
 _Text = Annotated[str, length(1)]
 
 
@@ -41,8 +39,8 @@ class Prompt:
 
 def builtin_prompts() -> tuple[Prompt, ...]:
     """The prompts that come with edgespec: two of each of six categories."""
-    text = (resources.files("edgespec.measuring") / _BUILTIN).read_text(encoding="utf-8")
-    return _parse(text, _BUILTIN)
+    with resources.as_file(resources.files("edgespec.measuring") / "prompts.jsonl") as path:
+        return load_prompts(path)
 
 
 def load_prompts(path: Path) -> tuple[Prompt, ...]:
@@ -51,11 +49,13 @@ def load_prompts(path: Path) -> tuple[Prompt, ...]:
     Raises:
         RequestError: it cannot be read, holds no prompt, or a line is not of the form above.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read prompts from {path}: {error}") from error
-    return _parse(text, str(path))
+    prompts = tuple(read_lines(Prompt, path, _REMEDY))
+    if not prompts:
+        raise RequestError(f"{path} holds no prompt. {_REMEDY}.")
+    name, count = Counter(prompt.id for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise RequestError(f"{path} has two prompts with the id {name!r}; every id must be different")
+    return prompts
 
 
 def select(prompts: Sequence[Prompt], limit: int | None) -> tuple[Prompt, ...]:
@@ -78,35 +78,9 @@ def select(prompts: Sequence[Prompt], limit: int | None) -> tuple[Prompt, ...]:
     return tuple(prompts[index] for index in sorted(chosen))
 
 
-def said_by(prompt: Prompt, target: "Bundle") -> "str | Messages":
-    """The prompt's first turn: as chat, or as plain text where the model has no template."""
-    said = prompt.turns[0]
-    return said if target.chat_template is None else [{"role": "user", "content": said}]
-
-
 def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Stream":
-    """The answer to the prompt's first turn, asked as a user would."""
-    said = said_by(prompt, model.target)
-    return model.stream(said, **options) if isinstance(said, str) else model.stream_chat(said, **options)
-
-
-def _parse(text: str, where: str) -> tuple[Prompt, ...]:
-    # Not splitlines(): JSON texts may hold U+2028, which is a line break there and not here.
-    lines = enumerate(text.split("\n"), start=1)
-    prompts = tuple(_prompt(line, f"{where}, line {number}") for number, line in lines if line.strip())
-    if not prompts:
-        raise RequestError(f"{where} holds no prompt; give one JSON object a line: id, category, turns")
-    name, count = Counter(prompt.id for prompt in prompts).most_common(1)[0]
-    if count > 1:
-        raise RequestError(f"{where} has two prompts with the id {name!r}; every id must be different")
-    return prompts
-
-
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        value: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where} is not JSON ({error}); give one object a line") from error
-    if isinstance(value, dict):  # what else there may be, such as a reference answer, is not asked for
-        value = {key: value[key] for key in ("id", "category", "turns") if key in value}
-    return read(Prompt, value, where, RequestError, "Give one JSON object a line: id, category, turns")
+    """The answer to the prompt's first turn: as chat, or as plain text where the model has no template."""
+    said = prompt.turns[0]
+    if model.target.chat_template is None:
+        return model.stream(said, **options)
+    return model.stream_chat([{"role": "user", "content": said}], **options)

@@ -8,6 +8,7 @@ and finite. Messages say what was given and what is allowed.
 """
 
 import inspect
+import json
 import math
 import re
 import reprlib
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as hints_of
@@ -91,6 +93,41 @@ def read(cls: type[T], value: object, where: str, error: type[EdgespecError], re
     except _WrongError as wrong:
         raise error(f"{where}: {wrong}. {remedy}.") from wrong
     return taken
+
+
+def read_text(path: Path, error: type[EdgespecError], remedy: str, *, encoding: str = "utf-8") -> str:
+    """The text of a file; an error of the class ``error`` where it cannot be read."""
+    try:
+        return path.read_text(encoding=encoding)
+    except (OSError, UnicodeDecodeError) as failed:
+        raise error(f"cannot read {path}: {failed}. {remedy}.") from failed
+
+
+def parse(text: str, where: str, error: type[EdgespecError], remedy: str) -> Any:
+    """What a JSON text says; an error of the class ``error`` where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as failed:
+        raise error(f"{where} is not JSON ({failed}). {remedy}.") from failed
+
+
+def read_lines(cls: type[T], path: Path, remedy: str) -> list[T]:
+    """The dataclasses ``cls`` in a file of JSON Lines; what else a line has is passed over.
+
+    Raises:
+        RequestError: it cannot be read, or a line is no such object.
+    """
+    kind: Any = cls
+    # Not splitlines(): JSON texts may hold U+2028, which is a line break there and not here.
+    lines = enumerate(read_text(path, RequestError, remedy, encoding="utf-8-sig").split("\n"), start=1)
+    places = {f"{path}, line {number}": line for number, line in lines if line.strip()}
+    found = []
+    for where, line in places.items():
+        value = parse(line, where, RequestError, remedy)
+        if isinstance(value, dict):
+            value = {each.name: value[each.name] for each in fields(kind) if each.name in value}
+        found.append(read(cls, value, where, RequestError, remedy))
+    return found
 
 
 def check_fields(instance: object, error: type[EdgespecError] = RequestError) -> None:

@@ -24,7 +24,7 @@ from edgespec_models.bundles.graph_contract import Part, stream_name
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes.graph_io import DynamicIO
-from edgespec_runtimes.graph_session import DynamicSession
+from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.hidden import with_outputs
 from edgespec_runtimes.kv_buffers import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
@@ -90,8 +90,11 @@ def default_threads() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
-class CpuSession(DynamicSession):
-    """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`."""
+class CpuSession(GraphSession):
+    """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`.
+
+    ``copies_cache`` says whether every pass writes the whole KV cache anew, as graphs do that concatenate.
+    """
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class CpuSession(DynamicSession):
         if native:
             _check_shapes(io, bundle.graph)
             self.prompt_key = _prompt_key(bundle)
-        row_exact = True if native else row_exact
+        self.copies_cache, row_exact = io.grows, True if native else row_exact
         super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
 
 
@@ -168,8 +171,9 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
         if streams:
             folder = "session.model_external_initializers_file_folder_path"
             settings.add_session_config_entry(folder, str(graph.parent))
-            return _open(with_outputs(graph.read_bytes(), streams), settings)
-        return _open(str(graph), settings)
+        model = with_outputs(graph.read_bytes(), streams) if streams else str(graph)
+        # The fallback tries the same provider again, and prints.
+        return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
         if lacks_memory(error):
             raise DeviceError(f"not enough memory to load {graph.parent.name}; free some") from error
@@ -189,12 +193,6 @@ def session_settings(options: CpuOptions) -> Any:
     # whole process's: every other session of the application would fail to load.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     return settings
-
-
-def _open(graph: str | bytes, settings: Any) -> Any:
-    providers = ["CPUExecutionProvider"]
-    # The fallback tries the same provider again, and prints.
-    return ort.InferenceSession(graph, settings, providers=providers, enable_fallback=0)
 
 
 def library() -> Path:

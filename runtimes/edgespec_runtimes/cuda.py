@@ -17,19 +17,19 @@ import numpy.typing as npt
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_runtimes.cpu import CpuOptions, session_settings
+from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
-from edgespec_runtimes.discovery import open_whole
+from edgespec_runtimes.discovery import open_on
 from edgespec_runtimes.graph_io import DynamicIO
-from edgespec_runtimes.graph_session import DynamicSession
-from edgespec_runtimes.kv_buffers import InPlaceCache, KVBuffers, Memory, Move
+from edgespec_runtimes.graph_session import GraphSession
+from edgespec_runtimes.kv_buffers import KVBuffers, Memory, Move
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
 _Array = npt.NDArray[Any]
 
 
-class CudaSession(DynamicSession):
+class CudaSession(GraphSession):
     """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
 
     Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number
@@ -56,8 +56,7 @@ class CudaSession(DynamicSession):
         if bundle.manifest.form != "dynamic-float16":
             raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
         options = options or CpuOptions()
-        providers = [(device.kind.provider, dict(device.options))]
-        session = open_whole(device, bundle.graph, session_settings(options), providers)
+        session = open_on(device, bundle.graph, options)
         io = DynamicIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
         chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
         super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)
@@ -107,7 +106,7 @@ class DeviceMemory(Memory):
             raise DeviceError(f"{self._kind} has no room for {wanted:,} more bytes: {error}") from error
 
 
-class DeviceCache(InPlaceCache):
+class DeviceCache(KVBuffers):
     """On a device.
 
     To grow, what is kept travels over the host, a tensor at a time: a device has no other copy here, and
@@ -116,9 +115,12 @@ class DeviceCache(InPlaceCache):
 
     def __init__(self, layout: Sequence[CacheTensor], memory: DeviceMemory) -> None:
         super().__init__(layout)
-        self._memory = memory
-        self.nbytes = 0
+        self._memory, self._nbytes = memory, 0
+
+    @property
+    def nbytes(self) -> int:
         """Bytes reserved."""
+        return self._nbytes
 
     def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
         """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void.
@@ -135,13 +137,13 @@ class DeviceCache(InPlaceCache):
     def clear(self) -> None:
         """Free the memory."""
         self._values.clear()
-        self.nbytes = 0
+        self._nbytes = 0
 
     def _reserve(self, capacity: int, keep: int) -> None:
-        self.nbytes = 0
+        self._nbytes = 0
         for index, tensor in enumerate(self._layout):
             array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
-            self.nbytes += array.nbytes
+            self._nbytes += array.nbytes
             if index == len(self._values):
                 self._values.append(None)
             elif keep:

@@ -46,11 +46,8 @@ class DeviceKind:
     memory: str = "cpu"
 
 
-_OPENVINO = "OpenVINOExecutionProvider"
-_STATIC = frozenset[Form]({"static-float"})
 _HOST_CACHE = "the KV cache lies in the host's memory: every pass reads it from there"
 _INTEL = "Of Intel only: the plugin passes over the devices of other vendors."
-_ADD_OPENVINO = "pip install 'edgespec[npu-openvino]'"
 
 CPU = DeviceKind(
     name="cpu",
@@ -64,6 +61,18 @@ CPU = DeviceKind(
     limits=("bundles for other devices run too, for comparison: slower than bundles made for the CPU",),
 )
 
+_INTEL_NPU = DeviceKind(
+    name="openvino:npu",
+    title="Intel NPU",
+    provider="OpenVINOExecutionProvider",
+    hardware="NPU",
+    runs=frozenset[Form]({"static-float"}),
+    export="npu-openvino",
+    module="onnxruntime_ep_openvino",
+    install="pip install 'edgespec[npu-openvino]'",
+    driver="A Core Ultra processor with Intel's NPU driver. " + _INTEL,
+    limits=("static shapes: the NPU's compiler takes no others", _HOST_CACHE, "not tried on an NPU yet"),
+)
 _ALL = (
     CPU,
     DeviceKind(
@@ -82,39 +91,20 @@ _ALL = (
             "on x86-64 Linux the package emulates the processor: right, and far too slow to use",
         ),
     ),
-    DeviceKind(
-        name="openvino:npu",
-        title="Intel NPU",
-        provider=_OPENVINO,
-        hardware="NPU",
-        runs=_STATIC,
-        export="npu-openvino",
-        module="onnxruntime_ep_openvino",
-        install=_ADD_OPENVINO,
-        driver="A Core Ultra processor with Intel's NPU driver. " + _INTEL,
-        limits=("static shapes: the NPU's compiler takes no others", _HOST_CACHE, "not tried on an NPU yet"),
-    ),
-    DeviceKind(
+    _INTEL_NPU,
+    replace(
+        _INTEL_NPU,
         name="openvino:gpu",
         title="Intel GPU",
-        provider=_OPENVINO,
         hardware="GPU",
-        runs=_STATIC,
-        export="npu-openvino",
-        module="onnxruntime_ep_openvino",
-        install=_ADD_OPENVINO,
         driver="An Intel GPU with its compute driver (OpenCL). " + _INTEL,
         limits=(_HOST_CACHE, "not tried on a GPU yet"),
     ),
-    DeviceKind(
+    replace(
+        _INTEL_NPU,
         name="openvino:cpu",
         title="Intel processor through OpenVINO",
-        provider=_OPENVINO,
         hardware="CPU",
-        runs=_STATIC,
-        export="npu-openvino",
-        module="onnxruntime_ep_openvino",
-        install=_ADD_OPENVINO,
         driver="An Intel processor. " + _INTEL,
         limits=(_HOST_CACHE, "for checking bundles of the other two; the device cpu is faster"),
     ),

@@ -22,6 +22,7 @@ import numpy as np
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, Form
 from edgespec_models.errors import DeviceError
+from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import (
     AUTO,
     CPU,
@@ -272,16 +273,19 @@ def _check_fit(bundle: Bundle, device: Device) -> None:
     )
 
 
-def open_whole(device: Device, graph: Path, settings: Any, providers: Sequence[Any] | None) -> Any:
+def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:
     """ONNX Runtime's session over ``graph`` on ``device``, and nowhere else.
-
-    ``providers`` are as ``InferenceSession`` takes them; None where ``settings`` name the device.
 
     Raises:
         DeviceError: the device cannot run all of the graph.
     """
+    settings, providers = session_settings(options), None
     if device.kind is not CPU:
         settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if device.handle is None:
+        providers = [(device.kind.provider, dict(device.options))]
+    else:
+        settings.add_provider_for_devices([device.handle], dict(device.options))
     try:
         return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class

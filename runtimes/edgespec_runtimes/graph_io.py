@@ -4,10 +4,11 @@ Sessions know tokens. What a graph is called with is in :mod:`graph_contract`; h
 bound to memory, run, and read.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,33 +43,42 @@ _PROBED = 4
 _FATAL = 4  # ONNX Runtime's severity
 
 
-class GraphIO(Protocol):
+class GraphIO(ABC):
     """Runs passes of one graph over one sequence or, where it takes them, over several.
 
     ``most_rows`` is how many rows of a pass have logits at most where not all are wanted; it bounds the
-    memory for them. ``stretches`` are those of the sessions whose passes it runs.
+    memory for them. ``takes_several`` says whether a pass may be over parts of several sequences.
+    ``stretches`` are those of the sessions whose passes it runs. What is not overridden is of graphs whose
+    cache no session is given rows of, whose weights stay and whose LM head has every token.
     """
 
     most_rows: int
-    stretches: list[Stretch]
+    takes_several = False
+    cache: KVBuffers | None = None
+    tunable: frozenset[str] = frozenset()
+    head_tokens: npt.NDArray[np.int32] | None = None
+
+    def __init__(self) -> None:
+        self.stretches: list[Stretch] = []
 
     @property
-    def takes_several(self) -> bool:
-        """Whether a pass may be over parts of several sequences."""
-
-    @property
+    @abstractmethod
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
 
+    @abstractmethod
     def reserve(self, stretch: Stretch, capacity: int) -> None:
         """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
 
-    def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
-        """Keys and values of the tokens from ``start`` on and before ``end``; None where there are none."""
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """See :meth:`~edgespec_runtimes.session.Session.tune`."""
+        raise RequestError("graphs of fixed shapes have no weights to tune")
 
-    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], start: int, count: int) -> None:
-        """Put the first ``count`` tokens of those behind ``start`` others. Room must be reserved."""
+    def offer(self, tokens: Sequence[int]) -> None:
+        """See :meth:`~edgespec_runtimes.session.Session.offer`."""
+        return
 
+    @abstractmethod
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
         """Run a pass; for each part a row for each of its last ``rows``.
 
@@ -79,6 +89,7 @@ class GraphIO(Protocol):
             DeviceError: it fails to run one of edgespec's, mostly for want of memory.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Free what passes use."""
 
@@ -101,7 +112,7 @@ class _Bound:
     hidden: Sequence[Floats]
 
 
-class DynamicIO:
+class DynamicIO(GraphIO):
     """Graphs that take any number of tokens: edgespec's own, and those that others exported.
 
     Attention over a single row takes other code in ONNX Runtime, which sums in another order; on processors
@@ -117,6 +128,7 @@ class DynamicIO:
 
     ``passes`` are bindings by number of tokens, of wanted rows and of parts. Where logits are of all rows,
     ``most_rows`` take about 32 MiB. The ``stretches`` of sequences lie in the cache one behind the other.
+    ``grows`` says that a longer cache comes back.
     """
 
     def __init__(
@@ -133,12 +145,17 @@ class DynamicIO:
         ``exact_rows`` runs a single token twice where that makes a row's bits independent of the number of
         rows. ``streams`` are outputs that predictions have of every token of a pass, side by side.
         """
+        super().__init__()
         self._session, self._tensors, self._host = session, bundle.tensors, Memory()
         self._memory = memory or self._host
         manifest, self._context_length = bundle.manifest, bundle.config.context_length
         every = {value.name: TYPES[value.type] for value in session.get_inputs()}
         names = self._tensors.inputs
         self._inputs = {called: (names[called], every[called]) for called in every.keys() & names.keys()}
+        self.takes_several = "sequences" in self._inputs
+        tunable = session.get_overridable_initializers()  # inputs too, whose stored values are defaults
+        self._shapes = {value.name: tuple(value.shape) for value in tunable}
+        self.tunable = frozenset(self._shapes)
         self._pairs = exact_rows and manifest.operators == "standard"
         self._choices, self._selects = manifest.choices, ROWS in every
         self._head_tokens, self._columns = bundle.head_tokens, manifest.head_rows or bundle.config.vocab_size
@@ -151,26 +168,15 @@ class DynamicIO:
         row_bytes = self._columns * self._logits.itemsize
         self.most_rows = self._context_length if self._selects else max(1, _LOGITS_BYTES // row_bytes)
         self.passes: dict[tuple[int, ...], _Bound] = {}
-        self.stretches: list[Stretch] = []
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
         layout = [replace(tensor, type=every[tensor.past].name) for tensor in self._tensors.cache]
-        grows = not self._tensors.ours and self._grows(layout)
-        self.cache: KVBuffers = GrowingCache(layout) if grows else self._memory.cache(layout)
+        self.grows = not self._tensors.ours and self._grows(layout)
+        self.cache: KVBuffers = GrowingCache(layout) if self.grows else self._memory.cache(layout)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
         return self.cache.nbytes
-
-    @property
-    def takes_several(self) -> bool:
-        """Whether a pass may be over parts of several sequences."""
-        return "sequences" in self._inputs
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """Weights that the graph lists as inputs too (ONNX IR: their stored values are defaults)."""
-        return frozenset(value.name for value in self._session.get_overridable_initializers())
 
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Run with copies of these weights, by name, from the next pass on.
@@ -178,23 +184,17 @@ class DynamicIO:
         Raises:
             RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
-        shapes = {value.name: tuple(value.shape) for value in self._session.get_overridable_initializers()}
-        unknown = weights.keys() - shapes.keys()
+        unknown = weights.keys() - self.tunable
         if unknown:
             raise RequestError(f"this graph does not let {', '.join(sorted(unknown))} be replaced")
         arrays = {name: np.array(weight, np.float32) for name, weight in weights.items()}
         for name, array in arrays.items():
-            if array.shape != shapes[name]:
-                raise RequestError(f"{name} is of shape {shapes[name]}, not {array.shape}")
+            if array.shape != self._shapes[name]:
+                raise RequestError(f"{name} is of shape {self._shapes[name]}, not {array.shape}")
         self._tuned = {name: (array, self._memory.value(array)) for name, array in arrays.items()}
         self.passes.clear()
         for stretch in self.stretches:
             stretch.tokens.clear()
-
-    @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits; None where column i is token i."""
-        return self._head
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Give a trimmed LM head that is tied to the embedding a column for each of ``tokens``."""
@@ -205,9 +205,8 @@ class DynamicIO:
             self.passes.clear()
 
     def _set_head(self) -> None:
-        trimmed, self._head = self._head_tokens, None
-        if trimmed is not None:
-            self._head = np.concatenate([trimmed, self._context.astype(np.int32)])
+        if self._head_tokens is not None:
+            self.head_tokens = np.concatenate([self._head_tokens, self._context.astype(np.int32)])
 
     def reserve(self, stretch: Stretch, capacity: int) -> None:
         """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
@@ -219,14 +218,6 @@ class DynamicIO:
         self.cache.reserve(end, moves)
         for each, move in zip(self.stretches, moves, strict=True):
             each.begin = move.to
-
-    def cache_rows(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
-        """Keys and values of the tokens from ``start`` on and before ``end``, where they lie."""
-        return self.cache.view(start, end)
-
-    def put_cache_rows(self, arrays: Sequence[npt.NDArray[Any]], start: int, count: int) -> None:
-        """Put the first ``count`` tokens of those behind ``start`` others."""
-        self.cache.paste(arrays, start, count)
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
         """Run a pass; for each part a row for each of its last ``rows``."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Final, Generic, Self, TypeVar, cast
+from typing import Final, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,18 +10,17 @@ import numpy.typing as npt
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.graph_io import DynamicIO, GraphIO
-from edgespec_runtimes.kv_buffers import GrowingCache, Stretch
+from edgespec_runtimes.graph_io import GraphIO
+from edgespec_runtimes.kv_buffers import Stretch
 from edgespec_runtimes.session import Predictions, Rows, SavedCache, Session, shared_length
 
-IO = TypeVar("IO", bound=GraphIO)
 KV_STEP: Final = 256
 """Room in the KV cache is made in steps of so many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
 _TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eight tokens show nothing
 
 
-class GraphSession(Generic[IO]):
+class GraphSession:
     """A sequence that a model reads; see :class:`edgespec_runtimes.session.Session`.
 
     ``row_exact`` says whether passes over one and over several tokens gave the same bits in the self-test.
@@ -29,7 +28,7 @@ class GraphSession(Generic[IO]):
 
     prompt_key = ""
 
-    def __init__(self, io: IO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
+    def __init__(self, io: GraphIO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
         """Prove that the graph can roll back.
 
         ``io`` is closed with the last of the sessions beside each other. ``chunk`` are tokens of one prefill
@@ -39,7 +38,7 @@ class GraphSession(Generic[IO]):
             BundleError: the graph cannot roll back.
         """
         self._config, self._chunk = config, chunk
-        self._io: IO | None = io
+        self._io: GraphIO | None = io
         self._stretch = self._new_stretch()
         self.row_exact = self.self_test() if row_exact is None else row_exact
 
@@ -158,15 +157,40 @@ class GraphSession(Generic[IO]):
 
     def view(self, start: int, end: int) -> SavedCache | None:
         """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows."""
-        begin = self._stretch.begin
-        arrays = self._open_io.cache_rows(begin + start, begin + end)
+        begin, cache = self._stretch.begin, self._open_io.cache
+        arrays = None if cache is None else cache.view(begin + start, begin + end)
         return None if arrays is None else SavedCache(tuple(self._stretch.tokens[start:end]), tuple(arrays))
 
     def append(self, saved: SavedCache, count: int) -> None:
         """Put the first ``count`` tokens of a view behind what the cache holds."""
         self.reserve(self.length + count)
-        self._open_io.put_cache_rows(saved.arrays, self._stretch.begin + self.length, count)
+        cache = self._open_io.cache
+        assert cache is not None  # which gave the view
+        cache.paste(saved.arrays, self._stretch.begin + self.length, count)
         self._stretch.tokens += saved.tokens[:count]
+
+    @property
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+        return ""
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that :meth:`tune` replaces, by their names in the graph."""
+        return self._open_io.tunable
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Run with these weights from the next pass on; the cache, which others computed, is empty then."""
+        self._open_io.tune(weights)
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits, int32; None where column i is token i."""
+        return self._open_io.head_tokens
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Let a trimmed LM head write ``tokens`` too: a column each, behind those of its rows."""
+        self._open_io.offer(tokens)
 
     def close(self) -> None:
         """Free the cache and, behind the last of those beside each other, the model."""
@@ -178,7 +202,7 @@ class GraphSession(Generic[IO]):
         self._stretch = Stretch()
 
     @property
-    def _open_io(self) -> IO:
+    def _open_io(self) -> GraphIO:
         if self._io is None:
             raise RequestError("this session is closed; open the bundle again")
         return self._io
@@ -259,36 +283,3 @@ class GraphSession(Generic[IO]):
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
         return bool(np.array_equal(together, again) and np.array_equal(again, single))
-
-
-class DynamicSession(GraphSession[DynamicIO]):
-    """One whose graph takes any number of tokens, may be tuned and may have a trimmed head."""
-
-    compiled = ""
-
-    @property
-    def copies_cache(self) -> bool:
-        """Whether every pass writes the whole KV cache anew, as graphs do that concatenate."""
-        return isinstance(self._open_io.cache, GrowingCache)
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """Weights that :meth:`tune` replaces, by their names in the graph."""
-        return self._open_io.tunable
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with these weights from the next pass on; the cache, which others computed, is empty then.
-
-        Raises:
-            RequestError: one that is not among :attr:`tunable`, or of another shape.
-        """
-        self._open_io.tune(weights)
-
-    @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits, int32; None where column i is token i."""
-        return self._open_io.head_tokens
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Let a trimmed LM head write ``tokens`` too: a column each, behind those of its rows."""
-        self._open_io.offer(tokens)

@@ -1,9 +1,10 @@
 """Keys and values: where a graph keeps them and its inputs and outputs, and caches that are put aside."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,60 +42,52 @@ class Move(NamedTuple):
     held: int
 
 
-class KVBuffers(Protocol):
-    """The KV cache of a model, for one sequence or, in numpy's memory, several."""
+class KVBuffers(ABC):
+    """The KV cache of a model, for one sequence or, in numpy's memory, several.
+
+    What is not overridden is of graphs that read and write one buffer of full capacity for each tensor.
+    """
+
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+        self._layout = layout
+        self._values: list[Any] = []
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes reserved."""
 
+    @abstractmethod
     def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
         """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
 
     def bind(self, binding: Any, start: int, count: int) -> None:
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
+        for tensor, value in zip(self._layout, self._values, strict=True):
+            binding.bind_ortvalue_input(tensor.past, value)
+            binding.bind_ortvalue_output(tensor.present, value)
 
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
+        return
 
     def view(self, start: int, end: int) -> list[_Array] | None:
         """Keys and values of the tokens from ``start`` on and before ``end``; None where the host has none.
 
         They are where passes read them. Whole tiles of tokens, which ``start`` begins.
         """
+        return None
 
     def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
         """Put the first ``count`` tokens of such views behind ``start`` others. Room must be reserved."""
+        return
 
+    @abstractmethod
     def clear(self) -> None:
         """Free the memory."""
 
 
-class InPlaceCache:
-    """One buffer of full capacity for each tensor: the graph reads it and writes new rows in place."""
-
-    def __init__(self, layout: Sequence[CacheTensor]) -> None:
-        self._layout = layout
-        self._values: list[Any] = []
-
-    def bind(self, binding: Any, start: int = 0, count: int = 0) -> None:
-        """Let passes read and write the cache; the same for every pass until :meth:`reserve`."""
-        for tensor, value in zip(self._layout, self._values, strict=True):
-            binding.bind_ortvalue_input(tensor.past, value)
-            binding.bind_ortvalue_output(tensor.present, value)
-
-    def written(self, length: int) -> None:
-        """Nothing to do: the new rows lie where the next pass reads them."""
-
-    def view(self, start: int, end: int) -> list[_Array] | None:
-        """None: a device's rows would travel over the host."""
-        return None
-
-    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
-        """Never called: nothing is copied."""
-
-
-class SharedCache(InPlaceCache):
+class SharedCache(KVBuffers):
     """In numpy's memory.
 
     ``arrays`` are ``(1, heads, capacity, head_dim)`` each.
@@ -142,7 +135,7 @@ class SharedCache(InPlaceCache):
         self._values.clear()
 
 
-class GrowingCache:
+class GrowingCache(KVBuffers):
     """For graphs that concatenate: each pass reads exactly the past and writes past and new rows anew.
 
     Two buffers for each tensor take turns, so that passes allocate nothing. A truncation is made good when
@@ -150,7 +143,7 @@ class GrowingCache:
     """
 
     def __init__(self, layout: Sequence[CacheTensor]) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self._past: list[_Array] = []
         self._present: list[_Array] = []
         self._held = 0  # tokens that the arrangement of the past is for

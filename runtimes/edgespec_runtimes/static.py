@@ -21,10 +21,11 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import Part, StaticInputs, cache_names
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
-from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices import CPU, Device
-from edgespec_runtimes.discovery import open_whole
+from edgespec_models.errors import BundleError, DeviceError
+from edgespec_runtimes.cpu import CpuOptions
+from edgespec_runtimes.devices import Device
+from edgespec_runtimes.discovery import open_on
+from edgespec_runtimes.graph_io import GraphIO
 from edgespec_runtimes.graph_session import GraphSession
 from edgespec_runtimes.kv_buffers import Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
@@ -75,8 +76,8 @@ class _Pass:
     keep_alive: tuple[Any, ...]
 
 
-class StaticIO:
-    """A bundle's graphs of fixed shapes, those of one bucket at a time; see ``graph_io.GraphIO``.
+class StaticIO(GraphIO):
+    """A bundle's graphs of fixed shapes, those of one bucket at a time.
 
     ``seconds`` are what a pass of each width cost when its graph was opened.
     """
@@ -87,13 +88,10 @@ class StaticIO:
         Args:
             bundle: with graphs of fixed shapes.
             open_graphs: ONNX Runtime's sessions over a bucket's graphs, on the device.
-
-        Raises:
-            BundleError: the bundle has no such graphs.
         """
+        super().__init__()
         static, config = bundle.manifest.static, bundle.config
-        if static is None or not isinstance(config, ModelConfig):
-            raise BundleError(f"{bundle.path} has no graphs of fixed shapes")
+        assert static is not None and isinstance(config, ModelConfig)
         self._static, self._config, self._path, self._open = static, config, bundle.path, open_graphs
         self._host = StaticInputs(config, static.masked)
         self._passes: dict[int, _Pass] = {}
@@ -102,8 +100,6 @@ class StaticIO:
         self._logits = np.zeros((0, config.vocab_size), np.float32)
         self.seconds: dict[int, float] = {}
         self.most_rows = static.longest
-        self.stretches: list[Stretch] = []
-        self.takes_several = False
 
     @property
     def kv_bytes(self) -> int:
@@ -127,13 +123,6 @@ class StaticIO:
             self.close()
             raise
         self._capacity = capacity
-
-    def cache_rows(self, start: int, end: int) -> list[_Array] | None:
-        """None, since other buckets have graphs and inputs of their own."""
-        return None
-
-    def put_cache_rows(self, arrays: Sequence[_Array], start: int, count: int) -> None:
-        """Never called: nothing is copied."""
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
         """Run a part's tokens; a row for each of its last ``rows``."""
@@ -228,7 +217,7 @@ def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:
     return array[:, :, start : start + count]
 
 
-class StaticSession(GraphSession[StaticIO]):
+class StaticSession(GraphSession):
     """One model reading one sequence in passes of a few fixed sizes; see :class:`GraphSession`.
 
     Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.
@@ -263,9 +252,6 @@ class StaticSession(GraphSession[StaticIO]):
         io = StaticIO(bundle, self._open_graphs)
         super().__init__(io, bundle.config, chunk=static.prefill, row_exact=row_exact)
 
-    tunable: frozenset[str] = frozenset()
-    head_tokens = None
-
     @property
     def compiled(self) -> str:
         """Whether context binaries are used and, if not, why; empty where there are none for the device."""
@@ -275,17 +261,6 @@ class StaticSession(GraphSession[StaticIO]):
         if self._refusal is None:
             return f"from context binaries for {chip}"
         return f"compiled at load, not from the context binaries for {chip}: {self._refusal}"
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Nothing can be tuned.
-
-        Raises:
-            RequestError: whatever is given.
-        """
-        raise RequestError("graphs of fixed shapes have no weights to tune")
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Do nothing: the head has every token."""
 
     @property
     def longest(self) -> int:
@@ -332,19 +307,3 @@ def _misfit(contexts: Contexts, device: Device) -> str | None:
     if contexts.version.partition(".")[0] == device.version.partition(".")[0]:
         return None
     return f"version {contexts.version} of the provider compiled them, this is {device.version or 'unknown'}"
-
-
-def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:
-    """ONNX Runtime's session over ``graph`` on ``device``, and nowhere else.
-
-    Raises:
-        DeviceError: the device cannot run all of the graph.
-    """
-    settings, providers = session_settings(options), None
-    if device.kind is CPU:
-        providers = [CPU.provider]
-    elif device.handle is not None:
-        settings.add_provider_for_devices([device.handle], dict(device.options))
-    else:
-        settings.add_provider(device.kind.provider, dict(device.options))
-    return open_whole(device, graph, settings, providers)

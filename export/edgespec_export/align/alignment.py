@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources.blocks import F32, FLOATS, GGMLType, Tensor
-from edgespec_export.sources.checkpoint import Checkpoint, Leaning
+from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
 from edgespec_models.progress import ignore_progress
-from edgespec_models.schema import form, length, read, within
+from edgespec_models.schema import form, length, parse, read, within
 from edgespec_models.storage import replacing, writing
 
 _KEY, _VERSION = "edgespec_alignment", 1
@@ -168,10 +168,7 @@ def read_alignment(path: Path) -> Alignment:
         text = file.metadata.get(_KEY)
         if text is None:
             raise ModelFileError(f"{path} is not an alignment that 'edgespec align' wrote")
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ModelFileError(f"{path}: its metadata are not JSON ({error}). {_REMEDY}.") from error
+        value = parse(text, f"{path}, metadata", ModelFileError, _REMEDY)
         origin = read(Origin, value, str(path), ModelFileError, _REMEDY)
         names = sorted(name for name in file.names if not name.endswith(_SCALES))
         alignment = Alignment(origin, {name: _codes(file, name) for name in names})
@@ -210,7 +207,7 @@ def _check_pairs(alignment: Alignment, path: Path) -> None:
             raise ModelFileError(f"{path} has not both factors of the change of {name}. {_REMEDY}.")
 
 
-class AlignedCheckpoint(Leaning):
+class AlignedCheckpoint(Checkpoint):
     """A drafter's checkpoint, changed as its alignment says; tensors that are changed become float32.
 
     It closes ``base``.
@@ -222,6 +219,7 @@ class AlignedCheckpoint(Leaning):
     def __init__(self, base: Checkpoint, alignment: Alignment) -> None:
         self.path, self.files, self.model_name = base.path, base.files, base.model_name
         self.config, self.stack, self.base, self.alignment = base.config, base.stack, base, alignment
+        self.take_texts(base)
         origin = alignment.origin
         if base.digest(ignore_progress) != origin.source_sha256:
             raise ModelFileError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from edgespec_export.align.alignment import BLOCKS, Codes
-from edgespec_export.align.settings import Trained
+from edgespec_export.align.settings import Text, Trained
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
 from edgespec_models.errors import RequestError
@@ -210,12 +210,12 @@ class TorchDecoder(Decoder):
             self._positions = positions
 
 
-def batch_of(texts: Sequence[tuple[Sequence[int], int]], device: str = "cpu") -> Batch:
-    """Texts, each with the place where its answer begins, at least 1."""
-    longest = max(len(tokens) for tokens, _ in texts)
+def batch_of(texts: Sequence[Text], device: str = "cpu") -> Batch:
+    """Texts, each with an answer that begins at 1 at least."""
+    longest = max(len(text.tokens) for text in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.int64)
     answer = torch.zeros(len(texts), longest - 1, dtype=torch.bool)
-    for row, (tokens, start) in enumerate(texts):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-        answer[row, start - 1 : len(tokens) - 1] = True
+    for row, text in enumerate(texts):
+        ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        answer[row, text.start - 1 : len(text.tokens) - 1] = True
     return Batch(ids.to(device), answer.to(device))

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from edgespec_export.align.decoder import Batch, TorchDecoder, batch_of
+from edgespec_export.align.decoder import TorchDecoder, batch_of
 from edgespec_export.align.settings import RATES, Guesses, Text, TrainingOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -111,7 +111,7 @@ def train(
         for group in run.optimizer.param_groups:
             group["lr"] = run.rate_at(index)
         with torch.autocast(device, torch.bfloat16, enabled=_multiplies_bfloat16(device)):
-            loss = decoder.losses(_batch(run.batches[index], device)).mean()
+            loss = decoder.losses(batch_of(run.batches[index], device)).mean()
         if not torch.isfinite(loss):
             raise RequestError(
                 f"the loss of step {index + 1} is no finite number: a rate of {run.rate:g} is too high; give "
@@ -144,7 +144,7 @@ def count_right(
     groups = _cut(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens)
     for number, group in enumerate(groups):
         progress(Progress("Measuring", number, len(groups), "steps"))
-        right, at = decoder.right(_batch(group, device)).tolist(), 0
+        right, at = decoder.right(batch_of(group, device)).tolist(), 0
         for text in group:
             count = len(text.tokens) - text.start
             before, of = found.get(text.category, (0, 0))
@@ -187,7 +187,3 @@ def _cut(texts: Sequence[Text], most: int) -> list[list[Text]]:
         else:
             groups.append([text])
     return groups
-
-
-def _batch(texts: Sequence[Text], device: str) -> Batch:
-    return batch_of([(text.tokens, text.start) for text in texts], device)

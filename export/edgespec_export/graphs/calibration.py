@@ -2,7 +2,8 @@
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.schema import read_lines
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
@@ -18,6 +20,11 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 _SHIPPED = "calibration.jsonl.gz"
 _PROMPTS = 64
 _TOKENS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    text: str
 
 
 def prompt_start(special: SpecialTokens) -> list[int]:
@@ -41,10 +48,8 @@ def read_texts(path: Path) -> list[str]:
     Raises:
         RequestError: unreadable, without texts, or a line without a ``text``.
     """
-    try:
-        texts = list(_texts(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read calibration text {path}: {error}") from error
+    remedy = 'Give one JSON object a line, with a "text" that a target wrote'
+    texts = [each.text for each in read_lines(_Text, path, remedy)]
     if not texts:
         raise RequestError(f"{path} holds no calibration text; give some hundred texts that a target wrote")
     return texts
@@ -109,19 +114,3 @@ def _answer(bundle: Bundle, session: CpuSession, prompt: str) -> str:
 def _shipped() -> list[dict[str, Any]]:
     packed = (resources.files("edgespec_models") / _SHIPPED).read_bytes()
     return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
-
-
-def _texts(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise RequestError(
-                    f'{path}, line {number}: not a JSON object with a "text" that a target wrote'
-                ) from error
-            if not isinstance(text, str):
-                raise RequestError(f'{path}, line {number}: "text" is not a string')
-            yield text

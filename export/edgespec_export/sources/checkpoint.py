@@ -6,8 +6,7 @@ Tensors go under edgespec's own names (:mod:`edgespec_models.bundles.layers`).
 import hashlib
 import logging
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +27,7 @@ _HASH_CHUNK = 1 << 24
 _LOG = logging.getLogger("edgespec")
 
 
-class Checkpoint(ABC):
+class Checkpoint:
     """A model to export; a context manager over its open files.
 
     Opening one raises ModelFileError for damaged or missing files and tensors of a wrong shape, and
@@ -41,6 +40,9 @@ class Checkpoint(ABC):
         config: what the graph has to compute.
         logits_factor: what the model multiplies its logits by, here the gain of the normalization before.
         tensors: what there is, by edgespec's names.
+        tokenizer_json: gives the text of a ``tokenizer.json``; raises as opening does, and TokenizerError.
+        special_tokens: gives BOS, padding and what ends generation; raises as opening does.
+        chat_template: gives Jinja source, or None; raises as opening does.
         head_tokens: where the LM head has rows for a part of the tokens, those, ascending.
         stack: holds the open files.
         changes: what a bundle's provenance says of changes to the files' weights.
@@ -52,6 +54,9 @@ class Checkpoint(ABC):
     config: ModelConfig
     logits_factor: float = 1.0
     tensors: Mapping[str, Tensor]
+    tokenizer_json: Callable[[], str]
+    special_tokens: Callable[[], SpecialTokens]
+    chat_template: Callable[[], str | None]
     head_tokens: npt.NDArray[np.int32] | None = None
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
@@ -73,17 +78,10 @@ class Checkpoint(ABC):
         tensor = self.tensor(name)
         return tensor.type, tensor.read(start, stop)
 
-    @abstractmethod
-    def tokenizer_json(self) -> str:
-        """The text of a ``tokenizer.json``. Raises as opening does, and TokenizerError."""
-
-    @abstractmethod
-    def special_tokens(self) -> SpecialTokens:
-        """BOS, padding and what ends generation. Raises as opening does."""
-
-    @abstractmethod
-    def chat_template(self) -> str | None:
-        """Jinja source, or None. Raises as opening does."""
+    def take_texts(self, other: "Checkpoint") -> None:
+        """Have the tokenizer and the chat template of another checkpoint."""
+        self.tokenizer_json, self.special_tokens = other.tokenizer_json, other.special_tokens
+        self.chat_template = other.chat_template
 
     def embedding(self) -> Embedding | None:
         """How it makes vectors of texts; None where its files do not say that it pools the last token."""
@@ -219,24 +217,6 @@ class Checkpoint(ABC):
                 f"tensor {found.name!r} of {self.path.name} has shape {found.shape}; "
                 f"its metadata ask for {shape}. Download or convert it again."
             )
-
-
-class Leaning(Checkpoint):
-    """A checkpoint whose tokenizer and chat template are those of another, its ``base``."""
-
-    base: Checkpoint
-
-    def tokenizer_json(self) -> str:
-        """The base's."""
-        return self.base.tokenizer_json()
-
-    def special_tokens(self) -> SpecialTokens:
-        """The base's."""
-        return self.base.special_tokens()
-
-    def chat_template(self) -> str | None:
-        """The base's."""
-        return self.base.chat_template()
 
 
 def _recorded(path: Path) -> str | None:

@@ -7,23 +7,23 @@ Its keys state what a ``config.json`` states, under other names: github.com/ggml
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from edgespec_export.sources import gguf_tokenizer
 from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
+from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import config_of, logits_factor, naming
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
-from edgespec_models.text.tokenizer import SpecialTokens
 
 GLOBAL = {
     "token_embd.weight": "embed",
@@ -109,18 +109,9 @@ class GGUFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             self.stack = stack.pop_all()
-
-    def tokenizer_json(self) -> str:
-        """As the file's keys say."""
-        return gguf_tokenizer.tokenizer_json(self.metadata, self.config.vocab_size)
-
-    def special_tokens(self) -> SpecialTokens:
-        """As the file's keys say."""
-        return gguf_tokenizer.special_tokens(self.metadata)
-
-    def chat_template(self) -> str | None:
-        """As the file's keys say."""
-        return gguf_tokenizer.chat_template(self.metadata)
+        self.tokenizer_json = partial(tokenizer_json, self.metadata, self.config.vocab_size)
+        self.special_tokens = partial(special_tokens, self.metadata)
+        self.chat_template = partial(chat_template, self.metadata)
 
     def embedding(self) -> Embedding | None:
         """As the file's keys say."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.architectures import HEAD, Family
 from edgespec_export.sources.blocks import GGMLType, Tensor
-from edgespec_export.sources.checkpoint import Checkpoint, Leaning, own_name
+from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
@@ -51,11 +51,13 @@ def is_head(source: Path) -> bool:
     return head_facts(Facts.read(source / CONFIG)) is not None
 
 
-class _Head(Leaning):
+class _Head(Checkpoint):
     """What both forms have in common. Their base is the target, which is closed with them.
 
     Opening one also raises RequestError: for something else than a head, and for one of another target.
     """
+
+    base: Checkpoint
 
     def digest(self, progress: ProgressCallback) -> str:
         """Of the head's own files; the target's becomes one of :attr:`changes`."""
@@ -89,6 +91,7 @@ class _Head(Leaning):
                 own[f"layers.0.embed_{name}"] = both.columns(0, half)
                 own[f"layers.0.{name}"] = both.columns(half, whole)
         self.tensors = own
+        self.take_texts(self.base)
         try:
             self.check_shapes()
         except ModelFileError as error:

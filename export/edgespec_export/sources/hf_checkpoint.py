@@ -19,7 +19,6 @@ from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.storage import is_file, model_name
-from edgespec_models.text.tokenizer import SpecialTokens
 
 CONFIG = "config.json"
 _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
@@ -79,14 +78,16 @@ class HFCheckpoint(Checkpoint):
             _LOG.warning("%s: the text model is exported; it sees no images", path.name)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
-        self._tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
+        tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
+        self.tokenizer_json, self.special_tokens = tokenizer.json, tokenizer.special_tokens
+        self.chat_template, self._ending = tokenizer.chat_template, tokenizer.ending
         self.stack = ExitStack()
         with self.stack as opened:
             self.tensors = self._name(self._stored())
             self.split_stacked()
             self.check_shapes()
             self.stack = opened.pop_all()
-        texts = (*(path / name for name in (CONFIG, INDEX, _POOLING, _MODULES)), *self._tokenizer.files)
+        texts = (*(path / name for name in (CONFIG, INDEX, _POOLING, _MODULES)), *tokenizer.files)
         shards = (shard.path for shard in self._shards.values())
         self.files = tuple(sorted({file for file in (*texts, *shards) if file.is_file()}))
 
@@ -95,18 +96,6 @@ class HFCheckpoint(Checkpoint):
         values = super().values(name, start, stop)
         gemma_norm = self.config.architecture == "gemma3" and name.endswith("norm")
         return values + np.float32(1) if gemma_norm else values
-
-    def tokenizer_json(self) -> str:
-        """The directory's ``tokenizer.json``, or what its ``tokenizer.model`` says."""
-        return self._tokenizer.json
-
-    def special_tokens(self) -> SpecialTokens:
-        """As the directory's configuration says."""
-        return self._tokenizer.special_tokens()
-
-    def chat_template(self) -> str | None:
-        """``chat_template.jinja``, or the template in ``tokenizer_config.json``."""
-        return self._tokenizer.chat_template()
 
     def embedding(self) -> Embedding | None:
         """As the files of sentence-transformers say; None where more than a normalization follows."""
@@ -119,7 +108,7 @@ class HFCheckpoint(Checkpoint):
             kinds = {module["type"].rpartition(".")[2] for module in modules}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ModelFileError(f"cannot read {where}: {error!r}. Download or copy it again.") from error
-        return Embedding(end=self._tokenizer.ending()) if kinds <= _POOLED else None
+        return Embedding(end=self._ending()) if kinds <= _POOLED else None
 
     def _stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
         """Every tensor's name and file."""

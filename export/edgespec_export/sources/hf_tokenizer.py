@@ -18,6 +18,7 @@ from typing import Any
 from edgespec_export.sources.gguf_tokenizer import TokenType, tokenizer_json
 from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
+from edgespec_models.schema import read_text
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
@@ -42,7 +43,6 @@ class HFTokenizer:
         names = (_TOKENIZER, _SENTENCEPIECE, _ADDED)
         return (*(self._folder / name for name in names), *self._beside.paths)
 
-    @property
     def json(self) -> str:
         """The text of a ``tokenizer.json`` that edgespec can read.
 
@@ -56,12 +56,9 @@ class HFTokenizer:
     def _read(self) -> tuple[str, Tokenizer]:
         where = self._folder / _TOKENIZER
         if where.is_file():
-            try:
-                text = where.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ModelFileError(f"cannot read {where}: {error}. Download or copy it again.") from error
+            text = read_text(where, ModelFileError, "Download or copy it again")
         elif (self._folder / _SENTENCEPIECE).is_file():
-            text = self._converted(self._folder / _SENTENCEPIECE)
+            text = to_tokenizer_json(self._folder / _SENTENCEPIECE, self._added_tokens())
         else:
             raise ModelFileError(
                 f"{self._folder} has neither {_TOKENIZER} nor {_SENTENCEPIECE}. Download one of them too."
@@ -72,7 +69,7 @@ class HFTokenizer:
             raise TokenizerError(f"{where}: {error}") from error
 
     def special_tokens(self) -> SpecialTokens:
-        """Raises as :attr:`json` does, and ModelFileError where ids are malformed or out of range."""
+        """Raises as :meth:`json` does, and ModelFileError where ids are malformed or out of range."""
         return self._beside.special_tokens(self._read[1])
 
     def ending(self) -> int | None:
@@ -86,15 +83,10 @@ class HFTokenizer:
         """Jinja source. Raises ModelFileError where it is not a text."""
         return self._beside.chat_template()
 
-    def _converted(self, path: Path) -> str:
-        return to_tokenizer_json(path, self._added_tokens())
-
     def _added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Tokens beyond the SentencePiece model: id to text and whether it is a control token."""
-        beside, decoder = (
-            Facts.read(self._folder / _ADDED),
-            self._beside.config.section("added_tokens_decoder"),
-        )
+        beside = Facts.read(self._folder / _ADDED)
+        decoder = self._beside.config.section("added_tokens_decoder")
         added = {beside.integer(text): (text, True) for text in beside.keys}
         for key in decoder.keys:
             if not key.isdecimal():

@@ -29,7 +29,7 @@ from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.bundles.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.errors import BundleError, naming
-from edgespec_models.schema import form, length, read, shown, within
+from edgespec_models.schema import form, length, parse, read, read_text, shown, within
 from edgespec_models.storage import is_file
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
@@ -196,7 +196,7 @@ class Manifest:
                 f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; "
                 f"export the model again: edgespec export SOURCE -o {where.parent} --overwrite"
             )
-        facts = ModelConfig.from_json(value.get("config"), f"{where}, config")
+        facts = read(ModelConfig, value.get("config"), f"{where}, config", BundleError, AGAIN)
         fields = {key: each for key, each in value.items() if key not in ("format_version", _DIGEST)}
         return read(cls, fields | {"config": facts}, str(where), BundleError, AGAIN)
 
@@ -249,7 +249,7 @@ class Bundle:
         """Architecture facts."""
         return self.manifest.config
 
-    @property
+    @cached_property
     def graph(self) -> Path:
         """The ONNX file; of a bundle with graphs of fixed shapes, the first of them."""
         static = self.manifest.static
@@ -260,7 +260,7 @@ class Bundle:
         """Whether texts become vectors: its files say how, and its graph gives out the states for it."""
         return self.manifest.embedding is not None and self.manifest.operators == "edgespec"
 
-    @property
+    @cached_property
     def tensors(self) -> GraphTensors:
         """Names of the inputs and outputs of a graph of any shape."""
         return GraphTensors.of(self.config, self.manifest.kv, self.manifest.float_kv_layers)
@@ -305,11 +305,7 @@ class Bundle:
         if TEMPLATE not in self.manifest.files:
             return None
         where = self.path / TEMPLATE
-        try:
-            source = where.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise BundleError(f"cannot read {where} ({error}); export the model again") from error
-        return self._compile(source, where)
+        return self._compile(read_text(where, BundleError, "Export the model again"), where)
 
     def _compile(self, template: str, where: Path) -> "ChatTemplate":
         from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
@@ -325,10 +321,8 @@ class Bundle:
         if REPORT not in self.manifest.files:
             return {}
         where = self.path / REPORT
-        try:
-            report: object = json.loads(where.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise BundleError(f"{where} is damaged ({error}); export the model again") from error
+        remedy = "Export the model again"
+        report: object = parse(read_text(where, BundleError, remedy), str(where), BundleError, remedy)
         if not isinstance(report, dict):
             raise BundleError(f"{where} is no JSON object; export the model again")
         return report

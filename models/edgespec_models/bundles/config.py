@@ -1,10 +1,10 @@
 """Architecture facts: what a graph has to compute, whatever file it came from."""
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.schema import check_fields, length, read, within
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.schema import check_fields, length, within
 
 FloatType = Literal["float32", "float16"]
 """What a graph of any shape computes in."""
@@ -75,10 +75,6 @@ class DecoderShape:
     def kv_bytes_per_token(self) -> int:
         """Bytes of float32 KV cache a token takes."""
         return self.num_layers * 2 * self.kv_width * 4
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +166,3 @@ class ModelConfig(DecoderShape):
         if self.sliding_window is None:
             return True
         return self.global_every > 0 and (layer + 1) % self.global_every == 0
-
-    @classmethod
-    def from_json(cls, value: object, where: str = "the architecture") -> "ModelConfig":
-        """Read :meth:`to_json`'s form; raises BundleError for others."""
-        return read(cls, value, where, BundleError, AGAIN)

@@ -22,7 +22,6 @@ from edgespec_models.bundles.bundle import (
     Manifest,
 )
 from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
-from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.onnx_header import read_header
@@ -55,10 +54,10 @@ class ForeignBundle(Bundle):
 
     def __init__(self, path: Path, optimum: Path | None = None) -> None:
         self.path = path
-        self._graph, stated, facts = _genai(path) if optimum is None else _optimum(optimum, path)
-        header = read_header(self._graph)
-        self._tensors, shape = judge(self._graph, header, stated)
-        self._weight_files = weight_files(self._graph, header)
+        self.graph, stated, facts = _genai(path) if optimum is None else _optimum(optimum, path)
+        header = read_header(self.graph)
+        self.tensors, shape = judge(self.graph, header, stated)
+        self._weight_files = weight_files(self.graph, header)
         self._files = TokenizerFiles(path, facts, shape.vocab_size)
         self.tokenizer = Tokenizer.from_file(path / TOKENIZER, vocab_size=shape.vocab_size)
         special = self._files.special_tokens(self.tokenizer)
@@ -74,18 +73,8 @@ class ForeignBundle(Bundle):
             special_tokens=special,
             provenance={"source": facts.where},
             files={},
-            kv=cast(CacheType, self._tensors.cache[0].type),
+            kv=cast(CacheType, self.tensors.cache[0].type),
         )
-
-    @property
-    def graph(self) -> Path:
-        """The ONNX file."""
-        return self._graph
-
-    @property
-    def tensors(self) -> GraphTensors:
-        """Names of the graph's inputs and outputs."""
-        return self._tensors
 
     @cached_property
     def digest(self) -> str:

@@ -111,13 +111,9 @@ def _find_tensors(header: Graph, stated: Stated) -> GraphTensors:
             "compute the same in every pass. Export the model without (of the Phi models, one of 4k context)."
         )
     _check_types(header, stated, cache)
-    return GraphTensors(
-        ids=stated.ids,
-        mask=stated.mask if stated.mask in header.inputs else None,
-        positions=stated.positions if stated.positions in header.inputs else None,
-        logits=stated.logits,
-        cache=cache,
-    )
+    named = {"input_ids": stated.ids, "attention_mask": stated.mask, "position_ids": stated.positions}
+    inputs = {name: called for name, called in named.items() if called in header.inputs}
+    return GraphTensors(inputs=inputs, logits=stated.logits, cache=cache)
 
 
 def _layers(header: Graph, stated: Stated) -> range:

@@ -6,7 +6,7 @@ which :class:`GraphTensors` says. Graphs of fixed shapes have the inputs that :c
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -147,17 +147,13 @@ class GraphTensors:
     """What a graph of any shape calls its inputs and outputs.
 
     Attributes:
-        ids: token ids, ``(1, n)``.
-        mask: ones, ``(1, past + n)``; None where the graph has no such input.
-        positions: of the ids, ``(1, n)``; None where the graph counts itself.
+        inputs: what the graph calls each of :data:`INPUTS`, by its name there; of a foreign one those it has.
         logits: of every row, ``(1, n, vocabulary)``, or of those that are asked for.
         cache: keys and values of every layer.
         ours: whether edgespec built the graph: names are those of :data:`INPUTS`, the cache is in place.
     """
 
-    ids: str = "input_ids"
-    mask: str | None = None
-    positions: str | None = None
+    inputs: Mapping[str, str] = field(default_factory=lambda: {name: name for name in INPUTS})
     logits: str = "logits"
     cache: tuple[CacheTensor, ...]
     ours: bool = False
@@ -171,15 +167,6 @@ class GraphTensors:
             for kind in ("float32" if index // 2 in float_layers else cache_type,)
         )
         return cls(cache=tuple(cache), ours=True)
-
-    @property
-    def inputs(self) -> dict[str, str]:
-        """What the graph calls each of :data:`INPUTS`, by its name there."""
-        names = {name: name for name in INPUTS}
-        if not self.ours:
-            named = {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": self.positions}
-            names = {name: called for name, called in named.items() if called is not None}
-        return names
 
 
 class StaticInputs:

@@ -87,10 +87,9 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any] = MappingProxyType({}),
         *,
-        add_generation_prompt: bool = True,
         now: datetime | None = None,
     ) -> str:
-        """The conversation as text, with control tokens spelled out: encode it with ``special=True``.
+        """The conversation as text, up to the opening of the assistant's turn; encode with ``special=True``.
 
         Texts go in as they are, so the text of a control token in them would count as one:
         :meth:`encode` keeps the two apart.
@@ -100,7 +99,6 @@ class ChatTemplate:
                 such messages are the system's.
             arguments: what else it is told, by the names in :attr:`arguments`: ``tools``, a list of functions
                 as OpenAI's chat API has them, for one.
-            add_generation_prompt: end with the opening of the assistant's turn.
             now: what templates that state the date are told; the current time if None.
 
         Raises:
@@ -108,16 +106,13 @@ class ChatTemplate:
                 conversation or does not show the tool calls in it.
             TokenizerError: the template fails or breaks out of its sandbox.
         """
-        return self._render(*self._checked(messages, arguments), add_generation_prompt, now)
+        return self._render(*self._checked(messages, arguments), now)
 
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
         tokenizer: Tokenizer,
         arguments: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        add_generation_prompt: bool = True,
-        now: datetime | None = None,
     ) -> list[int]:
         """The token ids of the conversation; texts in it cannot forge control tokens.
 
@@ -126,9 +121,7 @@ class ChatTemplate:
         argument is spelled out in ordinary tokens; all else is encoded as one text. No BOS is added.
         """
         checked, others = self._checked(messages, arguments)
-        text = self._render(
-            _marked(checked, tokenizer), _marked(others, tokenizer), add_generation_prompt, now
-        )
+        text = self._render(_marked(checked, tokenizer), _marked(others, tokenizer))
         ids: list[int] = []
         for number, part in enumerate(FORGED.split(text)):
             ids += tokenizer.encode(part, special=number % 2 == 0)
@@ -156,11 +149,7 @@ class ChatTemplate:
         return copies, others
 
     def _render(
-        self,
-        messages: list[dict[str, Any]],
-        arguments: dict[str, Any],
-        add_generation_prompt: bool,
-        now: datetime | None,
+        self, messages: list[dict[str, Any]], arguments: dict[str, Any], now: datetime | None = None
     ) -> str:
         moment = now or datetime.now().astimezone()
         given = {"tools": None, "documents": None} | arguments
@@ -168,7 +157,7 @@ class ChatTemplate:
             with limited(self.source, [*messages, given]):
                 return self._template.render(
                     messages=messages,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=True,
                     strftime_now=lambda form: moment.strftime(form[:_LONGEST_DATE]),
                     **given,
                     **self._tokens,

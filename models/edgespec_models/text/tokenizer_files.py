@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgespec_models.errors import ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
+from edgespec_models.schema import read_text
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 END_OF_GENERATION = (
@@ -55,10 +56,7 @@ class TokenizerFiles:
         """Jinja source. Raises ModelFileError where it is not a text."""
         where = self._folder / _TEMPLATE
         if where.is_file():
-            try:
-                return where.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ModelFileError(f"cannot read {where}: {error}. Download or copy it again.") from error
+            return read_text(where, ModelFileError, "Download or copy it again")
         template = self.config.value("chat_template")
         if isinstance(template, list):  # several by name
             objects = (entry for entry in template if isinstance(entry, dict))
