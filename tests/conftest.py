@@ -21,7 +21,8 @@ from edgespec.loading import measurements, opening
 from edgespec.requests import runner
 from edgespec_runtimes import cost
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Predictions, Session
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Session
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
 from tools import replay

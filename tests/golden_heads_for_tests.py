@@ -1,4 +1,4 @@
-"""Tiny targets with EAGLE-3 heads (arXiv 2503.01840), written on the spot, and what a head drafts, in numpy.
+"""Tiny targets with EAGLE-3 heads (arXiv 2503.01840), written on the spot.
 
 ``tools/head_references.py`` has transformers and llama.cpp read the same files, and stores what they make of
 them in ``tests/golden_heads``. Weights have seven bits, so files in F32 and Q8_0 hold the same values.
@@ -7,7 +7,7 @@ A head's row i takes what the target knew when it read token i, and token i + 1,
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tests.gguf_cases_for_tests import converted
 from tests.gguf_for_tests import TinyGGUF
-from tests.hf_for_tests import F32, VOCAB, Tensors, config_of, drawn, weights, write_safetensors
+from tests.hf_for_tests import VOCAB, Tensors, config_of, drawn, weights, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
 
 GOLDEN = Path(__file__).parent / "golden_heads"
@@ -154,58 +154,3 @@ def compared(
     same = one == other
     reached = np.insert(np.cumprod(same, -1)[..., :-1], 0, 1, -1).astype(bool) & (margins >= least)
     return int((same & reached).sum()), int(reached.sum())
-
-
-def head_drafts(case: str, features: F32, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-    """What a head drafts behind a text, and how probable it finds each, by the paper's section 3.1.
-
-    Args:
-        case: which head.
-        features: the target's features of all tokens but the last, [n - 1, 3 * HIDDEN].
-        tokens: the text, n tokens.
-        count: how many to draft.
-    """
-    head, embedding = head_weights(), target_weights(case)["model.embed_tokens.weight"]
-    drafted: list[int] = []
-    probabilities: list[float] = []
-    inputs = features @ head["fc.weight"].T
-    while len(drafted) < count:
-        read = embedding[[*tokens[1:], *drafted]]
-        state = _states(head, inputs, read, is_normed=CASES[case][1])[-1:]
-        logits = (_norm(state, head["norm.weight"]) @ head["lm_head.weight"].T)[0]
-        shares = np.exp(logits - logits.max())
-        drafted.append(int(head_tokens()[logits.argmax()]))
-        probabilities.append(float(1 / shares.sum()))
-        inputs = np.concatenate([inputs, state])  # behind the text the head's own state stands for features
-    return drafted, probabilities
-
-
-def _states(head: Tensors, inputs: F32, read: F32, *, is_normed: bool) -> F32:
-    """The decoder layer over all rows, [n, HIDDEN]."""
-    part = {name.removeprefix("midlayer.").removesuffix(".weight"): x for name, x in head.items()}
-    hidden = _norm(inputs, part["hidden_norm"])
-    both = np.concatenate([_norm(read, part["input_layernorm"]), hidden], axis=1)
-    q, k, v = ((both @ part[f"self_attn.{p}_proj"].T).reshape(len(both), -1, HEAD_DIM) for p in "qkv")
-    scores = np.einsum("qhd,kd->hqk", _rotated(q), _rotated(k)[:, 0]) / np.sqrt(HEAD_DIM)
-    scores[:, np.triu(np.ones((len(both), len(both)), bool), 1)] = -np.inf
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    mixed = np.einsum("hqk,kd->qhd", shares / shares.sum(-1, keepdims=True), v[:, 0])
-    attended = mixed.reshape(len(both), -1) @ part["self_attn.o_proj"].T
-    stream = (hidden if is_normed else inputs) + attended
-    x = _norm(stream, part["post_attention_layernorm"])
-    gate, up = x @ part["mlp.gate_proj"].T, x @ part["mlp.up_proj"].T
-    states: F32 = stream + (gate / (1 + np.exp(-gate)) * up) @ part["mlp.down_proj"].T
-    return states
-
-
-def _norm(x: F32, weight: F32) -> F32:
-    normed: F32 = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
-    return normed
-
-
-def _rotated(x: F32) -> F32:
-    """Rows at positions 0, 1, ..., halves turned against each other."""
-    angles = np.outer(np.arange(len(x)), 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM))[:, None]
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    low, high = np.split(x, 2, axis=-1)
-    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.kv_cache import SavedCache
 from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
-from edgespec_runtimes.session import SavedCache
 from tests.toy import ToySession
 
 KEY: Final = "toy-0123456789abcdef"

@@ -27,7 +27,8 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.cuda import CudaSession, DeviceMemory
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import DevicePredictions, Logits, Predictions, Rows, Session
+from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
+from edgespec_runtimes.session import Rows, Session
 from tests.drafters_for_tests import GREEDY, model_of
 from tests.toy import (
     F32,

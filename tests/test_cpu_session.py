@@ -13,9 +13,10 @@ from edgespec_models.bundles.graph_contract import Pass
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
 from edgespec_runtimes.graph_io import DynamicIO
-from edgespec_runtimes.kv_buffers import SharedCache
+from edgespec_runtimes.kv_cache import SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import KINDS, ONE_THREAD, TOKENS, opened

@@ -16,9 +16,10 @@ from edgespec_models.errors import BundleError
 from edgespec_runtimes import cost, graph_io
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.graph_io import DynamicIO
-from edgespec_runtimes.kv_buffers import GrowingCache, SharedCache
+from edgespec_runtimes.kv_cache import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 from tests.foreign_for_tests import (
     GRAPH,
     KV_HEADS,

@@ -1,5 +1,6 @@
 """Tiny EAGLE-3 heads: the files that tests write are those of the references, and the references agree."""
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -20,17 +21,20 @@ from edgespec_runtimes.session import Rows
 from tests.drafters_for_tests import FREE, QUICK
 from tests.golden_heads_for_tests import (
     CASES,
+    HEADS,
     HIDDEN,
     compared,
     digest,
     golden,
-    head_drafts,
     head_gguf,
+    head_tokens,
     head_weights,
     target_gguf,
+    target_weights,
     write_head,
     write_target,
 )
+from tests.heads_for_tests import F32, Reference
 from tests.native_for_tests import tiny_native
 from tests.several_for_tests import Driven
 from tests.toy import tiny_bundle
@@ -47,6 +51,30 @@ def test_files_in_q8_0_hold_the_weights_of_the_float32_ones() -> None:
         np.testing.assert_array_equal(
             head_gguf("llama").values(f"{tensor}.weight"), head_weights()[f"{name}.weight"]
         )
+
+
+def head_drafts(case: str, features: F32, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """What a head drafts behind a text, and how probable it finds each, by the paper's section 3.1.
+
+    Args:
+        case: which head.
+        features: the target's features of all tokens but the last, [n - 1, 3 * HIDDEN].
+        tokens: the text, n tokens.
+        count: how many to draft.
+    """
+    weights = {name.split(".")[-2]: x for name, x in head_weights().items()}
+    embedding = target_weights(case)["model.embed_tokens.weight"]
+    head = Reference(weights, embedding, (HEADS, 1), theta=10000.0, normed_residual=CASES[case][1])
+    drafted: list[int] = []
+    probabilities: list[float] = []
+    states = np.empty((0, HIDDEN), np.float32)
+    while len(drafted) < count:
+        state, logits = head([*tokens[1:], *drafted], features, states)
+        shares = np.exp(logits[-1] - logits[-1].max())
+        drafted.append(int(head_tokens()[shares.argmax()]))
+        probabilities.append(float(1 / shares.sum()))
+        states = np.concatenate([states, state[-1:]])  # stands for features behind the text
+    return drafted, probabilities
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,8 @@ from edgespec.decoding.draft import alone
 from edgespec.drafting.heads import HeadReader
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 from tests.models_for_tests import VOCAB, printable, toy_bundle, toy_model
 from tests.toy import F32, NextLogits, ToySession, markov_logits
 

@@ -7,8 +7,8 @@ import pytest
 
 from edgespec import Choice, Generation, Model
 from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.prompt_cache import BLOCK
-from edgespec_runtimes.session import shared_length
 from tests.models_for_tests import toy_model
 from tests.templates_for_tests import HERMES, TOOLS
 from tests.test_prompt_cache import keyed

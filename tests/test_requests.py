@@ -16,7 +16,8 @@ from edgespec.loading import opening
 from edgespec.requests.request import Request, encode_chat
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 from tests.calls_for_tests import joined
 from tests.native_for_tests import tiny_native
 from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS, showing

@@ -26,7 +26,7 @@ from edgespec.decoding.sampling import (
     uniform,
 )
 from edgespec_models.errors import EdgespecError, RequestError
-from edgespec_runtimes.session import DevicePredictions, Logits, Predictions
+from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from tests.rows_for_tests import changed
 from tests.toy import RandomDrafter, Silent, ToySession, decode, markov_logits
 

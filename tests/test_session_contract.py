@@ -11,7 +11,8 @@ import pytest
 from edgespec_models.bundles.graph_contract import CacheTensor
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_runtimes.cuda import CudaSession
-from edgespec_runtimes.kv_buffers import GrowingCache, KvStore, Move, SharedCache
+from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.kv_cache import GrowingCache, Move, SharedCache
 from edgespec_runtimes.ort import ort, ort_state
 from edgespec_runtimes.static import StaticIO, StaticSession
 from tests.machines_for_tests import X86

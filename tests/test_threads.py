@@ -19,7 +19,8 @@ from edgespec import Busy, Closed, LoadOptions, Model, Progress, RequestError, R
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation, Record, nothing
 from edgespec.requests.worker import Answer
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.toy import F32, ToySession, settle
 

@@ -17,7 +17,7 @@ from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams, distribution
 from edgespec.measuring.chi_square import survival
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.session import Predictions
+from edgespec_runtimes.predictions import Predictions
 from tests.rows_for_tests import changed
 
 VOCAB = 12

@@ -42,7 +42,9 @@ from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, Linear
 from edgespec_models.schema import read
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.session import Predictions, Rows, SavedCache, Session, shared_length
+from edgespec_runtimes.kv_cache import SavedCache, shared_length
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows, Session
 from tests.tokenizers_for_tests import byte_level_json
 
 F32 = npt.NDArray[np.float32]
@@ -119,7 +121,7 @@ def script_logits(tokenizer: Tokenizer, script: bytes, start: int) -> NextLogits
     return next_logits
 
 
-class ToySession:
+class ToySession(Session):
     """A :class:`~edgespec_runtimes.session.Session` over next_logits, with a real cache: its tokens.
 
     Attributes:
@@ -128,10 +130,11 @@ class ToySession:
     """
 
     row_exact = True
-    compiled = ""
+    vocab_size = longest = capacity = piece = 0
+    takes_several = False
+    model: object = None
     head_tokens: npt.NDArray[np.int32] | None = None
     tunable: frozenset[str] = frozenset()
-    prompt_key = ""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class ToySession:
         several: bool = False,
     ) -> None:
         self._next_logits, self.piece, self.takes_several = next_logits, chunk, several
-        self.model: object = self
+        self.model = self
         self.vocab_size, self.longest, self.capacity = vocab_size, context, 0
         self.cache: list[int] = []
         self.passes: list[int] = []
@@ -191,10 +194,10 @@ class ToySession:
         return shared_length(self.cache, tokens)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        self._extend(tokens, len(tokens))
+        self._advance(tokens, len(tokens))
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
-        row = self._extend(tokens, len(tokens) - 1)
+        row = self._advance(tokens, len(tokens) - 1)
         assert row is not None
         return Predictions(row[None])
 
@@ -233,7 +236,7 @@ class ToySession:
     def close(self) -> None:
         self.closed = True
 
-    def _extend(self, tokens: Sequence[int], keep: int) -> F32 | None:
+    def _advance(self, tokens: Sequence[int], keep: int) -> F32 | None:
         self.truncate(min(self.shared_prefix(tokens), keep))
         logits = None
         while len(self.cache) < len(tokens):

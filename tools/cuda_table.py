@@ -32,7 +32,7 @@ from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import resolve
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.session import Predictions
+from edgespec_runtimes.predictions import Predictions
 from tools.arguments import arguments
 
 ROWS = tuple(range(1, 17))

@@ -28,7 +28,8 @@ import numpy as np
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.devices import CPU, KINDS, Device
 from edgespec_runtimes.discovery import place
-from edgespec_runtimes.session import Logits, Session
+from edgespec_runtimes.predictions import Logits
+from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import StaticIO, StaticSession
 from tools.arguments import arguments
 

@@ -35,7 +35,8 @@ from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.discovery import place
-from edgespec_runtimes.session import Logits, Predictions, Rows
+from edgespec_runtimes.predictions import Logits, Predictions
+from edgespec_runtimes.session import Rows
 from tools.arguments import arguments
 
 Answer = tuple[list[int], RequestOptions]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from edgespec_runtimes.hidden import Floats
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Floats, Predictions
+from edgespec_runtimes.session import Rows
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -114,8 +114,9 @@ class Step:
         logprobs: of each token, in nats; empty unless asked for.
         top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
         passed: the target's pass, if it was other requests' too.
-        features: of a target that a head reads (:mod:`edgespec_runtimes.hidden`), those of the last tokens in
-            its cache: all whose keys and values the round left there, at the end of a prompt some of these.
+        features: of a target that a head reads (:mod:`edgespec_runtimes.predictions`), those of the last
+            tokens in its cache: all whose keys and values the round left there, at the end of a prompt some
+            of these.
     """
 
     tokens: tuple[int, ...]

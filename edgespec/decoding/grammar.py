@@ -18,7 +18,7 @@ from edgespec.decoding.sampling import RowStep
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, form, length
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.session import shared_length
+from edgespec_runtimes.kv_cache import shared_length
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

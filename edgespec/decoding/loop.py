@@ -23,8 +23,8 @@ from edgespec.decoding.sampling import (
     uniform,
 )
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.hidden import Floats, joined
-from edgespec_runtimes.session import Predictions, Rows, Session
+from edgespec_runtimes.predictions import Floats, Predictions, joined
+from edgespec_runtimes.session import Rows, Session
 
 TopLogprobs = tuple[tuple[int, float], ...]
 _SCORED = 32  # tokens of a prompt in a pass, if each is to have its probability: rows of logits are long

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, within
-from edgespec_runtimes.session import Predictions, check_best
+from edgespec_runtimes.predictions import Predictions, check_best
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]

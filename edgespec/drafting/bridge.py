@@ -11,7 +11,7 @@ from itertools import accumulate, takewhile
 
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.session import shared_length
+from edgespec_runtimes.kv_cache import shared_length
 
 _CONTEXT_BYTES = 24
 _MAX_CONTEXT_BYTES = 96

@@ -16,7 +16,7 @@ from edgespec.drafting.reading import Chain, Said
 from edgespec.drafting.side import DrafterSide
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.hidden import Floats, joined
+from edgespec_runtimes.predictions import Floats, joined
 from edgespec_runtimes.session import Rows, Session
 
 _MOST = 128  # tokens that are read at once: of a prompt, and where drafting has paused

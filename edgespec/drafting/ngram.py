@@ -11,7 +11,7 @@ from math import prod
 from typing import Final
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Step
-from edgespec_runtimes.session import shared_length
+from edgespec_runtimes.kv_cache import shared_length
 
 _SOURCE: Final = "ngram"
 _OLDEST, _LATEST = 0, -1

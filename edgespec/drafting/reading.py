@@ -8,8 +8,8 @@ from time import perf_counter
 from edgespec.decoding.draft import Clock, Passed, Work, alone
 from edgespec.drafting.cascade import CONTEXT, Follower, Followers
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.hidden import Floats
-from edgespec_runtimes.session import Predictions, Rows, Session
+from edgespec_runtimes.predictions import Floats, Predictions
+from edgespec_runtimes.session import Rows, Session
 
 _SMOOTHING = 0.1
 _FORGETTING = 0.005

@@ -33,8 +33,8 @@ def write_texts(checkpoint: Checkpoint, folder: Path) -> None:
             raise ModelFileError(f"what {name} is made of is not valid UTF-8. Download it again.") from error
 
 
-def parameters_by_class(checkpoint: Checkpoint, head: int) -> dict[str, int]:
-    """Weights of ``embedding``, ``attention``, ``mlp``, ``lm_head`` (``head`` of them), ``other``."""
+def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
+    """Weights of ``embedding``, ``attention``, ``mlp``, ``lm_head`` (given), ``other``."""
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
@@ -44,7 +44,7 @@ def parameters_by_class(checkpoint: Checkpoint, head: int) -> dict[str, int]:
         for dim in checkpoint.tensor(name).shape:
             size *= dim
         counts[classes.get(name.rpartition(".")[2], "other")] += size
-    return counts | {"lm_head": head}
+    return counts | {"lm_head": lm_head}
 
 
 def write_json(path: Path, value: Any) -> None:

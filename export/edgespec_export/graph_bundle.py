@@ -90,8 +90,8 @@ def _write(
 
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
-    head, aligned = options.target, options.alignment
-    with open_checkpoint(source, head) if head else open_aligned(source, aligned) as checkpoint:
+    target, aligned = options.target, options.alignment
+    with open_checkpoint(source, target) if target else open_aligned(source, aligned) as checkpoint:
         kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
         config, special = checkpoint.config, checkpoint.special_tokens()
         write_texts(checkpoint, folder)

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,14 +24,14 @@ from edgespec_models.bundles.graph_contract import Part, stream_name
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import check_fields, one_of, within
 from edgespec_runtimes.graph_io import DynamicIO
-from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.hidden import with_outputs
-from edgespec_runtimes.kv_buffers import Stretch
+from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
+from edgespec_runtimes.session import Session
 
 INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
 """Sets of instructions that there are kernels for, the fastest first; every processor has ``plain``."""
 
+_TENSOR, _FLOAT = 1, 1  # ONNX's TypeProto.tensor_type, TensorProto.FLOAT
 _SUFFIXES: Final = {"win32": "dll", "darwin": "dylib"}
 _REMEDY: Final = (
     "Install edgespec again, from a package for this platform; or use models exported with "
@@ -90,7 +90,7 @@ def default_threads() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
-class CpuSession(GraphSession):
+class CpuSession(Session):
     """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`.
 
     ``copies_cache`` says whether every pass writes the whole KV cache anew, as graphs do that concatenate.
@@ -171,7 +171,7 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
         if streams:
             folder = "session.model_external_initializers_file_folder_path"
             settings.add_session_config_entry(folder, str(graph.parent))
-        model = with_outputs(graph.read_bytes(), streams) if streams else str(graph)
+        model = _with_outputs(graph.read_bytes(), streams) if streams else str(graph)
         # The fallback tries the same provider again, and prints.
         return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
@@ -279,3 +279,22 @@ def best_instructions() -> str:
 
 def _unusable(path: Path, error: Exception) -> DeviceError:
     return DeviceError(f"edgespec's kernels in {path} cannot be loaded: {error}. {_REMEDY}.")
+
+
+def _with_outputs(model: bytes, names: Iterable[str]) -> bytes:
+    """A serialized ONNX model whose values of these names are outputs too, float32 of any shape.
+
+    Fields of a message that come later are added to its lists (the encoding of Protocol Buffers).
+    """
+    kind = _field(_TENSOR, bytes([1 << 3, _FLOAT]))
+    outputs = b"".join(_field(12, _field(1, name.encode()) + _field(2, kind)) for name in names)
+    return model + _field(7, outputs)
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """A field with a value of any length."""
+    length, size = bytearray(), len(value)
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return bytes([number << 3 | 2, *length, size]) + value

@@ -21,15 +21,15 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
 from edgespec_runtimes.graph_io import DynamicIO
-from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.kv_buffers import KVBuffers, Memory, Move
+from edgespec_runtimes.kv_cache import KVBuffers, Memory, Move
 from edgespec_runtimes.ort import RUN_ERRORS, ort
+from edgespec_runtimes.session import Session
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
 _Array = npt.NDArray[Any]
 
 
-class CudaSession(GraphSession):
+class CudaSession(Session):
     """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
 
     Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number

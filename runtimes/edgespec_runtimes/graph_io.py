@@ -24,18 +24,9 @@ from edgespec_models.bundles.graph_contract import (
     Pass,
 )
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.hidden import Floats, Hidden
-from edgespec_runtimes.kv_buffers import (
-    KEY_TILE,
-    GrowingCache,
-    KVBuffers,
-    Memory,
-    Move,
-    Stretch,
-    ort_value,
-)
+from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory, Move, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
-from edgespec_runtimes.session import DevicePredictions, Predictions
+from edgespec_runtimes.predictions import DevicePredictions, Floats, Hidden, Predictions
 
 _MAX_KEPT_BINDINGS = 32
 _LOGITS_BYTES = 32 << 20

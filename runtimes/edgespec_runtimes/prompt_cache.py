@@ -30,7 +30,8 @@ import numpy.typing as npt
 
 from edgespec_models.errors import StorageError
 from edgespec_models.storage import is_file, replacing
-from edgespec_runtimes.session import SavedCache, Session
+from edgespec_runtimes.kv_cache import SavedCache
+from edgespec_runtimes.session import Session
 
 BLOCK: Final = 32
 """Tokens of a block: a multiple of the tiles of keys; of a prompt at most 31 tokens are read again."""

@@ -1,117 +1,26 @@
-"""The contract of a running model, whatever device it runs on: sessions, and what a pass predicts.
+"""A running model, whatever device it runs on: sessions, each a sequence of tokens over a graph."""
 
-Whoever reads predictions says by asking what it needs: a device that finds the most likely columns itself
-copies rows of logits to the host only where somebody reads them.
-"""
-
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.bundles.graph_contract import Part
+from edgespec_models.errors import BundleError, DeviceError, RequestError
+from edgespec_runtimes.graph_io import GraphIO
+from edgespec_runtimes.kv_cache import SavedCache, Stretch, shared_length
+from edgespec_runtimes.predictions import Predictions
 
-Logits = npt.NDArray[np.float32]
+__all__ = ["Predictions"]
 
-
-class Predictions:
-    """What a model says behind each token of a pass; valid until the session's next one.
-
-    ``logits`` are float32 ``(rows, head_rows)``.
-
-    Attributes:
-        hidden: float32, of its own memory. Of a target that a head reads, its features of all tokens of the
-            pass; of a head, its states of the rows; else None.
-    """
-
-    hidden: npt.NDArray[np.float32] | None = None
-
-    def __init__(self, logits: Logits) -> None:
-        self._logits = logits
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the logits: ``(rows, head_rows)``."""
-        return self._logits.shape
-
-    @property
-    def logits(self) -> Logits:
-        """Every row, float32 ``(rows, head_rows)``; the session's own buffer."""
-        return self._logits
-
-    def best(self, row: int) -> int:
-        """The most likely column of a row; the lowest of equals.
-
-        Raises:
-            EdgespecError: the row is not a distribution (it holds NaN, or nothing finite).
-        """
-        logits = self.logits[row]
-        column = int(logits.argmax())
-        check_best(float(logits[column]))
-        return column
-
-    def probability(self, row: int) -> float:
-        """The probability of a row's most likely column, among all of them."""
-        logits = self.logits[row]
-        return float(1.0 / np.exp(logits - logits.max()).sum())
-
-
-class DevicePredictions(Predictions):
-    """Those of a device that finds the most likely columns itself.
-
-    Args:
-        shape: of the logits.
-        read: copies them to the host.
-        columns: the most likely one of each row, the lowest of equals; int64 ``(rows,)``.
-        probabilities: of these; float32 ``(rows,)``, NaN where a row is not a distribution.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        read: Callable[[], Logits],
-        columns: npt.NDArray[np.int64],
-        probabilities: npt.NDArray[np.float32],
-    ) -> None:
-        self._shape, self._read = shape, read
-        self._columns, self._probabilities = columns, probabilities
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the logits: ``(rows, head_rows)``."""
-        return self._shape
-
-    @cached_property
-    def logits(self) -> Logits:
-        """Every row, float32 ``(rows, head_rows)``, copied from the device when they are first asked for."""
-        return self._read()
-
-    def best(self, row: int) -> int:
-        """See :meth:`Predictions.best`."""
-        if not math.isfinite(self._probabilities[row]):
-            return super().best(row)  # which says what is wrong
-        return int(self._columns[row])
-
-    def probability(self, row: int) -> float:
-        """See :meth:`Predictions.probability`."""
-        return float(self._probabilities[row])
-
-
-def check_best(logit: float) -> None:
-    """See that the largest logit of a row is one of a distribution.
-
-    Raises:
-        EdgespecError: it is not a finite number.
-    """
-    if not math.isfinite(logit):
-        raise EdgespecError(
-            f"the model's best logit is {logit}, not a finite number: the model file is damaged, or its "
-            "device computes it wrongly; check the bundle and try another device"
-        )
+KV_STEP: Final = 256
+"""Room in the KV cache is made in steps of so many tokens."""
+_SAME, _NEAR = 1e-3, 0.2  # of the largest logit
+_TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eight tokens show nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,168 +37,164 @@ class Rows:
     hidden: npt.NDArray[np.float32] | None = None
 
 
-_COMPARED = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedCache:
-    """A part of a session's KV cache.
-
-    ``arrays`` are keys and values of ``tokens`` as the session keeps them, tokens on the third axis; the rest
-    is its own business.
-    """
-
-    tokens: tuple[int, ...]
-    arrays: tuple[npt.NDArray[Any], ...] = ()
-
-    def part(self, start: int, end: int) -> "SavedCache":
-        """The tokens from ``start`` on and before ``end``, multiples of 16, in the same memory."""
-        return SavedCache(self.tokens[start:end], tuple(array[:, :, start:end] for array in self.arrays))
-
-    def copy(self) -> "SavedCache":
-        """The same in memory of its own."""
-        return SavedCache(self.tokens, tuple(array.copy() for array in self.arrays))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes."""
-        return sum(array.nbytes for array in self.arrays)
-
-
-def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two texts share, from the first on. Both are lists or tuples."""
-    end = min(len(left), len(right))
-    # Comparing slices is a hundred times faster than a loop; only the one that differs is searched.
-    for start in range(0, end, _COMPARED):
-        ours, theirs = list(left[start : start + _COMPARED]), list(right[start : start + _COMPARED])
-        if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False), start)
-            return next((index for index, (a, b) in pairs if a != b), end)
-    return end
-
-
-class Session(Protocol):
+class Session:
     """A sequence that a model reads; the only owner of its KV cache.
 
-    The cache holds the keys and values of ``length`` tokens, at most ``capacity``.
-    Rollback is a number: :meth:`truncate`. Predictions have a column for every row of the LM head: every
-    token, or the tokens a trimmed drafter's bundle lists
-    (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`).
+    The cache holds the keys and values of ``length`` tokens, at most ``capacity``. Rollback is a number:
+    :meth:`truncate`. Predictions have a column for every row of the LM head: every token, or the tokens a
+    trimmed drafter's bundle lists (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`). They lie in
+    the session's own buffers: the next pass overwrites them.
+
+    Attributes:
+        row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
+        prompt_key: what the bits of the KV cache depend on besides its tokens, as a name that a folder may
+            have. Empty where a session does not promise them to other processes. Weights given to
+            :meth:`tune` are not in it: who gives some keeps nothing on disk.
     """
+
+    prompt_key = ""
+
+    def __init__(self, io: GraphIO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
+        """Prove that the graph can roll back.
+
+        ``io`` is closed with the last of the sessions beside each other. ``chunk`` are tokens of one prefill
+        pass. ``row_exact`` is what an earlier self-test found; None tests now.
+
+        Raises:
+            BundleError: the graph cannot roll back.
+        """
+        self._config, self._chunk = config, chunk
+        self._io: GraphIO | None = io
+        self._stretch = self._new_stretch()
+        self.row_exact = self.self_test() if row_exact is None else row_exact
 
     @property
     def vocab_size(self) -> int:
         """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
+        return self._config.vocab_size
 
     @property
     def length(self) -> int:
         """Tokens the KV cache holds."""
+        return len(self._stretch.tokens)
 
     @property
     def capacity(self) -> int:
         """Tokens the KV cache can hold now."""
+        return self._stretch.capacity
 
     @property
-    def row_exact(self) -> bool:
-        """Whether passes give the same bits for any number of rows."""
+    def kv_bytes(self) -> int:
+        """Bytes reserved for its part of the KV cache."""
+        if self._io is None:
+            return 0
+        whole = sum(each.capacity for each in self._io.stretches)
+        return self._io.kv_bytes * self.capacity // whole if whole else self._io.kv_bytes
 
     @property
     def longest(self) -> int:
         """Tokens the KV cache can hold at most."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes reserved for the KV cache."""
-
-    @property
-    def compiled(self) -> str:
-        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """Weights that :meth:`tune` replaces, by their names in the graph."""
-
-    @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits, int32; None where column i is token i."""
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens, keeping what the cache holds.
-
-        Raises:
-            RequestError: more than the model's context length.
-            DeviceError: no memory for them; the cache is empty then.
-        """
-
-    def shared_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens``, from the first on, the cache holds already."""
-
-    @property
-    def piece(self) -> int:
-        """Tokens of a prompt that one pass reads at most."""
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Make the cache hold exactly ``tokens``, keeping a shared prefix.
-
-        Raises:
-            RequestError: more tokens than ``capacity``.
-        """
-
-    def predict(self, tokens: Sequence[int]) -> Predictions:
-        """Append ``tokens`` to the cache; what the model says behind each, a row for each of them.
-
-        They lie in the session's own buffers: the next call overwrites them.
-        """
+        return self._config.context_length
 
     @property
     def model(self) -> object:
         """The same for sessions of one model, which understand each other's saved caches."""
-        return self
+        return self._io
 
-    @property
-    def takes_several(self) -> bool:
-        """Whether passes may be over rows of several sequences, each with a session :meth:`beside` this."""
-        return False
-
-    def beside(self) -> "Session":
-        """Another session of the same model, with an empty cache.
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
 
         Raises:
-            RequestError: passes are of one sequence.
+            RequestError: more than :attr:`longest`.
+            DeviceError: no memory for it, or the device's compiler refuses a graph.
         """
-        raise RequestError("this model's passes are of one sequence")
+        io = self._open_io
+        if capacity > self.longest:
+            raise RequestError(self._too_long(capacity))
+        if capacity <= self.capacity:
+            return
+        rounded = self._rounded(capacity)
+        try:
+            io.reserve(self._stretch, rounded)
+        except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
+            for each in io.stretches:
+                each.tokens.clear()
+                each.capacity = 0
+            if isinstance(error, MemoryError):
+                raise DeviceError(
+                    f"not enough memory for a KV cache of {rounded:,} tokens; shorten the prompt, ask for "
+                    "fewer new tokens, or free memory"
+                ) from error
+            raise
+        self._stretch.capacity = rounded
 
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        """One pass over rows of this session and of those that it made :meth:`beside` it.
+    def shared_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of ``tokens``, from the first on, the cache holds already."""
+        return shared_length(self._stretch.tokens, tokens)
 
-        They are appended to their caches; a row has the bits it has alone. Like :meth:`predict` otherwise.
-        """
-        (rows,) = asked
-        return [rows.session.predict(rows.tokens)]
+    @property
+    def piece(self) -> int:
+        """Tokens of a prompt that one pass reads at most."""
+        return min(self._chunk, self._open_io.most_rows)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
+        self._extend(tokens, len(tokens))
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
         """Make the cache hold exactly ``tokens``; what the model says of what follows, one row.
 
         At least the last token is computed.
         """
+        predictions = self._extend(tokens, len(tokens) - 1)
+        if predictions is None:
+            raise RequestError("the next token needs at least one before it")
+        return predictions
+
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        """Append ``tokens``; what the model says behind each, a row for each of them."""
+        return self.predict_together([Rows(self, tokens, len(tokens))])[0]
+
+    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """One pass over rows of this session and of those that it made :meth:`beside` it.
+
+        They are appended to their caches; a row has the bits it has alone.
+        """
+        for each in asked:
+            each.session.reserve(each.session.length + len(each.tokens))
+        return self._run(asked)
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether passes may be over rows of several sequences."""
+        return self._open_io.takes_several
+
+    def beside(self) -> Self:
+        """Another session of the same model, with an empty cache.
+
+        Raises:
+            RequestError: passes are of one sequence.
+        """
+        if not self.takes_several:
+            raise RequestError("this model's passes are of one sequence")
+        other = copy(self)
+        other._stretch = self._new_stretch()
+        return other
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on."""
-
-    @property
-    def prompt_key(self) -> str:
-        """What the bits of the KV cache depend on besides its tokens, as a name that a folder may have.
-
-        Empty where a session does not promise them to other processes. Weights given to :meth:`tune` are not
-        in it: who gives some keeps nothing on disk.
-        """
+        if not 0 <= length <= self.length:
+            raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
+        del self._stretch.tokens[length:]
 
     def view(self, start: int, end: int) -> SavedCache | None:
-        """The cache's tokens from ``start`` on and before ``end``; None where a session has none to give.
+        """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows.
 
         They lie in the session's own memory: the next call overwrites them. ``start`` is a multiple of 16.
         """
-        return None
+        begin, cache = self._stretch.begin, self._open_io.cache
+        arrays = None if cache is None else cache.view(begin + start, begin + end)
+        return None if arrays is None else SavedCache(tuple(self._stretch.tokens[start:end]), tuple(arrays))
 
     def append(self, saved: SavedCache, count: int) -> None:
         """Put the first ``count`` tokens of a view behind what the cache holds: the same bits again.
@@ -299,6 +204,21 @@ class Session(Protocol):
         Raises:
             DeviceError: no memory for them; the cache is empty then.
         """
+        self.reserve(self.length + count)
+        cache = self._open_io.cache
+        assert cache is not None  # which gave the view
+        cache.paste(saved.arrays, self._stretch.begin + self.length, count)
+        self._stretch.tokens += saved.tokens[:count]
+
+    @property
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+        return ""
+
+    @property
+    def tunable(self) -> frozenset[str]:
+        """Weights that :meth:`tune` replaces, by their names in the graph."""
+        return self._open_io.tunable
 
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Run with these weights from the next pass on; the cache, which others computed, is empty then.
@@ -306,12 +226,107 @@ class Session(Protocol):
         Raises:
             RequestError: one that is not among :attr:`tunable`, or of another shape.
         """
+        self._open_io.tune(weights)
+
+    @property
+    def head_tokens(self) -> npt.NDArray[np.int32] | None:
+        """The token of every column of the logits, int32; None where column i is token i."""
+        return self._open_io.head_tokens
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Let a head that is tied to the embedding write ``tokens`` too: a column each, behind its rows'.
 
         They replace what was offered before; the tokens in the cache stay. Other heads take no notice.
         """
+        self._open_io.offer(tokens)
 
     def close(self) -> None:
-        """Free the model. The session cannot be used afterwards."""
+        """Free the cache and, behind the last of those beside each other, the model."""
+        io, self._io = self._io, None
+        if io is not None:
+            io.stretches.remove(self._stretch)
+            if not io.stretches:
+                io.close()
+        self._stretch = Stretch()
+
+    @property
+    def _open_io(self) -> GraphIO:
+        if self._io is None:
+            raise RequestError("this session is closed; open the bundle again")
+        return self._io
+
+    def _stretch_of(self, rows: Rows) -> Stretch:
+        if rows.session._io is not self._open_io:
+            raise RequestError("a pass cannot read rows of another model's session")
+        return rows.session._stretch
+
+    def _new_stretch(self) -> Stretch:
+        self._open_io.stretches.append(Stretch())
+        return self._open_io.stretches[-1]
+
+    def _rounded(self, capacity: int) -> int:
+        """Tokens to make room for where ``capacity`` are asked for."""
+        return min(-(-capacity // KV_STEP) * KV_STEP, self.longest)
+
+    def _too_long(self, tokens: int) -> str:
+        return (
+            f"{tokens:,} tokens do not fit the model's context of {self._config.context_length:,}; "
+            "shorten the prompt or ask for fewer new tokens"
+        )
+
+    def _extend(self, tokens: Sequence[int], keep: int) -> Predictions | None:
+        """Make the cache hold ``tokens``, reusing at most ``keep`` of them; the last's row if any ran."""
+        self.reserve(len(tokens))
+        self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
+        last, size = None, self.piece
+        while self.length < len(tokens):
+            (last,) = self._run([Rows(self, tokens[self.length : self.length + size], 1)])
+        return last
+
+    def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
+        """Append tokens, for which there is room."""
+        parts = list[Part]()
+        for each in asked:
+            tokens, stretch = each.tokens, self._stretch_of(each)
+            if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
+            parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin, hidden=each.hidden))
+        predictions = self._open_io.run(parts)
+        for each in asked:
+            self._stretch_of(each).tokens.extend(each.tokens)
+        return predictions
+
+    def self_test(self) -> bool:
+        """Roll back and compare; returns whether the number of rows leaves no trace in the bits.
+
+        The cache is empty afterwards.
+
+        Raises:
+            BundleError: the graph cannot roll back.
+        """
+        count = min(_TESTED, self.longest)
+        tokens, kept = [(7 * i * i + 5) % self.vocab_size for i in range(count)], count - 7
+        # What comes behind must leave no trace either, as a bias that is counted from the end does.
+        self.prefill(tokens[:kept])
+        together = self.predict(tokens[kept:]).logits[:3].copy()
+        self.truncate(kept)
+        tokens = tokens[kept : kept + 3]
+        again = self.predict(tokens).logits.copy()
+        self.truncate(kept)
+        single = np.concatenate([self.predict([token]).logits.copy() for token in tokens])
+        self.truncate(kept)
+        self.predict([(token + 1) % self.vocab_size for token in tokens])
+        self.truncate(kept)
+        after = self.predict(tokens).logits.copy()
+        self.truncate(0)
+        scale = float(np.abs(together).max())
+        # Passes over as many rows agree to the bit; others may round otherwise in every layer.
+        rolled_back = np.allclose(again, after, atol=_SAME * scale)
+        if not (
+            np.isfinite(together).all() and rolled_back and np.allclose(together, again, atol=_NEAR * scale)
+        ):
+            raise BundleError(
+                "this graph cannot roll back: the same tokens gave other logits after a truncation. "
+                "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
+            )
+        return bool(np.array_equal(together, again) and np.array_equal(again, single))

@@ -26,10 +26,10 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
 from edgespec_runtimes.graph_io import GraphIO
-from edgespec_runtimes.graph_session import GraphSession
-from edgespec_runtimes.kv_buffers import Stretch, ort_value
+from edgespec_runtimes.kv_cache import Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
-from edgespec_runtimes.session import Logits, Predictions
+from edgespec_runtimes.predictions import Logits, Predictions
+from edgespec_runtimes.session import Session
 
 _Array = npt.NDArray[Any]
 _TIMED = 2
@@ -217,8 +217,8 @@ def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:
     return array[:, :, start : start + count]
 
 
-class StaticSession(GraphSession):
-    """One model reading one sequence in passes of a few fixed sizes; see :class:`GraphSession`.
+class StaticSession(Session):
+    """One model reading one sequence in passes of a few fixed sizes; see :class:`Session`.
 
     Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.
     """

@@ -30,7 +30,7 @@ from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decod
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
-from edgespec_runtimes.session import Logits
+from edgespec_runtimes.predictions import Logits
 
 MASKED = -10_000.0
 """In floating point; 16-bit floats hold it too."""

@@ -91,10 +91,11 @@ def plan_decoder(
         parts = tuple(_part(checkpoint, tuple(group), chosen) for chosen, group in groups)
         return LinearSpec(checkpoint.tensor(sources[0]).shape[1], parts)
 
-    head = linear(("lm_head",))
+    lm_head = linear(("lm_head",))
     if head_tokens is not None:
-        head = replace(head, parts=(replace(head.parts[0], out_features=len(head_tokens)),))
-    linears = {"lm_head": head} | ({"fuse": linear(("fuse",))} if config.is_head else {})
+        kept = replace(lm_head.parts[0], out_features=len(head_tokens))
+        lm_head = replace(lm_head, parts=(kept,))
+    linears = {"lm_head": lm_head} | ({"fuse": linear(("fuse",))} if config.is_head else {})
     for i in range(config.num_layers):
         for name, sources in products_of(config).items():
             linears[f"layers.{i}.{name}"] = linear(tuple(f"layers.{i}.{source}" for source in sources))

@@ -21,7 +21,8 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.errors import ParityError
 from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_runtimes.session import Logits, Session
+from edgespec_runtimes.predictions import Logits
+from edgespec_runtimes.session import Session
 
 _ROWS = 16
 _SAMPLE_ROWS = 8

@@ -19,7 +19,7 @@ from edgespec_models.bundles.graph_contract import INPUTS, Part, Pass, cache_nam
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
-from edgespec_runtimes.session import Logits
+from edgespec_runtimes.predictions import Logits
 
 PIECE_BYTES = 256 << 20
 """Weights of a piece, about: what one fused projection needs more is loaded with it."""

@@ -181,8 +181,7 @@ def _steps(manifest: Manifest, whole_s: float) -> Callable[[int], float]:
     Two sizes timed against each other would be nearer to this machine, but not twice the same: beside other
     work SmolLM2 was once cut to a twelfth of its rows.
     """
-    head = manifest.bytes_by_class["lm_head"]
-    share = (1.0 - _NOT_BYTES) * head / manifest.bytes_per_pass
+    share = (1.0 - _NOT_BYTES) * manifest.bytes_by_class["lm_head"] / manifest.bytes_per_pass
     rows = manifest.config.vocab_size
     return lambda size: whole_s * (1.0 - share * (1.0 - size / rows))
 

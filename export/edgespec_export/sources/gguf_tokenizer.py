@@ -63,10 +63,10 @@ def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> s
             "Download or convert the file again."
         )
     spec = _byte_level(metadata, vocabulary) if kind == "gpt2" else _sentencepiece(metadata, vocabulary)
-    head: Json = {"version": "1.0", "truncation": None, "padding": None}
+    frame: Json = {"version": "1.0", "truncation": None, "padding": None}
     strip = kind == "llama" and metadata.get("general.architecture") == "phi3"
     body = {"added_tokens": vocabulary.added_tokens(strip_right=strip), "post_processor": None}
-    return json.dumps(head | body | spec, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(frame | body | spec, ensure_ascii=False, separators=(",", ":"))
 
 
 def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:

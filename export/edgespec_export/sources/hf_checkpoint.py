@@ -78,7 +78,7 @@ class HFCheckpoint(Checkpoint):
             _LOG.warning("%s: the text model is exported; it sees no images", path.name)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
-        tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
+        self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         self.tokenizer_json, self.special_tokens = tokenizer.json, tokenizer.special_tokens
         self.chat_template, self._ending = tokenizer.chat_template, tokenizer.ending
         self.stack = ExitStack()

@@ -220,11 +220,11 @@ def _installed() -> Mapping[str, CatalogueEntry]:
 
 
 @cache
-def hub_names(path: Path = _ON_HUB) -> Mapping[str, HubName]:
+def hub_names() -> Mapping[str, HubName]:
     """The names for models of the hub. Raises CatalogueError as :func:`entries` does."""
     return {
-        name: read(HubName, values, f"{path.name}: {name}", CatalogueError, _CORRECT)
-        for name, values in _toml(path).items()
+        name: read(HubName, values, f"{_ON_HUB.name}: {name}", CatalogueError, _CORRECT)
+        for name, values in _toml(_ON_HUB).items()
     }
 
 

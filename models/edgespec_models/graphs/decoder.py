@@ -65,7 +65,7 @@ class _StandardDecoder(GraphDecoder):
                 for rope in rotary_thetas(config)
             }
             x = self.through_layers(self.embed(ids))
-            logits = self.head(op.Gather(self.norm(x, "final_norm"), rows, axis=1), context)
+            logits = self.lm_head(op.Gather(self.norm(x, "final_norm"), rows, axis=1), context)
         columns = "columns" if plan.context else plan.linears["lm_head"].out_features
         choices = _choose(op, logits, self.input("column_order", FLOAT, [columns])) if plan.choices else ()
         self.write_outputs(logits, columns, choices)
@@ -178,7 +178,7 @@ class _StandardDecoder(GraphDecoder):
     def product(self, name: str, x: ir.Value) -> ir.Value:
         return linear(self.op, x, self.plan.linears[name], graph_name(name), self.precision.activations)
 
-    def head(self, x: ir.Value, context: ir.Value | None) -> ir.Value:
+    def lm_head(self, x: ir.Value, context: ir.Value | None) -> ir.Value:
         op, logits = self.op, self.product("lm_head", x)
         if context is not None:
             rows = self.embedded(op.Unsqueeze(context, [0]))

@@ -48,7 +48,7 @@ class _NativeDecoder(GraphDecoder):
         x = self.through_layers(self.stream(ids))
         x.name = stream_name(self.config.num_layers)
         x = self.one("Gather", x, rows, axis=1)
-        logits, columns = self.head(x)
+        logits, columns = self.lm_head(x)
         self.write_outputs(logits, columns, self.node("Choose", logits, outputs=2))
         if self.config.is_head:
             self.output(x, NEW_STATES, FLOAT, [1, "r", self.config.hidden_size])
@@ -175,7 +175,7 @@ class _NativeDecoder(GraphDecoder):
         facts = {"axis": -1, "epsilon": self.epsilon, "stash_type": 1}
         return self.one("SimplifiedLayerNormalization", x, self.gain(name), **facts)
 
-    def head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
+    def lm_head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
         """Logits, and how many columns they have."""
         if not self.plan.context:
             return self.linear(x, "lm_head", gain="final_norm"), self.plan.linears["lm_head"].out_features

@@ -109,7 +109,7 @@ class _StaticDecoder(GraphDecoder):
         with self.scope("", "Decoder"):
             x = self.through_layers(self.embed(start))
             whole = config.num_layers in self.parts
-            end = self.head(x, wanted) if whole else x
+            end = self.lm_head(x, wanted) if whole else x
         logits = [1, plan.rows if plan.all_logits else 1, config.vocab_size]
         self.output(end, *(("logits", FLOAT, logits) if whole else ("residual_out", FLOAT, stream)))
         kinds = ("key", [width, plan.rows]), ("value", [plan.rows, width])
@@ -208,7 +208,7 @@ class _StaticDecoder(GraphDecoder):
         factor = op.Constant(value_float=float(config.embedding_scale))
         return self.point(op.Mul(x, self.rounded(factor, "embedding_scale")), "embedded")
 
-    def head(self, x: ir.Value, wanted: ir.Value | None) -> ir.Value:
+    def lm_head(self, x: ir.Value, wanted: ir.Value | None) -> ir.Value:
         x = self.norm(x, "final_norm")
         if wanted is not None:
             # A product, since Qualcomm's compiler fails on a Gather of rows.

@@ -1,0 +1,287 @@
+"""Keys and values: where a graph keeps them, and its inputs and outputs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_runtimes.ort import ort
+
+KEY_TILE: Final = 16
+"""Tokens whose keys edgespec's own attention keeps together, channel by channel."""
+_Array = npt.NDArray[Any]
+_ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "int64": 7, "float16": 10}
+
+
+def ort_value(array: _Array) -> Any:
+    """An OrtValue over the array's own memory, which must outlive it."""
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for."""
+
+    tokens: list[int] = field(default_factory=list)
+    begin: int = 0
+    capacity: int = 0
+
+
+class Move(NamedTuple):
+    """Keys and values of ``held`` tokens from place ``begin`` on go to ``to``, where there is more room."""
+
+    begin: int
+    to: int
+    held: int
+
+
+class KVBuffers(ABC):
+    """The KV cache of a model, for one sequence or, in numpy's memory, several.
+
+    What is not overridden is of graphs that read and write one buffer of full capacity for each tensor.
+    """
+
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+        self._layout = layout
+        self._values: list[Any] = []
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+
+    @abstractmethod
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+
+    def bind(self, binding: Any, start: int, count: int) -> None:
+        """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
+        for tensor, value in zip(self._layout, self._values, strict=True):
+            binding.bind_ortvalue_input(tensor.past, value)
+            binding.bind_ortvalue_output(tensor.present, value)
+
+    def written(self, length: int) -> None:
+        """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
+        return
+
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``; None where the host has none.
+
+        They are where passes read them. Whole tiles of tokens, which ``start`` begins.
+        """
+        return None
+
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others. Room must be reserved."""
+        return
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Free the memory."""
+
+
+class SharedCache(KVBuffers):
+    """In numpy's memory.
+
+    ``arrays`` are ``(1, heads, capacity, head_dim)`` each.
+    """
+
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+        super().__init__(layout)
+        self.arrays: list[_Array] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+        moves = [move for move in moves if move.held]
+        if not moves:
+            self.clear()
+        self._values.clear()
+        arrays = []
+        for tensor in self._layout:
+            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            # Each goes when it is copied, so that one alone is there twice.
+            old = self.arrays.pop(0) if moves else array
+            for begin, to, held in moves:
+                kept = old[:, :, begin : begin + _whole_tiles(held)]
+                array[:, :, to : to + kept.shape[2]] = kept
+            arrays.append(array)
+        self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
+
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``."""
+        return [array[:, :, start : _whole_tiles(end)] for array in self.arrays]
+
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others."""
+        held = _whole_tiles(count)
+        for array, saved in zip(self.arrays, arrays, strict=True):
+            array[:, :, start : start + held] = saved[:, :, :held]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.arrays.clear()
+        self._values.clear()
+
+
+class GrowingCache(KVBuffers):
+    """For graphs that concatenate: each pass reads exactly the past and writes past and new rows anew.
+
+    Two buffers for each tensor take turns, so that passes allocate nothing. A truncation is made good when
+    the next pass binds: the rows that stay move together.
+    """
+
+    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+        super().__init__(layout)
+        self._past: list[_Array] = []
+        self._present: list[_Array] = []
+        self._held = 0  # tokens that the arrangement of the past is for
+        self._bound: list[tuple[_Array, Any]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return sum(array.nbytes for array in (*self._past, *self._present))
+
+    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
+        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+        keep = sum(move.held for move in moves)
+        if not keep:
+            self.clear()
+        past, present = [], []
+        for index, tensor in enumerate(self._layout):
+            size = tensor.heads * capacity * tensor.head_dim
+            past.append(np.zeros(size, tensor.dtype))
+            present.append(np.zeros(size, tensor.dtype))
+            if keep:
+                old = _rows(self._past[index], tensor, self._held)
+                _rows(past[index], tensor, keep)[:] = old[:, :, :keep]
+        self._past, self._present, self._held = past, present, keep
+
+    def bind(self, binding: Any, start: int, count: int) -> None:
+        """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
+        self._bound.clear()
+        for tensor, past, present in zip(self._layout, self._past, self._present, strict=True):
+            read, write = _rows(past, tensor, start), _rows(present, tensor, start + count)
+            if start != self._held:
+                held = _rows(past, tensor, self._held)
+                for head in range(1, tensor.heads):  # the first lies where it will lie
+                    read[0, head] = held[0, head, :start]
+            values = ort_value(read), ort_value(write)
+            self._bound += [(read, values[0]), (write, values[1])]
+            binding.bind_ortvalue_input(tensor.past, values[0])
+            binding.bind_ortvalue_output(tensor.present, values[1])
+        self._held = start
+
+    def written(self, length: int) -> None:
+        """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
+        self._past, self._present, self._held = self._present, self._past, length
+
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``."""
+        pairs = zip(self._past, self._layout, strict=True)
+        return [_rows(past, tensor, self._held)[:, :, start:end] for past, tensor in pairs]
+
+    def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
+        """Put the first ``count`` tokens of such views behind ``start`` others."""
+        for past, tensor, saved in zip(self._past, self._layout, arrays, strict=True):
+            before = _rows(past, tensor, self._held)[:, :, :start].copy()
+            rows = _rows(past, tensor, start + count)
+            rows[:, :, :start], rows[:, :, start:] = before, saved[:, :, :count]
+        self._held = start + count
+
+    def clear(self) -> None:
+        """Free the memory."""
+        for kept in (self._past, self._present, self._bound):
+            kept.clear()
+
+
+def _whole_tiles(tokens: int) -> int:
+    """Keys may lie in tiles of tokens, which move as a whole."""
+    return -(-tokens // KEY_TILE) * KEY_TILE
+
+
+def _rows(buffer: _Array, tensor: CacheTensor, tokens: int) -> _Array:
+    """The beginning of a buffer as keys or values of ``tokens`` tokens."""
+    shape = (1, tensor.heads, tokens, tensor.head_dim)
+    return buffer[: prod(shape)].reshape(shape)
+
+
+class Memory:
+    """Where tensors of passes lie: in numpy's arrays, which a graph on the CPU reads and writes itself.
+
+    Devices have memory of their own.
+    """
+
+    def __init__(self) -> None:
+        self._output: _Array = np.empty(0)
+
+    def value(self, array: _Array) -> Any:
+        """An OrtValue that holds what ``array`` does; the array must outlive it."""
+        return ort_value(array)
+
+    def write(self, value: Any, array: _Array) -> None:
+        """Let ``value``, made from ``array``, hold what the array does now."""
+
+    def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """An OrtValue for graphs to write, and what returns, as an array, what it holds until the next pass.
+
+        Outputs of one type share their memory, since passes over ever so many rows would take 300 MB.
+        """
+        if self._output.size < prod(shape) or self._output.dtype != dtype:
+            self._output = np.empty(max(prod(shape), 2 * self._output.size), dtype)
+        array = self._output[: prod(shape)].reshape(shape)
+        return ort_value(array), lambda: array
+
+    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+        """A KV cache that graphs write in place."""
+        return SharedCache(layout)
+
+
+_COMPARED = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedCache:
+    """A part of a session's KV cache.
+
+    ``arrays`` are keys and values of ``tokens`` as the session keeps them, tokens on the third axis; the rest
+    is its own business.
+    """
+
+    tokens: tuple[int, ...]
+    arrays: tuple[npt.NDArray[Any], ...] = ()
+
+    def part(self, start: int, end: int) -> "SavedCache":
+        """The tokens from ``start`` on and before ``end``, multiples of 16, in the same memory."""
+        return SavedCache(self.tokens[start:end], tuple(array[:, :, start:end] for array in self.arrays))
+
+    def copy(self) -> "SavedCache":
+        """The same in memory of its own."""
+        return SavedCache(self.tokens, tuple(array.copy() for array in self.arrays))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts share, from the first on. Both are lists or tuples."""
+    end = min(len(left), len(right))
+    # Comparing slices is a hundred times faster than a loop; only the one that differs is searched.
+    for start in range(0, end, _COMPARED):
+        ours, theirs = list(left[start : start + _COMPARED]), list(right[start : start + _COMPARED])
+        if ours != theirs:
+            pairs = enumerate(zip(ours, theirs, strict=False), start)
+            return next((index for index, (a, b) in pairs if a != b), end)
+    return end

@@ -1,0 +1,176 @@
+"""What a pass gives out, whatever device it runs on: predictions, and hidden states for a head to read.
+
+Whoever reads predictions says by asking what it needs: a device that finds the most likely columns itself
+copies rows of logits to the host only where somebody reads them.
+
+A target gives out its *features*: the residual streams that enter some of its layers, side by side. A head,
+which drafts from them (arXiv 2503.01840), reads, beside each token, the features of the token before it or,
+behind its own drafts, the *state* that it wrote there itself. In a pass tokens with features come first, as
+graphs of heads have it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.graph_contract import NEW_STATES, Part
+from edgespec_models.errors import EdgespecError
+
+Logits = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float32]
+KEPT = 128  # tokens, whose features are kept beside those of the last pass
+
+
+class Predictions:
+    """What a model says behind each token of a pass; valid until the session's next one.
+
+    ``logits`` are float32 ``(rows, head_rows)``.
+
+    Attributes:
+        hidden: float32, of its own memory. Of a target that a head reads, its features of all tokens of the
+            pass; of a head, its states of the rows; else None.
+    """
+
+    hidden: npt.NDArray[np.float32] | None = None
+
+    def __init__(self, logits: Logits) -> None:
+        self._logits = logits
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the logits: ``(rows, head_rows)``."""
+        return self._logits.shape
+
+    @property
+    def logits(self) -> Logits:
+        """Every row, float32 ``(rows, head_rows)``; the session's own buffer."""
+        return self._logits
+
+    def best(self, row: int) -> int:
+        """The most likely column of a row; the lowest of equals.
+
+        Raises:
+            EdgespecError: the row is not a distribution (it holds NaN, or nothing finite).
+        """
+        logits = self.logits[row]
+        column = int(logits.argmax())
+        check_best(float(logits[column]))
+        return column
+
+    def probability(self, row: int) -> float:
+        """The probability of a row's most likely column, among all of them."""
+        logits = self.logits[row]
+        return float(1.0 / np.exp(logits - logits.max()).sum())
+
+
+class DevicePredictions(Predictions):
+    """Those of a device that finds the most likely columns itself.
+
+    Args:
+        shape: of the logits.
+        read: copies them to the host.
+        columns: the most likely one of each row, the lowest of equals; int64 ``(rows,)``.
+        probabilities: of these; float32 ``(rows,)``, NaN where a row is not a distribution.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        read: Callable[[], Logits],
+        columns: npt.NDArray[np.int64],
+        probabilities: npt.NDArray[np.float32],
+    ) -> None:
+        self._shape, self._read = shape, read
+        self._columns, self._probabilities = columns, probabilities
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the logits: ``(rows, head_rows)``."""
+        return self._shape
+
+    @cached_property
+    def logits(self) -> Logits:
+        """Every row, float32 ``(rows, head_rows)``, copied from the device when they are first asked for."""
+        return self._read()
+
+    def best(self, row: int) -> int:
+        """See :meth:`Predictions.best`."""
+        if not math.isfinite(self._probabilities[row]):
+            return super().best(row)  # which says what is wrong
+        return int(self._columns[row])
+
+    def probability(self, row: int) -> float:
+        """See :meth:`Predictions.probability`."""
+        return float(self._probabilities[row])
+
+
+def check_best(logit: float) -> None:
+    """See that the largest logit of a row is one of a distribution.
+
+    Raises:
+        EdgespecError: it is not a finite number.
+    """
+    if not math.isfinite(logit):
+        raise EdgespecError(
+            f"the model's best logit is {logit}, not a finite number: the model file is damaged, or its "
+            "device computes it wrongly; check the bundle and try another device"
+        )
+
+
+def joined(before: Floats | None, now: Floats | None) -> Floats | None:
+    """Features of the end of a text; those of the last pass may be few."""
+    return now if before is None or now is None else np.concatenate([before[-KEPT:], now])
+
+
+class Hidden:
+    """What a graph of ONNX Runtime's ``session`` gives out besides logits, or reads besides tokens.
+
+    ``streams`` are outputs of a target; ``width`` is that of each, or of a head's states. Most graphs have
+    neither.
+    """
+
+    def __init__(self, session: Any, streams: Sequence[str], width: int) -> None:
+        self._of_tokens, self._width = bool(streams), width
+        states = [value.name for value in session.get_outputs() if value.name == NEW_STATES]
+        self.outputs = tuple(streams) or tuple(states)
+        shapes = {value.name: value.shape for value in session.get_inputs()}
+        self._widths = shapes.get("features", (0,))[-1], shapes.get("states", (0,))[-1]
+
+    def order(self, parts: Sequence[Part]) -> list[int]:
+        """Which parts a pass reads first: those with features."""
+        return sorted(range(len(parts)), key=lambda at: self._given(parts[at]).shape[1] != self._widths[0])
+
+    def inputs(self, parts: Sequence[Part]) -> tuple[Floats, Floats]:
+        """Features and states of all tokens, ``(m, width)`` and ``(k, width)``."""
+        given = [self._given(part) for part in parts]
+
+        def joined(width: int) -> Floats:
+            return np.concatenate(
+                [np.zeros((0, width), np.float32), *(x for x in given if x.shape[1] == width)]
+            )
+
+        return joined(self._widths[0]), joined(self._widths[1])
+
+    def arrays(self, tokens: int, rows: int) -> dict[str, Floats]:
+        """Where a pass writes each of the outputs, ``(1, n, width)``."""
+        shape = 1, tokens if self._of_tokens else rows, self._width
+        return {name: np.empty(shape, np.float32) for name in self.outputs}
+
+    def found(self, parts: Sequence[Part], arrays: Iterable[Floats]) -> list[Floats | None]:
+        """Of each part, a target's features of all tokens, or a head's states of the wanted rows."""
+        if not self.outputs:
+            return [None] * len(parts)
+        whole = np.concatenate([array[0] for array in arrays], axis=-1)
+        counts = [len(part.tokens) if self._of_tokens else part.rows for part in parts]
+        return [whole[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
+
+    def _given(self, part: Part) -> Floats:
+        """What is read beside a part's tokens; zeros where it is not given, to see what passes take."""
+        if part.hidden is None:
+            return np.zeros((len(part.tokens), self._widths[1]), np.float32)
+        return part.hidden
