@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.cli.serve import _require_extra
+from edgespec.cli import app
 from edgespec.history.manage import History
 from edgespec.serve.bodies import ChatBody, CompletionBody
 from edgespec.serve.options import ServeOptions
@@ -225,10 +225,13 @@ def test_the_documentation_has_every_field() -> None:
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(EdgespecError, match=r"needs uvicorn, .* pip install 'edgespec\[server\]'"):
-        _require_extra()
+    assert app(["serve", "model"], standalone_mode=False)
+    said = capsys.readouterr().err
+    assert "serving needs uvicorn, " in said and "pip install 'edgespec[server]'" in said
 
 
 def test_an_address_that_others_reach_needs_a_key() -> None:

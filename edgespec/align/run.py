@@ -11,27 +11,13 @@ from edgespec_export.align.alignment import Alignment, Origin
 from edgespec_export.align.settings import Guesses, Text, TrainingOptions
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import DeviceError, EdgespecError, RequestError, TokenizerError
+from edgespec_models.errors import DeviceError, RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback
 
 ALIGNMENT, _STATE = "alignment.safetensors", "training.pt"
 _HELD_OUT = 10  # one of so many prompts measures and is never trained on
 _LONGEST = 2048  # tokens of a prompt and its answer
 _FEWEST = 10  # texts
-
-
-def require_torch() -> None:
-    """Find out that the ``align`` extra is missing, before the target has answered.
-
-    Raises:
-        EdgespecError: it is not installed.
-    """
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise EdgespecError(
-            f"aligning needs {error.name}, which is not installed: pip install 'edgespec[align]'"
-        ) from error
 
 
 def torch_device(wanted: Literal["auto", "cpu", "cuda"], threads: int = 0) -> str:

@@ -113,13 +113,14 @@ def align(
     from edgespec.align.answering import answering
     from edgespec.align.answers import Asking, read_answers
     from edgespec.align.run import align as run
-    from edgespec.align.run import require_torch, split_texts, torch_device
+    from edgespec.align.run import split_texts, torch_device
     from edgespec.loading.opening import open_model
     from edgespec_export.align.settings import TrainingOptions
+    from edgespec_models.errors import require
     from edgespec_models.storage import writing
 
     if not answers_only:
-        require_torch()
+        require("aligning", "align", "torch")
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     # What may be wrong is found now, not when the target has answered for hours.

@@ -10,7 +10,7 @@ import typer
 
 from edgespec.cli import options
 from edgespec.cli.console import note, progress_bars
-from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.errors import RequestError, require
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
@@ -79,7 +79,7 @@ def serve(
 
         edgespec serve ./my-bundle --drafter ngram --host 0.0.0.0 --api-key-file key.txt
     """
-    _require_extra()
+    require("serving", "server", "prometheus_client", "starlette", "uvicorn")
     from edgespec.serve.options import ServeOptions, bound_socket
 
     limits = ServeOptions(
@@ -120,17 +120,6 @@ def _key(file: Path | None) -> str | None:
         return file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the key cannot be read from {file}: {error}") from error
-
-
-def _require_extra() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise EdgespecError(
-            f"serving needs {error.name}, which is not installed: pip install 'edgespec[server]'"
-        ) from error
 
 
 def _log_requests() -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from edgespec_models.bundles.bundle import Role
 from edgespec_models.bundles.static_graphs import ExportDevice
-from edgespec_models.errors import EdgespecError
+from edgespec_models.errors import require
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
@@ -34,10 +34,4 @@ def require_extra() -> None:
     Raises:
         EdgespecError: it is not installed.
     """
-    try:
-        import onnx_ir  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise EdgespecError(
-            f"exporting needs {error.name}, which is not installed: pip install 'edgespec[export]'"
-        ) from error
+    require("exporting", "export", "onnx_ir", "onnxscript")

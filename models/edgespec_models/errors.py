@@ -13,6 +13,7 @@ requests: what would command a terminal or has no UTF-8 is spelled out, and what
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -95,6 +96,21 @@ def naming(file: Path) -> Iterator[None]:
         if file.name in str(error):
             raise
         raise type(error)(f"{file}: {error}") from error
+
+
+def require(what: str, extra: str, *modules: str) -> None:
+    """Find out that the ``extra`` that ``what`` needs is missing, before any work is done.
+
+    Raises:
+        EdgespecError: one of the ``modules`` is not installed.
+    """
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise EdgespecError(
+                f"{what} needs {error.name}, which is not installed: pip install 'edgespec[{extra}]'"
+            ) from error
 
 
 def _printable(message: str) -> str:

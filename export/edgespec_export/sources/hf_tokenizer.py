@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_export.sources.gguf_tokenizer import TokenType, tokenizer_json
-from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError, UnsupportedModelError
+from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError, require
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import read_text
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -131,13 +131,10 @@ def to_tokenizer_json(path: Path, added: Mapping[int, tuple[str, bool]]) -> str:
 
 
 def _read(path: Path) -> Any:
-    try:
-        from google.protobuf.message import DecodeError
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError as error:
-        raise EdgespecError(
-            f"reading {path.name} needs {error.name}, which is not installed: pip install 'edgespec[export]'"
-        ) from error
+    require(f"reading {path.name}", "export", "google.protobuf", "sentencepiece")
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
