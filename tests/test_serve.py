@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -234,6 +235,13 @@ def test_without_the_extra_the_command_says_what_to_install(
     assert "serving needs uvicorn, " in said and "pip install 'edgespec[server]'" in said
 
 
+def test_the_extra_brings_what_response_format_needs() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert "edgespec[structured]" in extras["server"]
+    assert any(need.startswith("llguidance") for need in extras["structured"])
+
+
 def test_an_address_that_others_reach_needs_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         with pytest.raises(RequestError, match="EDGESPEC_API_KEY"):
@@ -274,6 +282,7 @@ def test_what_runs_at_the_end_may_finish_in_time(model: ServedModel, stream: boo
 
 SCRIPT = """
 import sys
+import tomllib
 from edgespec.cli import app
 import edgespec.engine, edgespec
 from tests.serving_for_tests import ServedModel

@@ -30,12 +30,13 @@ GATE: tuple[tuple[str, ...], ...] = (
 
 
 def set_up(extra: str) -> None:
-    """Make the environment and install this checkout with ``extra``."""
+    """Make the environment and install this checkout, with ``extra`` if it is not empty."""
     if not PYTHON.exists():
         print(f"Making a virtual environment in {VENV}", flush=True)
         venv.create(VENV, with_pip=True)
-    print(f"Installing edgespec[{extra}]", flush=True)
-    run((str(PYTHON), "-m", "pip", "install", "--quiet", "--editable", f".[{extra}]"))
+    wanted = f"[{extra}]" if extra else ""
+    print(f"Installing edgespec{wanted}", flush=True)
+    run((str(PYTHON), "-m", "pip", "install", "--quiet", "--editable", f".{wanted}"))
 
 
 def run(command: Sequence[str]) -> None:
@@ -49,7 +50,7 @@ def run(command: Sequence[str]) -> None:
 
 def demo(arguments: Sequence[str]) -> None:
     """Pull two models, export them, and show the speedup."""
-    set_up("export")
+    set_up("")
     run(("edgespec", "demo", *arguments))
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from filelock import FileLock
 
-from edgespec_export.recipe import RECIPES, require_extra
+from edgespec_export.recipe import RECIPES
 from edgespec_export.staging import storage_errors
 from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.foreign import is_model, open_bundle
@@ -98,7 +98,6 @@ def open_made(
             wanted = replace(wanted, target=_checkpoint_for(found, target, progress))
         name = name_of(found)
         return _export(found, wanted.folder(name, mark_of(found)), name, wanted, progress)
-    require_extra()
     source = pull(found, progress=progress, notify=_LOG.warning)
     folder = wanted.folder(found.name, found.mark)
     return _export(source, folder, found.name, wanted, progress, alignment_of(found, wanted.device))
@@ -153,12 +152,10 @@ def locate_hub(reference: HubReference, progress: ProgressCallback) -> Path:
         DownloadError: it cannot be pulled.
         UnsupportedModelError: of an architecture or with a feature that edgespec lacks.
         ModelFileError: no checkpoint in safetensors.
-        EdgespecError: it is not here, and the ``export`` extra that it would be pulled for is not installed.
     """
     pulled = pulled_hub(reference)
     if pulled is not None:
         return pulled
-    require_extra()
     return pull_checked(reference, progress=progress, notify=_LOG.warning)
 
 

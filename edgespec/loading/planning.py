@@ -10,7 +10,6 @@ from edgespec.loading import drafters, first_use
 from edgespec.loading.first_use import Found, Wanted, name_of
 from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
 from edgespec.loading.opening import NGRAM, Reference
-from edgespec_export.recipe import require_extra
 from edgespec_models.bundles.bundle import Bundle, CacheType, Role
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.foreign import is_model
@@ -98,7 +97,6 @@ def recommended(target: Found, export_bytes: int, reference: str = "") -> str:
         return drafters.recommended(target.config, total, digest, reference)[0]
     if isinstance(target, CatalogueEntry):
         return drafters.recommended(_shape_of(target), target.size_bytes, reference=reference)[0]
-    require_extra()
     from edgespec_export.sources.open import open_checkpoint
 
     known = {entry.size_bytes for entry in entries().values()}
@@ -133,7 +131,6 @@ def _of_checkpoint(
     name: str, source: Path, role: Role, weights: str | None, target: Path | None = None
 ) -> Footprint:
     """A checkpoint that is here: what its export will be."""
-    require_extra()
     from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.heads import is_head
     from edgespec_export.sources.open import open_checkpoint

@@ -6,7 +6,6 @@ from time import perf_counter
 from typing import Any
 
 from edgespec_export.options import ExportOptions
-from edgespec_export.recipe import require_extra
 from edgespec_export.staging import check_place, staging, storage_errors
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.bundles.static_graphs import find_chip
@@ -43,10 +42,8 @@ def export_model(
             with another, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
         DeviceError: a chip is named, and its compiler is missing or refuses a graph.
-        EdgespecError: the ``export`` extra is not installed.
     """
     options = options or ExportOptions()
-    require_extra()
     _check_request(source, out, options)
     started = perf_counter()
     with storage_errors(out), staging(out) as folder, naming(source):

@@ -1,7 +1,4 @@
-"""What an export is made by: its recipe, and the packages that it needs and that running a bundle does not.
-
-Importing this module needs none of them.
-"""
+"""What an export is made by: its recipe. Importing this module imports no exporter."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,7 +6,6 @@ from typing import Final
 
 from edgespec_models.bundles.bundle import Role
 from edgespec_models.bundles.static_graphs import ExportDevice
-from edgespec_models.errors import require
 
 RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyType(
     {
@@ -26,12 +22,3 @@ RECIPES: Final[Mapping[tuple[Role, ExportDevice | None], int]] = MappingProxyTyp
 """Of what is exported in each role for each device, the CPU being None. To be raised whenever the same source
 and options come out as another bundle: other formats, another graph, other rounding. Bundles in the cache
 that were made by another recipe are not used."""
-
-
-def require_extra() -> None:
-    """Find out that the ``export`` extra is missing, before anything is downloaded for an export.
-
-    Raises:
-        EdgespecError: it is not installed.
-    """
-    require("exporting", "export", "onnx_ir", "onnxscript")

@@ -1,6 +1,6 @@
 """A chat window in Qt: two conversations with one model, written as they come, stopped at a click.
 
-pip install "edgespec[export,examples]"
+pip install "edgespec[examples]"
 python main.py [MODEL]
 """
 

@@ -1,1 +1,1 @@
-"""Graph definitions of the architectures edgespec exports (needs the ``export`` extra)."""
+"""Graph definitions of the architectures edgespec exports (imports onnxscript)."""
