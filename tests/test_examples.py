@@ -167,6 +167,19 @@ def test_the_window_holds_two_conversations(desktop: Any) -> None:
     assert session.closed
 
 
+def test_an_answer_ends_though_its_task_is_deleted_at_once(desktop: Any) -> None:
+    from shiboken6 import delete
+
+    window = opened(desktop, toy_session())
+    ask(window.chats[0], "What is this?")
+    (task,) = window.chats[0].findChildren(desktop.Task)
+    assert task.wait(60_000)
+    delete(task)  # as Qt may, before it tells who waits for the end
+    until(lambda: window.chats[0].button.text() == "Send")
+    assert len(said(window.chats[0])[1]) >= 500
+    window.close()
+
+
 def test_the_button_stops_an_answer(desktop: Any) -> None:
     session = Gated()
     window = opened(desktop, session)

@@ -118,8 +118,7 @@ class Chat(QtWidgets.QWidget):
         task = Task(lambda: answer_of(stream), self)
         task.found.connect(self._show)
         task.failed.connect(lambda problem: self._say("error", problem))
-        task.finished.connect(self._draw)
-        task.finished.connect(lambda: self._wait_for(None))
+        task.finished.connect(self._end)  # no lambda: that would be lost where the task is deleted first
         self.status.setText("Waits for its turn, reads ...")
         self._wait_for(stream)
         task.start()
@@ -138,6 +137,10 @@ class Chat(QtWidgets.QWidget):
     def _draw(self) -> None:
         self._later.stop()
         self._answer.show_markdown(self._text)
+
+    def _end(self) -> None:
+        self._draw()
+        self._wait_for(None)
 
     def _wait_for(self, stream: edgespec.Stream | None) -> None:
         """Let the button stop ``stream``, if there is one to stop."""
