@@ -56,7 +56,9 @@ def test_the_changelogs_section_is_told_and_without_a_word_there_is_no_release()
 def test_what_is_there_or_not_committed_is_refused(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     git(root, "tag", "v1.0.0")
-    with pytest.raises(ReleaseError, match=r"there is a tag v1\.0\.0"):
+    require_new(root, "1.0.0", out)  # this commit's own
+    git(root, "commit", "--quiet", "--allow-empty", "--message", "second")
+    with pytest.raises(ReleaseError, match=r"there is a tag v1\.0\.0 on another commit"):
         require_new(root, "1.0.0", out)
     require_new(root, "1.0.1", out)
     out.mkdir()

@@ -1,6 +1,7 @@
 """Wheels whose archive is not what its lists say."""
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,25 @@ WHEEL = "Wheel-Version: 1.0\nTag: py3-none-win_amd64\n"
 METADATA = "Metadata-Version: 2.4\nName: toy\nVersion: 1.0\n"
 
 
-def wheel(folder: Path, **changed: str) -> Path:
-    """A sound wheel, but for the entries that are ``changed`` when RECORD is written."""
+NOTHING: Mapping[str, str] = {}
+
+
+def wheel(
+    folder: Path,
+    changed: Mapping[str, str] = NOTHING,
+    tag: str = "win_amd64",
+    more: Mapping[str, str] = NOTHING,
+) -> Path:
+    """A sound wheel with ``more`` files, but for the entries that are ``changed`` when RECORD is written."""
     info = "toy-1.0.dist-info"
-    files = {"toy/a.py": "a = 1\n", f"{info}/METADATA": METADATA, f"{info}/WHEEL": WHEEL}
+    about = WHEEL.replace("win_amd64", tag)
+    files = {"toy/a.py": "a = 1\n", f"{info}/METADATA": METADATA, f"{info}/WHEEL": about, **more}
     files |= {name: text for name, text in changed.items() if name.endswith(("WHEEL", "METADATA"))}
     rows = [f"{name},{digest(text.encode())},{len(text)}\n" for name, text in files.items()]
-    path = folder / "toy-1.0-py3-none-win_amd64.whl"
+    path = folder / f"toy-1.0-py3-none-{tag}.whl"
+    folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
-        for name, text in (files | changed).items():
+        for name, text in {**files, **changed}.items():
             archive.writestr(name, text)
         archive.writestr(f"{info}/RECORD", "".join(rows) + f"{info}/RECORD,,\n")
     return path
@@ -45,7 +56,7 @@ def test_a_sound_wheel(tmp_path: Path) -> None:
 )
 def test_wheels_that_are_refused(tmp_path: Path, name: str, text: str, words: str) -> None:
     with pytest.raises(EntriesError, match=words):
-        check_entries(wheel(tmp_path, **{name: text}))
+        check_entries(wheel(tmp_path, {name: text}))
 
 
 def test_a_wheel_cut_short(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def emulator(target: Target) -> tuple[str, ...] | None:
     wine = next((found for name in ("wine64", "wine") if (found := shutil.which(name))), None)
     qemu = shutil.which("qemu-aarch64")
     if target.name == "aarch64-linux" and qemu:
-        return (qemu, "-cpu", "max")
+        return (qemu, "-cpu", "max", "-L", os.environ.get("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu"))
     if target.name == "x86_64-windows" and wine and platform.machine() == "x86_64":
         return (wine,)
     return None

@@ -60,12 +60,15 @@ def changes(changelog: str, version: str) -> str:
 
 
 def require_new(root: Path, version: str, out: Path) -> None:
-    """Refuse what is not committed, and a version that is there."""
+    """Refuse what is not committed, and a version that is there; a tag may be on the commit itself."""
     unclean = run("git", "status", "--porcelain", cwd=root)
     if unclean:
         raise ReleaseError(f"not all is committed; commit it or put it away:\n{unclean}")
-    if run("git", "tag", "--list", f"v{version}", cwd=root):
-        raise ReleaseError(f"there is a tag v{version}: give pyproject.toml the next version")
+    tag = ("git", "tag", "--list", f"v{version}")
+    if run(*tag, cwd=root) and not run(*tag, "--points-at", "HEAD", cwd=root):
+        raise ReleaseError(
+            f"there is a tag v{version} on another commit: give pyproject.toml the next version"
+        )
     if out.exists():
         raise ReleaseError(f"{out} is there: delete it, or give pyproject.toml the next version")
 

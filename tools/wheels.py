@@ -2,8 +2,9 @@
 
 Usage, from the repository's root: ``python -m tools.wheels [--out DIR] [--target NAME ...]``, for instance
 ``python -m tools.wheels --target aarch64-linux x86_64-windows``. Wheels go to ``dist``. Needs the packages
-``setuptools>=77``, ``ziglang>=0.17`` and ``lief>=1.0`` in the environment it runs in. Runs the kernels last,
-as ``tools/kernel_check.py`` does: those for other processors in emulators, where they are there.
+``setuptools>=77``, ``ziglang>=0.17``, ``lief>=1.0``, ``cyclonedx-python-lib>=11`` and ``wheel`` in the
+environment it runs in. Loads each wheel's library, and runs the kernels last as ``tools/kernel_check.py``
+does: those for other processors in emulators, where they are there.
 """
 
 import argparse
@@ -18,12 +19,13 @@ from zipfile import ZipFile
 
 import lief
 
-from tools.kernel_check import KernelError, check_targets
+from tools.kernel_check import KernelError, check_targets, emulator
 from tools.wheel_entries import EntriesError, check_entries
+from tools.wheel_parts import add_parts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtimes" / "kernels"))
 
-from compiling import BuildError, set_objects
+from compiling import BuildError, set_objects, target_flags
 from targets import TARGETS, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,19 @@ SYSTEM = re.compile(
 
 KINDS = {"linux": "ELF", "windows": "PE", "macos": "MACHO"}
 MACHINES = {"x86_64": "X86_64", "aarch64": "ARM64"}
+
+LOADER = """
+#include <stdio.h>
+#ifdef _WIN32
+#include <windows.h>
+#define FIND(name) GetProcAddress(LoadLibraryA(name), "edgespec_instructions")
+#else
+#include <dlfcn.h>
+#define FIND(name) dlsym(dlopen(name, RTLD_NOW), "edgespec_instructions")
+#endif
+int main(int count, char** names) { puts(((const char* (*)(void))FIND(names[count - 1]))()); }
+"""
+"""Prints which instructions a library's kernels take, which it asks the processor."""
 
 
 class WheelError(Exception):
@@ -85,6 +100,26 @@ def inspect(wheel: Path, target: Target) -> str:
     return f"{kind:14}  {len(data) / 1024:5,.0f} KB  needs {needs(needed)}"
 
 
+def load(wheel: Path, target: Target) -> str:
+    """What the library in ``wheel`` says when it is loaded and called; or why it is not."""
+    emulated = emulator(target)
+    if emulated is None:
+        return "not loaded, for want of an emulator"
+    with tempfile.TemporaryDirectory() as folder, ZipFile(wheel) as archive:
+        library = archive.extract(f"edgespec_runtimes/{target.library}", folder)
+        source, program = Path(folder, "load.c"), Path(folder, "load.exe")
+        source.write_text(LOADER, encoding="utf-8")
+        flags = (*target_flags(target.zig), *(["-ldl"] if target.suffix == ".so" else []))
+        zig = (sys.executable, "-m", "ziglang", "cc")
+        subprocess.run((*zig, source, *flags, "-o", program), check=True)
+        run = subprocess.run((*emulated, program, library), capture_output=True, text=True, check=False)
+    if "ld-linux" in run.stderr:
+        return "not loaded, for want of the platform's C library (libc6-arm64-cross has it)"
+    if run.returncode or not run.stdout.strip():
+        raise WheelError(f"the library in {wheel.name} does not load: {run.returncode} {run.stderr}")
+    return f"loaded: {run.stdout.strip()}"
+
+
 def parsed(data: bytes) -> Any:
     """What a library or object file says of itself."""
     binary = lief.parse(data)
@@ -126,10 +161,11 @@ def main() -> None:
     try:
         for target in targets:
             wheel = build(target, options.out)
+            add_parts(wheel)
             check_entries(wheel)
             row = inspect(wheel, target)
             check_objects(target)
-            print(f"{wheel.name:52}  {row}", flush=True)
+            print(f"{wheel.name:52}  {row}; {load(wheel, target)}", flush=True)
         check_targets(targets)
     except (BuildError, EntriesError, KernelError, WheelError) as error:
         sys.exit(str(error))
