@@ -66,9 +66,7 @@ def require_new(root: Path, version: str, out: Path) -> None:
         raise ReleaseError(f"not all is committed; commit it or put it away:\n{unclean}")
     tag = ("git", "tag", "--list", f"v{version}")
     if run(*tag, cwd=root) and not run(*tag, "--points-at", "HEAD", cwd=root):
-        raise ReleaseError(
-            f"there is a tag v{version} on another commit: give pyproject.toml the next version"
-        )
+        raise ReleaseError(f"v{version} is another commit's tag: give pyproject.toml the next version")
     if out.exists():
         raise ReleaseError(f"{out} is there: delete it, or give pyproject.toml the next version")
 

@@ -1,13 +1,8 @@
-"""A wheel's archive against its own lists: every file whole and in RECORD, name and tag those of the file.
-
-Usage, from the repository's root: ``python -m tools.wheel_entries WHEEL ...``. ``tools/wheels.py``
-does the same with every wheel that it makes.
-"""
+"""A wheel's archive against its own lists: every file whole and in RECORD, name and tag those of the file."""
 
 import base64
 import csv
 import hashlib
-import sys
 from email import message_from_bytes
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from zipfile import BadZipFile, ZipFile
@@ -60,16 +55,3 @@ def digest(data: bytes) -> str:
     """As RECORD has it."""
     found = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode("ascii")
     return f"sha256={found.rstrip('=')}"
-
-
-def main() -> None:
-    """Check the wheels that are named."""
-    try:
-        for wheel in sys.argv[1:]:
-            print(f"{Path(wheel).name}: {check_entries(Path(wheel))} files")
-    except EntriesError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -44,12 +44,12 @@ LOADER = """
 #include <stdio.h>
 #ifdef _WIN32
 #include <windows.h>
-#define FIND(name) GetProcAddress(LoadLibraryA(name), "edgespec_instructions")
+#define FIND(library, name) GetProcAddress(LoadLibraryA(library), name)
 #else
 #include <dlfcn.h>
-#define FIND(name) dlsym(dlopen(name, RTLD_NOW), "edgespec_instructions")
+#define FIND(library, name) dlsym(dlopen(library, RTLD_NOW), name)
 #endif
-int main(int count, char** names) { puts(((const char* (*)(void))FIND(names[count - 1]))()); }
+int main(int n, char** words) { puts(((const char* (*)(void))FIND(words[1], "edgespec_instructions"))()); }
 """
 """Prints which instructions a library's kernels take, which it asks the processor."""
 
@@ -101,22 +101,20 @@ def inspect(wheel: Path, target: Target) -> str:
 
 
 def load(wheel: Path, target: Target) -> str:
-    """What the library in ``wheel`` says when it is loaded and called; or why it is not."""
+    """What the library in ``wheel`` says when it is loaded and called, where that can be."""
     emulated = emulator(target)
     if emulated is None:
-        return "not loaded, for want of an emulator"
+        return "not loaded"
     with tempfile.TemporaryDirectory() as folder, ZipFile(wheel) as archive:
         library = archive.extract(f"edgespec_runtimes/{target.library}", folder)
-        source, program = Path(folder, "load.c"), Path(folder, "load.exe")
-        source.write_text(LOADER, encoding="utf-8")
+        program = f"{folder}/load.exe"
         flags = (*target_flags(target.zig), *(["-ldl"] if target.suffix == ".so" else []))
-        zig = (sys.executable, "-m", "ziglang", "cc")
-        subprocess.run((*zig, source, *flags, "-o", program), check=True)
+        zig = (sys.executable, "-m", "ziglang", "cc", "-x", "c", "-", *flags, "-o", program)
+        subprocess.run(zig, input=LOADER, text=True, check=True)
         run = subprocess.run((*emulated, program, library), capture_output=True, text=True, check=False)
-    if "ld-linux" in run.stderr:
-        return "not loaded, for want of the platform's C library (libc6-arm64-cross has it)"
     if run.returncode or not run.stdout.strip():
-        raise WheelError(f"the library in {wheel.name} does not load: {run.returncode} {run.stderr}")
+        missing = "; for ARM's, qemu needs libc6-arm64-cross" if "ld-linux" in run.stderr else ""
+        raise WheelError(f"the library in {wheel.name} does not load: {run.stderr.strip()}{missing}")
     return f"loaded: {run.stdout.strip()}"
 
 
