@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from edgespec.loading.footprint import Plan
     from edgespec.loading.opening import LoadOptions
     from edgespec.loading.planning import plan
+    from edgespec.models import Models
     from edgespec.requests.embedding import EmbeddingOptions, Embeddings
     from edgespec.requests.request import RequestOptions
     from edgespec.requests.results import (
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "load",
     "Model",
+    "Models",
     "LoadOptions",
     "RequestOptions",
     "Conversation",
@@ -116,6 +118,7 @@ _NAMES_BY_HOME = {
     "edgespec.history.manage": "History",
     "edgespec.loading.footprint": "Plan",
     "edgespec.loading.planning": "plan",
+    "edgespec.models": "Models",
     "edgespec_runtimes.devices": "Device",
     "edgespec_runtimes.discovery": "devices",
     "edgespec_models.errors": "EdgespecError ModelFileError UnsupportedModelError BundleError TokenizerError "

@@ -31,6 +31,7 @@ from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
 from edgespec.requests.stream import Stream, answers, answers_async, asked
 from edgespec.requests.worker import Answer, Worker
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length
@@ -47,6 +48,7 @@ Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation],
 """A stream of the answer to messages, which are asked for when its turn comes; then its result is told.
 
 Of those of one object, the conversation, one is answered at a time."""
+Ready = Callable[[Bundle, Bundle | None], None]
 DeviceName = Annotated[str, length(1, 200)]
 
 
@@ -60,6 +62,7 @@ def load(
     progress: ProgressCallback = ignore_progress,
     device: DeviceName = AUTO,
     drafter_device: DeviceName = AUTO,
+    ready: Ready = lambda target, drafter: None,
 ) -> "Model":
     """Load a target and its drafter.
 
@@ -78,6 +81,7 @@ def load(
             had, or does not fit the bundle, is an error. ``"auto"`` takes the device the bundle was made for,
             or the CPU, and says why (:attr:`Model.placement`).
         drafter_device: the same for the drafter.
+        ready: told of both bundles before they take memory, the drafter's perhaps None; it may wait for room.
 
     Returns:
         A :class:`Model`, to be used as a context manager or closed.
@@ -108,6 +112,7 @@ def load(
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)
         drafter_placement = placed(drafter_bundle, drafter_device)
+    ready(target_bundle, drafter_bundle)
     cpu = room_for(target_bundle, drafter_bundle, options.cpu())
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     own = drafter if isinstance(drafter, Drafter) else None

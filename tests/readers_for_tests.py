@@ -386,7 +386,7 @@ MESSAGES: list[dict[str, Any]] = [
 def server(folder: Path) -> Reader:
     model = toy_model(toy_session(context=1024), toy_session(seed=1, context=1024))
     model.target.chat_template = ChatTemplate(HERMES)
-    app = App(model, ServeOptions(timeout_s=0.2, max_new_tokens=6), History(folder / "served.history"))
+    app = App(models_of(model), ServeOptions(timeout_s=0.2, max_new_tokens=6), History(folder / "served.history"))
     chat: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     asked = [
         chat | {"stream": True, "temperature": 0.7, "seed": 1, "logprobs": True, "top_logprobs": 2},

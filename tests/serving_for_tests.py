@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from edgespec.engine import Model
 from edgespec.history.manage import History
+from edgespec.models import Models
 from edgespec.requests.results import (
     CallPart,
     FinishReason,
@@ -199,6 +200,13 @@ def _whole(tokens: Sequence[TokenRecord]) -> str:
     return tokenizer().bytes_of([token.id for token in tokens]).decode("utf-8", "ignore")
 
 
+def models_of(model: Model) -> Models:
+    """One that is loaded."""
+    models = Models({model.name: "made up"})
+    models._models[model.name], models._used_at[model.name] = model, 0.0
+    return models
+
+
 @contextmanager
 def serving(
     model: Model, options: ServeOptions | None = None, history: History | None = None
@@ -212,7 +220,8 @@ def serving(
         started.append(server)
         ready.set()
 
-    app = App(model, options, history)
+    models = models_of(model)
+    app = App(models, options, history)
     with bound_socket(options.host, options.port) as listening:
         port = listening.getsockname()[1]
         thread = threading.Thread(target=run, args=(app, listening, note))
@@ -224,6 +233,8 @@ def serving(
             started[0].should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+            models._models.clear()  # who made the model closes it
+            models.close()
 
 
 @dataclass(frozen=True)

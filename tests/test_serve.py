@@ -284,15 +284,14 @@ SCRIPT = """
 import sys
 import tomllib
 from edgespec.cli import app
-import edgespec.engine, edgespec
+import edgespec.models
 from tests.serving_for_tests import ServedModel
 
 class Closing(ServedModel):
-    def __enter__(self): return self
-    def __exit__(self, *exc): print("closed", flush=True)
+    def close(self): print("closed", flush=True)
 
-edgespec.load = lambda *names, **options: Closing(pause_s=0.02)
-app(["serve", "t", "--port", "0"])
+edgespec.models.load = lambda **options: Closing(pause_s=0.02)
+app(["serve", "served", "--port", "0"])
 """
 
 

@@ -1,7 +1,7 @@
 """Parameters that several commands share, and the model they name."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -120,22 +120,26 @@ Limit = Annotated[
 
 
 def load_model(context: typer.Context, progress: ProgressCallback, **named: str) -> "Model":
-    """Load what a command's parameters, or ``named``, name; drafter ``none`` is no drafter."""
+    """Load what a command's parameters, or ``named``, name."""
     import edgespec
+
+    return edgespec.load(progress=progress, **load_arguments(context, **named))
+
+
+def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
+    """Arguments of :func:`edgespec.load` for them; drafter ``none`` is no drafter."""
+    from edgespec.loading.opening import LoadOptions
 
     given = context.params | named
     limited = ("threads", "instructions", "training_share", "max_waiting", "parallel")
     limits = {name: given[name] for name in limited if name in given}
     if not given.get("prompt_cache"):  # commands without the option measure what it would falsify
         limits["prompt_cache_bytes"] = 0
-    places = {name: given[name] for name in ("history", "device", "drafter_device") if name in given}
-    return edgespec.load(
-        given["target"],
-        None if given["drafter"] == "none" else given["drafter"],
-        options=edgespec.LoadOptions(**limits),
-        progress=progress,
-        **places,
-    )
+    places: dict[str, Any] = {
+        name: given[name] for name in ("history", "device", "drafter_device") if name in given
+    }
+    drafter = None if given["drafter"] == "none" else given["drafter"]
+    return {"target": given["target"], "drafter": drafter, "options": LoadOptions(**limits), **places}
 
 
 def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]":

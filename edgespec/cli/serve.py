@@ -1,4 +1,4 @@
-"""``edgespec serve``: a model behind HTTP, for OpenAI's clients, and a page to chat with it."""
+"""``edgespec serve``: models behind HTTP, for OpenAI's clients, and a page to chat with it."""
 
 import logging
 import os
@@ -10,10 +10,11 @@ import typer
 
 from edgespec.cli import options
 from edgespec.cli.console import note, progress_bars
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import RequestError, require
 
 if TYPE_CHECKING:
-    from edgespec.engine import Model
+    from edgespec.models import Models
     from edgespec.serve.options import ServeOptions
 
 
@@ -22,7 +23,13 @@ KEY_VARIABLE = "EDGESPEC_API_KEY"
 
 def serve(
     context: typer.Context,
-    target: options.Target,
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET...",
+            help="Models, named as for 'edgespec chat'. The first is loaded now, others when asked for.",
+        ),
+    ],
     drafter: options.Drafter = "auto",
     host: Annotated[
         str,
@@ -68,14 +75,31 @@ def serve(
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
     prompt_cache: options.PromptCache = True,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="GB",
+            help="Memory that all models may take, as 'edgespec plan' counts it; those not in use make room. "
+            "Default: what this machine has.",
+        ),
+    ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="SECONDS", help="Unload a model that was not asked for so long. Default: never."
+        ),
+    ] = None,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
 ) -> None:
-    """Serve a model to OpenAI's and Anthropic's clients, and a page to chat with it. Ctrl-C ends it.
+    """Serve models to OpenAI's and Anthropic's clients, and a page to chat with it. Ctrl-C ends it.
 
     Examples:
 
         edgespec serve qwen2.5-coder-1.5b-instruct
+
+        edgespec serve qwen2.5-coder-1.5b-instruct qwen2.5-coder-0.5b-instruct --memory 2 --keep 600
 
         edgespec serve ./my-bundle --drafter ngram --host 0.0.0.0 --api-key-file key.txt
     """
@@ -93,23 +117,38 @@ def serve(
         timeout_s=timeout,
     )
     with bound_socket(host, port) as listening:  # a port that is taken is told before models are loaded
-        with progress_bars() as progress:
-            model = options.load_model(context, progress)
-        with model:
-            _run(model, limits, listening, history)
+        from edgespec.models import Models
+
+        named = {_name_of(target): options.load_arguments(context, target=target) for target in targets}
+        if len(named) < len(targets):
+            raise RequestError(f"two of {', '.join(targets)} have one name; requests tell models by it")
+        with Models(named, memory=None if memory is None else int(memory * 1e9), keep=keep) as models:
+            _run(models, limits, listening, history)
 
 
-def _run(model: "Model", limits: "ServeOptions", listening: socket.socket, history: str | None) -> None:
+def _run(models: "Models", limits: "ServeOptions", listening: socket.socket, history: str | None) -> None:
     from edgespec.history.manage import History
     from edgespec.serve.app import App
     from edgespec.serve.server import run
 
+    first, *others = models.names
+    with progress_bars() as progress, models.use(first, progress=progress) as model:
+        drafter = model.drafter_name or "no drafter"
     _log_requests()
     address, port = listening.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-    told = f"{model.name} with {model.drafter_name or 'no drafter'}: a page at {url}, for clients {url}/v1"
-    app = App(model, limits, None if history is None else History(history))
+    also = f"; when asked for {', '.join(others)}" if others else ""
+    told = f"{first} with {drafter}{also}: a page at {url}, for clients {url}/v1"
+    app = App(models, limits, None if history is None else History(history))
     run(app, listening, ready=lambda _: note(told))
+
+
+def _name_of(target: str) -> str:
+    """What the model will be called: bundles say it, other files are called so."""
+    path = Path(target)
+    if (path / MANIFEST).is_file():
+        return Bundle(path).manifest.name
+    return path.resolve().name.removesuffix(".gguf").partition("@")[0]
 
 
 def _key(file: Path | None) -> str | None:
@@ -126,7 +165,8 @@ def _log_requests() -> None:
     """One line a request on standard error, and what goes wrong in the server."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    for name, level in (("edgespec.serve", logging.INFO), ("uvicorn", logging.WARNING)):
+    levels = {"edgespec.serve": logging.INFO, "edgespec.models": logging.INFO, "uvicorn": logging.WARNING}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level)

@@ -163,12 +163,12 @@ class Plan:
 
     def short(self) -> str:
         """A sentence of figures, for messages."""
-        weights = " and ".join(f"{model.name} {_size(model.weights_bytes)}" for model in self.models)
+        weights = " and ".join(f"{model.name} {size(model.weights_bytes)}" for model in self.models)
         fit = self.fit(KV_STEP)
         limit = ", its container's limit" if self.machine.limited else ""
         return (
-            f"weights: {weights}; in all {_size(fit.memory_bytes)} with a text of {KV_STEP} tokens, of the "
-            f"{_size(self.machine.available)} available of {_size(self.machine.total)}{limit}"
+            f"weights: {weights}; in all {size(fit.memory_bytes)} with a text of {KV_STEP} tokens, of the "
+            f"{size(self.machine.available)} available of {size(self.machine.total)}{limit}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -228,15 +228,19 @@ def _shares_cache(bundle: Bundle) -> bool:
     return all(node.op_type == "GroupQueryAttention" for node in writers)
 
 
+def plan_of(target: Bundle, drafter: Bundle | None) -> Plan:
+    """What both take beside this program, which runs already, and what this machine has now."""
+    second = None if drafter is None else footprint_of(drafter, exact_rows=False)
+    return Plan(footprint_of(target, exact_rows=True), second, machine_memory(), 0, program_bytes=0)
+
+
 def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> CpuOptions:
     """``options`` under which models can be loaded here: weights stay mapped where copies have no room.
 
     Raises:
         DeviceError: they cannot, not even with a short text; says what they take.
     """
-    second = None if drafter is None else footprint_of(drafter, exact_rows=False)
-    # This program runs already, so what it takes is not among what is available.
-    made = Plan(footprint_of(target, exact_rows=True), second, machine_memory(), 0, program_bytes=0)
+    made = plan_of(target, drafter)
     verdict = made.fit(KV_STEP).verdict
     if verdict == "no":
         raise DeviceError(
@@ -250,6 +254,6 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
     return options
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
     """Bytes in decimal units."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -15,10 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from edgespec.engine import Model
 from edgespec.history.manage import History
+from edgespec.models import Models
 from edgespec.serve.bodies import ForgetBody, parse, read_json
-from edgespec.serve.completions import Completions
+from edgespec.serve.completions import Completions, described
 from edgespec.serve.messages import Messages
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.options import ServeOptions
@@ -44,14 +45,15 @@ _SHOWN_PASSAGES = 200
 
 
 class App:
-    """One model behind HTTP.
+    """Models behind HTTP.
 
-    ``asgi`` is what a server runs. ``history`` is where the model learns; None where it does not.
+    ``asgi`` is what a server runs. ``history`` is where models learn; None where they do not.
     """
 
-    def __init__(self, model: Model, options: ServeOptions, history: History | None = None) -> None:
-        self.model, self.options, self._history = model, options, history
-        self._completions = Completions(model, options)
+    def __init__(self, models: Models, options: ServeOptions, history: History | None = None) -> None:
+        self.models, self.options, self._history = models, options, history
+        self._known = dict[str, dict[str, Any]]()  # what was seen of each when it was loaded
+        self._completions = Completions(models, options)
         self._metrics = Metrics()
         self._page = {path: _file(*names) for path, names in _PAGE.items()}
         self.asgi = self._starlette()
@@ -100,29 +102,29 @@ class App:
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [*map(self._described, self.models.names)]})
 
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self.model.name:
+        if name not in self.models.names:
             raise Problem(404, f"there is no model {name!r:.200}", "model_not_found")
-        return JSONResponse(self._described())
+        return JSONResponse(self._described(name))
 
-    def _described(self) -> dict[str, Any]:
-        model = self.model
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "edgespec",
-            "edgespec": {
+    def _described(self, name: str) -> dict[str, Any]:
+        model = self.models.loaded.get(name)
+        if model is not None:
+            self._known[name] = {
                 "drafter": model.drafter_name,
                 "context_length": model.target.config.context_length,
                 "chat": model.target.chat_template is not None,
-                "history": None if self._history is None else self._history.name,
-                "plain_tokens_per_second": self._completions.plain_tokens_per_s,
-            },
+                "plain_tokens_per_second": described(name, model)[2],
+            }
+        more = {
+            "history": None if self._history is None else self._history.name,
+            "memory_bytes": self.models.memory_bytes.get(name),
         }
+        head = {"id": name, "object": "model", "created": 0, "owned_by": "edgespec"}
+        return {**head, "loaded": model is not None, "edgespec": self._known.get(name, {}) | more}
 
     async def _health(self, _: Request) -> Response:
         closing = self._completions.closing
@@ -155,18 +157,20 @@ class App:
         return JSONResponse(await asyncio.to_thread(self._forget_now, self._history, body.text))
 
     def _forget_now(self, history: History, text: str | None) -> dict[str, Any]:
-        """Forget on disk and in the model, which holds what it read at its start and writes at its end."""
-        self.model.use_history(history.path)  # stores what it learned meanwhile
-        if not history.path.is_file():
-            return {"passages": 0, "corrections": 0}
-        try:
+        """Forget on disk and in models, which hold what they read at their start and write at their end."""
+        with ExitStack() as using:
+            models = [using.enter_context(self.models.use(name)) for name in self.models.loaded]
+            for model in models:
+                model.use_history(history.path)  # stores what it learned meanwhile
+            if not history.path.is_file():
+                return {"passages": 0, "corrections": 0}
+            for model in models:
+                using.callback(model.use_history, history.path)
             if text is not None:
                 return history.forget(text)._asdict()
             found = {"passages": len(history.show()), "corrections": len(history.corrections())}
             history.delete()
             return found
-        finally:
-            self.model.use_history(history.path)
 
     async def _page_file(self, request: Request) -> Response:
         data, kind = self._page[request.url.path]

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgespec.decoding.draft import Progress
 from edgespec.engine import Model
+from edgespec.models import Models
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
@@ -35,62 +36,57 @@ _SILENCE_S = 5.0
 
 
 class Completions:
-    """Asks one model for answers, on behalf of many clients; the model takes them a few at once.
+    """Asks models for answers, on behalf of many clients; a model takes them a few at once.
 
     Where it is ``closing``, no further request is taken, since the server ends.
     """
 
-    def __init__(self, model: Model, options: ServeOptions) -> None:
-        self._model, self._options = model, options
+    def __init__(self, models: Models, options: ServeOptions) -> None:
+        self._models, self._options = models, options
         self.closing = False
-
-    @property
-    def plain_tokens_per_s(self) -> float:
-        """What the model would write without speculation: one token a pass, as measured at load."""
-        return 1.0 / self._model.cost_curve.seconds(1)
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = parse(ChatBody, await self.read(request))
-        return await self.converse(request, body, ChatAnswer(*self.described, logprobs=body.logprobs))
+        return await self.converse(request, body, partial(ChatAnswer, logprobs=body.logprobs))
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = parse(CompletionBody, await self.read(request))
-        self.check(body)
-        asks = [partial(self._model.stream, prompt) for prompt in body.prompts()]
-        echoed = body.prompts() if body.echo else ()
-        answer = CompletionAnswer(*self.described, body.logprobs is not None, n=body.n, echoed=echoed)
+        model = await self.model(request, body)
+        asks = [partial(model.stream, prompt) for prompt in body.prompts()]
+        answer = CompletionAnswer(
+            *described(body.model, model),
+            body.logprobs is not None,
+            n=body.n,
+            echoed=body.prompts() if body.echo else (),
+        )
         return await self._respond(request, body, asks, answer)
 
     async def embed(self, request: Request) -> Response:
         """``POST /v1/embeddings``."""
         body = parse(EmbeddingBody, await self.read(request))
-        self.check(body)
-        asked = partial(self._model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
+        model = await self.model(request, body)
+        asked = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
             work = asked(body.texts(), timeout=self._options.timeout_s)
             found = await _while_connected(request, work)
         except Cancelled as error:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
         count_of(request).prompt_tokens += sum(found.tokens)
-        return JSONResponse(vectors_json(found, self._model.name, base64=body.encoding_format == "base64"))
+        return JSONResponse(vectors_json(found, body.model, base64=body.encoding_format == "base64"))
 
-    @property
-    def described(self) -> tuple[str, Tokenizer, float]:
-        """What every answer says of the model."""
-        return self._model.name, self._model.target.tokenizer, self.plain_tokens_per_s
+    async def converse(self, request: Request, body: ChatBody, form: Callable[..., Answer]) -> Response:
+        """Answer a conversation in the form of an endpoint, which is made of what :func:`described` says."""
+        messages = body.conversation()
+        model = await self.model(request, body)
+        answer = form(*described(body.model, model))
+        return await self._respond(request, body, [partial(model.stream_chat, messages)], answer)
 
-    async def converse(self, request: Request, body: ChatBody, answer: Answer) -> Response:
-        """Answer a conversation in the form of an endpoint."""
-        self.check(body)
-        ask = partial(self._model.stream_chat, body.conversation())
-        return await self._respond(request, body, [ask], answer)
-
-    async def count_tokens(self, body: ChatBody) -> int:
+    async def count_tokens(self, request: Request, body: ChatBody) -> int:
         """How many tokens the model would read."""
-        self.check(body)
-        return await asyncio.to_thread(self._model.count_tokens, body.conversation(), **body.options())
+        model = await self.model(request, body)
+        return await asyncio.to_thread(model.count_tokens, body.conversation(), **body.options())
 
     async def read(self, request: Request) -> dict[str, Any]:
         """The JSON object that a request carries; see :func:`read_json`."""
@@ -98,14 +94,19 @@ class Completions:
             raise shutting_down()
         return await read_json(request, self._options)
 
-    def check(self, body: Body | EmbeddingBody) -> None:
-        """See that a request names the model."""
-        if body.model != self._model.name:
-            raise Problem(
-                404,
-                f"there is no model {body.model!r:.200}; this server has {self._model.name!r}",
-                "model_not_found",
+    async def model(self, request: Request, body: Body | EmbeddingBody) -> Model:
+        """The model that a request names, loaded if need be; it stays so until the request is over."""
+        if body.model not in self._models.names:
+            told = (
+                f"there is no model {body.model!r:.200}; this server has {str([*self._models.names])[1:-1]}"
             )
+            raise Problem(404, told, "model_not_found")
+        using = request.scope["edgespec.held"].enter_async_context(self._models.use_async(body.model))
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                return await _while_connected(request, using)
+        except TimeoutError:
+            raise _too_late() from None
 
     async def _respond(
         self, request: Request, body: ChatBody | CompletionBody, asks: Sequence[Ask], answer: Answer
@@ -139,6 +140,11 @@ class Completions:
             await events.close()
             raise
         return events
+
+
+def described(name: str, model: Model) -> tuple[str, Tokenizer, float]:
+    """What answers say of a model; also what it would write without speculation, by its cost at load."""
+    return name, model.target.tokenizer, 1.0 / model.cost_curve.seconds(1)
 
 
 class _Told:
@@ -341,9 +347,9 @@ def _check_ended(answer: Generation) -> None:
     if answer.finish_reason == "closed":
         raise shutting_down()
     if answer.finish_reason == "timeout" and not answer.tokens:
-        raise Problem(
-            503,
-            "no token was written in the time that a request has (--timeout); too many others wait",
-            "timeout",
-            {"Retry-After": "30"},
-        )
+        raise _too_late()
+
+
+def _too_late() -> Problem:
+    told = "no token was written in the time that a request has (--timeout); too many others wait"
+    return Problem(503, told, "timeout", {"Retry-After": "30"})

@@ -188,10 +188,9 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """``POST /v1/messages``."""
         body = parse(MessagesBody, await self._completions.read(request))
-        answer = MessageAnswer(*self._completions.described)
-        return await self._completions.converse(request, body.chat(), answer)
+        return await self._completions.converse(request, body.chat(), MessageAnswer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
         body = parse(MessagesBody, await self._completions.read(request))
-        return JSONResponse({"input_tokens": await self._completions.count_tokens(body.chat())})
+        return JSONResponse({"input_tokens": await self._completions.count_tokens(request, body.chat())})

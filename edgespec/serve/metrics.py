@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import quote
@@ -105,7 +106,8 @@ class Metrics:
         working = scope["method"] == "POST"
         self._running.inc(working)
         try:
-            await app(scope, receive, watched)
+            async with AsyncExitStack() as scope["edgespec.held"]:  # models, for as long as it runs
+                await app(scope, receive, watched)
         finally:
             self._running.dec(working)
             status, seconds = CLIENT_LEFT if count.left else status, perf_counter() - started

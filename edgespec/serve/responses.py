@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from starlette.requests import Request
@@ -266,8 +267,8 @@ class Responses:
         if asked is not None:
             _, before = self.kept.get(asked, "previous_response_id")
         messages = [*before, *body.said()]
-        answer = ResponseAnswer(*self._completions.described, body, messages, self.kept)
-        return await self._completions.converse(request, body.chat(messages), answer)
+        form = partial(ResponseAnswer, body=body, messages=messages, kept=self.kept)
+        return await self._completions.converse(request, body.chat(messages), form)
 
     async def one(self, request: Request) -> Response:
         """``GET`` and ``DELETE /v1/responses/ID``."""

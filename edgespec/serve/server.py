@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
 
     async def _end_model(self) -> None:
         await asyncio.sleep(self._app.options.shutdown_s)
-        await asyncio.to_thread(self._app.model.close)
+        await asyncio.to_thread(self._app.models.close)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

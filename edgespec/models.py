@@ -1,0 +1,241 @@
+"""Several models by name, each loaded when it is asked for, within a bound of memory."""
+
+import atexit
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from threading import Condition, Thread, get_ident
+from time import monotonic
+from typing import Annotated, Any, Self
+
+from edgespec.engine import Model, load
+from edgespec.loading.footprint import plan_of, size
+from edgespec.loading.opening import Reference
+from edgespec.requests.worker import LOOK_S
+from edgespec_models.bundles.bundle import TOKENIZER, Bundle
+from edgespec_models.errors import Closed, DeviceError, RequestError
+from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.schema import checked, within
+from edgespec_runtimes.memory import machine_memory
+
+PLANNED_TOKENS = 2048
+"""The length of the text with which a model's memory is counted."""
+_LOG = logging.getLogger("edgespec.models")
+
+
+class _User(Future[Model]):
+    """A thread or a task, its ``owner``, that waits for a model, and then ``uses`` it."""
+
+    def __init__(self, name: str, owner: object, progress: ProgressCallback) -> None:
+        super().__init__()
+        self.name, self.owner, self.progress, self.uses = name, owner, progress, False
+
+
+class Models:
+    """Models by name, loaded one after the other when they are used, from any thread or task.
+
+    A context manager. Where there is no room, models that nobody uses are unloaded, the least recently used
+    first; if all are used, the load waits, and whoever comes later waits behind it.
+
+    Args:
+        models: by name, the target of :func:`edgespec.load`, or a mapping of its arguments.
+        memory: bytes that all may take, as :func:`edgespec.plan` counts them with texts of 2,048 tokens;
+            None is what this machine has.
+        keep: seconds without use after which a model is unloaded; None is until another needs the room.
+
+    Attributes:
+        names: all, as given.
+        memory_bytes: what loaded models take by plan, by name.
+    """
+
+    @checked
+    def __init__(
+        self,
+        models: Mapping[str, Reference | Mapping[str, Any]],
+        *,
+        memory: Annotated[int, within(1)] | None = None,
+        keep: Annotated[float, within(0)] | None = None,
+    ) -> None:
+        self.names, self.memory_bytes = tuple(models), dict[str, int]()
+        self._given, self._memory, self._keep = models, memory, keep
+        self._models, self._used_at = dict[str, Model](), dict[str, float]()
+        self._users, self._changed = list[_User](), Condition()
+        self._is_crowded = self._closed = False  # crowded: a load waits for room
+        self._worker = Thread(target=self._work, name="edgespec-models", daemon=True)
+        self._worker.start()
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def loaded(self) -> dict[str, Model]:
+        """Those loaded now, to look at; outside of :meth:`use` they may be unloaded at any time."""
+        return dict(self._models)
+
+    @contextmanager
+    def use(self, name: str, *, progress: ProgressCallback = ignore_progress) -> Iterator[Model]:
+        """A model, loaded first if need be, which stays loaded to the end of the block.
+
+        Raises:
+            RequestError: no such name.
+            DeviceError: it takes more than all may, or had to wait for one that the caller uses.
+            EdgespecError: what :func:`edgespec.load` raises, to all that wait; the next use loads again.
+        """
+        with self._asking(_User(name, get_ident(), progress)) as user:
+            while not wait([user], LOOK_S).done:
+                pass
+            yield user.result()
+
+    @asynccontextmanager
+    async def use_async(
+        self, name: str, *, progress: ProgressCallback = ignore_progress
+    ) -> AsyncIterator[Model]:
+        """:meth:`use` in an event loop; a load goes on when its task is cancelled."""
+        import asyncio  # which programs without tasks need not load
+
+        with self._asking(_User(name, asyncio.current_task(), progress)) as user:
+            yield await asyncio.wrap_future(user)
+
+    def close(self) -> None:
+        """Unload all, for good, from any thread; what runs ends with the reason ``closed``."""
+        with self._changed:
+            self._closed = True
+            self._fail(self._users, Closed("the models are closed"))
+        self._worker.join()
+        atexit.unregister(self.close)
+
+    @contextmanager
+    def _asking(self, user: _User) -> Iterator[_User]:
+        if user.name not in self.names:
+            raise RequestError(f"there is no model {user.name!r:.200}; allowed: {', '.join(self.names)}")
+        with self._changed:
+            if self._closed:
+                raise Closed("the models are closed")
+            self._users.append(user)
+            self._give()
+        try:
+            yield user
+        finally:
+            with self._changed:
+                self._users.remove(user)
+                self._used_at[user.name] = monotonic()
+                self._give()
+
+    def _give(self) -> None:
+        """Give out what is loaded; while a load waits for room, to those alone that it waits for."""
+        for user in self._wait_for(self._models):
+            may = not self._is_crowded or user.owner in self._owners()
+            if may and user.set_running_or_notify_cancel():
+                user.uses = True
+                user.set_result(self._models[user.name])
+        self._changed.notify_all()
+
+    def _wait_for(self, names: Iterable[str]) -> list[_User]:
+        return [user for user in self._users if user.name in names and not user.done()]
+
+    def _fail(self, users: Iterable[_User], error: Exception) -> None:
+        for user in users:
+            if not user.done() and user.set_running_or_notify_cancel():
+                user.set_exception(error)
+        self._changed.notify_all()
+
+    def _idle(self) -> list[str]:
+        """Models that nobody uses, the least recently used first."""
+        used = {user.name for user in self._users if user.uses}
+        return sorted(self._models.keys() - used, key=self._used_at.__getitem__)
+
+    def _owners(self) -> set[object]:
+        return {user.owner for user in self._users if user.uses}
+
+    def _work(self) -> None:
+        """Load what is asked for and unload what is not any more, until all is closed."""
+        while not self._closed:
+            with self._changed:
+                asked, idle, left = self._wait_for(set(self.names) - self._models.keys()), self._idle(), None
+                if idle and self._keep is not None:
+                    left = max(0.0, self._used_at[idle[0]] + self._keep - monotonic())
+                if not asked and left != 0 and not self._closed:
+                    self._changed.wait(left)
+                    continue
+            if asked:
+                self._load(asked[0].name)
+            elif left == 0:
+                self._unload(idle[0])
+        for name in self.loaded:
+            self._unload(name)
+
+    def _load(self, name: str) -> None:
+        started, given = monotonic(), self._given[name]
+        arguments: Mapping[str, Any] = given if isinstance(given, Mapping) else {"target": given}
+        tell, ready = partial(self._tell, name), partial(self._make_room, name)
+        try:
+            model = load(**arguments, progress=tell, ready=ready)
+        except Exception as error:  # noqa: BLE001 - raised where the model is waited for
+            self.memory_bytes.pop(name, None)
+            with self._changed:
+                self._fail(self._wait_for([name]), error)
+        else:
+            _LOG.info("%s was loaded in %.1f s", name, monotonic() - started)
+            self._models[name], self._used_at[name] = model, monotonic()
+        with self._changed:
+            self._is_crowded = False
+            self._give()
+
+    def _tell(self, name: str, report: Progress) -> None:
+        if self._closed:
+            raise Closed("the models are closed")
+        for user in self._wait_for([name]):
+            user.progress(report)
+
+    def _make_room(self, name: str, target: Bundle, drafter: Bundle | None) -> None:
+        needed = plan_of(target, drafter).fit(PLANNED_TOKENS).memory_bytes
+        if self._memory is not None and needed > self._memory:
+            said = f"{name} takes {size(needed)} by plan, of {size(self._memory)} that all models may"
+            raise DeviceError(f"{said}; allow more memory, or take a smaller model or drafter='ngram'")
+        while not self._has_room(needed):
+            with self._changed:
+                self._is_crowded, idle = True, self._idle()[:1]
+                if not idle:
+                    stuck = [user for user in self._users if user.owner in self._owners()]
+                    self._fail(
+                        stuck, DeviceError("no room beside the model in use; leave that, or allow more")
+                    )
+                    if self._closed or not self._wait_for([name]):
+                        raise Closed("nobody waits for it any more")
+                    self._changed.wait(LOOK_S)
+            for first in idle:
+                self._unload(first)
+        self._is_crowded, self.memory_bytes[name] = False, needed
+        running = [each for model in self.loaded.values() for each in (model.target, model.drafter) if each]
+        for bundle in filter(None, (target, drafter)):
+            kind = bundle.manifest.files.get(TOKENIZER), bundle.config.vocab_size
+            same = [
+                each
+                for each in running
+                if (each.manifest.files.get(TOKENIZER), each.config.vocab_size) == kind
+            ]
+            if same and kind[0] is not None:
+                bundle.tokenizer = same[0].tokenizer
+
+    def _has_room(self, needed: int) -> bool:
+        """Whether so much fits beside the others; whether it fits alone, the load sees."""
+        allowed = self._memory is None or sum(self.memory_bytes.values()) + needed <= self._memory
+        return not self._models or (allowed and needed <= machine_memory().available)
+
+    def _unload(self, name: str) -> None:
+        with self._changed:
+            if name not in self._idle() and not self._closed:
+                return  # somebody was faster
+            model = self._models.pop(name)
+        try:
+            model.close()
+        except Exception:  # noqa: BLE001 - of a disk, perhaps; the others go on
+            _LOG.exception("%s was not closed in order", name)
+        self.memory_bytes.pop(name, None)
+        _LOG.info("%s was unloaded", name)
