@@ -53,6 +53,7 @@ from tests.histories_for_tests import SCOPE, delta_of, passage_of, text_of
 from tests.models_for_tests import TEMPLATE as CHAT
 from tests.models_for_tests import toy_model, toy_session, toy_tokenizer
 from tests.sentencepiece_for_tests import trained
+from tests.serving_for_tests import models_of
 from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
 from tests.tokenizers_for_tests import byte_level_json, gemma4_metadata, sentencepiece_json
 from tests.toy import tiny_bundle
@@ -386,7 +387,9 @@ MESSAGES: list[dict[str, Any]] = [
 def server(folder: Path) -> Reader:
     model = toy_model(toy_session(context=1024), toy_session(seed=1, context=1024))
     model.target.chat_template = ChatTemplate(HERMES)
-    app = App(models_of(model), ServeOptions(timeout_s=0.2, max_new_tokens=6), History(folder / "served.history"))
+    app = App(
+        models_of(model), ServeOptions(timeout_s=0.2, max_new_tokens=6), History(folder / "served.history")
+    )
     chat: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     asked = [
         chat | {"stream": True, "temperature": 0.7, "seed": 1, "logprobs": True, "top_logprobs": 2},

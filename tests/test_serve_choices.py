@@ -9,7 +9,6 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-import edgespec
 from edgespec.cli import app
 from edgespec.engine import Model
 from edgespec.loading.opening import LoadOptions
@@ -159,11 +158,11 @@ def test_time_that_is_up_is_an_end_of_each_or_an_error() -> None:
 def test_the_command_says_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = list[LoadOptions]()
 
-    def load(*names: object, options: LoadOptions, **more: object) -> None:
+    def load(options: LoadOptions, **more: object) -> None:
         given.append(options)
         raise EdgespecError("enough")
 
-    monkeypatch.setattr(edgespec, "load", load)
+    monkeypatch.setattr("edgespec.models.load", load)
     for more in ([], ["--parallel", "7"]):
         CliRunner().invoke(app, ["serve", "t", "--port", "0", *more])
     assert [options.parallel for options in given] == [4, 7]
