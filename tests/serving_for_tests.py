@@ -211,7 +211,21 @@ def models_of(model: Model) -> Models:
 def serving(
     model: Model, options: ServeOptions | None = None, history: History | None = None
 ) -> Iterator[str]:
-    """Serve on a free port in a thread; yields the address."""
+    """Serve a model, which is loaded, on a free port in a thread; yields the address."""
+    models = models_of(model)
+    try:
+        with serving_models(models, options, history) as url:
+            yield url
+    finally:
+        models._models.clear()  # who made the model closes it
+        models.close()
+
+
+@contextmanager
+def serving_models(
+    models: Models, options: ServeOptions | None = None, history: History | None = None
+) -> Iterator[str]:
+    """Serve models, which who made them closes; yields the address."""
     options = options or ServeOptions(port=0)
     started: list[Server] = []
     ready = threading.Event()
@@ -220,7 +234,6 @@ def serving(
         started.append(server)
         ready.set()
 
-    models = models_of(model)
     app = App(models, options, history)
     with bound_socket(options.host, options.port) as listening:
         port = listening.getsockname()[1]
@@ -233,8 +246,6 @@ def serving(
             started[0].should_exit = True
             thread.join(30)
             assert not thread.is_alive()
-            models._models.clear()  # who made the model closes it
-            models.close()
 
 
 @dataclass(frozen=True)

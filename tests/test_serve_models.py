@@ -1,0 +1,199 @@
+"""A server of several models, which answer to order: who answers, what is listed, loads that are waited for."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from edgespec.cli import app
+from edgespec.engine import LoadOptions
+from edgespec.history.manage import History
+from edgespec.models import Models
+from edgespec.serve.options import ServeOptions
+from edgespec_models.errors import EdgespecError
+from tests.native_for_tests import tiny_native
+from tests.serving_for_tests import ServedModel, ask, events, question, said, serving_models, until
+
+CHAT = "/v1/chat/completions"
+
+
+class Shelf:
+    """Loads models that answer to order, of 20 bytes each; ``gate`` holds up loads, which raise ``fault``."""
+
+    def __init__(self) -> None:
+        self.made = list[ServedModel]()
+        self.gate, self.loads = threading.Event(), 0
+        self.fault: EdgespecError | None = None
+        self.gate.set()
+
+    def load(self, target: str, ready: Callable[..., None], **_: object) -> ServedModel:
+        self.loads += 1
+        assert self.gate.wait(10)
+        if self.fault is not None:
+            raise self.fault
+        model = ServedModel(name=target)
+        model.target.manifest, model.drafter = SimpleNamespace(files={}), None  # type: ignore[attr-defined]
+        model.target.config.vocab_size = 1
+        ready(model.target, None)
+        self.made.append(model)
+        return model
+
+
+@pytest.fixture
+def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    shelf, fit = Shelf(), SimpleNamespace(memory_bytes=20)
+    monkeypatch.setattr("edgespec.models.load", shelf.load)
+    monkeypatch.setattr("edgespec.models.plan_of", lambda *_: SimpleNamespace(fit=lambda _: fit))
+    return shelf
+
+
+@pytest.fixture
+def models(shelf: Shelf) -> Iterator[Models]:
+    with Models({"small": "small", "large": "large"}, memory=30) as models:
+        yield models
+
+
+@pytest.fixture
+def url(models: Models) -> Iterator[str]:
+    with serving_models(models) as url:
+        yield url
+
+
+def to(model: str, text: str = "hello", **more: object) -> dict[str, object]:
+    return question(text, **more) | {"model": model}
+
+
+def listed(url: str) -> dict[str, Any]:
+    return {each["id"]: each for each in ask(url, "/v1/models").json["data"]}
+
+
+def test_the_model_that_a_request_names_answers_in_every_form(shelf: Shelf, url: str) -> None:
+    for name in ("small", "large", "small"):
+        for stream in (False, True):
+            reply = ask(url, CHAT, to(name, stream=stream))
+            assert said(reply) == "re: hello"
+            answered = events(reply)[0] if stream else reply.json
+            assert answered["model"] == name
+        texts = ask(url, "/v1/completions", {"model": name, "prompt": ["one", "two"]}).json
+        assert (texts["model"], len(texts["choices"])) == (name, 2)
+        assert ask(url, "/v1/responses", {"model": name, "input": "hi"}).json["model"] == name
+        message = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+        assert ask(url, "/v1/messages", message).json["model"] == name
+        counted = ask(url, "/v1/messages/count_tokens", {"model": name, "messages": message["messages"]})
+        assert counted.json == {"input_tokens": 2}
+    assert [model.name for model in shelf.made] == ["small", "large", "small"]  # one has room
+    assert [model.closed for model in shelf.made] == [1, 1, 0]
+
+
+def test_all_are_listed_with_what_is_loaded(url: str) -> None:
+    first = listed(url)
+    assert list(first) == ["small", "large"] and not any(each["loaded"] for each in first.values())
+    assert first["small"]["edgespec"] == {"history": None, "memory_bytes": None}
+    ask(url, CHAT, to("small"))
+    second = listed(url)
+    assert second["small"]["loaded"] and second["large"] == first["large"]
+    assert second["small"]["edgespec"]["memory_bytes"] == 20
+    assert ask(url, "/v1/models/small").json == second["small"]
+    ask(url, CHAT, to("large"))
+    third = listed(url)
+    assert (third["small"]["loaded"], third["large"]["loaded"]) == (False, True)
+    assert third["small"]["edgespec"]["drafter"] == "small"  # what was seen of it is still said
+    assert third["small"]["edgespec"]["memory_bytes"] is None
+    assert ask(url, "/health").json == {"status": "ok"}
+    assert f'edgespec_requests_total{{path="{CHAT}",status="200"}} 2.0' in ask(url, "/metrics").body.decode()
+
+
+def test_other_names_are_refused_before_anything_is_loaded(shelf: Shelf, url: str) -> None:
+    for stream in (False, True):
+        reply = ask(url, CHAT, to("medium", stream=stream))
+        assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
+        assert "there is no model 'medium'; this server has 'small', 'large'" in reply.error
+    assert ask(url, CHAT, to("small", top_logprobs=-1)).status == 400
+    assert ask(url, CHAT, {**to("small"), "model": None}).status == 400
+    assert shelf.loads == 0
+
+
+def test_a_load_that_fails_is_told_and_the_next_request_tries_again(shelf: Shelf, url: str) -> None:
+    shelf.fault = EdgespecError("the disk is full")
+    for stream in (False, True):
+        reply = ask(url, CHAT, to("small", stream=stream))
+        assert (reply.status, reply.error) == (500, "the disk is full")
+    shelf.fault = None
+    assert said(ask(url, CHAT, to("small"))) == "re: hello"
+    assert shelf.loads == 3
+
+
+def test_requests_wait_for_one_load_and_clients_may_leave_meanwhile(
+    shelf: Shelf, models: Models, url: str
+) -> None:
+    shelf.gate.clear()
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(ask, url, CHAT, to("small", stream=n % 2 == 0)) for n in range(4)]
+        with pytest.raises(TimeoutError):
+            ask(url, CHAT, to("small"), timeout_s=0.3)
+        until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
+        shelf.gate.set()
+        assert [said(each.result()) for each in waiting] == ["re: hello"] * 4
+    assert shelf.loads == 1
+    until(lambda: not models._users)
+
+
+def test_what_runs_keeps_its_model_until_its_client_has_it_all(shelf: Shelf, url: str) -> None:
+    ask(url, CHAT, to("small"))
+    shelf.made[0].pause_s = 0.05
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(ask, url, CHAT, to("small", "a long answer", stream=True))
+        until(lambda: len(shelf.made[0].calls) == 2)
+        other = pool.submit(ask, url, CHAT, to("large"))
+        assert said(running.result()) == "re: a long answer" and said(other.result()) == "re: hello"
+    assert [(model.closed, model.cancelled) for model in shelf.made] == [(1, 0), (0, 0)]
+
+
+def test_the_time_of_a_request_and_the_servers_end_end_its_wait(shelf: Shelf, models: Models) -> None:
+    shelf.gate.clear()
+    with serving_models(models, ServeOptions(port=0, timeout_s=0.2)) as url:
+        reply = ask(url, CHAT, to("small"))
+        assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
+    with ThreadPoolExecutor(1) as pool:
+        with serving_models(models, ServeOptions(port=0, shutdown_s=0.1)) as url:
+            waiting = pool.submit(ask, url, CHAT, to("small"))
+            until(lambda: len(models._users) == 1)
+            threading.Timer(0.5, shelf.gate.set).start()
+        assert (waiting.result().status, waiting.result().json["error"]["code"]) == (503, "shutting_down")
+
+
+def test_what_was_learned_is_forgotten_by_all_that_are_loaded(shelf: Shelf, tmp_path: Path) -> None:
+    history = History(tmp_path / "h.sqlite")
+    names = ("one", "two", "three")
+    with Models({name: name for name in names}) as models, serving_models(models, history=history) as url:
+        for name in names[:2]:
+            ask(url, CHAT, to(name))
+        assert ask(url, "/edgespec/history/forget", {"everything": True}).json["passages"] == 0
+    assert [model.learned for model in shelf.made] == [[history.path]] * 2
+
+
+def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tiny_native(tmp_path / "tiny").path.rename(tmp_path / "moved")
+    served = list[Any]()
+
+    def run(app: Any, listening: object, ready: Callable[[Any], None]) -> None:
+        ready(None)
+        served.extend((app.models.names, set(app.models.loaded), app.models._memory, app.models._keep))
+
+    def load(target: str, options: LoadOptions, **_: object) -> ServedModel:
+        return ServedModel(name=f"{target} on {options.threads}")
+
+    monkeypatch.setattr("edgespec.serve.server.run", run)
+    monkeypatch.setattr("edgespec.models.load", load)
+    given = ["serve", "./dir/big.gguf", str(bundle), "hf:me/other@main", "--port", "0", "--memory", "1.5"]
+    result = CliRunner().invoke(app, [*given, "--keep", "60", "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    assert served == [("big", "tiny", "other"), {"big"}, 1_500_000_000, 60.0]
+    assert "big with small; when asked for tiny, other: a page at http://127.0.0.1:" in result.stderr
