@@ -1,4 +1,4 @@
-"""A server of several models, which answer to order: who answers, what is listed, loads that are waited for."""
+"""A server of several models, which answer to order: who answers, what is listed, loads and their waits."""
 
 import threading
 from collections.abc import Callable, Iterator
