@@ -128,18 +128,18 @@ class Models:
                 self._give()
 
     def _give(self) -> None:
-        """Give out what is loaded; while a load waits for room, to those alone that it waits for."""
-        for user in self._wait_for(self._models):
+        """Give out what is loaded; while a load waits for room, only to those that it waits for."""
+        for user in self._waiting(self._models):
             may = not self._is_crowded or user.owner in self._owners()
             if may and user.set_running_or_notify_cancel():
                 user.uses = True
                 user.set_result(self._models[user.name])
         self._changed.notify_all()
 
-    def _wait_for(self, names: Iterable[str]) -> list[_User]:
+    def _waiting(self, names: Iterable[str]) -> list[_User]:
         return [user for user in self._users if user.name in names and not user.done()]
 
-    def _fail(self, users: Iterable[_User], error: Exception) -> None:
+    def _fail(self, users: Iterable[_User], error: BaseException) -> None:
         for user in users:
             if not user.done() and user.set_running_or_notify_cancel():
                 user.set_exception(error)
@@ -157,7 +157,7 @@ class Models:
         """Load what is asked for and unload what is not any more, until all is closed."""
         while not self._closed:
             with self._changed:
-                asked, idle, left = self._wait_for(set(self.names) - self._models.keys()), self._idle(), None
+                asked, idle, left = self._waiting(set(self.names) - self._models.keys()), self._idle(), None
                 if idle and self._keep is not None:
                     left = max(0.0, self._used_at[idle[0]] + self._keep - monotonic())
                 if not asked and left != 0 and not self._closed:
@@ -176,10 +176,10 @@ class Models:
         tell, ready = partial(self._tell, name), partial(self._make_room, name)
         try:
             model = load(**arguments, progress=tell, ready=ready)
-        except Exception as error:  # noqa: BLE001 - raised where the model is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where the model is waited for
             self.memory_bytes.pop(name, None)
             with self._changed:
-                self._fail(self._wait_for([name]), error)
+                self._fail(self._waiting([name]), error)
         else:
             _LOG.info("%s was loaded in %.1f s", name, monotonic() - started)
             self._models[name], self._used_at[name] = model, monotonic()
@@ -190,7 +190,7 @@ class Models:
     def _tell(self, name: str, report: Progress) -> None:
         if self._closed:
             raise Closed("the models are closed")
-        for user in self._wait_for([name]):
+        for user in self._waiting([name]):
             user.progress(report)
 
     def _make_room(self, name: str, target: Bundle, drafter: Bundle | None) -> None:
@@ -203,25 +203,22 @@ class Models:
                 self._is_crowded, idle = True, self._idle()[:1]
                 if not idle:
                     stuck = [user for user in self._users if user.owner in self._owners()]
-                    self._fail(
-                        stuck, DeviceError("no room beside the model in use; leave that, or allow more")
-                    )
-                    if self._closed or not self._wait_for([name]):
+                    self._fail(stuck, DeviceError("no room beside a model that you use; leave that first"))
+                    if self._closed or not self._waiting([name]):
                         raise Closed("nobody waits for it any more")
                     self._changed.wait(LOOK_S)
             for first in idle:
                 self._unload(first)
-        self._is_crowded, self.memory_bytes[name] = False, needed
+        with self._changed:
+            self._is_crowded, self.memory_bytes[name] = False, needed
+            self._give()
         running = [each for model in self.loaded.values() for each in (model.target, model.drafter) if each]
+        known = {(each.manifest.files.get(TOKENIZER), each.config.vocab_size): each for each in running}
         for bundle in filter(None, (target, drafter)):
-            kind = bundle.manifest.files.get(TOKENIZER), bundle.config.vocab_size
-            same = [
-                each
-                for each in running
-                if (each.manifest.files.get(TOKENIZER), each.config.vocab_size) == kind
-            ]
-            if same and kind[0] is not None:
-                bundle.tokenizer = same[0].tokenizer
+            record = bundle.manifest.files.get(TOKENIZER)
+            same = known.get((record, bundle.config.vocab_size))
+            if record is not None and same is not None:
+                bundle.tokenizer = same.tokenizer
 
     def _has_room(self, needed: int) -> bool:
         """Whether so much fits beside the others; whether it fits alone, the load sees."""
