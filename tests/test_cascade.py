@@ -123,11 +123,21 @@ def test_it_guesses_no_further_than_the_cache_has_room() -> None:
         assert session.passes == [2 + min(room, 3)] and session.capacity == capacity
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
-def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int, bool]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=8))
+def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int, int]]) -> None:
     session = _session()
-    asked = [Rows(session, [1] * count, int(is_step)) for count, is_step in parts]
+    asked = [Rows(session, [1] * count, min(count, wanted)) for count, wanted in parts]
     shares = _step_shares(asked, 2.0)
     assert sum(each.share_s for each in shares) == pytest.approx(2.0)
-    steps = {round(each.share_s, 9) for each, (_, is_step) in zip(shares, parts, strict=True) if is_step}
+    steps = {
+        round(passed.share_s, 9)
+        for passed, each in zip(shares, asked, strict=True)
+        if each.wanted == len(each.tokens)
+    }
     assert len(steps) <= 1  # whatever they guessed besides
+
+
+def test_what_is_read_of_a_text_is_not_shared_by_the_steps_beside_it() -> None:
+    session = _session()
+    first, step = _step_shares([Rows(session, [1] * 128, 1), Rows(session, [1], 1)], 129.0)
+    assert (first.share_s, step.share_s) == pytest.approx((128.0, 1.0))

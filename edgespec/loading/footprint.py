@@ -7,9 +7,9 @@ from typing import Any, Final, Literal
 from edgespec_models.bundles.bundle import Bundle, CacheType
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.graph_session import KV_STEP
-from edgespec_runtimes.kv_buffers import KEY_TILE
+from edgespec_runtimes.kv_cache import KEY_TILE
 from edgespec_runtimes.memory import MachineMemory, machine_memory
+from edgespec_runtimes.session import KV_STEP
 
 State = Literal["here", "to be exported", "to be pulled"]
 

@@ -20,7 +20,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import home
-from edgespec_runtimes.kv_buffers import KEY_TILE
+from edgespec_runtimes.kv_cache import KEY_TILE
 from edgespec_runtimes.memory import machine_memory
 
 _LENGTHS: Final = (2048, 8192, 32768)

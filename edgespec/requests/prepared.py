@@ -13,7 +13,8 @@ from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.request import Request
 from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.session import Predictions, Session
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # requests without tools or thoughts need neither
     from edgespec.requests.call_reading import CallReader

@@ -10,7 +10,8 @@ from edgespec.drafting.pricing import Pricing
 from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.results import nothing
 from edgespec.requests.worker import Answer
-from edgespec_runtimes.session import Predictions, Rows
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 
 T = TypeVar("T")
 
@@ -121,11 +122,12 @@ def _end(answer: Answer, error: BaseException | None = None) -> None:
 
 
 def _step_shares(asked: Sequence[Rows], seconds: float) -> list[Passed]:
-    """Of a drafter's pass, each request's time: pieces of prompts pay for their rows, steps alike."""
-    total, steps = sum(len(each.tokens) for each in asked), [each for each in asked if each.wanted]
+    """Of a drafter's pass, each request's time: rows of the text pay for themselves, steps alike."""
+    total, steps = sum(len(each.tokens) for each in asked), [each.wanted for each in asked if each.wanted]
     row_s = seconds / total
-    step_s = row_s * sum(len(each.tokens) for each in steps) / max(1, len(steps))
-    shares = (step_s if each.wanted else row_s * len(each.tokens) for each in asked)
+    step_s = row_s * sum(steps) / max(1, len(steps))
+    read = (row_s * (len(each.tokens) - each.wanted) for each in asked)
+    shares = (read_s + (step_s if each.wanted else 0.0) for each, read_s in zip(asked, read, strict=True))
     return [Passed(total, seconds, share_s, len(asked)) for share_s in shares]
 
 

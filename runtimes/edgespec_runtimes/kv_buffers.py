@@ -6,8 +6,6 @@ from edgespec_runtimes.kv_cache import KEY_TILE, SavedCache, shared_length
 from edgespec_runtimes.prompt_cache import PromptCache
 from edgespec_runtimes.session import Session
 
-__all__ = ["KEY_TILE"]
-
 _LEAST = 4
 """Tokens that are worth a copy: it takes next to nothing, and reading them longer than a pass over one."""
 

@@ -15,8 +15,6 @@ from edgespec_runtimes.graph_io import GraphIO
 from edgespec_runtimes.kv_cache import SavedCache, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions
 
-__all__ = ["Predictions"]
-
 KV_STEP: Final = 256
 """Room in the KV cache is made in steps of so many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
