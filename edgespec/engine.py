@@ -34,7 +34,7 @@ from edgespec.requests.worker import Answer, Worker
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.schema import checked, length
+from edgespec_models.schema import checked, length, one_of
 from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
@@ -63,6 +63,7 @@ def load(
     device: DeviceName = AUTO,
     drafter_device: DeviceName = AUTO,
     ready: Ready = lambda target, drafter: None,
+    priority: Annotated[str, one_of(("normal", "low"))] = "normal",
 ) -> "Model":
     """Load a target and its drafter.
 
@@ -82,6 +83,7 @@ def load(
             or the CPU, and says why (:attr:`Model.placement`).
         drafter_device: the same for the drafter.
         ready: told of both bundles before they take memory, the drafter's perhaps None; it may wait for room.
+        priority: with ``"low"`` threads on the CPU give way to other programs.
 
     Returns:
         A :class:`Model`, to be used as a context manager or closed.
@@ -113,7 +115,7 @@ def load(
         drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)
         drafter_placement = placed(drafter_bundle, drafter_device)
     ready(target_bundle, drafter_bundle)
-    cpu = room_for(target_bundle, drafter_bundle, options.cpu())
+    cpu = room_for(target_bundle, drafter_bundle, options.cpu(low_priority=priority == "low"))
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     own = drafter if isinstance(drafter, Drafter) else None
     runner = Runner(
@@ -183,6 +185,19 @@ class Model:
         """
         with self._worker.paused():
             self._runner.forget(on_disk=on_disk)
+
+    def pause(self) -> None:
+        """Let all requests wait until :meth:`resume`; returns when no pass runs. Timeouts count on."""
+        self._worker.hold(self)
+
+    def resume(self) -> None:
+        """Let answers go on; their text is the one that it would have been."""
+        self._worker.hold(self, held=False)
+
+    def trim(self) -> int:
+        """Free the KV caches that no answer under way uses, between two passes; how many bytes that was."""
+        with self._worker.paused(between_passes=True):
+            return self._runner.trim()
 
     @property
     def name(self) -> str:

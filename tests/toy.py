@@ -229,6 +229,11 @@ class ToySession(Session):
             self._buffer[row] = self._next_logits(self.cache)
         return self._buffer[: len(tokens)]
 
+    def release(self) -> int:
+        freed, self.capacity = self.kv_bytes, 0
+        self.truncate(0)
+        return freed
+
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.cache)
         del self.cache[length:]

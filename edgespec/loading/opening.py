@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import psutil
+
 from edgespec.loading.measurements import Conditions, Measurement, recall, remember
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.config import ModelConfig
@@ -42,6 +44,7 @@ class LoadOptions:
 
     Attributes:
         threads: threads of a pass, at most twice the logical cores; 0 takes the physical cores.
+        battery_threads: the same where the machine is on its battery at load; None is ``threads``.
         spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
         max_draft: the longest draft; what is worth drafting is decided round by round.
         weights: policy of exports made at first use, ``exact`` or ``portable``
@@ -66,6 +69,7 @@ class LoadOptions:
     """
 
     threads: Threads = 0
+    battery_threads: Threads | None = None
     spinning: bool = True
     max_draft: Annotated[int, within(1, 64)] = 32
     weights: Annotated[str, one_of(WEIGHTS)] | None = None
@@ -81,11 +85,16 @@ class LoadOptions:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def cpu(self) -> CpuOptions:
+    def cpu(self, *, low_priority: bool = False) -> CpuOptions:
         """What a session on the CPU is told of them."""
+        threads = self.threads
+        if self.battery_threads is not None:
+            battery = getattr(psutil, "sensors_battery", lambda: None)()  # not on every system
+            threads = self.battery_threads if battery and battery.power_plugged is False else threads
         return CpuOptions(
-            threads=self.threads,
+            threads=threads,
             spinning=self.spinning,
+            low_priority=low_priority,
             huge_pages=self.huge_pages,
             instructions=self.instructions,
         )

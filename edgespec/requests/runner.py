@@ -242,6 +242,13 @@ class Runner:
         if on_disk and self.side is not None:
             self.side.forget()
 
+    def trim(self) -> int:
+        """Free the KV caches that no request uses; their bytes."""
+        freed, idle = self._caches.nbytes, [seat for seat in self.seats.all if not seat.taken]
+        for session in self.seats.sessions:
+            self._caches.forget(session)
+        return freed + sum(each.release() for seat in idle for each in (seat.target, seat.drafter) if each)
+
     def close(self) -> None:
         """Store what was learned, free both models, for good."""
         if self._is_closed:

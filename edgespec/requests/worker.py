@@ -196,7 +196,8 @@ class Worker:
         self._changed = Condition()
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
-        self._tidying = False
+        self._turning = self._tidying = False
+        self._holders: set[object] = set()
         self._thread: Thread | None = None
         self._pausing = Lock()  # one at a time
         self._paused = self._closed = self._is_crowded = False
@@ -245,21 +246,33 @@ class Worker:
             return self._waiting.index(answer) + len(self._running)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """No request runs within the block: those that run are waited for, the others wait."""
+    def paused(self, *, between_passes: bool = False) -> Iterator[None]:
+        """No request runs within the block: those that run are waited for, or wait too ``between_passes``."""
         if current_thread() is self._thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
+        if self._holders - {self._pausing} and self._running and not (between_passes or self._closed):
+            raise RequestError("the model is paused within a request, which this waits for; resume it")
         with self._pausing:
             try:
                 with self._changed:
                     self._paused = True
-                    while self._running or self._tidying:
+                    self._holders |= {self._pausing} if between_passes else set()
+                    while self._tidying or (self._turning if between_passes else self._running):
                         self._changed.wait(LOOK_S)
                 yield
             finally:
                 with self._changed:
                     self._paused = False
+                    self._holders.discard(self._pausing)
                     self._changed.notify_all()
+
+    def hold(self, who: object, *, held: bool = True) -> None:
+        """Let no pass begin until ``who`` lets go; one that runs is waited for, but not by itself."""
+        with self._changed:
+            (self._holders.add if held else self._holders.discard)(who)
+            self._changed.notify_all()
+            while who in self._holders and self._turning and current_thread() is not self._thread:
+                self._changed.wait(LOOK_S)
 
     def close(self, then: Callable[[], None]) -> None:
         """Answer nothing any more: end what runs and what waits, and when it is over call ``then``.
@@ -304,7 +317,7 @@ class Worker:
             self._running, self._tidying = [], True
             self._changed.notify_all()
         try:
-            self._tidy(lambda: self._paused or bool(self._waiting))
+            self._tidy(lambda: self._paused or bool(self._holders or self._waiting))
         finally:
             with self._changed:
                 self._tidying = False
@@ -318,8 +331,13 @@ class Worker:
             self._waiting.extendleft(postponed)
             # Until one of those ends that run, there is no more room.
             self._is_crowded = bool(postponed) or (self._is_crowded and len(running) == len(self._running))
-            self._running = running
+            self._running, self._turning = running, False
             self._changed.notify_all()
+            while self._holders and not self._closed:
+                if ending := [each for each in running if each.prepared and each.interruption]:
+                    self._turning = True
+                    return ending
+                self._changed.wait(LOOK_S)
             while self._paused and not self._running:
                 self._changed.wait()
             self._sweep()
@@ -331,6 +349,7 @@ class Worker:
             if not self._running:
                 self._thread = None
                 atexit.unregister(self._leave)
+            self._turning = bool(self._running)
             return list(self._running)
 
     def _may_begin(self, answer: Answer) -> bool:

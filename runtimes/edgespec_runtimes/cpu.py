@@ -11,9 +11,10 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -68,6 +69,7 @@ class CpuOptions:
         huge_pages: weights of edgespec's own graphs are copied into huge pages when they are loaded (Linux),
             which makes passes a tenth faster. Without, they stay mapped: loading is opening a file, and
             processes share them.
+        low_priority: passes give way to other programs, in threads of their own: on Linux none can go back.
         keep_memory: what a pass has freed is kept for the next. Faster; turn it off for a few passes of
             graphs that shall take little memory.
     """
@@ -76,6 +78,7 @@ class CpuOptions:
     spinning: bool = True
     exact_rows: bool = True
     prefill_chunk: Annotated[int, within(1)] = 128
+    low_priority: bool = False
     keep_memory: bool = True
     instructions: Instructions = ""
     huge_pages: bool = True
@@ -88,6 +91,20 @@ def default_threads() -> int:
     """Physical cores this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+class _LowPriority:
+    """A session of ONNX Runtime, opened and run in a thread that gives way to other programs."""
+
+    def __init__(self, opened: Callable[[], Any]) -> None:
+        self._thread = ThreadPoolExecutor(1, "low", _kept(library()).edgespec_lower_priority)
+        self._session = self._thread.submit(opened).result()
+
+    def run_with_iobinding(self, binding: Any) -> None:
+        self._thread.submit(self._session.run_with_iobinding, binding).result()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
 
 class CpuSession(Session):
@@ -160,6 +177,7 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
     settings = session_settings(options)
     if native:
         settings.intra_op_num_threads = 1  # the operators have threads of their own
+        settings.add_session_config_entry("edgespec.low", "1" if options.low_priority else "")
         register_operators(
             settings,
             options.instructions,
@@ -172,8 +190,10 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
             folder = "session.model_external_initializers_file_folder_path"
             settings.add_session_config_entry(folder, str(graph.parent))
         model = _with_outputs(graph.read_bytes(), streams) if streams else str(graph)
+        providers = ["CPUExecutionProvider"]
         # The fallback tries the same provider again, and prints.
-        return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+        opened = partial(ort.InferenceSession, model, settings, providers=providers, enable_fallback=0)
+        return _LowPriority(opened) if options.low_priority else opened()
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
         if lacks_memory(error):
             raise DeviceError(f"not enough memory to load {graph.parent.name}; free some") from error

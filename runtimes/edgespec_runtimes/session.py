@@ -185,6 +185,15 @@ class Session:
             raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
         del self._stretch.tokens[length:]
 
+    def release(self) -> int:
+        """Forget every token and free their memory, where no graph has to be opened for that; its bytes."""
+        self.truncate(0)
+        io, before = self._open_io, self.kv_bytes
+        if io.takes_several:
+            self._stretch.capacity = 0
+            io.reserve(self._stretch, 0)
+        return before - self.kv_bytes
+
     def view(self, start: int, end: int) -> SavedCache | None:
         """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows.
 

@@ -353,7 +353,7 @@ uint64_t digest(uint64_t state, const Results& results) {
 int lost_jobs() {
   int lost = 0;
   for (int64_t threads = 1; threads <= 4; threads++) {
-    Crew crew(threads, threads % 2 == 0);
+    Crew crew(threads, threads % 2 == 0, threads > 2);
     for (int64_t job = 0; job < 10000; job++) {
       std::vector<int64_t> ran(static_cast<size_t>(job % 40));
       crew.spread(job % 40, [&](int64_t i) { ran[static_cast<size_t>(i)] += i + 1; });

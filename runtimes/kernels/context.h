@@ -75,12 +75,12 @@ inline Tensor read(const Api& api, const OrtValue* value) {
 // What the kernels of a session share: a table, threads, and huge pages for its weights, or none.
 class Host {
  public:
-  Host(const Kernels& kernels, bool huge, int64_t threads, bool spins)
-      : kernels(kernels), huge_(huge), threads_(threads), spins_(spins) {}
+  Host(const Kernels& kernels, bool huge, int64_t threads, bool spins, bool low)
+      : kernels(kernels), huge_(huge), threads_(threads), spins_(spins), low_(low) {}
 
   // Null where weights are to stay where they are. Both live as long as a kernel of the session.
   std::shared_ptr<Pages> pages() const { return huge_ ? shared(pages_) : nullptr; }
-  std::shared_ptr<Crew> crew() const { return shared(crew_, threads_, spins_); }
+  std::shared_ptr<Crew> crew() const { return shared(crew_, threads_, spins_, low_); }
 
   const Kernels& kernels;
 
@@ -95,7 +95,7 @@ class Host {
 
   bool huge_;
   int64_t threads_;
-  bool spins_;
+  bool spins_, low_;
   mutable std::mutex mutex_;
   mutable std::weak_ptr<Pages> pages_;
   mutable std::weak_ptr<Crew> crew_;

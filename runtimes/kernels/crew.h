@@ -1,6 +1,7 @@
 // The threads of a session, for the work of a pass.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -10,7 +11,56 @@
 #include <thread>
 #include <vector>
 
+#if defined(_WIN32)
+#include <windows.h>
+#else
+#include <pthread.h>
+#include <sys/resource.h>
+#endif
+
 namespace edgespec {
+
+// Lets other programs' threads go before the calling one; on Linux for good.
+inline void lower_priority() {
+#if defined(_WIN32)
+  SetThreadPriority(GetCurrentThread(), THREAD_PRIORITY_LOWEST);
+#elif defined(__APPLE__)
+  pthread_set_qos_class_self_np(QOS_CLASS_UTILITY, 0);  // the next lower one never has a fast core
+#else
+  setpriority(PRIO_PROCESS, 0, 19);  // of this thread
+#endif
+}
+
+// Linux shares cores among sessions and services before it looks at priorities. So a thread that had to share its
+// core while it worked sleeps, the longer the oftener, and wakes on a free one if there is any.
+class Manners {
+  using Clock = std::chrono::steady_clock;
+  static constexpr Clock::duration kLook = std::chrono::milliseconds(2);
+
+ public:
+  void begin() { since_ = Clock::now(), ran_ = ran(); }
+  void end() {
+    worked_ += Clock::now() - since_, had_ += ran() - ran_;
+    if (worked_ < kLook) return;
+    const bool shared = worked_ - had_ > worked_ / 4;
+    rest_ = shared ? std::clamp(2 * rest_, kLook / 2, 32 * kLook) : rest_ - rest_ / 16;
+    worked_ = had_ = {};
+    if (shared) std::this_thread::sleep_for(rest_);
+  }
+
+ private:
+  static Clock::duration ran() {
+#if defined(__linux__)
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+#else
+    return Clock::now().time_since_epoch();  // priorities do
+#endif
+  }
+  Clock::time_point since_;
+  Clock::duration ran_{0}, worked_{0}, had_{0}, rest_{0};
+};
 
 // Work is cut into more pieces than there are threads. Each begins with pieces that lie side by side, and whoever
 // has done with them takes others'. So a slow core holds nobody up for longer than a piece. A core that another
@@ -18,9 +68,10 @@ namespace edgespec {
 // all others wait. So helpers offer their core before it is taken, between two pieces, where nobody waits for them.
 class Crew {
  public:
-  // `spins`: helpers wait busily for a moment, since waking them costs about as much as a little work.
-  Crew(int64_t threads, bool spins)
-      : spin_(spins ? kSpin : Clock::duration(0)), shares_(static_cast<size_t>(threads)) {}
+  // `spins`: helpers wait busily for a moment, since waking them costs about as much as a little work. `low`: all
+  // give way to other programs.
+  Crew(int64_t threads, bool spins, bool low)
+      : spin_(spins ? kSpin : Clock::duration(0)), low_(low), shares_(static_cast<size_t>(threads)) {}
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
   ~Crew() {
@@ -47,7 +98,9 @@ class Crew {
     }
     const int64_t job = job_ + 1;
     open(job);
+    if (low_) manners_.begin();
     for (int64_t i; (i = taken(0)) >= 0;) run(i);
+    if (low_) manners_.end();
     const int patience = spin_.count() != 0 ? kPatience : 0;
     job_ = job + 1;  // closed: who is not in it by now stays out
     for (int spins = 0; inside_ != 0;) {
@@ -107,13 +160,17 @@ class Crew {
   }
 
   void help(size_t t) {
+    Manners manners;
+    if (low_) lower_priority();
     Clock::time_point offered = Clock::now();
     for (int64_t job, seen = 0; (job = awaited(seen, offered)) != kStopped;) {
       seen = job;
+      if (low_) manners.begin();
       inside_++;
       if (job_ == job)  // else it was closed meanwhile
         for (int64_t i; Clock::now() - offered < kOffer && (i = taken(t)) >= 0;) piece_(data_, i);
       inside_--;
+      if (low_) manners.end();
       if (Clock::now() - offered < kOffer) continue;
       std::this_thread::yield();
       offered = Clock::now();
@@ -141,6 +198,8 @@ class Crew {
   }
 
   const Clock::duration spin_;
+  const bool low_;
+  Manners manners_;  // whoever has the pass
   std::mutex pass_;
   bool hired_ = false;
   std::vector<std::thread> helpers_;

@@ -76,9 +76,9 @@ class Registered : public ort::CustomOp {
 
 // The operators of one session's options. Nothing says when the last session goes, so it is never freed.
 struct Domain {
-  Domain(const void* const* table, const Kernels& kernels, bool huge, int64_t threads, bool spins)
+  Domain(const void* const* table, const Kernels& kernels, bool huge, int64_t threads, bool spins, bool low)
       : api(table),
-        host(kernels, huge, threads, spins),
+        host(kernels, huge, threads, spins, low),
         linear(api, host),
         attention(api, host),
         embedding(api, host),
@@ -119,8 +119,8 @@ std::string setting(const Api& api, OrtSessionOptions* options, const char* key)
 #endif
 
 // Called by ONNX Runtime. Of the session's settings `edgespec.instructions` names the set to use instead of the
-// best, `edgespec.threads` how many work in a pass (1), and `edgespec.spinning` and `edgespec.huge_pages`,
-// whatever they say, have threads wait busily and weights copied into huge pages.
+// best, `edgespec.threads` how many work in a pass (1), and `edgespec.spinning`, `edgespec.low` and
+// `edgespec.huge_pages`, whatever they say, have threads wait busily or give way, and weights copied into huge pages.
 EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                const edgespec::ort::ApiBase* base) {
   using namespace edgespec;
@@ -139,7 +139,7 @@ EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions
     std::from_chars(threads.data(), threads.data() + threads.size(), count);
     auto domain = std::make_unique<Domain>(table, *kernels, !said("edgespec.huge_pages").empty(),
                                            std::clamp<int64_t>(count, 1, 1 << 12),
-                                           !said("edgespec.spinning").empty());
+                                           !said("edgespec.spinning").empty(), !said("edgespec.low").empty());
     check(api.add_domain(options, domain->domain));
     domain.release();
     return nullptr;
@@ -152,3 +152,4 @@ EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions
 
 // The best set of instructions that this processor has; for reports.
 EDGESPEC_EXPORT const char* edgespec_instructions() { return edgespec::find_kernels("")->name; }
+EDGESPEC_EXPORT void edgespec_lower_priority() { edgespec::lower_priority(); }

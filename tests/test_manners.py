@@ -1,0 +1,176 @@
+"""Good manners: pausing, giving memory back, threads that give way, fewer of them on a battery."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+
+from edgespec import Generation, LoadOptions, Model, RequestError
+from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.native_for_tests import tiny_native
+from tests.sessions_for_tests import ONE_THREAD
+from tests.toy import LLAMA
+
+PROMPT, NEW = "the quick brown fox", 24
+TOKENS = [(i * 31) % 400 for i in range(40)]
+
+
+def until(happened: Callable[[], object]) -> None:
+    end = monotonic() + 60
+    while not happened():
+        assert monotonic() < end, "it never happened"
+        sleep(0.001)
+
+
+def alone(prompt: str = PROMPT, new: int = NEW) -> Generation:
+    with toy_model() as model:
+        return model.generate(prompt, max_new_tokens=new)
+
+
+def test_a_paused_answer_stands_still_and_goes_on_with_the_same_text() -> None:
+    session = Gated()
+    with toy_model(session) as model, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(model.generate, PROMPT, max_new_tokens=NEW)
+        session.do(6)
+        pausing = pool.submit(model.pause)
+        until(lambda: bool(model._worker._holders))
+        assert not pausing.done()  # a pass runs
+        session.open()
+        pausing.result(60)
+        before = len(session.passes)
+        waits = model.stream("jumps over", max_new_tokens=NEW)
+        waits.start()
+        sleep(0.3)
+        assert len(session.passes) == before and not running.done() and waits.place == 1
+        with pytest.raises(RequestError, match="resume"):
+            model.forget()
+        model.resume()
+        assert running.result(60).text == alone().text
+        assert waits.run().text == alone("jumps over").text
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "closed"])
+def test_what_is_to_end_ends_in_a_pause(reason: str) -> None:
+    with toy_model() as model:
+        stream = model.stream(PROMPT, max_new_tokens=4000)
+        next(stream)
+        model.pause()
+        if reason == "cancelled":
+            stream.cancel()
+        else:
+            model.close()
+        assert stream.run().finish_reason == reason
+
+
+def test_a_request_that_waits_in_a_pause_is_closed() -> None:
+    model = toy_model()
+    model.pause()
+    waits = model.stream(PROMPT, max_new_tokens=NEW)
+    waits.start()
+    model.close()
+    assert waits.run().finish_reason == "closed"
+
+
+def test_a_request_may_pause_its_own_model_and_a_task_waits() -> None:
+    async def main(model: Model) -> str:
+        model.pause()
+        task = asyncio.create_task(model.generate_async(PROMPT, max_new_tokens=NEW))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        model.resume()
+        return (await task).text
+
+    asked = list[int]()
+    with toy_model() as model, ThreadPoolExecutor(1) as pool:
+
+        def cancelled() -> bool:
+            asked.append(len(asked))
+            if len(asked) == 3:
+                model.pause()
+            return False
+
+        running = pool.submit(model.generate, PROMPT, max_new_tokens=NEW, cancelled=cancelled)
+        until(lambda: bool(model._worker._holders))
+        sleep(0.3)
+        assert not running.done()
+        model.resume()
+        assert running.result(60).text == asyncio.run(main(model)) == alone().text
+
+
+def test_trim_gives_back_what_no_answer_uses() -> None:
+    session = toy_session()
+    with toy_model(session, options=LoadOptions(parallel=1)) as model:
+        texts = [model.generate(prompt, max_new_tokens=NEW).text for prompt in (PROMPT, "jumps over")]
+        kept, held = model._runner._caches.nbytes, session.kv_bytes
+        assert kept > 0 and held > 0
+        assert model.trim() == kept + held
+        assert session.kv_bytes == model._runner._caches.nbytes == 0 == model.trim()
+        again = model.generate(PROMPT, max_new_tokens=NEW)
+        assert (again.text, again.stats.cached_tokens) == (texts[0], 0)
+        stream = model.stream("jumps over", max_new_tokens=2000)
+        next(stream)
+        model.pause()
+        held = session.length
+        with ThreadPoolExecutor(4) as pool:  # one after the other
+            assert sum(pool.map(lambda _: model.trim(), range(4))) >= 0
+        assert session.length == held > 0  # of the answer under way
+        model.resume()
+        assert stream.run().tokens == alone("jumps over", 2000).tokens
+
+
+def test_a_session_gives_its_part_of_the_cache_back(tmp_path: Path) -> None:
+    session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle, ONE_THREAD)
+    expected = session.predict(TOKENS).logits.copy()
+    other = session.beside()
+    other.prefill(TOKENS[:20])
+    taken, kept = session.kv_bytes, other.kv_bytes
+    assert session.release() >= taken > 0 == session.kv_bytes == session.length
+    assert other.kv_bytes == kept  # at the front now, with what it held
+    np.testing.assert_array_equal(other.predict(TOKENS[20:]).logits, expected[20:])
+    np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
+
+
+def niceness() -> dict[str, int]:
+    """Of each thread of this process."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it ends
+            found[task.name] = int((task / "stat").read_text().rpartition(")")[2].split()[16])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' list of threads")
+def test_threads_that_compute_give_way_and_no_others(tmp_path: Path) -> None:
+    bundle = tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle
+    expected = CpuSession(bundle, ONE_THREAD).predict(TOKENS).logits.copy()
+    before = set(niceness())
+    session = CpuSession(bundle, CpuOptions(threads=3, low_priority=True))
+    np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
+    after = niceness()
+    assert [after[each] for each in after.keys() - before] == [19] * 3  # a caller and two helpers
+    assert 19 not in [after[each] for each in before & after.keys()]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == 0
+    session.close()
+    until(lambda: 19 not in niceness().values())
+
+
+def test_on_a_battery_as_many_threads_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LoadOptions(threads=2, battery_threads=1)
+    for battery, threads in ((None, 2), (True, 2), (False, 1)):
+        state = None if battery is None else SimpleNamespace(power_plugged=battery)
+        monkeypatch.setattr(psutil, "sensors_battery", lambda state=state: state, raising=False)
+        assert options.cpu().threads == threads
+        assert replace(options, battery_threads=None).cpu().threads == 2
+    monkeypatch.delattr(psutil, "sensors_battery")  # systems that psutil knows nothing of
+    assert options.cpu().threads == 2
