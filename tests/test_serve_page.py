@@ -119,7 +119,7 @@ def test_everything_is_reached_by_keyboard(page: "Page", url: str, model: Served
     for _ in range(8):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("() => document.activeElement.id || document.activeElement.tagName"))
-    assert reached[:5] == ["send", "marks", "anew", "theme", "SUMMARY"]
+    assert reached[:6] == ["send", "anew", "SUMMARY", "marks", "theme", "SUMMARY"]
     page.locator("#marks").focus()
     page.keyboard.press("Space")
     assert page.locator("#marks").get_attribute("aria-pressed") == "false"

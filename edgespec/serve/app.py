@@ -25,7 +25,7 @@ from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.responses import Responses
-from edgespec.serve.security import Gate
+from edgespec.serve.security import SCRIPTS, Gate
 from edgespec_models.errors import EdgespecError, RequestError
 
 _PAGE_HEADERS = {
@@ -38,8 +38,8 @@ _PAGE_HEADERS = {
 }
 _PAGE = {
     "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
+    **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
 }
 _SHOWN_PASSAGES = 200
 

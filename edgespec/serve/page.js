@@ -1,268 +1,118 @@
-// The page of `edgespec serve`: one conversation, kept in this tab alone. Text is only ever set as text.
-"use strict";
+// The page of `edgespec serve`: chats, which are kept in this browser.
 
-const $ = (id) => document.getElementById(id);
-const NAMES = {
-  target: "by the target itself",
-  model: "drafted by the drafter",
-  ngram: "drafted from this text",
-  history: "drafted from what was learned",
-  grammar: "forced by the format, or by the budget of thoughts",
-};
-const state = { model: null, messages: [], stop: null, plain: 0, measured: false };
+import { $, Answer, make } from "./answer.js";
+import { Figures } from "./figures.js";
+import { all, fresh, load, remove, save, title } from "./store.js";
+import { ask, events, textOf, wired } from "./wire.js";
 
-// ---- the server ----------------------------------------------------------------------------------------
-
-async function ask(path, options = {}) {
-  const headers = { "Content-Type": "application/json" };
-  const key = sessionStorage.getItem("edgespec-key");
-  if (key) headers.Authorization = `Bearer ${key}`;
-  const response = await fetch(path, { ...options, headers });
-  if (response.status === 401) {
-    await askForKey();
-    return ask(path, options);
-  }
-  if (!response.ok) throw new Error(await reason(response));
-  return response;
-}
-
-async function reason(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server answered ${response.status}`;
-  }
-}
-
-function askForKey() {
-  return new Promise((done) => {
-    $("key").showModal();
-    $("key").onclose = () => {
-      sessionStorage.setItem("edgespec-key", $("key-text").value.trim());
-      done();
-    };
-  });
-}
-
-/** The events of a streamed answer, parsed; of comments their text. */
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      if (part.startsWith(":")) {
-        yield { comment: part.slice(2) };
-        continue;
-      }
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
-}
-
-// ---- an answer: its text, and the token that each character belongs to ------------------------------------
-
-class Answer {
-  constructor(parent) {
-    this.text = "";
-    this.ends = [];
-    this.sources = [];
-    this.blocks = []; // what is shown: {start, end, kind, node}
-    this.parent = parent;
-    this.scheduled = false;
-  }
-
-  add(tokens) {
-    for (const { text, source, reasoning } of tokens) {
-      if (reasoning) this.thoughts().append(text);
-      else this.text += text;
-      this.ends.push(this.text.length);
-      this.sources.push(source);
-    }
-    if (!this.scheduled) {
-      this.scheduled = true;
-      requestAnimationFrame(() => this.show());
-    }
-  }
-
-  /** Where thoughts are shown: folded, before the text. */
-  thoughts() {
-    if (!this.folded) {
-      const details = document.createElement("details");
-      details.appendChild(document.createElement("summary")).textContent = "Thoughts";
-      this.folded = details.appendChild(document.createElement("p"));
-      this.folded.className = "quiet";
-      this.parent.prepend(details);
-    }
-    return this.folded;
-  }
-
-  /** Renders the blocks that changed: while an answer grows, that is the last. */
-  show() {
-    this.scheduled = false;
-    const blocks = blocksOf(this.text);
-    let same = 0;
-    const alike = (a, b) => a && a.start === b.start && a.end === b.end && a.kind === b.kind;
-    while (same < blocks.length && alike(this.blocks[same], blocks[same])) same++;
-    for (const old of this.blocks.splice(same)) old.node.remove();
-    for (const block of blocks.slice(same)) {
-      block.node = this.node(block);
-      this.parent.append(block.node);
-      this.blocks.push(block);
-    }
-    follow();
-  }
-
-  node({ kind, start, end, level }) {
-    if (kind === "code") {
-      const pre = document.createElement("pre");
-      this.range(pre.appendChild(document.createElement("code")), start, end);
-      return pre;
-    }
-    const node = document.createElement(kind === "heading" ? `h${Math.min(level + 1, 4)}` : "p");
-    if (kind === "item") node.classList.add("item", ...(level ? ["deep"] : []));
-    this.inline(node, start, end);
-    return node;
-  }
-
-  /** Text with `code`, **strong** and *emphasised* parts. */
-  inline(node, start, end) {
-    const marks = /(`+)([^`\n]+)\1|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
-    const text = this.text.slice(start, end);
-    let at = 0;
-    for (const found of text.matchAll(marks)) {
-      this.range(node, start + at, start + found.index);
-      const inner = found[2] ?? found[3] ?? found[4];
-      const side = (found[0].length - inner.length) / 2;
-      const kind = found[2] !== undefined ? "code" : found[3] !== undefined ? "strong" : "em";
-      const from = start + found.index + side;
-      this.range(node.appendChild(document.createElement(kind)), from, from + inner.length);
-      at = found.index + found[0].length;
-    }
-    this.range(node, start + at, end);
-  }
-
-  /** Characters from start to end, cut at tokens; drafted ones are marked with their source. */
-  range(node, start, end) {
-    let index = this.ends.findIndex((end) => end > start);
-    while (start < end) {
-      const stop = Math.min(this.ends[index] ?? end, end);
-      const text = this.text.slice(start, stop);
-      const source = this.sources[index];
-      if (source === undefined || source === "target") {
-        node.append(text);
-      } else {
-        const span = document.createElement("span");
-        span.dataset.source = source;
-        span.title = nameOf(source);
-        span.textContent = text;
-        node.append(span);
-      }
-      start = stop;
-      index++;
-    }
-  }
-
-  counts() {
-    const counts = {};
-    for (const source of this.sources) counts[source] = (counts[source] ?? 0) + 1;
-    return counts;
-  }
-}
-
-/** Paragraphs, headings, items of lists, and code, as ranges of the text. */
-function blocksOf(text) {
-  const blocks = [];
-  let open = null; // the fence of a code block that has not ended
-  let at = 0;
-  for (const line of text.split("\n")) {
-    const start = at;
-    const end = start + line.length;
-    at = end + 1;
-    const last = blocks.at(-1);
-    const fence = /^ {0,8}(```+|~~~+)/.exec(line);
-    if (open) {
-      if (fence && fence[1].startsWith(open)) open = null;
-      else last.end = end;
-      continue;
-    }
-    const heading = /^(#{1,6})\s+/.exec(line);
-    const item = /^(\s*)(?:[-*+]|\d+[.)])\s+/.exec(line);
-    if (fence) {
-      open = fence[1];
-      blocks.push({ kind: "code", start: Math.min(at, text.length), end: Math.min(at, text.length) });
-    } else if (heading) {
-      blocks.push({ kind: "heading", start: start + heading[0].length, end, level: heading[1].length });
-    } else if (item) {
-      blocks.push({ kind: "item", start: start + item[1].length, end, level: item[1].length > 1 ? 1 : 0 });
-    } else if (/^\s*\|/.test(line)) {
-      if (last?.kind === "code" && last.table && last.end === start - 1) last.end = end;
-      else blocks.push({ kind: "code", table: true, start, end });
-    } else if (line.trim()) {
-      const goesOn = last && last.end === start - 1 && (last.kind === "paragraph" || last.kind === "item");
-      if (goesOn) last.end = end;
-      else blocks.push({ kind: "paragraph", start, end });
-    }
-  }
-  return blocks;
-}
+const state = { models: [], figures: new Figures(), attached: [], following: true, top: 0 };
+const hint = $("hint");
 
 // ---- the conversation --------------------------------------------------------------------------------------
 
 function turn(kind, who) {
-  $("hint")?.remove();
-  const node = document.createElement("article");
-  node.className = `turn ${kind}`;
-  for (const [name, text] of [["who", who], ["said", ""], ["cost quiet", ""]]) {
-    const part = document.createElement("div");
-    part.className = name;
-    part.textContent = text;
-    node.append(part);
-  }
+  hint.remove();
+  const parts = [["who", who], ["said", ""], ["cost quiet", ""]];
+  const nodes = parts.map(([className, text]) => make("div", { className }, text));
+  const node = make("article", { className: `turn ${kind}`, ariaLabel: who }, ...nodes);
   $("log").append(node);
   follow(true);
   return node;
 }
 
 const said = (node) => node.querySelector(".said");
+const cost = (node) => node.querySelector(".cost");
+const answerIn = (node, kept) => new Answer(said(node), (source) => state.figures.nameOf(source), follow, kept);
 
-/** Keeps the end in view for whoever was there. */
-function follow(always = false) {
-  const log = $("log");
-  if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+function button(textContent, onclick, ariaLabel = null) {
+  return make("button", { type: "button", textContent, onclick, ariaLabel });
 }
 
-async function send(question) {
-  said(turn("user", "You")).textContent = question;
-  state.messages.push({ role: "user", content: question });
-  const node = turn("assistant", state.model.id);
-  const answer = new Answer(said(node));
+/** Keeps the end in view, unless the reader has scrolled up. */
+function follow(always = false) {
+  state.following ||= always;
+  if (state.following) $("log").scrollTop = $("log").scrollHeight;
+  $("down").hidden = state.following;
+}
+
+/** Only the reader scrolls up: what grows leaves the place as it is. */
+function scrolled() {
+  const { scrollTop, scrollHeight, clientHeight } = $("log");
+  if (scrollHeight - scrollTop - clientHeight < 8) state.following = true;
+  else if (scrollTop < state.top) state.following = false;
+  state.top = scrollTop;
+  $("down").hidden = state.following;
+}
+
+/** Shows a question, the chat's message `index`. */
+function asked({ text, files }, index) {
+  const node = turn("user", "You");
+  said(node).textContent = text;
+  cost(node).textContent = files.map(described).join(" · ");
+  const edit = button("Edit", () => {
+    stopEditing();
+    state.editing = { node, index };
+    node.classList.add("edited");
+    compose(text, files);
+    $("status").textContent = "Sending this cuts off what follows, and answers anew. Escape leaves it as it was.";
+  });
+  edit.className = "edit";
+  node.append(edit);
+}
+
+function stopEditing() {
+  if (!state.editing) return;
+  state.editing.node.classList.remove("edited");
+  state.editing = null;
+  compose("", []);
+}
+
+/** What may be sent next. */
+function compose(text, files) {
+  const rows = files.map((file) => {
+    const gone = () => compose($("question").value, files.filter((each) => each !== file));
+    return make("li", {}, described(file), button("×", gone, `Remove ${file.name}`));
+  });
+  $("attached").replaceChildren(...rows);
+  $("status").textContent = "";
+  $("question").value = text;
+  state.attached = files;
+  grow();
+  $("question").focus();
+}
+
+async function send(text, files) {
+  const { chat, model } = state;
+  const index = chat.messages.length;
+  chat.messages.push({ role: "user", text, files });
+  asked(chat.messages[index], index);
+  const node = turn("assistant", model.id);
+  const answer = answerIn(node);
   working(true);
   try {
     await read(answer, node, await request());
   } catch (error) {
     if (error.name !== "AbortError") fail(error);
-    else node.querySelector(".cost").textContent = "stopped";
+    else cost(node).textContent = "stopped";
   }
   answer.show();
-  if (answer.text) state.messages.push({ role: "assistant", content: answer.text });
-  else state.messages.pop(); // an unanswered question is asked again, not piled up
-  if (!answer.text && !answer.folded) node.remove();
+  if (answer.text) {
+    const { text, thoughts, ends, sources } = answer;
+    const kept = { text, thoughts, ends, sources, who: model.id, cost: cost(node).textContent };
+    chat.messages.push({ role: "assistant", ...kept });
+    save(chat).catch(tell);
+  } else {
+    chat.messages.length = index; // an unanswered question is asked again, not piled up
+    if (!answer.folded) node.remove();
+  }
   working(false);
-  refreshLearned().catch(tell);
+  (model.loaded === false ? refreshModels() : refreshLearned()).catch(tell);
 }
 
 function request() {
   const system = $("system").value.trim();
-  const messages = system ? [{ role: "system", content: system }, ...state.messages] : state.messages;
+  const messages = wired(state.chat.messages);
+  if (system) messages.unshift({ role: "system", content: system });
   state.stop = new AbortController();
   const body = {
     model: state.model.id,
@@ -277,78 +127,29 @@ function request() {
 }
 
 async function read(answer, node, response) {
+  const { figures } = state;
   let began = 0;
   let before = 0; // tokens of the first piece, which prefill paid for
-  const cost = node.querySelector(".cost");
+  const told = cost(node);
   for await (const event of events(response)) {
     const progress = event.prompt_progress;
-    if (event.comment) cost.textContent = event.comment;
-    if (progress) cost.textContent = `reading the prompt, ${progress.processed} of ${progress.total} tokens`;
+    if (event.comment) told.textContent = event.comment;
+    if (progress) told.textContent = `reading the prompt, ${progress.processed} of ${progress.total} tokens`;
     const extension = event.choices?.[0]?.edgespec;
-    if (!extension) continue;
-    if (extension.tokens?.length) {
-      if (!began) cost.textContent = "";
+    if (extension?.tokens?.length) {
+      if (!began) told.textContent = "";
       answer.add(extension.tokens);
-      if (began) showSpeed((answer.ends.length - before) / ((performance.now() - began) / 1000));
+      if (began) figures.showSpeed((answer.ends.length - before) / ((performance.now() - began) / 1000));
       else [began, before] = [performance.now(), answer.ends.length];
-      showLegend(answer.counts());
+      figures.showLegend(answer.sources);
     }
-    if (extension.stats) showCost(node, extension);
+    if (extension?.stats) told.textContent = figures.cost(extension, $("without").checked);
   }
-}
-
-function showCost(node, { stats, finish_reason: why, plain_tokens_per_second: plain }) {
-  const plainly = $("without").checked;
-  if (plainly && stats.tokens_per_second > 0) {
-    state.measured = true;
-    state.plain = stats.tokens_per_second;
-  } else if (!state.measured) {
-    state.plain = plain;
-  }
-  showSpeed(stats.tokens_per_second);
-  const parts = [`${stats.new_tokens} tokens`, `${stats.tokens_per_second.toFixed(1)} tokens/s`];
-  if (!plainly) {
-    parts.push(`${(stats.tokens_per_second / state.plain).toFixed(2)} times plain decoding`);
-    parts.push(`${stats.accepted} of ${stats.drafted} drafted tokens accepted`);
-  }
-  parts.push(`first token after ${Math.round(stats.ttft_ms)} ms`);
-  if (why === "length") parts.push("ended at the limit of tokens");
-  if (why === "timeout") parts.push("ended at the limit of time");
-  node.querySelector(".cost").textContent = parts.join(" · ");
-  follow();
-}
-
-function showSpeed(now) {
-  const most = Math.max(now, state.plain) || 1;
-  $("now").textContent = now ? `${now.toFixed(1)} tokens/s` : "–";
-  $("plain").textContent = `${state.plain.toFixed(1)} tokens/s`;
-  $("plain").title = state.measured ? "measured on the last plain answer" : "estimated from the cost of a pass";
-  $("now-bar").style.width = `${(100 * now) / most}%`;
-  $("plain-bar").style.width = `${(100 * state.plain) / most}%`;
-}
-
-function showLegend(counts) {
-  const all = Object.values(counts).reduce((sum, count) => sum + count, 0);
-  const order = Object.keys(NAMES).filter((source) => counts[source]);
-  const rows = order.map((source) => {
-    const row = document.createElement("li");
-    const mark = document.createElement("b");
-    if (source !== "target") mark.dataset.source = source;
-    mark.textContent = `${counts[source]}`;
-    const share = Math.round((100 * counts[source]) / all);
-    row.append(mark, ` ${nameOf(source)} (${share} %)`);
-    return row;
-  });
-  $("legend").replaceChildren(...rows);
-}
-
-function nameOf(source) {
-  const drafter = state.model?.edgespec.drafter;
-  return source === "model" && drafter ? `drafted by ${drafter}` : (NAMES[source] ?? `drafted by ${source}`);
 }
 
 function working(busy) {
-  $("log").setAttribute("aria-busy", String(busy)); // read out when it is whole
+  $("log").setAttribute("aria-busy", String(busy));
+  $("heard").textContent = busy ? "The model writes." : "The answer has ended.";
   $("stop").hidden = !busy;
   $("send").hidden = busy;
   if (!busy) state.stop = null;
@@ -357,25 +158,110 @@ function working(busy) {
 
 function fail(error) {
   const message = error instanceof TypeError ? "the server cannot be reached" : error.message;
-  said(turn("error", "Error")).textContent = message;
+  said(turn("error", "Error")).append(message);
+}
+
+/** What goes wrong beside a conversation stands below the buttons. */
+function tell(error) {
+  $("status").textContent = error.message;
+}
+
+const described = ({ name, tokens }) => `${name}, ${tokens} tokens`;
+
+async function attach(files) {
+  for (const file of files) {
+    $("status").textContent = `Reading ${file.name}.`;
+    await counted(file).then((taken) => compose($("question").value, [...state.attached, taken])).catch(tell);
+  }
+}
+
+/** A file with its tokens: those that the next prompt has more with it. */
+async function counted(file) {
+  const [name, text] = [file.name, await textOf(file)];
+  const without = await count(state.attached);
+  const tokens = (await count([...state.attached, { name, text }])) - without;
+  const left = (state.model.edgespec?.context_length ?? Infinity) - without;
+  if (tokens >= left) throw new Error(`${name} has ${tokens} tokens, and the model can read ${left} more in this chat.`);
+  return { name, text, tokens };
+}
+
+async function count(files) {
+  const before = state.chat.messages.slice(0, state.editing?.index);
+  const messages = wired([...before, { role: "user", text: $("question").value, files }]);
+  const body = JSON.stringify({ model: state.model.id, system: $("system").value.trim(), messages });
+  return (await (await ask("v1/messages/count_tokens", { method: "POST", body })).json()).input_tokens;
+}
+
+// ---- the chats that are kept -------------------------------------------------------------------------------
+
+function open(chat) {
+  state.stop?.abort();
+  stopEditing();
+  state.chat = chat;
+  sessionStorage.setItem("edgespec-chat", chat.id); // for who loads the page again
+  $("log").replaceChildren(hint);
+  $("legend").replaceChildren();
+  for (const [index, message] of chat.messages.entries()) {
+    if (message.role === "user") asked(message, index);
+    else answered(message);
+  }
+  follow(true);
+  $("chats").open = false;
+  $("question").focus();
+}
+
+function answered(message) {
+  const node = turn("assistant", message.who);
+  answerIn(node, message).show();
+  cost(node).textContent = message.cost;
+  state.figures.showLegend(message.sources);
+}
+
+function showChats() {
+  const chats = all();
+  const rows = chats.map((chat) => {
+    const name = title(chat);
+    const chosen = button(name, () => open(chat));
+    chosen.ariaCurrent = String(chat.id === state.chat.id);
+    return make("li", {}, chosen, button("Delete", () => discard([chat]), `Delete “${name}”`));
+  });
+  $("chats-summary").textContent = chats.length ? "Kept in this browser alone." : "None is kept yet.";
+  $("kept").replaceChildren(...rows);
+  $("delete-all").hidden = !chats.length;
+}
+
+function discard(chats) {
+  for (const { id } of chats) remove(id);
+  if (chats.some(({ id }) => id === state.chat.id)) {
+    state.chat.deleted = true;
+    open(fresh());
+  }
+  showChats();
+  $("chats").firstElementChild.focus();
+}
+
+/** Asks whether something is to be deleted. */
+function sure(question, text, yes) {
+  $("sure-title").textContent = question;
+  $("sure-text").textContent = text;
+  $("sure-yes").textContent = yes;
+  $("sure").returnValue = "no";
+  $("sure").showModal();
+  return new Promise((done) => ($("sure").onclose = () => done($("sure").returnValue === "yes")));
 }
 
 // ---- what was learned ----------------------------------------------------------------------------------------
 
 async function refreshLearned() {
-  if (!state.model.edgespec.history) return;
+  if (!state.model.edgespec?.history) return;
   const learned = await (await ask("edgespec/history")).json();
   const taught = learned.corrections.map((each) => each.drafter).join(", ");
   $("learned-summary").textContent =
     `The history “${learned.name}” holds ${learned.passages} passages` +
     (taught ? `, and corrections for ${taught}.` : ".");
-  const rows = learned.shown.map((passage) => {
-    const row = document.createElement("li");
-    const text = document.createElement("pre");
-    text.textContent = passage.text.trim();
-    text.title = `${passage.tokens} tokens, ${passage.right} of ${passage.right + passage.wrong} proposals right`;
-    row.append(text);
-    return row;
+  const rows = learned.shown.map(({ text, tokens, right, wrong }) => {
+    const title = `${tokens} tokens, ${right} of ${right + wrong} proposals right`;
+    return make("li", {}, make("pre", { title }, text.trim()));
   });
   $("passages").replaceChildren(...rows);
 }
@@ -386,11 +272,6 @@ async function forget(what) {
   await refreshLearned();
   const count = forgotten.passages;
   $("status").textContent = count === 1 ? "One passage is forgotten." : `${count} passages are forgotten.`;
-}
-
-/** What went wrong with the history stands below the buttons. */
-function tell(error) {
-  $("status").textContent = error.message;
 }
 
 // ---- controls ------------------------------------------------------------------------------------------------
@@ -406,7 +287,7 @@ function dark() {
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-function controls() {
+function writing() {
   $("question").addEventListener("input", grow);
   $("question").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -415,34 +296,52 @@ function controls() {
   });
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    const question = $("question").value.trim();
-    if (!question || state.stop || !state.model) return;
-    $("question").value = "";
-    $("status").textContent = "";
-    grow();
-    send(question);
+    const [question, files] = [$("question").value.trim(), state.attached];
+    if (!(question || files.length) || state.stop || !state.model) return;
+    if (state.editing) {
+      state.chat.messages.length = state.editing.index;
+      open(state.chat);
+    }
+    compose("", []);
+    send(question, files);
   });
+  $("attach").addEventListener("click", () => $("files").click());
+  $("files").addEventListener("change", async () => {
+    await attach([...$("files").files]);
+    $("files").value = ""; // the same file may be chosen again
+  });
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    attach([...event.dataTransfer.files]);
+  });
+}
+
+function controls() {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-    for (const panel of document.querySelectorAll("details[open]")) panel.open = false;
+    for (const panel of document.querySelectorAll("#tools details[open]")) panel.open = false;
+    stopEditing();
     state.stop?.abort();
   });
   $("stop").addEventListener("click", () => state.stop?.abort());
+  $("log").addEventListener("scroll", scrolled);
+  $("down").addEventListener("click", () => follow(true));
+  $("models").addEventListener("change", () => choose($("models").value));
   $("marks").addEventListener("click", () => {
     const on = document.body.classList.toggle("marked");
     $("marks").setAttribute("aria-pressed", String(on));
-  });
-  $("anew").addEventListener("click", () => {
-    state.stop?.abort();
-    state.messages = [];
-    $("log").replaceChildren();
-    $("legend").replaceChildren();
-    $("question").focus();
   });
   $("theme").textContent = dark() ? "Light" : "Dark";
   $("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = dark() ? "light" : "dark";
     $("theme").textContent = dark() ? "Light" : "Dark";
+  });
+  $("anew").addEventListener("click", () => open(fresh()));
+  $("chats").addEventListener("toggle", showChats);
+  $("delete-all").addEventListener("click", async () => {
+    const chats = all();
+    if (await sure("Delete all chats?", `This browser keeps ${chats.length}.`, "Delete all")) discard(chats);
   });
   $("forget").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -450,25 +349,41 @@ function controls() {
     if (text.trim()) forget({ text }).catch(tell);
     $("forget-text").value = "";
   });
-  $("forget-all").addEventListener("click", () => $("sure").showModal());
-  $("sure").addEventListener("close", () => {
-    if ($("sure").returnValue === "yes") forget({ everything: true }).catch(tell);
-    $("sure").returnValue = "no";
+  $("forget-all").addEventListener("click", async () => {
+    const what = "Answers stay the same; until it has learned anew, the model drafts less.";
+    const agreed = await sure("Forget everything that was learned?", what, "Forget it");
+    if (agreed) forget({ everything: true }).catch(tell);
   });
 }
 
+async function refreshModels() {
+  state.models = (await (await ask("v1/models")).json()).data;
+  const named = ({ id, loaded }) => new Option(loaded === false ? `${id} (not loaded)` : id, id);
+  $("models").replaceChildren(...state.models.map(named));
+  $("models").hidden = state.models.length < 2;
+  choose(state.model?.id);
+}
+
+function choose(id) {
+  const before = state.model?.id;
+  state.model = state.models.find((model) => model.id === id) ?? state.models[0];
+  const { drafter, history, plain_tokens_per_second: plain } = state.model.edgespec ?? {};
+  if (state.model.id !== before) state.figures = new Figures(drafter, plain);
+  state.figures.showSpeed(0);
+  const drafts = drafter ? `drafts by ${drafter}` : "without a drafter";
+  $("model").textContent = state.models.length > 1 ? drafts : `${state.model.id}, ${drafts}`;
+  $("models").value = state.model.id;
+  document.title = `${state.model.id} – edgespec`;
+  $("learned").hidden = !history;
+  refreshLearned().catch(tell);
+}
+
 async function begin() {
+  writing();
   controls();
+  open(load(sessionStorage.getItem("edgespec-chat")) ?? fresh());
   try {
-    const models = await (await ask("v1/models")).json();
-    state.model = models.data[0];
-    const { drafter, history, plain_tokens_per_second: plain } = state.model.edgespec;
-    state.plain = plain;
-    $("model").textContent = `${state.model.id}, ${drafter ? `drafts by ${drafter}` : "without a drafter"}`;
-    document.title = `${state.model.id} – edgespec`;
-    $("learned").hidden = !history;
-    showSpeed(0);
-    refreshLearned().catch(tell);
+    await refreshModels();
   } catch (error) {
     fail(error);
   }

@@ -1,0 +1,44 @@
+// Chats that are kept in this browser: each under a key of its own, so that two tabs do not undo each other's.
+
+const PREFIX = "edgespec-chat-";
+
+/** A chat without messages, which is kept once it has some. */
+export function fresh() {
+  return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, changed: 0, messages: [] };
+}
+
+/** All that are kept, the latest first; what is no chat is left out. */
+export function all() {
+  const keys = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
+  const chats = keys.map((key) => load(key.slice(PREFIX.length))).filter(Boolean);
+  return chats.sort((a, b) => b.changed - a.changed);
+}
+
+export function load(id) {
+  try {
+    const chat = JSON.parse(localStorage.getItem(PREFIX + id));
+    return Array.isArray(chat?.messages) && chat.messages.length ? chat : null;
+  } catch {
+    return null;
+  }
+}
+
+/** Keeps a chat; an error says that the browser does not. */
+export async function save(chat) {
+  if (chat.deleted) return;
+  chat.changed = Date.now();
+  try {
+    localStorage.setItem(PREFIX + chat.id, JSON.stringify(chat));
+  } catch {
+    throw new Error("This browser has no room for this chat, so it ends with the tab: delete others under Chats.");
+  }
+}
+
+export function remove(id) {
+  localStorage.removeItem(PREFIX + id);
+}
+
+/** Its first words. */
+export function title({ messages: [{ text, files }] }) {
+  return (text || files?.[0]?.name || "Chat").replace(/\s+/g, " ").slice(0, 60);
+}

@@ -1,0 +1,81 @@
+// What goes over the wire: requests to the server, with its key if it wants one, and streamed answers.
+
+import { $ } from "./answer.js";
+
+const MOST_MIB = 3; // of a file: the server takes requests of 4
+
+export async function ask(path, options = {}) {
+  const headers = { "Content-Type": "application/json" };
+  const key = sessionStorage.getItem("edgespec-key");
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const response = await fetch(path, { ...options, headers });
+  if (response.status === 401) {
+    await askForKey();
+    return ask(path, options);
+  }
+  if (!response.ok) throw new Error(await reason(response));
+  return response;
+}
+
+async function reason(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
+
+function askForKey() {
+  return new Promise((done) => {
+    $("key").showModal();
+    $("key").onclose = () => {
+      sessionStorage.setItem("edgespec-key", $("key-text").value.trim());
+      done();
+    };
+  });
+}
+
+/** The events of a streamed answer, parsed; of comments their text. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    held += value;
+    const parts = held.split("\n\n");
+    held = parts.pop();
+    for (const part of parts) {
+      if (part.startsWith(":")) {
+        yield { comment: part.slice(2) };
+        continue;
+      }
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      yield event;
+    }
+  }
+}
+
+/** Messages as the server takes them: files stand before the text, each in a fence that it does not have. */
+export function wired(messages) {
+  return messages.map(({ role, text, files = [] }) => {
+    const parts = files.map(({ name, text }) => {
+      let fence = "```";
+      while (text.includes(fence)) fence += "`";
+      return `${name}:\n${fence}\n${text}\n${fence}`;
+    });
+    return { role, content: [...parts, text].filter(Boolean).join("\n\n") };
+  });
+}
+
+/** What a file holds; an error says why it cannot be sent. */
+export async function textOf(file) {
+  if (file.size > MOST_MIB * 2 ** 20) throw new Error(`${file.name} is too large: ${MOST_MIB} MiB is the most.`);
+  const decoder = new TextDecoder("utf-8", { fatal: true });
+  const text = await file.arrayBuffer().then((data) => decoder.decode(data)).catch(() => "\0");
+  if (text.includes("\0")) throw new Error(`${file.name} is no text in UTF-8, and only texts can be attached.`);
+  return text;
+}
