@@ -21,6 +21,7 @@ from edgespec_models.errors import Busy
 from tests.histories_for_tests import learn
 from tests.models_for_tests import Gated, toy_model
 from tests.serving_for_tests import SOURCES, ServedModel, serving, tokenizer, until
+from tests.test_thinking import QWEN3, scripted
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -61,6 +62,8 @@ def page(browser: "Browser") -> "Iterator[Page]":
 
 
 def _enter(page: "Page", field: str, text: str) -> None:
+    if field == "#question":
+        page.locator("#model").get_by_text("draft").wait_for()  # the page knows the model
     page.locator(field).fill(text)
     page.keyboard.press("Enter")
 
@@ -157,6 +160,211 @@ def test_the_place_in_the_queue_and_the_reading_of_the_prompt_are_shown(page: "P
         gate.open()
         cost.get_by_text("first token after").wait_for()
         assert before.result().finish_reason == "length"
+
+
+def test_chats_are_kept_in_the_browser_until_they_are_deleted(
+    page: "Page", url: str, model: ServedModel
+) -> None:
+    page.goto(url)
+    marks = _ask(page, "one").locator("[data-source]").count()
+    page.get_by_role("button", name="New chat").click()
+    _ask(page, "two")
+    page.reload()
+    page.locator(".turn.user").get_by_text("two").wait_for()
+    chats = page.get_by_role("navigation", name="Chats").get_by_role("listitem")
+    page.locator("#chats summary").click()
+    assert [row.inner_text().split("\n")[0] for row in chats.all()] == ["two", "one"]
+    page.get_by_role("button", name="one", exact=True).click()
+    answer = page.locator(".turn.assistant")
+    assert answer.locator(".said").inner_text() == "re: one" and marks > 0
+    assert answer.locator("[data-source]").count() == marks
+    assert "tokens/s" in answer.locator(".cost").inner_text()
+    _ask(page, "more")
+    said = [(message["role"], message["content"]) for message in model.calls[-1][0]]
+    assert said == [("user", "one"), ("assistant", "re: one"), ("user", "more")]
+    page.locator("#chats summary").click()
+    page.get_by_role("button", name="Delete “two”").click()
+    chats.nth(1).wait_for(state="detached")
+    page.get_by_role("button", name="Delete all chats").click()
+    page.keyboard.press("Enter")  # the safe answer has the focus
+    assert chats.count() == 1
+    page.get_by_role("button", name="Delete all chats").click()
+    page.get_by_role("button", name="Delete all", exact=True).click()
+    page.locator("#hint").wait_for()
+    assert page.evaluate("() => localStorage.length") == 0
+
+
+def test_a_chat_that_the_browser_has_no_room_for_goes_on_and_says_so(
+    page: "Page", url: str, model: ServedModel
+) -> None:
+    fill = "n => { try { localStorage.setItem(`full${n}`, 'x'.repeat(n)) } catch {} }"
+    page.goto(url)
+    page.evaluate(f"() => {{ for (let n = 2 ** 23; n > 8; n >>= 1) ({fill})(n) }}")
+    _ask(page, "one")
+    page.get_by_role("status").get_by_text("no room for this chat").wait_for()
+    _ask(page, "two")
+    assert len(model.calls[-1][0]) == 3
+
+
+def test_an_edited_message_cuts_off_what_follows_and_is_answered_anew(
+    page: "Page", url: str, model: ServedModel
+) -> None:
+    page.goto(url)
+    for text in ("one", "two", "three"):
+        _ask(page, text)
+    edit = page.get_by_role("button", name="Edit")
+    edit.nth(1).click()
+    assert page.locator("#question").input_value() == "two"
+    page.get_by_role("status").get_by_text("cuts off what follows").wait_for()
+    page.keyboard.press("Escape")
+    assert page.locator("#question").input_value() == "" and edit.count() == 3
+    edit.nth(1).focus()
+    page.keyboard.press("Enter")
+    page.locator("#question").fill("changed")
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant").get_by_text("re: changed").wait_for()
+    until(lambda: page.locator("#send").is_visible())
+    asked = ["one", "re: one", "changed"]
+    assert [message["content"] for message in model.calls[-1][0]] == asked
+    assert page.locator(".turn .said").all_inner_texts() == [*asked, "re: changed"]
+    page.reload()
+    page.locator(".turn").nth(3).wait_for()
+    assert page.locator(".turn .said").all_inner_texts() == [*asked, "re: changed"]
+
+
+def test_texts_are_attached_with_their_tokens(page: "Page", url: str, model: ServedModel) -> None:
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    page.locator("#files").set_input_files(
+        [
+            {"name": "a.md", "mimeType": "", "buffer": "```\nü\n```".encode()},
+            {"name": "b.txt", "mimeType": "", "buffer": b"gone"},
+        ]
+    )
+    attached = page.get_by_role("list", name="Attached files").get_by_role("listitem")
+    wanted = "a.md:\n````\n```\nü\n```\n````"
+    attached.get_by_text(f"a.md, {len(wanted)} tokens").wait_for()
+    page.get_by_role("button", name="Remove b.txt").click()
+    carried = "() => { const d = new DataTransfer(); d.items.add(new File(['x'], 'c.txt')); return d }"
+    page.dispatch_event("#log", "drop", {"dataTransfer": page.evaluate_handle(carried)})
+    attached.get_by_text("c.txt, ").wait_for()
+    assert attached.count() == 2
+    wanted += "\n\nc.txt:\n```\nx\n```\n\nWhat is it?"
+    _ask(page, "What is it?")
+    assert model.calls[-1][0][-1]["content"] == wanted
+    assert attached.count() == 0
+    assert "a.md, " in page.locator(".turn.user .cost").inner_text()
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"\xff\xfe", "is no text in UTF-8"),
+        (b"a\0b", "is no text in UTF-8"),
+        (b"x" * 700, "has 718 tokens, and the model can read 640 more in this chat"),
+        (b"x" * (3 * 2**20 + 1), "is too large: 3 MiB is the most"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(page: "Page", url: str, data: bytes, told: str) -> None:
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    page.locator("#files").set_input_files([{"name": "some.bin", "mimeType": "", "buffer": data}])
+    page.get_by_role("status").get_by_text(f"some.bin {told}").wait_for()
+    assert page.locator("#attached li").count() == 0
+
+
+def test_thoughts_are_folded_also_in_chats_that_are_kept(page: "Page") -> None:
+    with scripted(QWEN3) as model, serving(model) as url:
+        page.goto(url)
+        for _ in range(2):
+            said = page.locator(".turn.assistant .said")
+            if said.count() == 0:
+                _ask(page, "hello")
+            assert "Thoughts" in said.inner_text() and not said.locator("details p").is_visible()
+            said.locator("summary").click()
+            assert said.locator("details p").inner_text().strip() == "One and two. One and two."
+            page.reload()
+            page.locator(".turn.assistant").wait_for()
+
+
+def test_a_model_is_chosen_where_there_are_several(page: "Page", url: str) -> None:
+    known = {"drafter": None, "history": None, "plain_tokens_per_second": 8.0, "context_length": 640}
+    models = [
+        {"id": "served", "loaded": True, "edgespec": known},
+        {"id": "other", "loaded": False, "edgespec": None},
+    ]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    page.goto(url)
+    choice = page.get_by_role("combobox", name="Model")
+    assert choice.locator("option").all_inner_texts() == ["served", "other (not loaded)"]
+    assert page.locator("#plain").inner_text() == "8.0 tokens/s"
+    choice.select_option("other")
+    assert page.locator("#plain").inner_text() == "–"
+    models[1] |= {"loaded": True, "edgespec": known}
+    with page.expect_request("**/v1/chat/completions") as asked:
+        _enter(page, "#question", "hello")
+    assert asked.value.post_data_json["model"] == "other"
+    until(lambda: choice.locator("option").all_inner_texts() == ["served", "other"])
+    assert choice.input_value() == "other"
+
+
+def test_the_end_stays_in_view_unless_the_reader_scrolls(page: "Page", url: str, model: ServedModel) -> None:
+    log = page.locator("#log")
+    left = "log => log.scrollHeight - log.scrollTop - log.clientHeight"
+    down = page.get_by_role("button", name="Go to the end")
+    page.set_viewport_size({"width": 600, "height": 420})
+    page.goto(url)
+    _ask(page, "w\n\n" * 40)
+    assert log.evaluate(left) < 8 and not down.is_visible()
+    model.pause_s = 0.02
+    _enter(page, "#question", "w\n\n" * 60)
+    page.locator(".turn.assistant").nth(1).locator("p").nth(12).wait_for()
+    assert log.evaluate(left) < 60  # a line or two may be new
+    log.hover()
+    page.mouse.wheel(0, -80)
+    down.wait_for()
+    place = log.evaluate("log => log.scrollTop")
+    page.locator(".turn.assistant").nth(1).locator("p").nth(20).wait_for()
+    assert log.evaluate("log => log.scrollTop") == place
+    down.click()
+    page.locator(".turn.assistant").nth(1).locator("p").nth(28).wait_for()
+    assert log.evaluate(left) < 60 and not down.is_visible()
+
+
+def test_a_screen_reader_is_told_what_there_is_and_hears_no_token(page: "Page", url: str) -> None:
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    page.evaluate(
+        """() => { window.heard = []; for (const node of document.querySelectorAll('[role=status]'))
+        new MutationObserver(() => heard.push(node.textContent)).observe(node, {childList: true}) }"""
+    )
+    _ask(page, "hello " * 20)
+    until(
+        lambda: page.evaluate("() => heard.filter(Boolean)") == ["The model writes.", "The answer has ended."]
+    )
+    for role in ("banner", "main", "contentinfo"):
+        assert page.get_by_role(role).count() == 1
+    log = page.get_by_role("log", name="Conversation")
+    assert log.get_attribute("aria-live") == "off"
+    assert log.get_by_role("article", name="You").count() == 1
+    assert log.get_by_role("article", name="served").count() == 1
+    ask = page.get_by_role("form", name="Ask")
+    assert ask.get_by_role("textbox", name="Your message").count() == 1
+    assert ask.get_by_role("button", name="Attach texts").count() == 1
+    nameless = re.findall(r"- (?:button|textbox|combobox|link)(?=$|:)", page.locator("body").aria_snapshot())
+    assert nameless == []
+
+
+def test_a_narrow_window_has_room_for_all(page: "Page", url: str) -> None:
+    page.set_viewport_size({"width": 380, "height": 700})
+    page.goto(url)
+    _ask(page, "some words and averyveryveryveryveryveryveryverylongone")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 380
+    for panel in ("#chats", "#settings"):
+        page.locator(f"{panel} summary").click()
+        box = page.locator(f"{panel} .panel").bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 380 and box["y"] >= 0
+    assert page.locator("#chats .panel").is_hidden()  # one at a time
 
 
 def test_markdown_is_shown_as_it_should_look_and_never_as_html(page: "Page", url: str) -> None:
