@@ -3,7 +3,7 @@
 export const $ = (id) => document.getElementById(id);
 
 /** A node with these properties, which holds the others. */
-export function make(tag, properties, ...held) {
+export function make(tag, properties = {}, ...held) {
   const node = Object.assign(document.createElement(tag), properties);
   node.append(...held);
   return node;
@@ -59,11 +59,11 @@ export class Answer {
 
   node({ kind, start, end, level }) {
     if (kind === "code") {
-      const pre = document.createElement("pre");
-      this.range(pre.appendChild(document.createElement("code")), start, end);
-      return pre;
+      const code = make("code");
+      this.range(code, start, end);
+      return make("pre", {}, code);
     }
-    const node = document.createElement(kind === "heading" ? `h${Math.min(level + 1, 4)}` : "p");
+    const node = make(kind === "heading" ? `h${Math.min(level + 1, 4)}` : "p");
     if (kind === "item") node.classList.add("item", ...(level ? ["deep"] : []));
     this.inline(node, start, end);
     return node;
@@ -80,7 +80,7 @@ export class Answer {
       const side = (found[0].length - inner.length) / 2;
       const kind = found[2] !== undefined ? "code" : found[3] !== undefined ? "strong" : "em";
       const from = start + found.index + side;
-      this.range(node.appendChild(document.createElement(kind)), from, from + inner.length);
+      this.range(node.appendChild(make(kind)), from, from + inner.length);
       at = found.index + found[0].length;
     }
     this.range(node, start + at, end);

@@ -45,12 +45,8 @@ export class Figures {
 
   /** Takes in what an answer cost, and says it; `plainly` means without drafts. */
   cost({ stats, finish_reason: why, plain_tokens_per_second: plain }, plainly) {
-    if (plainly && stats.tokens_per_second > 0) {
-      this.measured = true;
-      this.plain = stats.tokens_per_second;
-    } else if (!this.measured) {
-      this.plain = plain;
-    }
+    if (plainly && stats.tokens_per_second > 0) [this.plain, this.measured] = [stats.tokens_per_second, true];
+    else if (!this.measured) this.plain = plain;
     this.showSpeed(stats.tokens_per_second);
     const parts = [`${stats.new_tokens} tokens`, `${stats.tokens_per_second.toFixed(1)} tokens/s`];
     if (!plainly) {

@@ -3,9 +3,9 @@
 import { $, Answer, make } from "./answer.js";
 import { Figures } from "./figures.js";
 import { all, fresh, load, remove, save, title } from "./store.js";
-import { ask, events, textOf, wired } from "./wire.js";
+import { ask, closed, events, textOf, wired } from "./wire.js";
 
-const state = { models: [], figures: new Figures(), attached: [], following: true, top: 0 };
+const state = { models: [], figures: new Figures(), chat: fresh(), attached: [], following: true, top: 0 };
 const hint = $("hint");
 
 // ---- the conversation --------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ function scrolled() {
   if (scrollHeight - scrollTop - clientHeight < 8) state.following = true;
   else if (scrollTop < state.top) state.following = false;
   state.top = scrollTop;
-  $("down").hidden = state.following;
+  follow();
 }
 
 /** Shows a question, the chat's message `index`. */
@@ -49,15 +49,14 @@ function asked({ text, files }, index) {
   const node = turn("user", "You");
   said(node).textContent = text;
   cost(node).textContent = files.map(described).join(" · ");
-  const edit = button("Edit", () => {
+  const edit = () => {
     stopEditing();
     state.editing = { node, index };
     node.classList.add("edited");
     compose(text, files);
     $("status").textContent = "Sending this cuts off what follows, and answers anew. Escape leaves it as it was.";
-  });
-  edit.className = "edit";
-  node.append(edit);
+  };
+  node.append(button("Edit", edit));
 }
 
 function stopEditing() {
@@ -169,10 +168,13 @@ function tell(error) {
 const described = ({ name, tokens }) => `${name}, ${tokens} tokens`;
 
 async function attach(files) {
+  const problems = [];
   for (const file of files) {
     $("status").textContent = `Reading ${file.name}.`;
-    await counted(file).then((taken) => compose($("question").value, [...state.attached, taken])).catch(tell);
+    const add = (taken) => compose($("question").value, [...state.attached, taken]);
+    await counted(file).then(add, (error) => problems.push(error.message));
   }
+  $("status").textContent = problems.join(" ");
 }
 
 /** A file with its tokens: those that the next prompt has more with it. */
@@ -218,16 +220,14 @@ function answered(message) {
 }
 
 function showChats() {
-  const chats = all();
-  const rows = chats.map((chat) => {
+  const rows = all().map((chat) => {
     const name = title(chat);
     const chosen = button(name, () => open(chat));
     chosen.ariaCurrent = String(chat.id === state.chat.id);
     return make("li", {}, chosen, button("Delete", () => discard([chat]), `Delete “${name}”`));
   });
-  $("chats-summary").textContent = chats.length ? "Kept in this browser alone." : "None is kept yet.";
   $("kept").replaceChildren(...rows);
-  $("delete-all").hidden = !chats.length;
+  $("delete-all").hidden = !rows.length;
 }
 
 function discard(chats) {
@@ -240,14 +240,12 @@ function discard(chats) {
   $("chats").firstElementChild.focus();
 }
 
-/** Asks whether something is to be deleted. */
+/** Whether something is to be deleted, "yes" or not. */
 function sure(question, text, yes) {
   $("sure-title").textContent = question;
   $("sure-text").textContent = text;
   $("sure-yes").textContent = yes;
-  $("sure").returnValue = "no";
-  $("sure").showModal();
-  return new Promise((done) => ($("sure").onclose = () => done($("sure").returnValue === "yes")));
+  return closed($("sure"));
 }
 
 // ---- what was learned ----------------------------------------------------------------------------------------
@@ -328,10 +326,7 @@ function controls() {
   $("log").addEventListener("scroll", scrolled);
   $("down").addEventListener("click", () => follow(true));
   $("models").addEventListener("change", () => choose($("models").value));
-  $("marks").addEventListener("click", () => {
-    const on = document.body.classList.toggle("marked");
-    $("marks").setAttribute("aria-pressed", String(on));
-  });
+  $("marks").addEventListener("click", () => ($("marks").ariaPressed = document.body.classList.toggle("marked")));
   $("theme").textContent = dark() ? "Light" : "Dark";
   $("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = dark() ? "light" : "dark";
@@ -341,7 +336,8 @@ function controls() {
   $("chats").addEventListener("toggle", showChats);
   $("delete-all").addEventListener("click", async () => {
     const chats = all();
-    if (await sure("Delete all chats?", `This browser keeps ${chats.length}.`, "Delete all")) discard(chats);
+    const what = `This browser keeps ${chats.length}.`;
+    if ((await sure("Delete all chats?", what, "Delete all")) === "yes") discard(chats);
   });
   $("forget").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -352,7 +348,7 @@ function controls() {
   $("forget-all").addEventListener("click", async () => {
     const what = "Answers stay the same; until it has learned anew, the model drafts less.";
     const agreed = await sure("Forget everything that was learned?", what, "Forget it");
-    if (agreed) forget({ everything: true }).catch(tell);
+    if (agreed === "yes") forget({ everything: true }).catch(tell);
   });
 }
 
@@ -371,7 +367,7 @@ function choose(id) {
   if (state.model.id !== before) state.figures = new Figures(drafter, plain);
   state.figures.showSpeed(0);
   const drafts = drafter ? `drafts by ${drafter}` : "without a drafter";
-  $("model").textContent = state.models.length > 1 ? drafts : `${state.model.id}, ${drafts}`;
+  $("model").textContent = state.models.length > 1 ? drafts : `${state.model.id}\n${drafts}`;
   $("models").value = state.model.id;
   document.title = `${state.model.id} – edgespec`;
   $("learned").hidden = !history;
@@ -381,12 +377,9 @@ function choose(id) {
 async function begin() {
   writing();
   controls();
+  const problem = await refreshModels().catch((error) => error);
   open(load(sessionStorage.getItem("edgespec-chat")) ?? fresh());
-  try {
-    await refreshModels();
-  } catch (error) {
-    fail(error);
-  }
+  if (problem) fail(problem);
 }
 
 begin();

@@ -15,7 +15,6 @@ from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 
 SCRIPTS = ("page.js", "answer.js", "figures.js", "store.js", "wire.js")
-"""The page's own."""
 OPEN_PATHS = frozenset({"/", "/page.css", "/health", *(f"/{name}" for name in SCRIPTS)})
 """What needs no key: they tell nothing of the model, and the page asks for the key."""
 

@@ -10,29 +10,20 @@ export async function ask(path, options = {}) {
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers });
   if (response.status === 401) {
-    await askForKey();
+    await closed($("key"));
+    sessionStorage.setItem("edgespec-key", $("key-text").value.trim());
     return ask(path, options);
   }
-  if (!response.ok) throw new Error(await reason(response));
-  return response;
+  if (response.ok) return response;
+  const told = await response.json().catch(() => null);
+  throw new Error(told?.error?.message ?? `the server answered ${response.status}`);
 }
 
-async function reason(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server answered ${response.status}`;
-  }
-}
-
-function askForKey() {
-  return new Promise((done) => {
-    $("key").showModal();
-    $("key").onclose = () => {
-      sessionStorage.setItem("edgespec-key", $("key-text").value.trim());
-      done();
-    };
-  });
+/** Shows a dialog; the value of the button that closes it. */
+export function closed(dialog) {
+  dialog.returnValue = ""; // Escape says nothing
+  dialog.showModal();
+  return new Promise((done) => (dialog.onclose = () => done(dialog.returnValue)));
 }
 
 /** The events of a streamed answer, parsed; of comments their text. */
