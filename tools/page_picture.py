@@ -7,23 +7,29 @@ import argparse
 import shutil
 from pathlib import Path
 
+import numpy as np
 from playwright.sync_api import sync_playwright
+from PySide6.QtGui import QImage
 
 import edgespec
 from tests.serving_for_tests import serving
 
 ROOT = Path(__file__).parents[1]
-QUESTION = """Add type hints, and skip empty lines. Give the function alone.
+QUESTION = """Write a docstring for this function. Reply with the whole function.
 ```python
-def read_settings(path):
-    settings = {}
-    for number, line in enumerate(open(path, encoding="utf-8"), start=1):
-        name, equals, value = line.partition("=")
-        if not equals:
-            raise ValueError(f"{path}, line {number}: expected NAME = VALUE, got {line!r}")
-        settings[name.strip()] = value.strip()
-    return settings
+def slug(title, longest=40):
+    words = re.findall(r"[a-z0-9]+", title.lower())
+    while len("-".join(words)) > longest:
+        words.pop()
+    return "-".join(words)
 ```"""
+
+
+def in_few_colours(png: bytes) -> QImage:
+    """The picture in its 256 most frequent colours, which takes a third of the bytes."""
+    image = QImage.fromData(png).convertToFormat(QImage.Format.Format_RGB32)
+    colours, counts = np.unique(np.frombuffer(image.constBits(), np.uint32), return_counts=True)
+    return image.convertToFormat(QImage.Format.Format_Indexed8, colours[np.argsort(counts)[-256:]].tolist())
 
 
 def main() -> None:
@@ -34,15 +40,15 @@ def main() -> None:
     options = parser.parse_args()
     with edgespec.load(options.model) as model, serving(model) as url, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 900, "height": 600}, device_scale_factor=2)
+        page = browser.new_page(viewport={"width": 900, "height": 640}, device_scale_factor=2)
         page.goto(url)
         page.locator("#model").get_by_text(options.model).wait_for()
         page.locator("#question").fill(QUESTION)
         page.keyboard.press("Enter")
         page.locator(".cost").get_by_text("first token after").wait_for(timeout=600_000)
-        for scheme, name in (("light", "page.png"), ("dark", "page-dark.png")):
-            page.emulate_media(color_scheme=scheme)
-            page.screenshot(path=options.out / name)
+        in_few_colours(page.screenshot()).save(str(options.out / "page.png"))
+        page.emulate_media(color_scheme="dark")
+        in_few_colours(page.screenshot()).save(str(options.out / "page-dark.png"))
         browser.close()
 
 
