@@ -261,7 +261,7 @@ def test_files_that_cannot_be_read_are_refused(page: "Page", url: str) -> None:
     for data, told in (
         ("new Uint8Array([255, 254])", "is no text in UTF-8"),
         ("'a\\0b'", "is no text in UTF-8"),
-        ("'x'.repeat(700)", "has 714 tokens, and the model can read 640 more in this chat"),
+        ("'x'.repeat(700)", "has 714 tokens, and the model can read 640 more here"),
         ("new Uint8Array(3 * 2 ** 20 + 1)", "is too large: 3 MiB is the most"),
     ):
         _drop(page, f"new File([{data}], 'file')")
@@ -318,6 +318,8 @@ def test_the_end_stays_in_view_unless_the_reader_scrolls(page: "Page", url: str,
     page.goto(url)
     _ask(page, "w\n\n" * 40)
     assert log.evaluate(left) < 8 and not down.is_visible()
+    page.locator("#question").fill("one\ntwo\nthree\nfour")  # its box takes room from the conversation
+    until(lambda: log.evaluate(left) < 8)
     model.pause_s = 0.02
     _enter(page, "#question", "w\n\n" * 60)
     page.locator(".turn.assistant").nth(1).locator("p").nth(12).wait_for()

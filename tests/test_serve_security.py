@@ -11,6 +11,7 @@ import pytest
 
 from edgespec.cli import serve as serve_command
 from edgespec.serve.options import ServeOptions, bound_socket
+from edgespec.serve.security import SCRIPTS
 from edgespec_models.errors import EdgespecError, RequestError
 from tests.serving_for_tests import ServedModel, ask, question, serving
 
@@ -167,7 +168,7 @@ def test_with_a_key_only_who_has_it_is_answered() -> None:
                 assert ask(url, path, headers=headers).status == 401
         assert model.calls == []
         assert ask(url, CHAT, question(), headers={"Authorization": f"Bearer {KEY}"}).status == 200
-        for path in ("/", "/page.js", "/page.css", "/health"):  # the page asks for the key
+        for path in ("/", "/page.css", "/health", *(f"/{name}" for name in SCRIPTS)):  # the page asks for the key
             assert ask(url, path).status == 200
 
 
@@ -175,7 +176,8 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_nothing_inline(url: str)
     page = ask(url, "/")
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
-    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+    scripts = ((f"/{name}", "text/javascript") for name in SCRIPTS)
+    for path, kind in (("/", "text/html"), ("/page.css", "text/css"), *scripts):
         reply = ask(url, path)
         assert reply.headers["content-type"].startswith(kind)
         assert b"http://" not in reply.body and b"https://" not in reply.body

@@ -12,9 +12,9 @@ const hint = $("hint");
 
 function turn(kind, who) {
   hint.remove();
-  const parts = [["who", who], ["said", ""], ["cost quiet", ""]];
-  const nodes = parts.map(([className, text]) => make("div", { className }, text));
-  const node = make("article", { className: `turn ${kind}`, ariaLabel: who }, ...nodes);
+  const named = make("div", { className: "who" }, who);
+  const rest = ["said", "cost quiet"].map((className) => make("div", { className }));
+  const node = make("article", { className: `turn ${kind}`, ariaLabel: who }, named, ...rest);
   $("log").append(node);
   follow(true);
   return node;
@@ -183,7 +183,7 @@ async function counted(file) {
   const without = await count(state.attached);
   const tokens = (await count([...state.attached, { name, text }])) - without;
   const left = (state.model.edgespec?.context_length ?? Infinity) - without;
-  if (tokens >= left) throw new Error(`${name} has ${tokens} tokens, and the model can read ${left} more in this chat.`);
+  if (tokens >= left) throw new Error(`${name} has ${tokens} tokens, and the model can read ${left} more here.`);
   return { name, text, tokens };
 }
 
@@ -324,6 +324,7 @@ function controls() {
   });
   $("stop").addEventListener("click", () => state.stop?.abort());
   $("log").addEventListener("scroll", scrolled);
+  new ResizeObserver(() => follow()).observe($("log"));
   $("down").addEventListener("click", () => follow(true));
   $("models").addEventListener("change", () => choose($("models").value));
   $("marks").addEventListener("click", () => ($("marks").ariaPressed = document.body.classList.toggle("marked")));

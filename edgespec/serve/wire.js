@@ -2,8 +2,6 @@
 
 import { $ } from "./answer.js";
 
-const MOST_MIB = 3; // of a file: the server takes requests of 4
-
 export async function ask(path, options = {}) {
   const headers = { "Content-Type": "application/json" };
   const key = sessionStorage.getItem("edgespec-key");
@@ -64,7 +62,7 @@ export function wired(messages) {
 
 /** What a file holds; an error says why it cannot be sent. */
 export async function textOf(file) {
-  if (file.size > MOST_MIB * 2 ** 20) throw new Error(`${file.name} is too large: ${MOST_MIB} MiB is the most.`);
+  if (file.size > 3 * 2 ** 20) throw new Error(`${file.name} is too large: 3 MiB is the most.`); // a request may have 4
   const decoder = new TextDecoder("utf-8", { fatal: true });
   const text = await file.arrayBuffer().then((data) => decoder.decode(data)).catch(() => "\0");
   if (text.includes("\0")) throw new Error(`${file.name} is no text in UTF-8, and only texts can be attached.`);
