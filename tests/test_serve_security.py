@@ -168,7 +168,7 @@ def test_with_a_key_only_who_has_it_is_answered() -> None:
                 assert ask(url, path, headers=headers).status == 401
         assert model.calls == []
         assert ask(url, CHAT, question(), headers={"Authorization": f"Bearer {KEY}"}).status == 200
-        for path in ("/", "/page.css", "/health", *(f"/{name}" for name in SCRIPTS)):  # the page asks for the key
+        for path in ("/", "/page.css", "/health", *map("/".__add__, SCRIPTS)):  # the page asks for it
             assert ask(url, path).status == 200
 
 
