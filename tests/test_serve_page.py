@@ -174,6 +174,7 @@ def test_chats_are_kept_in_the_browser_until_they_are_deleted(
     page.locator(".turn.user").get_by_text("two").wait_for()
     chats = page.get_by_role("navigation", name="Chats").get_by_role("listitem")
     page.locator("#chats summary").click()
+    chats.nth(1).wait_for()
     assert [row.inner_text().split("\n")[0] for row in chats.all()] == ["two", "one"]
     page.get_by_role("button", name="one", exact=True).click()
     answer = page.locator(".turn.assistant")
