@@ -18,6 +18,7 @@ from edgespec.loading.opening import (
     placed,
 )
 from edgespec.requests.request import (
+    Hole,
     Messages,
     Prompt,
     Request,
@@ -49,6 +50,7 @@ Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation],
 
 Of those of one object, the conversation, one is answered at a time."""
 Ready = Callable[[Bundle, Bundle | None], None]
+Files = Sequence[tuple[str, str]]
 DeviceName = Annotated[str, length(1, 200)]
 
 
@@ -278,6 +280,33 @@ class Model:
         return self._stream(messages, options)
 
     @with_options
+    def fill(
+        self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
+    ) -> Generation:
+        """Write what stands between ``prefix`` and ``suffix``; like :meth:`generate` otherwise.
+
+        ``extra`` are names and texts of other files, the nearest last. What does not fit is cut at far ends.
+        Raises RequestError also where the model has no tokens for it.
+        """
+        return answers(options, asked(options, partial(self.stream_fill, prefix, suffix, extra=extra)))
+
+    @with_options
+    async def fill_async(
+        self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
+    ) -> Generation:
+        """Like :meth:`fill`, in an event loop; cancelling the task ends the answer within a pass."""
+        streams = asked(options, partial(self.stream_fill, prefix, suffix, extra=extra))
+        return await answers_async(options, streams)
+
+    @with_options
+    @checked
+    def stream_fill(
+        self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
+    ) -> Stream:
+        """Like :meth:`fill`, piece by piece: iterate over text, then read ``.result``."""
+        return self._stream(Hole(prefix, suffix, extra), options)
+
+    @with_options
     @checked
     def conversation(self, system: str | None = None, **defaults: Unpack[RequestOptions]) -> "Conversation":
         """Begin a conversation, perhaps with a system message; ``defaults`` are options of every answer.
@@ -324,7 +353,7 @@ class Model:
         """See :func:`edgespec.requests.request.detokenize`."""
         return detokenize(self.target, tokens)
 
-    def _stream(self, said: str | Messages, options: RequestOptions) -> Stream:
+    def _stream(self, said: str | Messages | Hole, options: RequestOptions) -> Stream:
         """A request whose prompt is read now, so that what is wrong with it shows at once."""
         request = Request.one(options)
         prompt = self._runner.prompt(said, request)

@@ -400,6 +400,9 @@ def server(folder: Path) -> Reader:
     seeds: list[Any] = [{"method": "POST", "path": "/v1/chat/completions", "body": body} for body in asked]
     text = {"model": "toy", "prompt": ["a"], "max_tokens": 2}
     seeds += [{"method": "POST", "path": "/v1/completions", "body": text}]
+    hole = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c", "filename": "d"}]}
+    seeds += [{"method": "POST", "path": "/infill", "body": hole | {"n_predict": 2, "prompt": "e"}}]
+    seeds += [{"method": "POST", "path": "/v1/completions", "body": text | {"suffix": "b"}}]
     seeds += [{"method": "GET", "path": path, "query": "a=b", "body": ""} for path in ("/", "/v1/models")]
     for path, bodies in (("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)):
         seeds += [{"method": "POST", "path": path, "body": {"model": "toy", **body}} for body in bodies]

@@ -19,9 +19,12 @@ from typer.main import get_command
 import edgespec
 from edgespec.cli import app
 from edgespec_models.text.chat_template import ChatTemplate
-from tests.models_for_tests import toy_model, toy_session
+from edgespec_models.text.tokenizer import Tokenizer
+from tests import models_for_tests
+from tests.models_for_tests import VOCAB, toy_model, toy_session
 from tests.serving_for_tests import serving
 from tests.templates_for_tests import HERMES
+from tests.tokenizers_for_tests import byte_level_json
 from tools import picture
 
 ROOT = Path(__file__).parents[1]
@@ -127,10 +130,18 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models have tokens to fill in the middle."""
+    marks = ("<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    tokenizer = Tokenizer.from_json(byte_level_json(specials=marks), vocab_size=VOCAB)
+    monkeypatch.setattr(models_for_tests, "toy_tokenizer", lambda: tokenizer)
+
+
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_code_runs(page: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
-    if page.stem == "server":
-        request.getfixturevalue("server")
+    if page.stem in ("server", "fill"):
+        request.getfixturevalue(page.stem)
     names: dict[str, Any] = {"edgespec": edgespec}
     for block in _fences(page, "python"):
         exec(compile(block, str(page), "exec"), names)  # noqa: S102 - that is the test

@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import json
 import re
 import runpy
 import sys
@@ -15,7 +16,10 @@ from unittest import mock
 import pytest
 
 import edgespec
-from tests.models_for_tests import Gated, toy_model, toy_session, toy_tokenizer
+from edgespec_models.text.tokenizer import Tokenizer
+from tests import models_for_tests
+from tests.models_for_tests import VOCAB, Gated, toy_model, toy_session, toy_tokenizer
+from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import ToySession
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
@@ -68,6 +72,26 @@ def test_the_files_assistant_stops_at_ctrl_c(house: Path, run: Run, capsys: Capt
     with mock.patch("builtins.print", interrupted):
         run("files_assistant.py", str(house))
     assert re.search(r"> [A-Z]{1,30} ... stopped\n> $", capsys.readouterr().out)
+
+
+def test_an_editors_lines_are_filled_or_told_why_not(
+    run: Run, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = ("<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    tokenizer = Tokenizer.from_json(byte_level_json(specials=marks), vocab_size=VOCAB)
+    asked = [
+        {"id": 7, "prefix": "a = ", "suffix": "\n"},
+        {"id": 8, "prefix": "", "suffix": "", "max_lines": 0},
+    ]
+    for has_marks in (True, False):
+        if has_marks:
+            monkeypatch.setattr(models_for_tests, "toy_tokenizer", lambda: tokenizer)
+        monkeypatch.setattr(sys, "stdin", StringIO("".join(f"{json.dumps(each)}\n" for each in asked)))
+        run("fill_for_editor.py")
+        monkeypatch.setattr(models_for_tests, "toy_tokenizer", toy_tokenizer)
+        first, second = map(json.loads, capsys.readouterr().out.splitlines())
+        assert (first["id"], second["id"]) == (7, 8) and "max_lines is 0" in second["error"]
+        assert first["text"] if has_marks else "toy has no tokens for fills" in first["error"]
 
 
 def test_extraction_writes_a_row_for_each_file(tmp_path: Path, run: Run, capsys: Captured) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from edgespec.cli import app
 from edgespec.history.manage import History
-from edgespec.serve.bodies import ChatBody, CompletionBody
+from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
 from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, said, serving, until
@@ -222,7 +222,7 @@ def test_an_empty_history_is_forgotten_and_none_is_not(model: ServedModel, url: 
 
 def test_the_documentation_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
-    names = {each.name for body in (ChatBody, CompletionBody) for each in fields(body)}
+    names = {each.name for body in (ChatBody, CompletionBody, InfillBody) for each in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
 
 

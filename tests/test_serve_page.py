@@ -299,7 +299,7 @@ def test_a_model_is_chosen_where_there_are_several(page: "Page", url: str) -> No
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
     page.goto(url)
     choice = page.get_by_role("combobox", name="Model")
-    assert choice.locator("option").all_inner_texts() == ["served", "other (not loaded)"]
+    until(lambda: choice.locator("option").all_inner_texts() == ["served", "other (not loaded)"])
     assert page.locator("#plain").inner_text() == "8.0 tokens/s"
     choice.select_option("other")
     assert page.locator("#plain").inner_text() == "–"

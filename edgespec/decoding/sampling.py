@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import check_fields, within
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.predictions import Predictions, check_best
 
 Row = npt.NDArray[np.float32]
@@ -185,6 +186,26 @@ class Penalties:
             ids, counts = self._output.behind(drafted)
             row[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
         row[self._biased] += self._biases
+
+
+class Spelled:
+    """A :class:`RowStep`: the answer begins with the bytes ``held``, in any tokens (token healing)."""
+
+    def __init__(self, tokenizer: Tokenizer, held: bytes, prompt_length: int) -> None:
+        self._tokenizer, self._held, self._prompt_length = tokenizer, held, prompt_length
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """See :class:`RowStep`."""
+        answer = tokens[self._prompt_length :][: len(self._held)]
+        self._rest = self._held[len(self._tokenizer.bytes_of(answer)) :]
+
+    def apply(self, row: Row, drafted: Sequence[int]) -> None:
+        """See :class:`RowStep`."""
+        if rest := self._rest and self._rest[len(self._tokenizer.bytes_of(drafted)) :]:
+            allowed = self._tokenizer.spelling(rest)
+            values = row[allowed]
+            row[:] = -np.inf
+            row[allowed] = values
 
 
 def distribution(row: Row, params: SamplingParams) -> Distribution:

@@ -10,6 +10,7 @@ from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:  # answers without thoughts or tools need neither
     from edgespec.requests.call_reading import CallReader
+    from edgespec.requests.fill_reading import FillReader
     from edgespec_models.text.thoughts import Place
 
 
@@ -17,8 +18,8 @@ class AnswerReader:
     """Reads an answer as its tokens are committed: thoughts, then text, then the calls within that.
 
     ``place`` is where the answer begins; None where it has no thoughts. ``calls`` reads what the text calls;
-    None where that is nothing. Stop strings end the text; within thoughts they are thoughts. Raises what
-    :class:`TextStream` does.
+    None where that is nothing. ``fill`` ends a text that fills a hole; None for others. Stop strings end the
+    text; within thoughts they are thoughts. Raises what :class:`TextStream` does.
 
     Attributes:
         thoughts: what each token added to the thoughts, as far as these go.
@@ -30,12 +31,14 @@ class AnswerReader:
         tokenizer: Tokenizer,
         place: "Place | None" = None,
         calls: "CallReader | None" = None,
+        fill: "FillReader | None" = None,
         *,
         stop: Sequence[str] = (),
     ) -> None:
         self.thoughts, self.called = list[str](), list[ToolCall]() if calls is None else calls.calls
-        self._tokenizer, self._place, self._calls = tokenizer, place, calls
+        self._tokenizer, self._place, self._calls, self._fill = tokenizer, place, calls, fill
         self._streams = [TextStream(tokenizer, stop=stop)]
+        self._streams[0].skip = 0 if fill is None else fill.skip
         if calls is not None:  # which control tokens may begin
             self._streams.append(TextStream(tokenizer, stop=stop, spelled=calls.marks(tokenizer)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -48,8 +51,9 @@ class AnswerReader:
 
     @property
     def ended(self) -> bool:
-        """Whether what follows is not read: a stop string came, or the last call that is wanted."""
-        return self._streams[0].stopped or (self._calls is not None and self._calls.complete)
+        """Whether what follows is not read: a stop string, the last call, or a fill's end came."""
+        over = self._streams[0].stopped or (self._calls is not None and self._calls.complete)
+        return over or (self._fill is not None and self._fill.ended)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> Record:
         """Take tokens, with the ``final`` ones what was held back: no more come.
@@ -64,6 +68,8 @@ class AnswerReader:
             each.push_bytes(begun) + each.push(rest) + (each.finish() if final else "")
             for each in self._streams
         ]
+        if self._fill is not None:
+            said = [self._fill.push(said[0], final=final)]
         content, calls = said[-1], list[CallPart]()
         if self._calls is not None:
             content, calls = self._calls.push(content, final=final)
@@ -121,6 +127,7 @@ class TextStream:
         except UnicodeEncodeError as error:
             raise RequestError(f"A stop string is not valid text: {error}") from error
         self._tokenizer, self._spelled = tokenizer, spelled
+        self.skip = 0  # bytes to come that are no part of the text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""  # may be the beginning of a stop string
         self.stop_string: str | None = None
@@ -140,7 +147,8 @@ class TextStream:
         """The same of bytes."""
         if self.stopped:
             return ""
-        text = self._held + data
+        text = self._held + data[self.skip :]
+        self.skip = max(0, self.skip - len(data))
         found = self._first_stop(text)
         if found is None:
             keep = len(text) - max((begun_at_end(text, stop) for stop in self.stops), default=0)

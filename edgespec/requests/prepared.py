@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from edgespec.decoding.draft import Clock, Passed, Progress, Remarks, Step
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import Decoding, Verifier
+from edgespec.decoding.sampling import RowStep, Spelled
 from edgespec.drafting.policy import Policy
 from edgespec.requests.answer_reading import AnswerReader
-from edgespec.requests.request import Request
+from edgespec.requests.request import Hole, Request
 from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.predictions import Predictions
@@ -39,6 +40,7 @@ class PreparedRequest:
     constraint: Constraint | None = None
     place: "Place | None" = None
     calls: "CallReader | None" = None
+    hole: Hole | None = None
     clock: Clock = perf_counter
     ended: Callable[[], None] = lambda: None
     started: float | None = None
@@ -54,7 +56,12 @@ class PreparedRequest:
     _measured: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._reader = AnswerReader(self.tokenizer, self.place, self.calls, stop=self.request.stop)
+        fill = None
+        if self.hole is not None:
+            from edgespec.requests.fill_reading import FillReader
+
+            fill = FillReader(self.hole, self.request.max_lines)
+        self._reader = AnswerReader(self.tokenizer, self.place, self.calls, fill, stop=self.request.stop)
         self._measured["prompt_tokens"] = len(self.tokens)
 
     def start(self, queued_s: float) -> None:
@@ -65,10 +72,13 @@ class PreparedRequest:
         cached = self.session.shared_prefix(self.tokens[:-1])
         self._measured |= {"queued_s": queued_s, "cached_tokens": cached}
         self._policy = policy = self.begin()
+        masks: list[RowStep] = [] if self.constraint is None else [self.constraint]
+        if self.hole is not None and self.hole.held:
+            masks.append(Spelled(self.tokenizer, self.hole.held, len(self.tokens)))
         self._decoding = Decoding(
             self.session,
             policy,
-            Verifier(self.request.sampling, [] if self.constraint is None else [self.constraint]),
+            Verifier(self.request.sampling, masks),
             self.tokens,
             max_new_tokens=self.request.max_new_tokens,
             max_draft=self.max_draft,

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar
 
 from edgespec.decoding.draft import Drafter, Progress
@@ -11,7 +12,7 @@ from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, 
 from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.schema import check_fields, form, one_of, shown, within
+from edgespec_models.schema import check_fields, form, lone_surrogate, one_of, shown, within
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.requests.call_reading import CallReader
@@ -36,6 +37,7 @@ class RequestOptions(TypedDict, total=False):
 
     max_new_tokens: int
     max_tokens: int
+    max_lines: int | None
     stop: str | Sequence[str]
     stop_at_eos: bool
     speculate: bool
@@ -79,6 +81,7 @@ class Request:
     Attributes:
         max_new_tokens: at most so many tokens are generated; with 0 the prompt is read. ``max_tokens`` is
             another name for it.
+        max_lines: of a fill, with that of the cursor.
         stop: a text, or several, that end the answer and are no part of it.
         stop_at_eos: end where the model says that it has finished.
         speculate: False decodes without drafts; the answer is the same.
@@ -111,6 +114,7 @@ class Request:
     """
 
     max_new_tokens: Annotated[int, within(0, 2**31 - 1)] = 256
+    max_lines: Annotated[int, within(1)] | None = None
     stop: tuple[_Stop, ...] = ()
     stop_at_eos: bool = True
     speculate: bool = True
@@ -213,15 +217,47 @@ def _default(option: Any) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A place in a text: what stands before and behind it, and names and texts of ``extra`` files.
+
+    ``held`` are the last bytes of the prefix, which are not read, but written again. ``ends`` end a fill.
+    """
+
+    prefix: str
+    suffix: str
+    extra: Sequence[tuple[str, str]] = ()
+    held: bytes = b""
+    ends: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        texts = {"prefix": self.prefix, "suffix": self.suffix, "extra": "".join(chain(*self.extra))}
+        for name, text in texts.items():
+            if wrong := lone_surrogate(text):
+                raise RequestError(f"{name}{wrong}")
+
+    @property
+    def line(self) -> str:
+        """What stands before the cursor on its line."""
+        return self.prefix.rpartition("\n")[2]
+
+    @property
+    def ends_line(self) -> bool:
+        """Whether text stands on both sides of the cursor on its line, the end of which ends the fill."""
+        return bool(self.line and self.suffix.partition("\n")[0].strip())
+
+
 class Prompt(NamedTuple):
     """A prompt as the target and as the drafter are to read it; the second is empty without a drafter model.
 
-    ``place`` is where the answer begins, with regard to thoughts; None where the model has none.
+    ``place`` is where the answer begins, with regard to thoughts; None where the model has none. ``hole`` is
+    what the answer fills; None where it fills nothing.
     """
 
     target: list[int]
     drafter: list[int]
     place: "Place | None"
+    hole: Hole | None = None
 
 
 def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
@@ -231,6 +267,8 @@ def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> lis
         RequestError: nothing is said, or not in a way that the model's chat template takes; tools or template
             arguments for a text, which is in no template.
     """
+    if request.max_lines is not None:
+        raise RequestError("max_lines is for fills; use fill, or leave it out")
     if isinstance(said, str):
         if request.tools or request.template_args or request.thinking is not None:
             raise RequestError(
@@ -263,7 +301,7 @@ def drafter_tokens(bundle: Bundle, said: str | Messages, request: Request) -> li
 
 def encode_text(bundle: Bundle, text: str) -> list[int]:
     """Tokens of ``text``, begun as the model's texts are."""
-    return _begun(bundle, bundle.tokenizer.encode(text))
+    return begun(bundle, bundle.tokenizer.encode(text))
 
 
 def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any] | None = None) -> list[int]:
@@ -360,10 +398,11 @@ def _chat(
 
         messages = with_calls_as_text(template.source, messages)
     ids = template.encode(messages, bundle.tokenizer, arguments)
-    return ids if ids[:1] == [bundle.manifest.special_tokens.bos] else _begun(bundle, ids)
+    return ids if ids[:1] == [bundle.manifest.special_tokens.bos] else begun(bundle, ids)
 
 
-def _begun(bundle: Bundle, ids: list[int]) -> list[int]:
+def begun(bundle: Bundle, ids: list[int]) -> list[int]:
+    """``ids`` as the model's texts begin: behind BOS, where they do."""
     special = bundle.manifest.special_tokens
     return [special.bos, *ids] if special.add_bos and special.bos is not None else ids
 

@@ -15,6 +15,7 @@ from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions, Running
 from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
+    Hole,
     Messages,
     Prompt,
     Request,
@@ -133,14 +134,21 @@ class Runner:
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, said: str | Messages, request: Request) -> Prompt:
+    def prompt(self, said: str | Messages | Hole, request: Request) -> Prompt:
         """Read a prompt."""
-        tokens = prompt_tokens(self.target, said, request)
+        hole = None
+        if isinstance(said, Hole):
+            from edgespec.requests.fill import fill_tokens
+
+            tokens, hole = fill_tokens(self.target, said, request, self.session.longest)
+            said = hole.prefix
+        else:
+            tokens = prompt_tokens(self.target, said, request)
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
         aside = side.prompt(tokens, lambda each: drafter_tokens(each, said, request)) if side else []
-        return Prompt(tokens, aside, answer_place(self.target, said, tokens))
+        return Prompt(tokens, aside, answer_place(self.target, said, tokens), hole)
 
     def prepared(
         self, prompt: Prompt, request: Request, constraint: Constraint | None
@@ -168,11 +176,14 @@ class Runner:
                 tokenizer=tokenizer,
                 tokens=tokens,
                 request=request,
-                eos=frozenset(eos if request.stop_at_eos else ()),
+                eos=frozenset(
+                    (*eos, *(prompt.hole.ends if prompt.hole else ())) if request.stop_at_eos else ()
+                ),
                 max_draft=self.options.max_draft,
                 begin=partial(self._begin, prompt, request, constraint, seat),
                 constraint=constraint,
                 place=prompt.place,
+                hole=prompt.hole,
                 calls=call_reader(self.target, request, tokens),
                 clock=self._clock,
                 ended=partial(setattr, seat, "taken", False),
@@ -306,7 +317,8 @@ class Runner:
         own = self.own if request.drafter is None else self._custom(request.drafter)
         if self.side is None:
             return Part(own)
-        if own is not None or seat.drafter is None:
+        is_short = prompt.hole and prompt.hole.ends_line  # reading the prompt takes longer than it saves
+        if own is not None or seat.drafter is None or is_short:
             return self.side.part(own)
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         return self.side.begin(

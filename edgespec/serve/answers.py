@@ -269,5 +269,54 @@ class CompletionAnswer(_Completion):
         }
 
 
+@dataclass(slots=True)
+class InfillAnswer(Answer):
+    """A fill as llama.cpp's server says it, or of that the ``fields`` that are named."""
+
+    fields: Sequence[str] = ()
+
+    def whole(self, answers: Sequence[Generation]) -> Json:
+        """The fill in one piece."""
+        return self._ended(answers[0], answers[0].text)
+
+    def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
+        """A piece of the text."""
+        tokens = [token.id for token in record.tokens]
+        return [{"content": record.text, "tokens": tokens, "stop": False}]
+
+    def end(self, answer: Generation) -> list[Json]:
+        """No more text, and what it cost."""
+        return [self._ended(answer, "")]
+
+    def _ended(self, answer: Generation, content: str) -> Json:
+        stats, written = answer.stats, len(answer.tokens)
+        read, timings = (
+            stats.prompt_tokens - stats.cached_tokens,
+            dict[str, float](cache_n=stats.cached_tokens),
+        )
+        parts = ("prompt", read, stats.ttft_s), ("predicted", stats.decode_tokens, stats.decode_s)
+        for name, tokens, seconds in parts:
+            timings |= {
+                f"{name}_n": tokens,
+                f"{name}_ms": 1e3 * seconds,
+                f"{name}_per_token_ms": 1e3 * seconds / max(1, tokens),
+                f"{name}_per_second": tokens / seconds if seconds else 0.0,
+            }
+        whole: Json = {
+            "content": content,
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": written,
+            "tokens_evaluated": stats.prompt_tokens,
+            "tokens_cached": stats.prompt_tokens + written,
+            "truncated": False,
+            "stop_type": "limit" if answer.finish_reason != "stop" else "word" if answer.stop else "eos",
+            "stopping_word": answer.stop or "",
+            "timings": timings,
+        }
+        flat = whole | {f"timings/{name}": value for name, value in timings.items()}
+        return {name: flat[name] for name in self.fields if name in flat} if self.fields else whole
+
+
 def _choices(answers: Sequence[Generation]) -> list[Generation]:
     return [choice for answer in answers for choice in answer.choices]

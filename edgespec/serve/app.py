@@ -72,6 +72,7 @@ class App:
             Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
             Route("/v1/messages", messages.create, methods=["POST"]),
             Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+            Route("/infill", self._completions.infill, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),

@@ -163,12 +163,12 @@ class CompletionBody(_Common):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[Sequence[str], length(1, 64)]
+    suffix: str | None = None
     max_tokens: Annotated[int, within(0)] | None = None
     logprobs: Annotated[int, within(0, 5)] | None = None
     echo: bool = False
     # one value only: the others would change the answer
     best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
 
     def options(self) -> RequestOptions:
         """What the model is asked for, besides the prompt."""
@@ -204,6 +204,42 @@ class EmbeddingBody:
         if tokens and texts:
             raise RequestError("input has tokens beside texts; a list of numbers is one text")
         return texts or [tokens]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InfillFile:
+    """An item of ``input_extra``."""
+
+    text: str
+    filename: str = "file"
+    time: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InfillBody(Body):
+    """Body of llama.cpp's ``POST /infill``: what its plug-ins for editors send."""
+
+    model: str = ""
+    input_prefix: str
+    input_suffix: str
+    prompt: str = ""  # of the prefix, what stands on the cursor's line
+    input_extra: Sequence[InfillFile] = ()
+    n_predict: Annotated[int, within(-1)] = -1
+    stop: str | Sequence[str] = ()
+    response_fields: Sequence[str] = ()
+    max_lines: Annotated[int, within(1)] | None = None  # edgespec's own
+    # change nothing here
+    cache_prompt: Any = None
+    id_slot: Any = None
+    n_indent: Any = None
+    samplers: Any = None
+    t_max_predict_ms: Any = None
+    t_max_prompt_ms: Any = None
+
+    def completion(self, model: str) -> "CompletionBody":
+        """What a completion asks for."""
+        given = self.shared() | {"model": self.model or model, "prompt": "", "stop": self.stop}
+        return CompletionBody(**given, max_tokens=None if self.n_predict < 0 else self.n_predict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,16 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
-from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, vectors_json
-from edgespec.serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody, parse, read_json
+from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, vectors_json
+from edgespec.serve.bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    InfillBody,
+    parse,
+    read_json,
+)
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
@@ -54,7 +62,8 @@ class Completions:
         """``POST /v1/completions``."""
         body = parse(CompletionBody, await self.read(request))
         model = await self.model(request, body)
-        asks = [partial(model.stream, prompt) for prompt in body.prompts()]
+        ask: Ask = partial(model.stream_fill, suffix=body.suffix) if body.suffix else model.stream
+        asks = [partial(ask, prompt) for prompt in body.prompts()]
         answer = CompletionAnswer(
             *described(body.model, model),
             body.logprobs is not None,
@@ -75,6 +84,17 @@ class Completions:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
         count_of(request).prompt_tokens += sum(found.tokens)
         return JSONResponse(vectors_json(found, body.model, base64=body.encoding_format == "base64"))
+
+    async def infill(self, request: Request) -> Response:
+        """``POST /infill``, as llama.cpp's server has it."""
+        body = parse(InfillBody, await self.read(request))
+        asked = body.completion(next(iter(self._models.names)))
+        model = await self.model(request, asked)
+        files = [(each.filename, each.text) for each in body.input_extra]
+        before, behind = body.input_prefix + body.prompt, body.input_suffix
+        ask = partial(model.stream_fill, before, behind, extra=files, max_lines=body.max_lines)
+        answer = InfillAnswer(*described(asked.model, model), body.response_fields)
+        return await self._respond(request, asked, [ask], answer)
 
     async def converse(self, request: Request, body: ChatBody, form: Callable[..., Answer]) -> Response:
         """Answer a conversation in the form of an endpoint, which is made of what :func:`described` says."""

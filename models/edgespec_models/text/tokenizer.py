@@ -13,6 +13,7 @@ character, and only its bytes are the same to every tokenizer.
 import hashlib
 import json
 import re
+from bisect import bisect_left, bisect_right
 from codecs import charmap_encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ INVALID_BYTES = "\udc80-\udcff"
 _MOST_TOKENS = 1 << 24
 _Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_FIM = re.compile(r"<[|｜]?fim.\w+[|｜]?>|\[(PREFIX|SUFFIX|MIDDLE)\]|<\|?(repo|file)_?(name|sep\w*)\|?>")
+"""Control tokens to fill in the middle, which some files do not call special."""
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = (byte for byte in range(256) if byte not in _VISIBLE)
 _ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in enumerate(_HIDDEN)}
@@ -57,7 +60,7 @@ class Tokenizer:
         self._encoder = encoder
         self._byte_level = _is_byte_level(encoder)
         own, added = encoder.vocabulary(), encoder.added_tokens()
-        self._specials = {text: id_ for id_, (text, special) in added.items() if special}
+        self._specials = {t: id_ for id_, (t, special) in added.items() if special or _FIM.fullmatch(t)}
         unknown = encoder.unknown_token()
         self._unknown = encoder.id_of(unknown, added=False) if unknown else None
         if unknown and self._unknown is None:
@@ -176,6 +179,11 @@ class Tokenizer:
         """The special token written ``text``, such as ``<|im_end|>``."""
         return self._specials.get(text)
 
+    @property
+    def fim_ids(self) -> dict[str, int]:
+        """The special tokens to fill in the middle, and those around files, by their texts."""
+        return {text: id_ for text, id_ in self._specials.items() if _FIM.fullmatch(text)}
+
     def special_spans(self, text: str) -> list[tuple[int, int]]:
         """Where ``text`` holds the text of special tokens: (start, stop) in characters, in order."""
         found = self._encoder.spans(text)
@@ -184,6 +192,13 @@ class Tokenizer:
     def id_of_bytes(self, data: bytes) -> int | None:
         """The ordinary token with exactly these bytes; a byte token only where there is no other."""
         return self._ids_by_bytes.get(data)
+
+    def spelling(self, data: bytes) -> list[int]:
+        """Ordinary tokens with which a text may go on that begins with ``data``, of one byte or more."""
+        ids, known, begin = self._ids_by_bytes, self._sorted_bytes, bisect_left(self._sorted_bytes, data)
+        end = bisect_right(known, data, begin, key=lambda each: each[: len(data)])
+        parts = (data[:length] for length in range(1, len(data)))
+        return [ids[each] for each in (*parts, *known[begin:end]) if each in ids]
 
     def matches(self, other: "Tokenizer") -> bool:
         """Whether both give every id the same bytes and the same role.
@@ -238,6 +253,10 @@ class Tokenizer:
         ids.update((data, last - i) for i, data in enumerate(reversed(self._bytes)) if last - i not in skip)
         ids.pop(b"", None)
         return ids
+
+    @cached_property
+    def _sorted_bytes(self) -> list[bytes]:
+        return sorted(self._ids_by_bytes)
 
     @cached_property
     def _ids_of_single_bytes(self) -> list[int | None]:

@@ -1,0 +1,89 @@
+"""Filling in the middle: what a model reads of the text around a hole.
+
+That is ``<prefix> far <suffix> behind <middle> near``: the last lines before the cursor begin the middle, as
+if the model had written them (Bavarian et al., 2022, arXiv 2207.14255, section 3, SPM). So what is typed is
+read alone, without the suffix, but for each block of lines.
+"""
+
+from dataclasses import replace
+from itertools import chain
+from typing import Final
+
+from edgespec.requests.request import Hole, Request, begun
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import RequestError
+from edgespec_models.text.tokenizer import Tokenizer
+
+_NEAR_LINES: Final = 32
+_CONTROL_TOKENS: Final = 4  # BOS and three marks
+_LONGEST_WORD: Final = 16  # bytes
+_BLOCKS: Final = 8  # a cut moves by an eighth of the room, and not at each keystroke
+_MARKS: Final = {
+    "prefix": ("<|fim_prefix|>", "<fim_prefix>", "<｜fim▁begin｜>", "[PREFIX]"),
+    "suffix": ("<|fim_suffix|>", "<fim_suffix>", "<｜fim▁hole｜>", "[SUFFIX]"),
+    "middle": ("<|fim_middle|>", "<fim_middle>", "<｜fim▁end｜>"),
+    "file": ("<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+    "repository": ("<|repo_name|>", "<repo_name>", "<|fim_repo|>"),
+}
+"""Before each, in Qwen2.5-Coder (arXiv 2409.12186), CodeGemma, StarCoder2, Granite, DeepSeek-Coder, Codestral
+(mistral-common, ``encode_fim``); the last reads the suffix first and has nothing before the middle."""
+
+
+def fill_tokens(bundle: Bundle, hole: Hole, request: Request, longest: int) -> tuple[list[int], Hole]:
+    """What a target reads of a hole, fewer than ``longest`` tokens, and the hole with all fields.
+
+    The last token of a line that was begun is held back, with the word that it ends: the model may write that
+    in other tokens when it sees how it goes on. Half of the context at most is kept for the answer.
+
+    Raises:
+        RequestError: the model has no tokens for it, or the request asks for what a chat has.
+    """
+    if request.tools or request.template_args or request.thinking is not None:
+        raise RequestError("tools, template_args and thinking are for chats; use chat, or leave them out")
+    tokenizer, ids = bundle.tokenizer, bundle.tokenizer.fim_ids
+    marks = {kind: ids[text] for kind, texts in _MARKS.items() for text in texts if text in ids}
+    if not {"prefix", "suffix"} <= marks.keys():
+        name = bundle.manifest.name
+        raise RequestError(f"{name} has no tokens for fills; use qwen2.5-coder-1.5b-instruct, for one")
+    room = longest - min(request.max_new_tokens, longest // 2) - _CONTROL_TOKENS
+    extra = _extra(hole, marks, tokenizer, room // 2)
+    behind = tokenizer.encode_bytes(hole.suffix.encode())[: max(0, room - len(extra)) // 3]
+    lines = hole.prefix.split("\n")
+    split = (len(lines) - 1) // _NEAR_LINES * _NEAR_LINES
+    far = tokenizer.encode_bytes("".join(f"{line}\n" for line in lines[:split]).encode())
+    near = tokenizer.encode_bytes("\n".join(lines[split:]).encode())
+    held = _taken_back(tokenizer, near) if hole.line and request.response_format is None else b""
+    room -= len(extra) + len(behind)
+    block = max(1, room // _BLOCKS)
+    cut = -(min(0, room - len(far) - len(near)) // block) * block
+    far, near = far[cut:], near[max(0, cut - len(far)) :]
+    before, behind = [marks["prefix"], *far], [marks["suffix"], *behind]
+    around = [*behind, marks["prefix"], *extra, *far, *near]
+    if "middle" in marks:
+        around = [*extra, *before, *behind, marks["middle"], *near]
+    return begun(bundle, around), replace(hole, held=held, ends=frozenset(ids.values()))
+
+
+def _taken_back(tokenizer: Tokenizer, tokens: list[int]) -> bytes:
+    """Take the last token, and those that begin its word; returns their bytes."""
+    held = tokenizer.token_bytes(tokens.pop())
+    while held[:1].isalpha() and tokenizer.bytes_of(tokens[-1:])[-1:].isalpha() and len(held) < _LONGEST_WORD:
+        held = tokenizer.token_bytes(tokens.pop()) + held
+    return held
+
+
+def _extra(hole: Hole, marks: dict[str, int], tokenizer: Tokenizer, room: int) -> list[int]:
+    """Other files, as many of the last as fit whole, in the form that the model was trained on."""
+    begin, end, form = list[int](), list[int](), "# {}\n{}\n\n"
+    if "file" in marks:
+        form, end = "{}\n{}\n", [marks["file"], *tokenizer.encode_bytes(b"file\n")]
+    if "repository" in marks:
+        begin = [marks["repository"], *tokenizer.encode_bytes(b"repository\n")]
+    room, kept = room - len(begin) - len(end), list[list[int]]()
+    for file in reversed(hole.extra):
+        tokens = [*end[:1], *tokenizer.encode_bytes(form.format(*file).encode())]
+        room -= len(tokens)
+        if room < 0:
+            break
+        kept.append(tokens)
+    return [*begin, *chain.from_iterable(reversed(kept)), *end] if kept else []

@@ -1,0 +1,56 @@
+"""Where a text ends that is written into a hole."""
+
+import re
+
+from edgespec.requests.request import Hole
+
+
+class FillReader:
+    """Shows a fill up to its end.
+
+    That is before the first line that the suffix goes on with, blank ones not counted, and behind
+    ``max_lines`` lines. Where text stands on both sides of the cursor on its line, it is the end of the line.
+    Blank lines and what may become the suffix's line are held back until it is clear what they are.
+    """
+
+    def __init__(self, hole: Hole, max_lines: int | None) -> None:
+        self.skip, self.ended = len(hole.held), False  # bytes that are written before the fill
+        self._text = hole.line
+        self._begin = self._shown = len(hole.line)  # in the text, which begins with the cursor's line
+        self._is_within = bool(hole.line.strip())
+        self._most = 1 if hole.ends_line else max_lines
+        self._keeps_newline = not hole.line and bool(hole.suffix.partition("\n")[0].strip())
+        line = next((line.rstrip() for line in hole.suffix.split("\n") if line.strip()), "")
+        self._next = "" if hole.ends_line else line
+        blank = rf"(?:\r?\n){{0,{hole.suffix.partition(line)[0].count(chr(10)) if line else 0}}}"
+        self._pattern = re.compile(rf"{blank}^{re.escape(line)}[ \t\r]*$", re.MULTILINE)
+
+    def push(self, text: str, *, final: bool = False) -> str:
+        """Take text, with the ``final`` one what was held back; returns what can be shown now."""
+        if self.ended:
+            return ""
+        self._text += text
+        breaks = [each.start() for each in re.finditer("\n", self._text)][: self._most]
+        last = breaks[-1] if len(breaks) == self._most else None
+        end = self._next_line(final) if last is None else self._next_line(False, last + 1)
+        if end is None and last is not None:
+            end = last + self._keeps_newline
+        self.ended = end is not None
+        keep = end if end is not None else len(self._text) if final else self._certain()
+        begin, self._shown = self._shown, max(self._shown, keep)
+        return self._text[begin : self._shown]
+
+    def _next_line(self, final: bool, end: int | None = None) -> int | None:
+        """Where before ``end`` the suffix's line begins, or line breaks before it that are the suffix's."""
+        text = self._text[:end]
+        found = self._pattern.search(text, self._begin if self._is_within else 0)
+        return found.start() if self._next and found and (final or found.end() < len(text)) else None
+
+    def _certain(self) -> int:
+        """How much of the text can be no part of the end."""
+        start = self._text.rfind("\n") + 1
+        line = self._text[start:]
+        may_be_next = self._next.startswith(line) or line.rstrip() == self._next
+        if not self._next or (start == 0 and self._is_within) or not may_be_next:
+            return len(self._text)
+        return len(self._text[:start].rstrip("\r\n"))

@@ -1,0 +1,114 @@
+"""``/infill`` and ``suffix``: what llama.cpp's plug-ins for editors send and read."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serving_for_tests import ServedModel, ServedStream, ask, events, serving
+
+PATH = "/infill"
+EDITOR = {  # as llama.vim and llama.vscode send it
+    "id_slot": 0,
+    "input_prefix": "a\n",
+    "input_suffix": "\nc\n",
+    "input_extra": [{"text": "A", "time": [1, 2], "filename": "a.py"}, {"text": "B"}],
+    "prompt": "b = ",
+    "n_predict": 128,
+    "stop": [],
+    "n_indent": 4,
+    "top_k": 40,
+    "top_p": 0.9,
+    "samplers": ["top_k", "top_p", "infill"],
+    "stream": False,
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1000,
+}
+
+
+class Filling(ServedModel):
+    """Fills with what it is told."""
+
+    def stream_fill(self, prefix: str, suffix: str, **options: Any) -> ServedStream:
+        asked = prefix, suffix, options.pop("extra", ()), options.get("max_lines")
+        stream = self.stream(prefix, **options)
+        stream.asked = asked
+        return stream
+
+
+@pytest.fixture
+def model() -> Filling:
+    return Filling()
+
+
+@pytest.fixture
+def url(model: Filling) -> Iterator[str]:
+    with serving(model.as_model()) as url:
+        yield url
+
+
+def test_an_editors_request_is_filled(model: Filling, url: str) -> None:
+    answer = ask(url, PATH, EDITOR).json
+    assert (answer["content"], answer["stop"], answer["stop_type"]) == ("re: a\nb = ", True, "eos")
+    assert answer["truncated"] is False
+    assert answer["tokens_cached"] == 7 + answer["tokens_predicted"] and answer["tokens_evaluated"] == 7
+    told = answer["timings"]
+    assert (told["prompt_n"], told["cache_n"], told["prompt_ms"]) == (4, 3, 100.0)
+    assert (told["predicted_n"], told["predicted_ms"], told["predicted_per_second"]) == (20, 1000.0, 20.0)
+    assert told["prompt_per_second"] == 40.0
+    (asked, options), = model.calls  # fmt: skip
+    assert asked == ("a\nb = ", "\nc\n", [("a.py", "A"), ("file", "B")], None)
+    assert options == {
+        "max_lines": None,
+        "top_k": 40,
+        "top_p": 0.9,
+        "stop": (),
+        "max_new_tokens": 128,
+        "timeout": 600.0,
+    }
+
+
+def test_a_stream_ends_with_what_it_cost(url: str) -> None:
+    *pieces, last = events(ask(url, PATH, EDITOR | {"stream": True}))
+    assert "".join(each["content"] for each in pieces) == "re: a\nb = " and last["content"] == ""
+    assert [each["stop"] for each in (*pieces, last)] == [False] * len(pieces) + [True]
+    assert last["tokens_predicted"] == sum(len(each["tokens"]) for each in pieces)
+
+
+def test_only_the_fields_that_are_asked_for_come(url: str) -> None:
+    fields = ["content", "timings/prompt_n", "truncated", "timings/none"]
+    answer = ask(url, PATH, EDITOR | {"response_fields": fields}).json
+    assert answer == {"content": "re: a\nb = ", "timings/prompt_n": 4, "truncated": False}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cache_is_warmed_without_text(model: Filling, url: str, stream: bool) -> None:
+    warm = EDITOR | {"n_predict": 0, "stream": stream, "response_fields": [""]}
+    answer = ask(url, PATH, warm)
+    told = events(answer) if stream else [answer.json]
+    assert all(each.get("content", "") == "" for each in told) and told[-1] == {}
+    assert model.calls[0][1]["max_new_tokens"] == 0
+
+
+def test_what_infill_does_not_take_is_named(url: str) -> None:
+    for wrong, told in (
+        ({"input_prefix": None}, "input_prefix"),
+        ({"input_extra": [{"filename": "a"}]}, "input_extra"),
+        ({"n_predict": -2}, "n_predict"),
+        ({"n": 2}, "'n'"),
+        ({"grammar": "x"}, "grammar"),
+    ):
+        reply = ask(url, PATH, EDITOR | wrong)
+        assert reply.status == 400 and told in reply.json["error"]["message"]
+    assert ask(url, PATH, EDITOR | {"model": "other"}).status == 404
+    assert ask(url, PATH, EDITOR | {"model": "served", "max_lines": 2}).status == 200
+
+
+def test_a_suffix_makes_a_completion_a_fill(model: Filling, url: str) -> None:
+    body = {"model": "served", "prompt": ["a", "b"], "suffix": "c"}
+    answer = ask(url, "/v1/completions", body).json
+    assert [each["text"] for each in answer["choices"]] == ["re: a", "re: b"]
+    assert [asked for asked, _ in model.calls] == [("a", "c", (), None), ("b", "c", (), None)]
+    assert ask(url, "/v1/completions", body | {"suffix": ""}).status == 200
+    assert [asked for asked, _ in model.calls[2:]] == ["a", "b"]
