@@ -233,7 +233,7 @@ def test_a_load_without_memory_does_not_blame_the_bundle(
     bundle, refuse = tiny_bundle(tmp_path / "m").bundle, Mock(side_effect=error)
     assert lacks_memory(error)
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match="not enough memory to load m"):
-        patch.setattr(cpu, "_open", refuse)
+        patch.setattr(cpu.ort, "InferenceSession", refuse)
         CpuSession(bundle)
     session, says = CpuSession(bundle), "not enough memory for a pass over 2 tokens"
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match=says):

@@ -192,6 +192,7 @@ def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
 
     monkeypatch.setattr("edgespec.serve.server.run", run)
     monkeypatch.setattr("edgespec.models.load", load)
+    monkeypatch.setattr("edgespec.cli.serve._log_requests", lambda: None)  # which would outlast the test
     given = ["serve", "./dir/big.gguf", str(bundle), "hf:me/other@main", "--port", "0", "--memory", "1.5"]
     result = CliRunner().invoke(app, [*given, "--keep", "60", "--threads", "1"])
     assert result.exit_code == 0, result.output
