@@ -1,8 +1,12 @@
 """A server of several models, which answer to order: who answers, what is listed, loads and their waits."""
 
+import json
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,29 +18,55 @@ from edgespec.cli import app
 from edgespec.engine import LoadOptions
 from edgespec.history.manage import History
 from edgespec.models import Models
+from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
+from edgespec_models.progress import Progress, ProgressCallback
 from tests.native_for_tests import tiny_native
-from tests.serving_for_tests import ServedModel, ask, events, question, said, serving_models, until
+from tests.serving_for_tests import (
+    ServedModel,
+    ask,
+    events,
+    open_stream,
+    question,
+    said,
+    serving_models,
+    until,
+)
+from tests.test_serve_infill import Filling
 
 CHAT = "/v1/chat/completions"
+ASKED: dict[str, dict[str, object]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": ["one", "two"]},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+}
 
 
 class Shelf:
-    """Loads models that answer to order, of 20 bytes each; ``gate`` holds up loads, which raise ``fault``."""
+    """Loads models that answer to order, of 20 bytes each; ``gate`` holds up loads, which raise ``fault``.
+
+    ``tell`` is told how far the last load is.
+    """
 
     def __init__(self) -> None:
         self.made = list[ServedModel]()
         self.gate, self.loads = threading.Event(), 0
         self.fault: EdgespecError | None = None
         self.gate.set()
+        self.tell: ProgressCallback
 
-    def load(self, target: str, ready: Callable[..., None], **_: object) -> ServedModel:
+    def load(
+        self, target: str, ready: Callable[..., None], progress: ProgressCallback, **_: object
+    ) -> ServedModel:
+        self.tell = progress
         self.loads += 1
         assert self.gate.wait(10)
         if self.fault is not None:
             raise self.fault
-        model = ServedModel(name=target)
+        model = Filling(name=target)
         model.target.manifest, model.drafter = SimpleNamespace(files={}), None  # type: ignore[attr-defined]
         model.target.config.vocab_size = 1
         ready(model.target, None)
@@ -143,6 +173,86 @@ def test_requests_wait_for_one_load_and_clients_may_leave_meanwhile(
     until(lambda: not models._users)
 
 
+@pytest.mark.parametrize("path", ASKED)
+def test_streams_say_how_far_the_load_is_and_then_answer(
+    shelf: Shelf, url: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "_LOAD_LOOK_S", 0.05)
+    shelf.gate.clear()
+    asked = {**ASKED[path], "model": "small", "stream": True}
+    with open_stream(url, asked, path) as response:  # the headers are here
+        assert response.status == 200
+        told = [response.readline() + response.readline()]
+        for report in (
+            Progress("Exporting it", 2, 5),
+            Progress("Checking", 7, 0),
+            Progress("Checking", 7, 7),
+        ):
+            shelf.tell(report)
+            told.append(response.readline() + response.readline())
+        shelf.gate.set()
+        answer = response.read().decode()
+    stages = ("", ", Exporting it 40 %", ", Checking", "")
+    assert told == [f": loading small{stage}\n\n".encode() for stage in stages]
+    again = ask(url, path, asked).body.decode()  # of the loaded model
+    assert _without_marks(answer) == _without_marks(again) and '"error":{' not in answer
+    assert shelf.loads == 1
+
+
+def _without_marks(answer: str) -> str:
+    """What differs between two equal answers is not in it."""
+    return re.sub(r'[0-9a-f]{24}|"created(_at)?":\d+', "", answer)
+
+
+def test_comments_of_a_load_come_now_and_then(
+    shelf: Shelf, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "_LOAD_LOOK_S", 0.2)
+    monkeypatch.setattr(completions, "_SILENCE_S", 0.9)
+    shelf.gate.clear()
+
+    def load() -> None:
+        for done in range(100):
+            shelf.tell(Progress("Exporting", done, 100))
+            time.sleep(0.01)
+        time.sleep(2)
+        shelf.gate.set()
+
+    with open_stream(url, to("small", stream=True)) as response, ThreadPoolExecutor(1) as pool:
+        loading, seen = pool.submit(load), list[float]()
+        while (line := response.readline()).startswith((b": loading", b"\n")):
+            seen += [time.monotonic()] * (line != b"\n")
+        loading.result()
+    gaps = [after - before for before, after in pairwise(seen)]
+    assert 4 <= len(gaps) < 40 and max(gaps) > 0.8  # of a hundred reports; and where nothing was new
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_load_that_fails_late_is_told_by_an_event(shelf: Shelf, url: str, path: str) -> None:
+    shelf.gate.clear()
+    shelf.fault = EdgespecError("the disk is full")
+    threading.Timer(0.5, shelf.gate.set).start()
+    reply = ask(url, path, {**ASKED[path], "model": "small", "stream": True})
+    assert reply.status == 200
+    comment, event, rest = reply.body.decode().split("\n\n")
+    named = path in ("/v1/responses", "/v1/messages")
+    assert (comment, rest, event.startswith("event: error\ndata: ")) == (": loading small", "", named)
+    told = json.loads(event.partition("data: ")[2])
+    assert told["error"]["message"] == "the disk is full"
+    assert told.get("type") == ("error" if named else None)
+
+
+def test_who_leaves_a_stream_during_a_load_waits_no_more(shelf: Shelf, models: Models, url: str) -> None:
+    shelf.gate.clear()
+    with open_stream(url, to("small", stream=True)) as response:
+        assert response.readline() == b": loading small\n"
+        assert len(models._users) == 1
+    until(lambda: not models._users)
+    assert 'status="499"} 1.0' in ask(url, "/metrics").body.decode()
+    shelf.gate.set()
+    assert said(ask(url, CHAT, to("small"))) == "re: hello"
+
+
 def test_what_runs_keeps_its_model_until_its_client_has_it_all(shelf: Shelf, url: str) -> None:
     ask(url, CHAT, to("small"))
     shelf.made[0].pause_s = 0.05
@@ -156,15 +266,28 @@ def test_what_runs_keeps_its_model_until_its_client_has_it_all(shelf: Shelf, url
 
 def test_the_time_of_a_request_and_the_servers_end_end_its_wait(shelf: Shelf, models: Models) -> None:
     shelf.gate.clear()
-    with serving_models(models, ServeOptions(port=0, timeout_s=0.2)) as url:
+    with serving_models(models, ServeOptions(port=0, timeout_s=0.6)) as url:
         reply = ask(url, CHAT, to("small"))
         assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
+        late = events(ask(url, CHAT, to("small", stream=True)))
+        assert [each["error"]["code"] for each in late] == ["timeout"]
     with ThreadPoolExecutor(1) as pool:
         with serving_models(models, ServeOptions(port=0, shutdown_s=0.1)) as url:
             waiting = pool.submit(ask, url, CHAT, to("small"))
             until(lambda: len(models._users) == 1)
             threading.Timer(0.5, shelf.gate.set).start()
         assert (waiting.result().status, waiting.result().json["error"]["code"]) == (503, "shutting_down")
+
+
+def test_the_wait_for_a_load_and_the_answer_share_the_time_of_a_request(shelf: Shelf, models: Models) -> None:
+    with serving_models(models, ServeOptions(port=0, timeout_s=60)) as url, ThreadPoolExecutor(2) as pool:
+        shelf.gate.clear()
+        asked = [pool.submit(ask, url, CHAT, to("small", stream=stream)) for stream in (False, True)]
+        until(lambda: len(models._users) == 2)
+        time.sleep(0.5)
+        shelf.gate.set()
+        assert [said(each.result()) for each in asked] == ["re: hello"] * 2
+    assert all(50 < options["timeout"] <= 59.5 for _, options in shelf.made[0].calls)
 
 
 def test_what_was_learned_is_forgotten_by_all_that_are_loaded(shelf: Shelf, tmp_path: Path) -> None:
@@ -198,3 +321,19 @@ def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
     assert result.exit_code == 0, result.output
     assert served == [("big", "tiny", "other"), {"big"}, 1_500_000_000, 60.0]
     assert "big with small; when asked for tiny, other: a page at http://127.0.0.1:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("qwen2.5-coder-0.5b-instrct", "Did you mean 'qwen2.5-coder-0.5b-instruct'?"),
+        ("./gone.gguf", "gone.gguf does not exist"),
+        ("hf:nobody", "hf:nobody"),
+    ],
+)
+def test_the_command_tells_at_once_of_a_name_that_means_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.setattr("edgespec.models.load", lambda *_, **__: pytest.fail("the first is loaded already"))
+    result = CliRunner().invoke(app, ["serve", "smollm2-135m-instruct", name, "--port", "0"])
+    assert result.exit_code == 1 and told in result.stderr

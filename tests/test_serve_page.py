@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +18,14 @@ import pytest
 from edgespec.history.manage import History
 from edgespec.history.store import Scope
 from edgespec.history.use import open_use
+from edgespec.models import Models
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy
+from edgespec_models.progress import Progress as LoadProgress
+from edgespec_models.progress import ProgressCallback
 from tests.histories_for_tests import learn
 from tests.models_for_tests import Gated, toy_model
-from tests.serving_for_tests import SOURCES, ServedModel, serving, tokenizer, until
+from tests.serving_for_tests import SOURCES, ServedModel, serving, serving_models, tokenizer, until
 from tests.test_thinking import QWEN3, scripted
 
 if TYPE_CHECKING:
@@ -161,6 +165,24 @@ def test_the_place_in_the_queue_and_the_reading_of_the_prompt_are_shown(page: "P
         gate.open()
         cost.get_by_text("first token after").wait_for()
         assert before.result().finish_reason == "length"
+
+
+def test_the_load_of_a_model_is_shown(page: "Page", monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def load(progress: ProgressCallback, **_: object) -> ServedModel:
+        progress(LoadProgress("Exporting it", 1, 4))
+        assert gate.wait(10)
+        return ServedModel()
+
+    monkeypatch.setattr("edgespec.models.load", load)
+    with Models({"served": "of no weights"}) as models, serving_models(models) as url:
+        page.goto(url)
+        _enter(page, "#question", "hello")
+        cost = page.locator(".turn.assistant .cost")
+        cost.get_by_text("loading served, Exporting it 25 %").wait_for()
+        gate.set()
+        cost.get_by_text("first token after").wait_for()
 
 
 def test_chats_are_kept_in_the_browser_until_they_are_deleted(

@@ -117,8 +117,13 @@ def serve(
         timeout_s=timeout,
     )
     with bound_socket(host, port) as listening:  # a port that is taken is told before models are loaded
+        from edgespec.loading.planning import look_up
         from edgespec.models import Models
+        from edgespec_models.downloads.hub import on_hub
 
+        for target in targets[1:]:  # names that mean nothing are told now; what the hub has, at a load
+            if on_hub(target) is None:
+                look_up(target, "target", None)
         named = {_name_of(target): options.load_arguments(context, target=target) for target in targets}
         if len(named) < len(targets):
             raise RequestError(f"two of {', '.join(targets)} have one name; requests tell models by it")

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from time import monotonic
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -33,14 +34,20 @@ from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
 from edgespec_models.errors import Busy, Cancelled, EdgespecError
+from edgespec_models.progress import Progress as LoadProgress
+from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Ask = Callable[..., Stream]
+Asks = Callable[[Model], Sequence[Ask]]
+Form = Callable[..., Answer]
+"""Makes an answer in the form of an endpoint, of what :func:`described` says."""
 _AT_ONCE_S = 0.2
 """How long the headers wait for what goes wrong with a request."""
 _SILENCE_S = 5.0
 """How long nothing is sent; proxies commonly give up after a minute, some clients sooner."""
+_LOAD_LOOK_S = 1.0  # between comments on a load, at least
 
 
 class Completions:
@@ -61,24 +68,22 @@ class Completions:
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = parse(CompletionBody, await self.read(request))
-        model = await self.model(request, body)
-        ask: Ask = partial(model.stream_fill, suffix=body.suffix) if body.suffix else model.stream
-        asks = [partial(ask, prompt) for prompt in body.prompts()]
-        answer = CompletionAnswer(
-            *described(body.model, model),
-            body.logprobs is not None,
-            n=body.n,
-            echoed=body.prompts() if body.echo else (),
-        )
-        return await self._respond(request, body, asks, answer)
+
+        def asks(model: Model) -> Sequence[Ask]:
+            ask: Ask = partial(model.stream_fill, suffix=body.suffix) if body.suffix else model.stream
+            return [partial(ask, prompt) for prompt in body.prompts()]
+
+        echoed = body.prompts() if body.echo else ()
+        form = partial(CompletionAnswer, logprobs=body.logprobs is not None, n=body.n, echoed=echoed)
+        return await self._respond(request, body, asks, form)
 
     async def embed(self, request: Request) -> Response:
         """``POST /v1/embeddings``."""
         body = parse(EmbeddingBody, await self.read(request))
-        model = await self.model(request, body)
+        model, left_s = await self.model(request, body)
         asked = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
-            work = asked(body.texts(), timeout=self._options.timeout_s)
+            work = asked(body.texts(), timeout=left_s)
             found = await _while_connected(request, work)
         except Cancelled as error:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
@@ -89,23 +94,22 @@ class Completions:
         """``POST /infill``, as llama.cpp's server has it."""
         body = parse(InfillBody, await self.read(request))
         asked = body.completion(next(iter(self._models.names)))
-        model = await self.model(request, asked)
         files = [(each.filename, each.text) for each in body.input_extra]
         before, behind = body.input_prefix + body.prompt, body.input_suffix
-        ask = partial(model.stream_fill, before, behind, extra=files, max_lines=body.max_lines)
-        answer = InfillAnswer(*described(asked.model, model), body.response_fields)
-        return await self._respond(request, asked, [ask], answer)
 
-    async def converse(self, request: Request, body: ChatBody, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation in the form of an endpoint, which is made of what :func:`described` says."""
+        def asks(model: Model) -> Sequence[Ask]:
+            return [partial(model.stream_fill, before, behind, extra=files, max_lines=body.max_lines)]
+
+        return await self._respond(request, asked, asks, partial(InfillAnswer, fields=body.response_fields))
+
+    async def converse(self, request: Request, body: ChatBody, form: Form) -> Response:
+        """Answer a conversation in the form of an endpoint."""
         messages = body.conversation()
-        model = await self.model(request, body)
-        answer = form(*described(body.model, model))
-        return await self._respond(request, body, [partial(model.stream_chat, messages)], answer)
+        return await self._respond(request, body, lambda model: [partial(model.stream_chat, messages)], form)
 
     async def count_tokens(self, request: Request, body: ChatBody) -> int:
         """How many tokens the model would read."""
-        model = await self.model(request, body)
+        model, _ = await self.model(request, body)
         return await asyncio.to_thread(model.count_tokens, body.conversation(), **body.options())
 
     async def read(self, request: Request) -> dict[str, Any]:
@@ -114,52 +118,48 @@ class Completions:
             raise shutting_down()
         return await read_json(request, self._options)
 
-    async def model(self, request: Request, body: Body | EmbeddingBody) -> Model:
-        """The model that a request names, loaded if need be; it stays so until the request is over."""
+    async def model(self, request: Request, body: Body | EmbeddingBody) -> tuple[Model, float]:
+        """The model that a request names, loaded until that is over, and the seconds that it has left."""
+        return await _while_connected(request, self._use(request, body))
+
+    async def _use(
+        self, request: Request, body: Body | EmbeddingBody, progress: ProgressCallback = ignore_progress
+    ) -> tuple[Model, float]:
         if body.model not in self._models.names:
             told = (
                 f"there is no model {body.model!r:.200}; this server has {str([*self._models.names])[1:-1]}"
             )
             raise Problem(404, told, "model_not_found")
-        using = request.scope["edgespec.held"].enter_async_context(self._models.use_async(body.model))
+        using = self._models.use_async(body.model, progress=progress)
+        started, allowed = monotonic(), self._options.timeout_s
         try:
-            async with asyncio.timeout(self._options.timeout_s):
-                return await _while_connected(request, using)
+            async with asyncio.timeout(allowed):
+                model = await request.scope["edgespec.held"].enter_async_context(using)
         except TimeoutError:
             raise _too_late() from None
+        return model, max(0.001, round(allowed - (monotonic() - started), 3))
 
     async def _respond(
-        self, request: Request, body: ChatBody | CompletionBody, asks: Sequence[Ask], answer: Answer
+        self, request: Request, body: ChatBody | CompletionBody, asks: Asks, form: Form
     ) -> Response:
-        limits = {"max_new_tokens": self._options.max_new_tokens, "timeout": self._options.timeout_s}
-        options = cast(RequestOptions, {**limits, **body.options()})
+        options = cast(RequestOptions, {"max_new_tokens": self._options.max_new_tokens, **body.options()})
         if body.stream:
-            return await self._streamed(request, body, asks, answer, options)
-        answers = await _while_connected(request, _all(asks, options))
+            load = partial(self._use, request, body)
+            events = _EventStream(count_of(request), body, load, asks, form, options)
+            try:
+                await _while_connected(request, events.begin())
+            except BaseException:
+                await events.close()
+                raise
+            return events
+        model, options["timeout"] = await self.model(request, body)
+        answers = await _while_connected(request, _all(asks(model), options))
         count = count_of(request)
         for each in {id(choice.stats): choice for answer in answers for choice in answer.choices}.values():
             count.tokens += len(each.tokens)  # greedy choices are one answer several times
             count.stats.append(each.stats)
             _check_ended(each)
-        return JSONResponse(answer.whole(answers))
-
-    async def _streamed(
-        self,
-        request: Request,
-        body: ChatBody | CompletionBody,
-        asks: Sequence[Ask],
-        answer: Answer,
-        options: RequestOptions,
-    ) -> Response:
-        """Waits for a moment, so that what is wrong with a request is told by the status."""
-        streams = await asyncio.to_thread(lambda: [asked(options, ask) for ask in asks])
-        events = _EventStream(count_of(request), body, answer, streams, options)
-        try:
-            await _while_connected(request, events.begin())
-        except BaseException:
-            await events.close()
-            raise
-        return events
+        return JSONResponse(form(*described(body.model, model)).whole(answers))
 
 
 def described(name: str, model: Model) -> tuple[str, Tokenizer, float]:
@@ -197,45 +197,48 @@ class _Told:
 class _EventStream(StreamingResponse):
     """Server-sent events of all answers, as they come; when it is over, however that came, these are.
 
-    ``streams`` are those to each prompt; as many run as the model answers at once.
+    ``load`` gives the model and the seconds that are left, ``asks`` what each prompt asks of it; as many run
+    as the model answers at once.
     """
 
     def __init__(
         self,
         count: RequestCount,
         body: ChatBody | CompletionBody,
-        answer: Answer,
-        streams: Sequence[Sequence[Stream]],
+        load: Callable[[ProgressCallback], Awaitable[tuple[Model, float]]],
+        asks: Asks,
+        form: Form,
         options: RequestOptions,
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
         super().__init__(self._lines(), media_type="text/event-stream", headers=headers)
-        self._count, self._answer, self._streams, self._options = count, answer, streams, options
+        self._count, self._asks, self._form, self._options = count, asks, form, options
+        self._answer = form(body.model, None, 0.0)  # of no model yet: all it can say is what went wrong
         self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
-        every = [stream for each in streams for stream in each]
-        same = len(streams) * body.n // len(every)  # choices that are one answer
-        told = (
-            _Told(stream, answer.choices(range(at * same, at * same + same)))
-            for at, stream in enumerate(every)
-        )
-        self._waiting, self._coming = deque(told), dict[asyncio.Future[Record | None], _Told]()
+        self._streams: Sequence[Sequence[Stream]] = ()
+        self._waiting, self._coming = deque[_Told](), dict[asyncio.Future[Record | None], _Told]()
+        self._loads = deque[LoadProgress](maxlen=1)  # by the thread that loads
         self._read: Progress | None = None
         self._ended = False
+        self._loading = asyncio.ensure_future(load(self._loads.append))
 
     async def begin(self) -> None:
-        """Raise what goes wrong at once; whoever waits longer gets the headers."""
-        self._start()
+        """Raise what goes wrong at once, for the status; whoever waits longer gets the headers."""
+        if not (await asyncio.wait((self._loading,), timeout=_AT_ONCE_S))[0]:
+            return
+        await self._ask()
         done, _ = await asyncio.wait(self._coming, timeout=_AT_ONCE_S, return_when=asyncio.FIRST_COMPLETED)
         for each in done:
             each.result()
 
     async def close(self) -> None:
         """End the answers, which nobody reads any more."""
+        self._loading.cancel()
         for each in self._coming:
             each.cancel()
         for stream in chain.from_iterable(self._streams):
             stream.cancel()
-        await asyncio.gather(*self._coming, return_exceptions=True)
+        await asyncio.gather(self._loading, *self._coming, return_exceptions=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -243,6 +246,18 @@ class _EventStream(StreamingResponse):
         finally:
             self._count.left = not self._ended
             await self.close()
+
+    async def _ask(self) -> None:
+        """Ask the model, which is loaded."""
+        model, self._options["timeout"] = self._loading.result()
+        answer = self._answer = self._form(*described(self._answer.model, model))
+        options, asks = self._options, self._asks(model)
+        self._streams = await asyncio.to_thread(lambda: [asked(options, ask) for ask in asks])
+        every = [*chain.from_iterable(self._streams)]
+        same = len(asks) * options.get("n", 1) // len(every)  # choices that are one answer
+        choices = (answer.choices(range(at, at + same)) for at in range(0, len(every) * same, same))
+        self._waiting.extend(map(_Told, every, choices))
+        self._start()
 
     def _start(self) -> None:
         """Ask for the next answers; what the queue has no room for waits here."""
@@ -259,6 +274,10 @@ class _EventStream(StreamingResponse):
     async def _lines(self) -> AsyncIterator[str]:
         """All that goes over the wire."""
         try:
+            async for line in self._until_loaded():
+                yield line
+            if not self._streams:
+                await self._ask()
             async for line in self._pieces():
                 yield line
         except (EdgespecError, Problem) as error:  # the status is sent already
@@ -270,6 +289,16 @@ class _EventStream(StreamingResponse):
                 yield _line(self._answer.used(answers))
             yield self._answer.done
         self._ended = True
+
+    async def _until_loaded(self) -> AsyncIterator[str]:
+        """Comments that say how far the load is."""
+        clock, said, due = asyncio.get_running_loop().time, "", 0.0
+        while not self._loading.done():
+            comment = f": loading {self._answer.model}{''.join(map(_stage, [*self._loads]))}\n\n"
+            if comment != said or clock() >= due:
+                yield comment
+                said, due = comment, clock() + _SILENCE_S
+            await asyncio.wait((self._loading,), timeout=_LOAD_LOOK_S)
 
     async def _pieces(self) -> AsyncIterator[str]:
         """Events of what comes, and comments while there is nothing to say."""
@@ -311,6 +340,12 @@ class _EventStream(StreamingResponse):
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
         return _line({**chunk, "usage": None} if self._with_usage else chunk)
+
+
+def _stage(load: LoadProgress) -> str:
+    """What is done now; nothing behind a stage's end."""
+    share = f" {100 * load.done // load.total} %" if load.total else ""
+    return f", {load.stage}{share}" if load.done != load.total else ""
 
 
 def _line(value: Mapping[str, Any]) -> str:
