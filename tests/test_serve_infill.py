@@ -109,6 +109,6 @@ def test_a_suffix_makes_a_completion_a_fill(model: Filling, url: str) -> None:
     body = {"model": "served", "prompt": ["a", "b"], "suffix": "c"}
     answer = ask(url, "/v1/completions", body).json
     assert [each["text"] for each in answer["choices"]] == ["re: a", "re: b"]
-    assert [asked for asked, _ in model.calls] == [("a", "c", (), None), ("b", "c", (), None)]
+    assert sorted(asked for asked, _ in model.calls) == [("a", "c", (), None), ("b", "c", (), None)]
     assert ask(url, "/v1/completions", body | {"suffix": ""}).status == 200
-    assert [asked for asked, _ in model.calls[2:]] == ["a", "b"]
+    assert sorted(asked for asked, _ in model.calls[2:]) == ["a", "b"]  # threads encode them side by side
