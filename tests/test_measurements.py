@@ -24,6 +24,7 @@ HERE = Conditions(
     threads=2,
     spinning=True,
     exact_rows=True,
+    low_priority=False,
     machine={"cpu": "some", "cores": 2, "system": None},
 )
 FOUND = Measurement(True, CostCurve({1: 0.04, 2: 0.05, 8: 0.12}))
@@ -57,6 +58,7 @@ OTHERS: dict[str, Any] = {
     "threads": 1,
     "spinning": False,
     "exact_rows": False,
+    "low_priority": True,
     "huge_pages": False,
     "instructions": "avx2",
     "machine": HERE.machine | {"onnxruntime": "9.9"},
@@ -78,6 +80,7 @@ def test_conditions_are_those_that_passes_run_under(tmp_path: Path) -> None:
     conditions = Conditions.of(bundle, CpuOptions())
     assert conditions == Conditions.of(bundle, CpuOptions(threads=default_threads()))
     assert conditions != Conditions.of(bundle, CpuOptions(exact_rows=False))
+    assert conditions != Conditions.of(bundle, CpuOptions(low_priority=True))
     assert conditions.machine["onnxruntime"] and conditions.machine["logical_cores"] >= 1
 
 

@@ -46,6 +46,7 @@ class Conditions:
     threads: int
     spinning: bool
     exact_rows: bool
+    low_priority: bool
     huge_pages: bool
     instructions: str
     machine: dict[str, Any]
@@ -59,6 +60,7 @@ class Conditions:
             threads=options.threads or default_threads(),
             spinning=options.spinning,
             exact_rows=options.exact_rows,
+            low_priority=options.low_priority,
             huge_pages=options.huge_pages,
             instructions=options.instructions,
             machine=_fingerprint(),
