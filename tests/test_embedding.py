@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,6 +186,31 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
     driven.run()
     with pytest.raises(Cancelled, match="not done within 1e-09 s"):
         late.found(waiting.result.finish_reason)
+
+
+def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
+    asked, stream = queued(driven, *TEXTS)
+    driven.turn()
+    holders = driven.model._worker._holders
+    holders.add(driven)
+    stream.cancel()
+    letting_go = Timer(5, holders.clear)
+    letting_go.start()
+    driven.turn()
+    assert holders and asked.result is not None
+    letting_go.cancel()
+    holders.clear()
+    driven.run()
+
+
+def test_trim_gives_back_what_texts_took(driven: Driven, model: Model) -> None:
+    expected = model.embed(TEXTS).vectors
+    asked, _stream = queued(driven, *TEXTS)
+    driven.turn()
+    assert asked.unread
+    assert driven.model._runner.trim() > 0 == driven.model._runner.session._open_io.kv_bytes
+    driven.run()
+    assert np.array_equal(asked.found("stop").vectors, expected)
 
 
 def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:

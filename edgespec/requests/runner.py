@@ -254,11 +254,12 @@ class Runner:
             self.side.forget()
 
     def trim(self) -> int:
-        """Free the KV caches that no request uses; their bytes."""
+        """Free the KV caches that no request uses, and those of texts that become vectors; their bytes."""
         freed, idle = self._caches.nbytes, [seat for seat in self.seats.all if not seat.taken]
+        sessions = [each for seat in idle for each in (seat.target, seat.drafter) if each]
         for session in self.seats.sessions:
             self._caches.forget(session)
-        return freed + sum(each.release() for seat in idle for each in (seat.target, seat.drafter) if each)
+        return freed + sum(each.release() for each in (*sessions, *self.seats.readers))
 
     def close(self) -> None:
         """Store what was learned, free both models, for good."""

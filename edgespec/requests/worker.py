@@ -334,7 +334,7 @@ class Worker:
             self._running, self._turning = running, False
             self._changed.notify_all()
             while self._holders and not self._closed:
-                if ending := [each for each in running if each.prepared and each.interruption]:
+                if ending := [each for each in running if each.interruption]:
                     self._turning = True
                     return ending
                 self._changed.wait(LOOK_S)
