@@ -19,6 +19,7 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from tests.models_for_tests import VOCAB, printable, toy_model
 from tests.native_for_tests import tiny_native
 from tests.serving_for_tests import ask, events, serving
+from tests.several_for_tests import Driven
 from tests.toy import F32, ToySession, markov_logits
 
 TEXT = "/v1/completions"
@@ -98,6 +99,18 @@ def test_prompts_are_scored_beside_other_requests(model: Model) -> None:
         stream.start()
     assert [stream.run().prompt for stream in streams] == alone
     assert len({each.run().tokens for each in others}) == 1
+
+
+def test_a_prompt_whose_cache_was_emptied_is_scored_once(model: Model) -> None:
+    """As it is where another request's cache finds no memory."""
+    one = Driven(toy())
+    stream = one.queue(one.model.stream(LONG, max_tokens=2, prompt_logprobs=True))
+    for _ in range(3):
+        one.turn()
+    one.model._runner.session.truncate(0)
+    one.run()
+    assert stream.result.prompt == model.generate(LONG, max_tokens=2, prompt_logprobs=True).prompt
+    one.close()
 
 
 def test_records_have_the_prompt_once_behind_the_progress(model: Model) -> None:

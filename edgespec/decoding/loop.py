@@ -190,7 +190,8 @@ class Decoding:
         told = self.tokens[length - predictions.shape[0] + 1 : length + 1]
         if not told:
             return predictions
-        self.scores += zip(*_log_probabilities(predictions, told, top), strict=True)
+        first = length - len(told) + 1  # again, where a want of memory has emptied the cache
+        self.scores[first:] = zip(*_log_probabilities(predictions, told, top), strict=True)
         return Predictions(predictions.logits[len(told) :])
 
 
