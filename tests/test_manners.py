@@ -2,21 +2,25 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from time import monotonic, sleep
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
 from edgespec import Generation, LoadOptions, Model, RequestError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_models.errors import DeviceError
+from edgespec_runtimes.cpu import CpuOptions, CpuSession, _LowPriority
 from tests.models_for_tests import Gated, toy_model, toy_session
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import ONE_THREAD
@@ -139,6 +143,43 @@ def test_a_session_gives_its_part_of_the_cache_back(tmp_path: Path) -> None:
     assert other.kv_bytes == kept  # at the front now, with what it held
     np.testing.assert_array_equal(other.predict(TOKENS[20:]).logits, expected[20:])
     np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
+
+
+def test_a_cache_that_could_not_be_given_back_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle, ONE_THREAD)
+    expected = session.predict(TOKENS).logits.copy()
+    other = session.beside()
+    other.prefill(TOKENS[:20])
+    cache: Any = other._open_io.cache
+
+    def reserve(*_: object) -> None:
+        cache.arrays.pop(0)
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "reserve", reserve)
+        with pytest.raises(DeviceError, match="not enough memory"):
+            session.release()
+    assert other.length == other.capacity == 0
+    np.testing.assert_array_equal(other.predict(TOKENS).logits, expected)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")
+def test_a_pass_that_gives_way_is_waited_for_whatever_happens() -> None:
+    over = list[object]()
+
+    def run_with_iobinding(binding: object) -> None:
+        sleep(0.5)
+        over.append(binding)
+
+    session = _LowPriority(lambda: SimpleNamespace(run_with_iobinding=run_with_iobinding))
+    interrupt = Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        session.run_with_iobinding("a pass")
+    assert over == ["a pass"]
 
 
 def niceness() -> dict[str, int]:

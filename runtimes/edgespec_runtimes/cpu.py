@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -101,7 +101,11 @@ class _LowPriority:
         self._session = self._thread.submit(opened).result()
 
     def run_with_iobinding(self, binding: Any) -> None:
-        self._thread.submit(self._session.run_with_iobinding, binding).result()
+        running = self._thread.submit(self._session.run_with_iobinding, binding)
+        try:
+            running.result()
+        finally:  # Ctrl-C would free what the pass still writes
+            wait([running])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)

@@ -111,20 +111,22 @@ class Session:
             raise RequestError(self._too_long(capacity))
         if capacity <= self.capacity:
             return
-        rounded = self._rounded(capacity)
+        self._resize(io, self._rounded(capacity))
+
+    def _resize(self, io: GraphIO, capacity: int) -> None:
         try:
-            io.reserve(self._stretch, rounded)
+            io.reserve(self._stretch, capacity)
         except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
             for each in io.stretches:
                 each.tokens.clear()
                 each.capacity = 0
             if isinstance(error, MemoryError):
                 raise DeviceError(
-                    f"not enough memory for a KV cache of {rounded:,} tokens; shorten the prompt, ask for "
+                    f"not enough memory for a KV cache of {capacity:,} tokens; shorten the prompt, ask for "
                     "fewer new tokens, or free memory"
                 ) from error
             raise
-        self._stretch.capacity = rounded
+        self._stretch.capacity = capacity
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, the cache holds already."""
@@ -190,8 +192,7 @@ class Session:
         self.truncate(0)
         io, before = self._open_io, self.kv_bytes
         if io.takes_several:
-            self._stretch.capacity = 0
-            io.reserve(self._stretch, 0)
+            self._resize(io, 0)
         return before - self.kv_bytes
 
     def view(self, start: int, end: int) -> SavedCache | None:
