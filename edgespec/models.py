@@ -178,8 +178,8 @@ class Models:
             model = load(**arguments, progress=tell, ready=ready)
         except BaseException as error:  # noqa: BLE001 - raised where the model is waited for
             self.memory_bytes.pop(name, None)
-            with self._changed:
-                self._fail(self._waiting([name]), error)
+            with self._changed:  # who has come since a load was given up waits for the next
+                self._fail([] if isinstance(error, Closed) else self._waiting([name]), error)
         else:
             _LOG.info("%s was loaded in %.1f s", name, monotonic() - started)
             self._models[name], self._used_at[name] = model, monotonic()

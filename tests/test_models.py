@@ -271,6 +271,37 @@ def test_a_task_that_is_cancelled_leaves_the_load_and_no_user(house: House, thre
     assert house.events == ["+a"] and not three._users and set(three.loaded) == {"a"}
 
 
+def test_who_comes_when_nobody_waits_any_more_gets_the_model(
+    house: House, three: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come = threading.Event()
+
+    def load(**arguments: Any) -> Any:
+        try:
+            return house.load(**arguments)
+        except Closed:  # the load gives up
+            come.set()
+            until(lambda: any(user.name == "c" for user in three._users))
+            raise
+
+    monkeypatch.setattr("edgespec.models.load", load)
+
+    async def main() -> None:
+        async with three.use_async("b"):
+            waits = asyncio.create_task(three.use_async("c").__aenter__())
+            while not three._is_crowded:
+                await asyncio.sleep(0.01)
+            waits.cancel()
+            while not come.is_set():
+                await asyncio.sleep(0.01)
+            late = asyncio.create_task(three.use_async("c").__aenter__())
+            await asyncio.sleep(0.1)
+        assert (await late).name == "c"
+
+    with three.use("a"):
+        asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_models_answer_as_alone_take_what_is_planned_and_share_a_tokenizer(tmp_path: Path) -> None:
     paths = {name: tiny_native(tmp_path / name, seed=seed).path for seed, name in enumerate("abc")}
     drafter = tiny_native(tmp_path / "drafter", seed=9, role="drafter").path
