@@ -4,6 +4,8 @@ import re
 
 from edgespec.requests.request import Hole
 
+_BLANKS = 16  # of a suffix, before its first line: each is looked for at each of the fill
+
 
 class FillReader:
     """Shows a fill up to its end.
@@ -22,7 +24,8 @@ class FillReader:
         self._keeps_newline = not hole.line and bool(hole.suffix.partition("\n")[0].strip())
         line = next((line.rstrip() for line in hole.suffix.split("\n") if line.strip()), "")
         self._next = "" if hole.ends_line else line
-        blank = rf"(?:\r?\n){{0,{hole.suffix.partition(line)[0].count(chr(10)) if line else 0}}}"
+        blanks = hole.suffix.partition(line)[0].count("\n") if line else 0
+        blank = rf"(?:\r?\n){{0,{min(blanks, _BLANKS)}}}"
         self._pattern = re.compile(rf"{blank}^{re.escape(line)}[ \t\r]*$", re.MULTILINE)
 
     def push(self, text: str, *, final: bool = False) -> str:
