@@ -218,6 +218,31 @@ def test_chats_are_kept_in_the_browser_until_they_are_deleted(
     assert page.evaluate("() => localStorage.length") == 0
 
 
+def test_what_is_no_chat_in_the_browser_is_left_out(page: "Page", url: str) -> None:
+    """Other servers at this address may have left it."""
+    asked = {"role": "user", "text": "whole", "files": []}
+    kept = {"a": [None], "b": [{**asked, "text": 5}], "c": [{"role": "user", "text": "a"}], "d": "text"}
+    kept |= {
+        "e": [{**asked, "files": [None]}],
+        "f": [asked, {"role": "assistant", "text": "b"}],
+        "g": [asked],
+    }
+    page.goto(url)
+    for name, messages in kept.items():
+        chat = json.dumps({"id": "another", "changed": 1, "messages": messages})
+        page.evaluate("([name, chat]) => localStorage.setItem(`edgespec-chat-${name}`, chat)", [name, chat])
+    page.evaluate("sessionStorage.setItem('edgespec-chat', 'a')")
+    page.reload()
+    page.click("#chats summary")
+    page.locator("#kept li").first.wait_for()
+    assert page.locator("#kept li").count() == 1
+    page.click("#kept >> text=whole")
+    assert page.inner_text(".user .said") == "whole"
+    page.click("#chats summary")
+    page.click("#kept >> text=Delete")
+    page.locator("#kept li").first.wait_for(state="detached")
+
+
 def test_a_chat_that_the_browser_has_no_room_for_goes_on_and_says_so(
     page: "Page", url: str, model: ServedModel
 ) -> None:

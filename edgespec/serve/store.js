@@ -17,10 +17,16 @@ export function all() {
 export function load(id) {
   try {
     const chat = JSON.parse(localStorage.getItem(PREFIX + id));
-    return Array.isArray(chat?.messages) && chat.messages.length ? chat : null;
+    return chat.messages.length && chat.messages.every(whole) ? { ...chat, id } : null;
   } catch {
     return null;
   }
+}
+
+/** Whether it is a message as the page keeps it: other pages of this address have the same storage. */
+function whole({ role, text, files, ends, sources }) {
+  const more = role === "user" ? [files] : [ends, sources];
+  return typeof text === "string" && more.every(Array.isArray) && !files?.some((file) => typeof file?.text !== "string");
 }
 
 /** Keeps a chat; an error says that the browser does not. */
