@@ -111,4 +111,6 @@ def test_a_suffix_makes_a_completion_a_fill(model: Filling, url: str) -> None:
     assert [each["text"] for each in answer["choices"]] == ["re: a", "re: b"]
     assert sorted(asked for asked, _ in model.calls) == [("a", "c", (), None), ("b", "c", (), None)]
     assert ask(url, "/v1/completions", body | {"suffix": ""}).status == 200
+    reply = ask(url, "/v1/completions", body | {"echo": True, "logprobs": 0})
+    assert reply.status == 400 and "leave out suffix" in reply.error
     assert sorted(asked for asked, _ in model.calls[2:]) == ["a", "b"]  # threads encode them side by side

@@ -170,6 +170,10 @@ class CompletionBody(_Common):
     # one value only: the others would change the answer
     best_of: Literal[1] | None = None
 
+    def __post_init__(self) -> None:
+        if self.suffix and self.echo and self.logprobs is not None:
+            raise RequestError("echo with logprobs scores a prompt, and a fill has none; leave out suffix")
+
     def options(self) -> RequestOptions:
         """What the model is asked for, besides the prompt."""
         given = _Common.options(self)
