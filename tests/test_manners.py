@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestError
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, _LowPriority
@@ -131,6 +132,15 @@ def test_trim_gives_back_what_no_answer_uses() -> None:
         assert session.length == held > 0  # of the answer under way
         model.resume()
         assert stream.run().tokens == alone("jumps over", 2000).tokens
+
+
+def test_what_is_trimmed_comes_from_the_disk(tmp_path: Path) -> None:
+    """Also where the model was paused before there was time to write it."""
+    with edgespec.load(tiny_native(tmp_path / "m").path, None, options=LoadOptions(threads=1)) as model:
+        model._worker._tidy = lambda stop: None
+        model.generate("many words, " * 20, max_new_tokens=1)
+        assert model.trim() > 0
+        assert model.generate("many words, " * 20, max_new_tokens=1).stats.cached_tokens >= 32
 
 
 def test_a_session_gives_its_part_of_the_cache_back(tmp_path: Path) -> None:
