@@ -12,93 +12,51 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgespec.decoding.draft import Draft, Drafter, Progress, Step
-    from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex
-    from edgespec.engine import Conversation, Model, load
-    from edgespec.history.manage import History
-    from edgespec.loading.footprint import Plan
-    from edgespec.loading.opening import LoadOptions
-    from edgespec.loading.planning import plan
-    from edgespec.models import Models
-    from edgespec.requests.embedding import EmbeddingOptions, Embeddings
-    from edgespec.requests.request import RequestOptions
-    from edgespec.requests.results import (
-        CallPart,
-        Generation,
-        GenerationStats,
-        Record,
-        SourceStats,
-        TokenRecord,
-        ToolCall,
-    )
-    from edgespec.requests.stream import Stream
-    from edgespec_models.errors import (
-        BundleError,
-        Busy,
-        Cancelled,
-        CatalogueError,
-        Closed,
-        DeviceError,
-        DoesNotFit,
-        DownloadError,
-        EdgespecError,
-        ModelFileError,
-        ParityError,
-        RequestError,
-        StorageError,
-        TokenizerError,
-        UnsupportedModelError,
-    )
-    from edgespec_runtimes.devices import Device
-    from edgespec_runtimes.discovery import devices
-
-__all__ = [
-    "load",
-    "Model",
-    "Models",
-    "LoadOptions",
-    "RequestOptions",
-    "Conversation",
-    "Stream",
-    "Record",
-    "Progress",
-    "TokenRecord",
-    "Generation",
-    "GenerationStats",
-    "SourceStats",
-    "ToolCall",
-    "Embeddings",
-    "EmbeddingOptions",
-    "CallPart",
-    "Drafter",
-    "Draft",
-    "Step",
-    "JsonSchema",
-    "Regex",
-    "Lark",
-    "Choice",
-    "AnyJson",
-    "History",
-    "plan",
-    "Plan",
-    "devices",
-    "Device",
-    "EdgespecError",
-    "ModelFileError",
-    "UnsupportedModelError",
-    "BundleError",
-    "TokenizerError",
-    "CatalogueError",
-    "DownloadError",
-    "StorageError",
-    "ParityError",
-    "DeviceError",
-    "RequestError",
-    "DoesNotFit",
-    "Busy",
-    "Closed",
-    "Cancelled",
-]
+    from edgespec.decoding.draft import Draft as Draft
+    from edgespec.decoding.draft import Drafter as Drafter
+    from edgespec.decoding.draft import Progress as Progress
+    from edgespec.decoding.draft import Step as Step
+    from edgespec.decoding.grammar import AnyJson as AnyJson
+    from edgespec.decoding.grammar import Choice as Choice
+    from edgespec.decoding.grammar import JsonSchema as JsonSchema
+    from edgespec.decoding.grammar import Lark as Lark
+    from edgespec.decoding.grammar import Regex as Regex
+    from edgespec.engine import Conversation as Conversation
+    from edgespec.engine import Model as Model
+    from edgespec.engine import load as load
+    from edgespec.history.manage import History as History
+    from edgespec.loading.footprint import Plan as Plan
+    from edgespec.loading.opening import LoadOptions as LoadOptions
+    from edgespec.loading.planning import plan as plan
+    from edgespec.models import Models as Models
+    from edgespec.requests.embedding import EmbeddingOptions as EmbeddingOptions
+    from edgespec.requests.embedding import Embeddings as Embeddings
+    from edgespec.requests.request import RequestOptions as RequestOptions
+    from edgespec.requests.results import CallPart as CallPart
+    from edgespec.requests.results import Generation as Generation
+    from edgespec.requests.results import GenerationStats as GenerationStats
+    from edgespec.requests.results import Record as Record
+    from edgespec.requests.results import SourceStats as SourceStats
+    from edgespec.requests.results import TokenRecord as TokenRecord
+    from edgespec.requests.results import ToolCall as ToolCall
+    from edgespec.requests.stream import Stream as Stream
+    from edgespec_models.errors import BundleError as BundleError
+    from edgespec_models.errors import Busy as Busy
+    from edgespec_models.errors import Cancelled as Cancelled
+    from edgespec_models.errors import CatalogueError as CatalogueError
+    from edgespec_models.errors import Closed as Closed
+    from edgespec_models.errors import DeviceError as DeviceError
+    from edgespec_models.errors import DoesNotFit as DoesNotFit
+    from edgespec_models.errors import DownloadError as DownloadError
+    from edgespec_models.errors import EdgespecError as EdgespecError
+    from edgespec_models.errors import ModelFileError as ModelFileError
+    from edgespec_models.errors import ParityError as ParityError
+    from edgespec_models.errors import RequestError as RequestError
+    from edgespec_models.errors import StorageError as StorageError
+    from edgespec_models.errors import TokenizerError as TokenizerError
+    from edgespec_models.errors import UnsupportedModelError as UnsupportedModelError
+    from edgespec_runtimes.devices import Device as Device
+    from edgespec_runtimes.discovery import devices as devices
 
 # The one thing done at import. An application may import onnxruntime after edgespec and before a model is
 # loaded, and its telemetry heeds only what is there when it starts (edgespec_runtimes.ort).
@@ -129,10 +87,12 @@ _HOMES = {name: home for home, names in _NAMES_BY_HOME.items() for name in names
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return [*_HOMES]
     if name not in _HOMES:
         raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_HOMES])

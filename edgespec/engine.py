@@ -1,10 +1,10 @@
 """What an app holds: :func:`load` gives it a :class:`Model`, which answers, also in conversations."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
@@ -23,9 +23,7 @@ from edgespec.requests.request import (
     Prompt,
     Request,
     RequestOptions,
-    detokenize,
     prompt_tokens,
-    tokenize,
     with_options,
 )
 from edgespec.requests.results import Generation
@@ -33,9 +31,9 @@ from edgespec.requests.runner import Runner
 from edgespec.requests.stream import Stream, answers, answers_async, asked
 from edgespec.requests.worker import Answer, Worker
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.schema import checked, length, one_of
+from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
@@ -45,10 +43,6 @@ if TYPE_CHECKING:  # a model without a drafter model or a history imports nothin
 
 __all__ = ["LoadOptions"]
 
-Start = Callable[[Callable[[], Messages], RequestOptions, Callable[[Generation], None], object], Stream]
-"""A stream of the answer to messages, which are asked for when its turn comes; then its result is told.
-
-Of those of one object, the conversation, one is answered at a time."""
 Ready = Callable[[Bundle, Bundle | None], None]
 Files = Sequence[tuple[str, str]]
 DeviceName = Annotated[str, length(1, 200)]
@@ -120,21 +114,13 @@ def load(
     cpu = room_for(target_bundle, drafter_bundle, options.cpu(low_priority=priority == "low"))
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     own = drafter if isinstance(drafter, Drafter) else None
-    runner = Runner(
-        loaded,
-        options,
-        drafts=drafter is not None,
-        clock=perf_counter,
-        beside=_beside(loaded),
-        own=own,
-    )
-    model = Model(runner)
+    model = Model(Runner(loaded, options, drafts=drafter is not None, beside=_beside(loaded), own=own))
     if history is not None:
         model.use_history(history)
     return model
 
 
-class Model:
+class Model(AbstractContextManager["Model"]):
     """A loaded target, with its drafter. A context manager.
 
     Requests may come from any thread and any task; a thread of the model's own answers them, first come,
@@ -155,9 +141,6 @@ class Model:
         self._worker = Worker(
             self.options.max_waiting, runner.turn, runner.seats.most, tidy=runner.write_behind
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -218,12 +201,13 @@ class Model:
     @property
     def placement(self) -> Placement:
         """Where the target runs, and why; opening a longer bucket may change the reason."""
-        return self._runner.placement
+        return self._runner.loaded.target.placement
 
     @property
     def drafter_placement(self) -> Placement | None:
         """The same of the drafter; None without a drafter model."""
-        return self._runner.drafter_placement
+        aside = self._runner.loaded.drafter
+        return None if aside is None else aside.placement
 
     @property
     def drafter_step_s(self) -> float | None:
@@ -318,7 +302,7 @@ class Model:
             raise RequestError(f"{self.name} has no chat template; use generate, or another model")
         Request.one(defaults)
         messages = [] if system is None else [{"role": "system", "content": system}]
-        return Conversation(self._start, messages, defaults)
+        return Conversation(self, messages, defaults)
 
     def embed(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
         """Vectors of texts, by a model made for it, such as Qwen3-Embedding (Zhang et al. 2025).
@@ -346,12 +330,27 @@ class Model:
         return len(prompt_tokens(self.target, said, Request.of(options)))
 
     def tokenize(self, text: str) -> list[int]:
-        """See :func:`edgespec.requests.request.tokenize`."""
-        return tokenize(self.target, text)
+        """Token ids of ``text`` alone: without a BOS token, and the text of a control token as ordinary text.
+
+        Raises:
+            RequestError: ``text`` is not one, or holds lone surrogates.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"text is {shown(text)}; allowed: a text")
+        return self.target.tokenizer.encode(text)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """See :func:`edgespec.requests.request.detokenize`."""
-        return detokenize(self.target, tokens)
+        """The text of ``tokens``, control tokens spelled out; what is not valid UTF-8 becomes U+FFFD.
+
+        Raises:
+            RequestError: an id that the model does not have.
+        """
+        tokenizer = self.target.tokenizer
+        try:
+            return tokenizer.decode(tokens, skip_special=False)
+        except (TokenizerError, TypeError) as error:
+            most = tokenizer.vocab_size - 1
+            raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
     def _stream(self, said: str | Messages | Hole, options: RequestOptions) -> Stream:
         """A request whose prompt is read now, so that what is wrong with it shows at once."""
@@ -364,9 +363,12 @@ class Model:
         messages: Callable[[], Messages],
         options: RequestOptions,
         ended: Callable[[Generation], None],
-        talk: object,
+        talk: "Conversation",
     ) -> Stream:
-        """A request whose messages are those there are when its turn comes."""
+        """A request whose messages are those there are when its turn comes; then ``ended`` has its result.
+
+        Of those of one conversation one is answered at a time.
+        """
         request = Request.one(options)
         return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, talk)
 
@@ -390,7 +392,7 @@ class Conversation:
     the order in which they were asked: one that is asked before the last answer ended waits for it.
 
     Args:
-        start: asks the model.
+        model: answers.
         messages: what it begins with.
         defaults: options of every answer.
 
@@ -399,9 +401,9 @@ class Conversation:
             answer that was ended early is kept as far as it came; a question that got no text is not.
     """
 
-    def __init__(self, start: Start, messages: Messages, defaults: RequestOptions) -> None:
+    def __init__(self, model: Model, messages: Messages, defaults: RequestOptions) -> None:
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
-        self._start, self._defaults = start, defaults
+        self._model, self._defaults = model, defaults
 
     def ask(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
         """Say ``text`` and return the answer; ``options`` go before those that the conversation has.
@@ -425,7 +427,9 @@ class Conversation:
             if answer.text:
                 self.messages += [question, answer.message]
 
-        return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended, self)
+        return self._model._start(
+            lambda: [*self.messages, question], {**self._defaults, **options}, ended, self
+        )
 
 
 def _made_for(device: str) -> "ExportDevice | None":

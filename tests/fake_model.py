@@ -73,13 +73,13 @@ class FakeModel:
         return self.stream("|".join(message["content"] for message in messages), **options)
 
     def conversation(self, system: str | None = None, **options: Any) -> Conversation:
-        def start(messages: Any, options: Any, ended: Callable[[Generation], None], talk: Any) -> Stream:
-            stream = self.stream_chat(messages(), **options)
-            ended(stream.result)
-            return cast(Stream, stream)
-
         said = [] if system is None else [{"role": "system", "content": system}]
-        return Conversation(start, said, cast(RequestOptions, options))
+        return Conversation(self.as_model(), said, cast(RequestOptions, options))
+
+    def _start(self, messages: Any, options: Any, ended: Callable[[Generation], None], talk: Any) -> Stream:
+        stream = self.stream_chat(messages(), **options)
+        ended(stream.result)
+        return cast(Stream, stream)
 
     def forget(self, *, on_disk: bool = True) -> None:
         self.forgotten += 1

@@ -26,7 +26,7 @@ from edgespec.requests.results import (
 )
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
-from edgespec.serve.server import Server, run
+from edgespec.serve.server import Server
 from edgespec_models.errors import EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
@@ -237,7 +237,7 @@ def serving_models(
     app = App(models, options, history)
     with bound_socket(options.host, options.port) as listening:
         port = listening.getsockname()[1]
-        thread = threading.Thread(target=run, args=(app, listening, note))
+        thread = threading.Thread(target=Server(app, note).run, args=([listening],))
         thread.start()
         try:
             assert ready.wait(10)

@@ -322,7 +322,7 @@ def test_a_read_only_folder(tmp_path: Path, sound: bytes, monkeypatch: pytest.Mo
         mkdir(path, *given, **options)
 
     monkeypatch.setattr(Path, "mkdir", read_only)
-    refused(tmp_path, sound, StorageError, "cannot write the bundle .*Permission denied")
+    refused(tmp_path, sound, StorageError, "cannot write .*Permission denied")
     with pytest.raises(StorageError, match="Permission denied"):
         export_model(tmp_path / "m.gguf", tmp_path / "new" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

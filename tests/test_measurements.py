@@ -17,14 +17,9 @@ from edgespec_runtimes.cpu import CpuOptions, default_threads
 from tests.toy import tiny_bundle
 
 HERE = Conditions(
-    huge_pages=True,
-    instructions="",
     bundle="0123456789abcdef",
     device="cpu",
-    threads=2,
-    spinning=True,
-    exact_rows=True,
-    low_priority=False,
+    options=CpuOptions(threads=2),
     machine={"cpu": "some", "cores": 2, "system": None},
 )
 FOUND = Measurement(True, CostCurve({1: 0.04, 2: 0.05, 8: 0.12}))
@@ -52,24 +47,24 @@ def test_nothing_is_known_before_and_after(own_measurements: Path) -> None:
     assert recall(HERE) is None and list(own_measurements.iterdir()) == []
 
 
-OTHERS: dict[str, Any] = {
-    "bundle": "fedcba9876543210",
-    "device": "npu",
-    "threads": 1,
-    "spinning": False,
-    "exact_rows": False,
-    "low_priority": True,
-    "huge_pages": False,
-    "instructions": "avx2",
-    "machine": HERE.machine | {"onnxruntime": "9.9"},
-}
+OTHERS: list[tuple[str, Any]] = [
+    ("bundle", "fedcba9876543210"),
+    ("device", "npu"),
+    ("options", CpuOptions(threads=1)),
+    ("options", CpuOptions(threads=2, spinning=False)),
+    ("options", CpuOptions(threads=2, exact_rows=False)),
+    ("options", CpuOptions(threads=2, huge_pages=False)),
+    ("options", CpuOptions(threads=2, instructions="avx2")),
+    ("options", CpuOptions(threads=2, low_priority=True)),
+    ("machine", HERE.machine | {"onnxruntime": "9.9"}),
+]
 
 
-@pytest.mark.parametrize("condition", OTHERS)
-def test_other_conditions_have_a_file_of_their_own(condition: str) -> None:
-    assert OTHERS.keys() == {field.name for field in fields(HERE)}
+@pytest.mark.parametrize(("condition", "other"), OTHERS)
+def test_other_conditions_have_a_file_of_their_own(condition: str, other: Any) -> None:
+    assert {name for name, _ in OTHERS} == {field.name for field in fields(HERE)}
     remember(HERE, FOUND)
-    elsewhere = replace(HERE, **{condition: OTHERS[condition]})
+    elsewhere = replace(HERE, **{condition: other})
     assert recall(elsewhere) is None
     remember(elsewhere, Measurement(False, CostCurve({1: 1.0})))
     assert recall(HERE) == FOUND

@@ -20,6 +20,7 @@ from edgespec.history.manage import History
 from edgespec.models import Models
 from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
+from edgespec.serve.server import Server
 from edgespec_models.errors import EdgespecError
 from edgespec_models.progress import Progress, ProgressCallback
 from tests.native_for_tests import tiny_native
@@ -306,14 +307,15 @@ def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
     bundle = tiny_native(tmp_path / "tiny").path.rename(tmp_path / "moved")
     served = list[Any]()
 
-    def run(app: Any, listening: object, ready: Callable[[Any], None]) -> None:
-        ready(None)
-        served.extend((app.models.names, set(app.models.loaded), app.models._memory, app.models._keep))
+    def run(server: Server, sockets: object) -> None:
+        server._ready(server)
+        models = server._app.models
+        served.extend((models.names, set(models.loaded), models._memory, models._keep))
 
     def load(target: str, options: LoadOptions, **_: object) -> ServedModel:
         return ServedModel(name=f"{target} on {options.threads}")
 
-    monkeypatch.setattr("edgespec.serve.server.run", run)
+    monkeypatch.setattr("edgespec.serve.server.Server.run", run)
     monkeypatch.setattr("edgespec.models.load", load)
     monkeypatch.setattr("edgespec.cli.serve._log_requests", lambda: None)  # which would outlast the test
     given = ["serve", "./dir/big.gguf", str(bundle), "hf:me/other@main", "--port", "0", "--memory", "1.5"]

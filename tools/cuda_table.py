@@ -47,7 +47,7 @@ def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bu
 
     def made(source: Path, kind: str, options: ExportOptions) -> Bundle:
         name = source.stem if source.is_file() else source.name
-        folder = work / f"{name}-{kind}-r{RECIPES[options.role, options.device]}"
+        folder = work / f"{name}-{kind}-r{RECIPES[options.device]}"
         if not (folder / MANIFEST).is_file():
             print(f"Exporting {source.name} to {folder}", file=sys.stderr, flush=True)
             folder.parent.mkdir(parents=True, exist_ok=True)

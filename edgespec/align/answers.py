@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.schema import check_fields, length, read_lines, within
+from edgespec_models.schema import Checked, length, read_lines, within
 from edgespec_models.storage import writing
 
 _BEGIN = b'{"prompt": '
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class Asking(Checked):
     """How prompts are asked.
 
     Which of the ``temperatures`` a prompt gets is a function of its text, and so is the seed.
@@ -50,9 +50,6 @@ class Asking:
     max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 512
     temperatures: Annotated[tuple[float, ...], length(1)] = (0.0, 0.8)
     target: str = ""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 Answering = Callable[[Sequence[Prompt]], Iterable[Answer | None]]

@@ -8,6 +8,7 @@ import typer
 
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
 from edgespec.cli.options import JsonFlag, Threads
+from edgespec_models.errors import RequestError, require
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -116,7 +117,6 @@ def align(
     from edgespec.align.run import split_texts, torch_device
     from edgespec.loading.opening import open_model
     from edgespec_export.align.settings import TrainingOptions
-    from edgespec_models.errors import require
     from edgespec_models.storage import writing
 
     if not answers_only:
@@ -158,7 +158,6 @@ def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
     from edgespec.loading.first_use import locate
     from edgespec_export.sources.open import open_checkpoint
     from edgespec_models.bundles.foreign import is_model
-    from edgespec_models.errors import RequestError
 
     source, entry = locate(drafter, progress, note)
     if entry is not None and entry.alignment is not None:
@@ -202,7 +201,6 @@ def _answered(
 def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:
     """What the file tells of target and drafter."""
     from edgespec_models.downloads.catalog import entries
-    from edgespec_models.errors import RequestError
 
     if len(licence) > _LONGEST_LICENCE:
         raise RequestError(f"--licence has {len(licence):,} characters, and may have {_LONGEST_LICENCE:,}")

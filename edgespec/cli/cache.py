@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import figure_table, note, output, print_json, say, size
+from edgespec.cli.console import done, figure_table, output, print_json, say, size
 from edgespec.cli.options import JsonFlag
+from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
     from edgespec_runtimes.prompt_cache import Stored
@@ -71,7 +72,6 @@ def clear(
 
         edgespec cache clear qwen2.5-coder-1.5b-instruct
     """
-    from edgespec_models.errors import RequestError
     from edgespec_runtimes.prompt_cache import delete
 
     models = _by_model()
@@ -79,11 +79,9 @@ def clear(
         raise RequestError(f"nothing is kept of {model!r}; there is: {', '.join(models) or 'nothing'}")
     chosen = [each for name, own in models.items() if model in (None, name) for each in own]
     delete(chosen)
-    done = {"blocks": len(chosen), "bytes": sum(each.size for each in chosen)}
-    if as_json:
-        print_json(done)
-    else:
-        note(f"{done['blocks']:,} blocks deleted, {size(done['bytes'])}")
+    freed = sum(each.size for each in chosen)
+    line = f"{len(chosen):,} blocks deleted, {size(freed)}"
+    done({"blocks": len(chosen), "bytes": freed}, line, as_json)
 
 
 def _by_model() -> "dict[str, list[Stored]]":

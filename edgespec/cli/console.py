@@ -72,6 +72,14 @@ def print_json(value: Any) -> None:
     typer.echo(json_text(value, indent=2))
 
 
+def done(value: Any, line: str, as_json: bool) -> None:
+    """Say that something is done: as JSON, or in words beside the output."""
+    if as_json:
+        print_json(value)
+    else:
+        note(line)
+
+
 def fact_table() -> "Table":
     """A table of names and values, without lines."""
     from rich.table import Table

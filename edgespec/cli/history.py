@@ -1,13 +1,15 @@
 """``edgespec history``: what was learned from answers, how to take it along or get rid of it."""
 
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import figure_table, note, output, print_json, say, size
+from edgespec.cli.console import done, figure_table, note, output, print_json, say, size
 from edgespec.cli.options import JsonFlag
+from edgespec_models.errors import StorageError
 
 if TYPE_CHECKING:
     from edgespec.history.manage import Amount, History, LearnedCorrection, LearnedText
@@ -77,7 +79,7 @@ def show(
     texts = history.show(namespace)
     shown = texts[:limit]
     if as_json:
-        print_json([text.to_json() for text in shown])
+        print_json([*map(asdict, shown)])
         return
     for correction in history.corrections(namespace):
         say(_said_of(correction), style="dim")
@@ -98,7 +100,7 @@ def export(
     Example: edgespec history export work work.json
     """
     amount = _history(name).export(file)
-    _done({**amount._asdict(), "file": str(file)}, f"{_counted(amount)}: {file}", as_json)
+    done({**amount._asdict(), "file": str(file)}, f"{_counted(amount)}: {file}", as_json)
 
 
 @history.command("import")
@@ -112,7 +114,7 @@ def import_file(
     Example: edgespec history import work work.json
     """
     amount = _history(name).load(file)
-    _done(amount._asdict(), f"{_counted(amount)} added to {name}", as_json)
+    done(amount._asdict(), f"{_counted(amount)} added to {name}", as_json)
 
 
 @history.command()
@@ -134,7 +136,7 @@ def delete(
     if not yes:
         typer.confirm(f"Delete {what}?", abort=True, err=True)
     _history(name).delete(namespace)
-    _done({"deleted": name, "namespace": namespace}, f"deleted {what}", as_json)
+    done({"deleted": name, "namespace": namespace}, f"deleted {what}", as_json)
 
 
 @history.command()
@@ -152,7 +154,7 @@ def forget(
     line = f"{_counted(amount)} forgotten"
     if amount.corrections:
         line += "; nobody can tell what drafters learned from this text, so they forget all they learned"
-    _done(amount._asdict(), line, as_json)
+    done(amount._asdict(), line, as_json)
 
 
 def _history(name: str) -> "History":
@@ -162,15 +164,13 @@ def _history(name: str) -> "History":
 
 
 def _describe(history: "History") -> dict[str, Any]:
-    from edgespec_models.errors import StorageError
-
     kept: list[dict[str, Any]] = []
     corrections: list[dict[str, Any]] = []
     problem = None
     try:
         rows = history.namespaces().items()
         kept = [{"target": target, "namespace": space, "tokens": n} for (target, space), n in rows]
-        corrections = [correction.to_json() for correction in history.corrections()]
+        corrections = [*map(asdict, history.corrections())]
     except StorageError as error:
         problem = str(error)
     return {
@@ -201,10 +201,3 @@ def _headline(text: "LearnedText") -> str:
     day = datetime.fromtimestamp(text.learned_on).date().isoformat()
     judged = f"{text.right} of {text.right + text.wrong} proposals right"
     return f"[{_where(text)}] learned {day}, worth {text.worth:.1f}, {text.tokens} tokens, {judged}"
-
-
-def _done(value: dict[str, Any], line: str, as_json: bool) -> None:
-    if as_json:
-        print_json(value)
-    else:
-        note(line)

@@ -134,7 +134,7 @@ def serve(
 def _run(models: "Models", limits: "ServeOptions", listening: socket.socket, history: str | None) -> None:
     from edgespec.history.manage import History
     from edgespec.serve.app import App
-    from edgespec.serve.server import run
+    from edgespec.serve.server import Server
 
     first, *others = models.names
     with progress_bars() as progress, models.use(first, progress=progress) as model:
@@ -145,7 +145,7 @@ def _run(models: "Models", limits: "ServeOptions", listening: socket.socket, his
     also = f"; when asked for {', '.join(others)}" if others else ""
     told = f"{first} with {drafter}{also}: a page at {url}, for clients {url}/v1"
     app = App(models, limits, None if history is None else History(history))
-    run(app, listening, ready=lambda _: note(told))
+    Server(app, ready=lambda _: note(told)).run(sockets=[listening])
 
 
 def _name_of(target: str) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from edgespec.decoding.sampling import RowStep
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import check_fields, form, length
+from edgespec_models.schema import Checked, form, length
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.kv_cache import shared_length
 
@@ -35,7 +35,7 @@ _Text = Annotated[str, form(r"(?s)[^\ud800-\udfff]*", "without lone surrogates")
 
 
 @dataclass(frozen=True, slots=True)
-class JsonSchema:
+class JsonSchema(Checked):
     """JSON that fits a schema, on one line, spaced as ``json.dumps`` does; properties come in its order.
 
     llguidance says which parts of JSON Schema it knows; what it does not know is an error. Its options may
@@ -47,9 +47,6 @@ class JsonSchema:
     """
 
     schema: Mapping[str, Any] | str
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def grammar(self) -> str:
         """For llguidance.
@@ -76,7 +73,7 @@ class AnyJson:
 
 
 @dataclass(frozen=True, slots=True)
-class Regex:
+class Regex(Checked):
     r"""Text that matches a regular expression from its beginning to its end.
 
     Attributes:
@@ -86,9 +83,6 @@ class Regex:
 
     pattern: _Text
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def grammar(self) -> str:
         """For llguidance."""
         from llguidance import regex_to_lark
@@ -97,7 +91,7 @@ class Regex:
 
 
 @dataclass(frozen=True, slots=True)
-class Lark:
+class Lark(Checked):
     """Text of a context-free grammar, whose first rule is ``start``.
 
     Attributes:
@@ -107,22 +101,16 @@ class Lark:
 
     text: _Text
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def grammar(self) -> str:
         """For llguidance."""
         return _grammars({"lark_grammar": self.text})
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Checked):
     """One of several texts, at least one."""
 
     texts: Annotated[Sequence[_Text], length(1)]
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def grammar(self) -> str:
         """For llguidance."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import check_fields, within
+from edgespec_models.schema import Checked, within
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.predictions import Predictions, check_best
 
@@ -27,7 +27,7 @@ _TokenId = Annotated[int, within(0, 2**31 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """How the token is chosen at every position. The defaults are greedy decoding.
 
     Attributes:
@@ -57,9 +57,6 @@ class SamplingParams:
     frequency_penalty: Annotated[float, within(-2, 2, " (0 is off)")] = 0.0
     logit_bias: Mapping[_TokenId, Annotated[float, within(-100, 100)]] = field(default_factory=dict)
     seed: Annotated[int, within(0, 2**64 - 1)] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def greedy(self) -> bool:

@@ -43,10 +43,7 @@ class Custom:
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: proposals are judged, verified or not."""
-        for guess, token in zip(self._proposed, step.judged, strict=False):
-            self._calibration.observe(guess, guess.token == token)
-            if guess.token != token:
-                break
+        self._calibration.judge(self._proposed, step.judged)
         self._proposed = []
         self._drafter.observe(step)
 

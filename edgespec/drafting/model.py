@@ -57,6 +57,13 @@ class Calibration:
         self._accepted[at] = self._accepted[at] * _DECAY + accepted
         self._seen[at] = self._seen[at] * _DECAY + 1
 
+    def judge(self, guesses: Sequence["Guess"], came: Sequence[int]) -> None:
+        """Tell what came in the place of proposals; what follows a wrong one was never judged."""
+        for guess, token in zip(guesses, came, strict=False):
+            self.observe(guess, guess.token == token)
+            if guess.token != token:
+                break
+
     def forget(self) -> None:
         """Tell that nothing was proposed: a verdict that nothing tests any more fades."""
         self._accepted += _FADING * (self._prior - self._accepted)
@@ -133,12 +140,8 @@ class ModelDrafter(Source, Generic[R]):
         """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
         if step.features is not None:
             self.reader.hear(step.features, len(step.tokens))
-        guesses, self._proposed = self._proposed, []
-        for guess, token in zip(guesses, step.judged, strict=False):
-            accepted = token == guess.token
-            self._calibration.observe(guess, accepted)
-            if not accepted:
-                break
+        self._calibration.judge(self._proposed, step.judged)
+        self._proposed = []
 
     def read_on(self: "ModelDrafter[Reader]", draft: Draft, limit: int) -> Iterator[float]:
         """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.

@@ -6,9 +6,9 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from edgespec.history.database import SUFFIX, companions, file_indexes, look, reason
 from edgespec.history.exchange import exported, imported
@@ -43,10 +43,6 @@ class LearnedText:
     wrong: int
     learned_on: float
 
-    def to_json(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class LearnedCorrection:
@@ -64,10 +60,6 @@ class LearnedCorrection:
     tokens: int
     size_bytes: int
     used_on: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return asdict(self)
 
 
 class Amount(NamedTuple):

@@ -19,7 +19,6 @@ from edgespec.drafting.pricing import Guard
 from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
 from edgespec.history.drafter import HistoryDrafter
 from edgespec.history.memory import Delta, DrafterKey, Memory, Snapshot, Tell
-from edgespec.history.passages import Entry
 from edgespec.history.store import MAX_TOKENS, Scope, Store
 from edgespec.learning.gains import Table
 from edgespec.learning.trainer import Trainer
@@ -112,13 +111,11 @@ class Writer:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or bool(self._pending or self._late))
-                self._changed.wait_for(lambda: self._closing, self._wait_s())
+                pause_s = self._flush_s if self.problem is None else _RETRY_S
+                self._changed.wait_for(lambda: self._closing, pause_s)
                 if self._closing:
                     return
             self.flush()
-
-    def _wait_s(self) -> float:
-        return self._flush_s if self.problem is None else _RETRY_S
 
     def _merge(self, delta: Delta) -> bool:
         """Whether it could be stored."""
@@ -246,7 +243,8 @@ def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:
         except sqlite3.Error as error:
             problem, writable = f"the history {path} cannot be read ({error}); it is not used", False
     # An import may hold what this model cannot read.
-    snapshot.entries = [e for e in snapshot.entries if _spells(e, tokenizer.vocab_size)]
+    known = range(tokenizer.vocab_size)
+    snapshot.entries = [e for e in snapshot.entries if max((*e.passage.lead, *e.passage.body)) in known]
     if problem is not None:
         _LOG.warning("%s", problem)
     writer = None
@@ -255,10 +253,6 @@ def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:
     elif store is not None:
         store.close()
     return HistoryUse(snapshot, writer, problem)
-
-
-def _spells(entry: Entry, vocab_size: int) -> bool:
-    return max((*entry.passage.lead, *entry.passage.body)) < vocab_size
 
 
 def _open(path: Path) -> _Opened:

@@ -108,5 +108,4 @@ def is_here(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> int:
-    on_it = hub_heads().get(name) or hub_names().get(name)
-    return (on_it or find(name)).size_bytes
+    return (hub_names().get(name) or find(name)).size_bytes

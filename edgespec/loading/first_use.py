@@ -12,7 +12,6 @@ from typing import Annotated
 from filelock import FileLock
 
 from edgespec_export.recipe import RECIPES
-from edgespec_export.staging import storage_errors
 from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
@@ -22,8 +21,8 @@ from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ProgressCallback
-from edgespec_models.schema import check_fields, one_of
-from edgespec_models.storage import bundles_dir, model_name
+from edgespec_models.schema import Checked, one_of
+from edgespec_models.storage import bundles_dir, model_name, writing
 
 _RECIPE_MARK = "-r"
 _LONGEST_NAME = 120
@@ -35,16 +34,13 @@ Found = Bundle | CatalogueEntry | Path
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Checked):
     """What a new export is for; of a head, the checkpoint of its ``target`` too."""
 
     role: Role
     weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
     device: ExportDevice | None
     target: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def check(self) -> None:
         """Raise RequestError if an export would, sooner: before anything is pulled for it."""
@@ -63,7 +59,7 @@ class Wanted:
         kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
         if self.target is not None:
             mark = f"{mark}-{mark_of(self.target)}"
-        recipe = RECIPES[self.role, self.device]
+        recipe = RECIPES[self.device]
         return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
@@ -216,9 +212,9 @@ def _export(
         target=wanted.target,
     )
     lock = folder.with_name(f".{folder.name}.lock")
-    with storage_errors(folder):
+    with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    with storage_errors(folder), FileLock(lock):  # another process may be making it
+    with writing(folder), FileLock(lock):  # another process may be making it
         bundle = open_cached(folder)
         if bundle is None:
             export_model(source, folder, options=options, progress=_naming(progress, name))

@@ -14,17 +14,21 @@ import math
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.storage import measurements_dir, write_text
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads
+from edgespec_runtimes.ort import ort
 
 _PACKAGES = ("edgespec", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
 _FORMAT = 2  # 1 may hold times that fall: a machine under load
@@ -36,19 +40,13 @@ _LOG = logging.getLogger("edgespec")
 class Conditions:
     """What a measurement depends on.
 
-    ``device`` is ``cpu``, or name and version of another. ``threads`` to ``instructions`` are as in
-    :class:`edgespec_runtimes.cpu.CpuOptions`; ``machine`` is processor, cores, system and the version of ONNX
-    Runtime.
+    ``device`` is ``cpu``, or name and version of another; ``options`` say how many threads. ``machine`` is
+    processor, cores, system and the version of ONNX Runtime.
     """
 
     bundle: str
     device: str
-    threads: int
-    spinning: bool
-    exact_rows: bool
-    low_priority: bool
-    huge_pages: bool
-    instructions: str
+    options: CpuOptions
     machine: dict[str, Any]
 
     @classmethod
@@ -57,12 +55,7 @@ class Conditions:
         return cls(
             bundle=bundle.digest,
             device=device,
-            threads=options.threads or default_threads(),
-            spinning=options.spinning,
-            exact_rows=options.exact_rows,
-            low_priority=options.low_priority,
-            huge_pages=options.huge_pages,
-            instructions=options.instructions,
+            options=replace(options, threads=options.threads or default_threads()),
             machine=_fingerprint(),
         )
 
@@ -151,8 +144,6 @@ def _parsed(value: Any, conditions: Conditions) -> Measurement:
 
 def describe_machine() -> dict[str, Any]:
     """What figures were measured on, as JSON values; nothing that names a person or host."""
-    import psutil
-
     packages = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
     memory = {"memory_bytes": psutil.virtual_memory().total, "python": platform.python_version()}
     return {**_hardware(), **memory, "packages": packages}
@@ -163,14 +154,10 @@ def _fingerprint() -> dict[str, Any]:
 
     ``features`` is a digest of the processor's instruction sets: virtual machines often hide its name.
     """
-    from edgespec_runtimes.ort import ort
-
     return {**_hardware(), "features": _features(), "onnxruntime": ort.__version__}
 
 
 def _hardware() -> dict[str, Any]:
-    import psutil
-
     return {
         "cpu": _cpu_name(),
         "architecture": platform.machine(),
@@ -189,10 +176,9 @@ def _version(package: str) -> str | None:
 
 def _cpu_name() -> str:
     """The processor's marketing name, else what the platform module knows."""
-    try:
+    name = ""
+    with suppress(OSError, subprocess.SubprocessError):
         name = _cpu_name_of_system()
-    except (OSError, subprocess.SubprocessError):
-        name = ""
     return name or platform.processor() or platform.machine()
 
 
@@ -212,10 +198,9 @@ def _cpu_name_of_system() -> str:
 
 def _features() -> str:
     """Differs where instruction sets do; of systems that do not list them, what the platform module knows."""
-    try:
+    listed = ""
+    with suppress(OSError):
         listed = _cpuinfo("flags", "Features") if sys.platform == "linux" else ""
-    except OSError:
-        listed = ""
     return hashlib.sha256((listed or platform.processor()).encode()).hexdigest()[:8]
 
 

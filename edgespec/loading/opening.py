@@ -21,7 +21,7 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.schema import check_fields, checked, form, length, one_of, shown, within
+from edgespec_models.schema import Checked, checked, form, length, one_of, shown, within
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
 from edgespec_runtimes.devices import AUTO, PROCESSOR, Device, Placement
@@ -39,7 +39,7 @@ _RECHECKED_ROWS = 8  # at most: a load should not wait for passes over more
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class LoadOptions(Checked):
     """How models are loaded.
 
     Attributes:
@@ -81,9 +81,6 @@ class LoadOptions:
     parallel: Annotated[int, within(1, 64)] = 4
     cache_bytes: Annotated[int, within(0, 2**60)] = 256 << 20
     prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:
         """What a session on the CPU is told of them."""

@@ -69,7 +69,8 @@ def plan(
             f"context is {context:,}; allowed: 1 to {longest:,}, the tokens {first.name} can hold"
         )
     lengths = {min(each, longest) for each in (*_LENGTHS, longest, context or longest)}
-    made = Plan(first, second, machine_memory(), shutil.disk_usage(_existing(home())).free)
+    place = next(path for path in (home(), *home().resolve().parents) if path.is_dir())
+    made = Plan(first, second, machine_memory(), shutil.disk_usage(place).free)
     return replace(made, contexts=tuple(made.fit(each) for each in sorted(lengths)))
 
 
@@ -124,7 +125,8 @@ def footprint(found: Found, role: Role, weights: str | None = None, target: Path
         return _of_checkpoint(name_of(found), found, role, weights, target)
     if is_pulled(found):
         return _of_checkpoint(found.name, model_path(found), role, weights)
-    return _of_entry(found, role, weights)
+    size = found.size_bytes  # which stands for its weights, for an export keeps them as they are
+    return _planned(found.name, _shape_of(found), (role, weights), {"matrices": size}, (size, size))
 
 
 def _of_checkpoint(
@@ -139,12 +141,6 @@ def _of_checkpoint(
         by_class, file_bytes = weight_bytes(checkpoint, role, weights)
         config = checkpoint.config
     return _planned(name, config, (role, weights), by_class, (0, file_bytes))
-
-
-def _of_entry(entry: CatalogueEntry, role: Role, weights: str | None) -> Footprint:
-    """A model that is not here: its file's size stands for its weights, which an export keeps as they are."""
-    size = entry.size_bytes
-    return _planned(entry.name, _shape_of(entry), (role, weights), {"matrices": size}, (size, size))
 
 
 def _shape_of(entry: CatalogueEntry) -> DecoderShape:
@@ -194,7 +190,3 @@ def _planned(
         download_bytes=disk[0],
         export_bytes=disk[1],
     )
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.resolve().parents) if path.is_dir())

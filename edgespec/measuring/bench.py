@@ -25,7 +25,7 @@ from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.prompts import Prompt, ask
 from edgespec.requests.results import Generation, GenerationStats
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_models.schema import check_fields, within
+from edgespec_models.schema import Checked, within
 from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _MODEL_SOURCE: Final = "model"  # name of the model drafter in ``by_source``
 
 
 @dataclass(frozen=True, slots=True)
-class BenchOptions:
+class BenchOptions(Checked):
     """How prompts are answered.
 
     Attributes:
@@ -54,9 +54,6 @@ class BenchOptions:
     temperature: Annotated[float, within(0, 100)] = 0.0
     seed: Annotated[int, within(0, 2**64 - 1)] = 0
     stop_at_eos: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,8 @@ def measure_costs(
     return Costs(
         bundle=bundle,
         options=options,
-        threads=conditions.threads,
+        threads=conditions.options.threads,
         curve=running.curve,
         remembered=running.remembered,
-        bandwidth=max(memory_bandwidth(conditions.threads), bundle.manifest.bytes_per_pass / fastest),
+        bandwidth=max(memory_bandwidth(conditions.options.threads), bundle.manifest.bytes_per_pass / fastest),
     )

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from edgespec.requests.results import CallPart, Record, ToolCall
-from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:  # answers without thoughts or tools need neither
@@ -19,7 +18,7 @@ class AnswerReader:
 
     ``place`` is where the answer begins; None where it has no thoughts. ``calls`` reads what the text calls;
     None where that is nothing. ``fill`` ends a text that fills a hole; None for others. Stop strings end the
-    text; within thoughts they are thoughts. Raises what :class:`TextStream` does.
+    text; within thoughts they are thoughts.
 
     Attributes:
         thoughts: what each token added to the thoughts, as far as these go.
@@ -110,22 +109,13 @@ class TextStream:
     one completed first, and the longest of those completed by the same byte, however the tokens were
     grouped into pushes. Special tokens contribute no text, but for those ``spelled``. Push committed tokens
     only: text that was handed out is not taken back.
-
-    Raises RequestError where a stop string is empty or holds a lone surrogate.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), spelled: Collection[int] = ()
     ) -> None:
-        if isinstance(stop, str):
-            raise RequestError(f"stop must be a list of texts, not the text {stop!r}.")
-        if not all(stop):
-            raise RequestError("A stop string is empty. Leave it out.")
-        try:
-            # UTF-8 synchronises itself, so stop strings can be found in the bytes.
-            self.stops = {text.encode("utf-8"): text for text in stop}
-        except UnicodeEncodeError as error:
-            raise RequestError(f"A stop string is not valid text: {error}") from error
+        # UTF-8 synchronises itself, so stop strings can be found in the bytes.
+        self.stops = {text.encode("utf-8"): text for text in stop}
         self._tokenizer, self._spelled = tokenizer, spelled
         self.skip = 0  # bytes to come that are no part of the text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -70,10 +70,6 @@ class RequestOptions(TypedDict, total=False):
 _Stop = Annotated[str, form(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """:class:`RequestOptions` with defaults filled in.
@@ -120,7 +116,7 @@ class Request:
     speculate: bool = True
     drafter: Drafter | None = None
     prompt_cache: bool = True
-    cancelled: Callable[[], bool] = _never
+    cancelled: Callable[[], bool] = lambda: False
     timeout: Annotated[float, within(above=0)] | None = None
     on_progress: Callable[[Progress], None] | None = None
     n: Annotated[int, within(1, 128)] = 1
@@ -138,19 +134,16 @@ class Request:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.tools or self.tool_choice not in ("auto", "none"):
-            self._check_tools()
+            from edgespec.requests.tool_calls import check_tools, must_call  # of use to tools alone
+
+            check_tools(self.tools)
+            if must_call(self.tools, self.tool_choice) and self.response_format is not None:
+                raise RequestError("tool_choice and response_format both say what the answer is; give one")
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
             raise RequestError(
                 f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True or "
                 "prompt_logprobs=True"
             )
-
-    def _check_tools(self) -> None:
-        from edgespec.requests.tool_calls import check_tools, must_call  # requests without tools need none
-
-        check_tools(self.tools)
-        if must_call(self.tools, self.tool_choice) and self.response_format is not None:
-            raise RequestError("tool_choice and response_format both say what the answer is; give one")
 
     @classmethod
     def one(cls, options: RequestOptions) -> "Request":
@@ -335,30 +328,6 @@ def answer_place(bundle: Bundle, said: str | Messages, prompt: Sequence[int]) ->
     from edgespec_models.text.thoughts import place_behind
 
     return place_behind(prompt, tags, bundle.tokenizer)
-
-
-def tokenize(bundle: Bundle, text: str) -> list[int]:
-    """Token ids of ``text`` alone: without a BOS token, and the text of a control token as ordinary text.
-
-    Raises:
-        RequestError: ``text`` is not one, or holds lone surrogates.
-    """
-    if not isinstance(text, str):
-        raise RequestError(f"text is {shown(text)}; allowed: a text")
-    return bundle.tokenizer.encode(text)
-
-
-def detokenize(bundle: Bundle, tokens: Sequence[int]) -> str:
-    """The text of ``tokens``, control tokens spelled out; what is not valid UTF-8 becomes U+FFFD.
-
-    Raises:
-        RequestError: an id that the model does not have.
-    """
-    try:
-        return bundle.tokenizer.decode(tokens, skip_special=False)
-    except (TokenizerError, TypeError) as error:
-        most = bundle.tokenizer.vocab_size - 1
-        raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
 
 def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":

@@ -30,7 +30,6 @@ from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import DoesNotFit, RequestError
 from edgespec_models.storage import prompts_dir
-from edgespec_runtimes.devices import Placement
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.memory import machine_memory
 from edgespec_runtimes.prompt_cache import PromptCache
@@ -81,10 +80,8 @@ class Runner:
     ) -> None:
         self.target, self.session = loaded.target.bundle, loaded.target.session
         self.options, self.drafts, self.cost_curve = options, drafts, loaded.target.curve
-        self._loaded, self._clock = loaded, clock
-        self.own: Custom | None = None
-        if own is not None:
-            self.own = self._custom(own)
+        self.loaded, self._clock = loaded, clock
+        self.own = None if own is None else self._custom(own)
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
         self._prompts: PromptCache | None = None
@@ -117,16 +114,6 @@ class Runner:
         self._reopens = any(session is not None and session.compiled for session in sessions)
         self._where = self._placements()
         self._is_closed = False
-
-    @property
-    def placement(self) -> Placement:
-        """Where the target runs, and why; opening a longer bucket may change the reason."""
-        return self._loaded.target.placement
-
-    @property
-    def drafter_placement(self) -> Placement | None:
-        """The same of the drafter; None without a drafter model."""
-        return None if self._loaded.drafter is None else self._loaded.drafter.placement
 
     def constraint(self, request: Request) -> Constraint | None:
         """What the answer may be; None where that is anything."""
@@ -280,8 +267,9 @@ class Runner:
                 session.close()
 
     def _placements(self) -> str:
-        aside = self.drafter_placement
-        return f"target on {self.placement}" + (f"; drafter on {aside}" if aside else "")
+        aside = self.loaded.drafter
+        beside = "" if aside is None else f"; drafter on {aside.placement}"
+        return f"target on {self.loaded.target.placement}{beside}"
 
     def _too_long(self, count: int) -> str:
         longest, context = self.session.longest, self.target.config.context_length

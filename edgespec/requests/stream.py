@@ -1,9 +1,9 @@
 """An answer as it is written, for threads and for tasks, and several answers to one prompt."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Final, Self
+from typing import Final
 from weakref import finalize
 
 from edgespec.requests.request import Request, RequestOptions
@@ -14,7 +14,9 @@ from edgespec_models.errors import Busy, RequestError
 _ENDED_EARLY: Final = ("cancelled", "timeout", "closed")
 
 
-class Stream:
+class Stream(
+    Iterator[str], AsyncIterator[str], AbstractContextManager["Stream"], AbstractAsyncContextManager["Stream"]
+):
     """Iterate over the text as it is generated, with ``for`` or ``async for``; then read :attr:`result`.
 
     Pieces are never half a character and never text that a stop string takes back. The request is queued
@@ -30,17 +32,11 @@ class Stream:
         # The worker knows the answer alone, so that a stream that nobody holds any more can go.
         finalize(self, answer.interrupt, "cancelled").atexit = False
 
-    def __iter__(self) -> Iterator[str]:
-        return self
-
     def __next__(self) -> str:
         while (record := self._next()) is not None:
             if record.text:
                 return record.text
         raise StopIteration
-
-    def __aiter__(self) -> AsyncIterator[str]:
-        return self
 
     async def __anext__(self) -> str:
         while (record := await self._next_async()) is not None:
@@ -48,15 +44,9 @@ class Stream:
                 return record.text
         raise StopAsyncIteration
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.cancel()
         self._answer.wait_for_end()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
@@ -177,22 +167,12 @@ class Records:
         self._stream = stream
 
     def __iter__(self) -> Iterator[Record]:
-        return self
+        while (record := self._stream._next()) is not None:
+            yield record
 
-    def __next__(self) -> Record:
-        record = self._stream._next()
-        if record is None:
-            raise StopIteration
-        return record
-
-    def __aiter__(self) -> AsyncIterator[Record]:
-        return self
-
-    async def __anext__(self) -> Record:
-        record = await self._stream._next_async()
-        if record is None:
-            raise StopAsyncIteration
-        return record
+    async def __aiter__(self) -> AsyncIterator[Record]:
+        while (record := await self._stream._next_async()) is not None:
+            yield record
 
 
 def asked(options: RequestOptions, ask: Callable[..., Stream]) -> list[Stream]:

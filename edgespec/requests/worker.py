@@ -4,7 +4,6 @@ import atexit
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from threading import Condition, Event, Lock, Thread, current_thread
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ from edgespec.requests.results import FinishReason, Generation, Record, nothing
 from edgespec_models.errors import Busy, Closed, RequestError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from edgespec.requests.prepared import PreparedRequest
 
 
@@ -153,7 +150,11 @@ class Answer:
         import asyncio  # which programs without tasks need not load
 
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
-        wake = partial(_wake_in, loop, woken)
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(woken.set)
+
         with self._changed:
             if self.readable:
                 return
@@ -380,8 +381,3 @@ def _abandon(answer: Answer) -> None:
     reason = answer.interruption or "cancelled"
     answer.put(Record("", (), reason))
     answer.end(nothing(reason))
-
-
-def _wake_in(loop: "asyncio.AbstractEventLoop", woken: "asyncio.Event") -> None:
-    with suppress(RuntimeError):  # the loop was closed
-        loop.call_soon_threadsafe(woken.set)

@@ -290,10 +290,8 @@ class InfillAnswer(Answer):
 
     def _ended(self, answer: Generation, content: str) -> Json:
         stats, written = answer.stats, len(answer.tokens)
-        read, timings = (
-            stats.prompt_tokens - stats.cached_tokens,
-            dict[str, float](cache_n=stats.cached_tokens),
-        )
+        timings: dict[str, float] = {"cache_n": stats.cached_tokens}
+        read = stats.prompt_tokens - stats.cached_tokens
         parts = ("prompt", read, stats.ttft_s), ("predicted", stats.decode_tokens, stats.decode_s)
         for name, tokens, seconds in parts:
             timings |= {

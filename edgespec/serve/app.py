@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -55,7 +56,8 @@ class App:
         self._known = dict[str, dict[str, Any]]()  # what was seen of each when it was loaded
         self._completions = Completions(models, options)
         self._metrics = Metrics()
-        self._page = {path: _file(*names) for path, names in _PAGE.items()}
+        data = {name: files("edgespec.serve").joinpath(name).read_bytes() for name, _ in _PAGE.values()}
+        self._page = {path: (data[name], kind) for path, (name, kind) in _PAGE.items()}
         self.asgi = self._starlette()
 
     def begin_shutdown(self) -> None:
@@ -147,8 +149,8 @@ class App:
         return {
             "name": history.name,
             "passages": len(texts),
-            "shown": [text.to_json() for text in texts[:_SHOWN_PASSAGES]],
-            "corrections": [correction.to_json() for correction in history.corrections()],
+            "shown": [*map(asdict, texts[:_SHOWN_PASSAGES])],
+            "corrections": [*map(asdict, history.corrections())],
         }
 
     async def _forget(self, request: Request) -> Response:
@@ -176,10 +178,6 @@ class App:
     async def _page_file(self, request: Request) -> Response:
         data, kind = self._page[request.url.path]
         return Response(data, media_type=kind, headers=_PAGE_HEADERS)
-
-
-def _file(name: str, kind: str) -> tuple[bytes, str]:
-    return files("edgespec.serve").joinpath(name).read_bytes(), kind
 
 
 async def _on_disconnect(request: Request, _: Exception) -> Response:

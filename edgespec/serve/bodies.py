@@ -82,27 +82,16 @@ class _Common(Body):
 
     def options(self) -> RequestOptions:
         """What the model is asked for, besides the prompt."""
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "seed",
-            "stop",
-            "speculate",
-            "prompt_cache",
-        )
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.max_tokens is not None:
-            given["max_new_tokens"] = self.max_tokens
-        if self.logit_bias is not None:
-            given["logit_bias"] = _by_token(self.logit_bias)
-        if self.n > 1:
-            given["n"] = self.n
-        return cast(RequestOptions, {name: value for name, value in given.items() if value is not None})
+        values = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
+        given = {name: value for name, value, usual in values if value != usual and name != "max_tokens"}
+        given |= self._in_other_words()
+        known = RequestOptions.__annotations__.keys() & given.keys()
+        return cast(RequestOptions, {name: given[name] for name in known if given[name] is not None})
+
+    def _in_other_words(self) -> dict[str, Any]:
+        """Options that are called, or said, in another way here."""
+        biases = None if self.logit_bias is None else _by_token(self.logit_bias)
+        return {"max_new_tokens": self.max_tokens, "logit_bias": biases}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,27 +114,15 @@ class ChatBody(_Common):
     # one value only: the others would change the answer
     modalities: Sequence[Literal["text"]] | None = None
 
-    def options(self) -> RequestOptions:
-        """What the model is asked for, besides the prompt."""
-        given = _Common.options(self)
-        if self.max_completion_tokens is not None:
-            given["max_new_tokens"] = self.max_completion_tokens
-        if self.logprobs or self.top_logprobs:
-            given["logprobs"], given["top_logprobs"] = self.logprobs, self.top_logprobs
-        if self.tools:
-            given["tools"] = self.tools
-        if self.tool_choice is not None:
-            given["tool_choice"] = self.tool_choice
-        if self.parallel_tool_calls is not None:
-            given["parallel_tool_calls"] = self.parallel_tool_calls
-        if self.chat_template_kwargs:
-            given["template_args"] = self.chat_template_kwargs
-        thinking = self._thinking()
-        if thinking is not None:
-            given["thinking"] = thinking
-        if self.response_format is not None:
-            given["response_format"] = _format(self.response_format)
-        return given
+    def _in_other_words(self) -> dict[str, Any]:
+        return {
+            **_Common._in_other_words(self),
+            "max_new_tokens": self.max_completion_tokens or self.max_tokens,
+            "tools": self.tools or None,
+            "template_args": self.chat_template_kwargs,
+            "thinking": self._thinking(),
+            "response_format": None if self.response_format is None else _format(self.response_format),
+        }
 
     def _thinking(self) -> bool | int | None:
         """Whether the model is to think, or for how many tokens; a number goes before an effort."""
@@ -174,14 +151,10 @@ class CompletionBody(_Common):
         if self.suffix and self.echo and self.logprobs is not None:
             raise RequestError("echo with logprobs scores a prompt, and a fill has none; leave out suffix")
 
-    def options(self) -> RequestOptions:
-        """What the model is asked for, besides the prompt."""
-        given = _Common.options(self)
-        if self.logprobs is not None:
-            given["logprobs"], given["top_logprobs"] = True, self.logprobs
-            if self.echo:
-                given["prompt_logprobs"] = True
-        return given
+    def _in_other_words(self) -> dict[str, Any]:
+        wanted = None if self.logprobs is None else True
+        logprobs = {"logprobs": wanted, "top_logprobs": self.logprobs}
+        return _Common._in_other_words(self) | logprobs | {"prompt_logprobs": wanted if self.echo else None}
 
     def prompts(self) -> list[str]:
         """The prompts, one or several."""

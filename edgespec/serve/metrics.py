@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from urllib.parse import quote
 
@@ -44,41 +45,32 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "edgespec_requests", "Requests by path and status.", ("path", "status"), registry=registry
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
+        self._requests = counter("edgespec_requests", "Requests by path and status.", ("path", "status"))
+        self._seconds = histogram(
+            "edgespec_request_seconds", "Seconds of a request, waiting included.", ("path",)
         )
-        self._seconds = Histogram(
-            "edgespec_request_seconds", "Seconds of a request, waiting included.", ("path",),
-            registry=registry, buckets=_SECONDS,
-        )  # fmt: skip
         self._running = Gauge(
             "edgespec_requests_in_progress", "Requests that wait or run.", registry=registry
         )
-        self._tokens = Counter("edgespec_tokens", "Tokens generated.", registry=registry)
-        self._prompt_tokens = Counter("edgespec_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self._cached_tokens = Counter(
-            "edgespec_cached_prompt_tokens", "Tokens of prompts that the KV cache held.", registry=registry
+        self._tokens = counter("edgespec_tokens", "Tokens generated.")
+        self._prompt_tokens = counter("edgespec_prompt_tokens", "Tokens of prompts.")
+        self._cached_tokens = counter(
+            "edgespec_cached_prompt_tokens", "Tokens of prompts that the KV cache held."
         )
-        self._drafted = Counter(
-            "edgespec_drafted_tokens", "Tokens proposed, by source.", ("source",), registry=registry
-        )
-        self._accepted = Counter(
-            "edgespec_accepted_tokens", "Proposed tokens kept, by source.", ("source",), registry=registry
-        )
-        self._passes = Counter(
+        self._drafted = counter("edgespec_drafted_tokens", "Tokens proposed, by source.", ("source",))
+        self._accepted = counter("edgespec_accepted_tokens", "Proposed tokens kept, by source.", ("source",))
+        self._passes = counter(
             "edgespec_target_passes",
             "Passes of the target after prefill, counted for each request that shares one.",
-            registry=registry,
         )
-        self._decoding = Counter(
-            "edgespec_decode_seconds",
-            "Seconds of decoding after the first token, of each request.",
-            registry=registry,
+        self._decoding = counter(
+            "edgespec_decode_seconds", "Seconds of decoding after the first token, of each request."
         )
-        self._first = Histogram(
-            "edgespec_time_to_first_token_seconds", "Seconds to the first token, prefill included.",
-            registry=registry, buckets=_SECONDS,
-        )  # fmt: skip
+        self._first = histogram(
+            "edgespec_time_to_first_token_seconds", "Seconds to the first token, prefill included."
+        )
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError, TokenizerError
 
+_OPENAI = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC = {
     401: "authentication_error",
     403: "permission_error",
@@ -37,18 +38,12 @@ class Problem(Exception):  # noqa: N818 - it ends a request, not the program
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        return {"error": {"message": self.message, "type": self._kind(), "param": None, "code": self.code}}
+        kind = _OPENAI.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
 
     def response(self, scope: Scope) -> JSONResponse:
         """The whole response to a request."""
         return JSONResponse(self.to_json(scope["path"]), self.status, self.headers)
-
-    def _kind(self) -> str:
-        if self.status == 401:
-            return "authentication_error"
-        if self.status == 429:
-            return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
 
 
 def shutting_down() -> Problem:
@@ -58,8 +53,6 @@ def shutting_down() -> Problem:
 
 def of_error(error: EdgespecError) -> Problem:
     """What a client is told when the model raised ``error``."""
-    from edgespec_models.errors import Busy, Closed, DoesNotFit, TokenizerError
-
     if isinstance(error, Busy):
         return Problem(429, str(error), "queue_full", {"Retry-After": "5"})
     if isinstance(error, Closed):

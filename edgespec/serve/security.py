@@ -51,7 +51,8 @@ class Gate:
                 "host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and not self._may_ask(origin, f"{scope['scheme']}://{hosts[0]}"):
+        own = f"{scope['scheme']}://{hosts[0]}"
+        if origin is not None and origin.lower() not in (own.lower(), *self._origins):
             raise Problem(
                 403,
                 f"pages of {origin[:200]!r} may not ask here; start it with --allow-origin to let them",
@@ -73,9 +74,6 @@ class Gate:
         except ValueError:
             return False
         return address.is_loopback or self._any_address  # nobody can make an address point elsewhere
-
-    def _may_ask(self, origin: str, own: str) -> bool:
-        return origin.lower() == own.lower() or origin.lower() in self._origins
 
     def _check_key(self, authorization: str) -> None:
         if self._options.api_key is None:

@@ -16,17 +16,13 @@ _LOG = logging.getLogger("edgespec.serve")
 _MARGIN_S = 5.0  # for answers that were ended to be sent
 
 
-def run(app: App, listening: socket.socket, ready: Callable[["Server"], None] = lambda server: None) -> None:
-    """Serve at a bound socket until SIGINT or SIGTERM; ``ready`` is told when requests are taken.
+class Server(uvicorn.Server):
+    """Uvicorn's, which ends the model's work before it cuts connections.
 
+    :meth:`run` serves at bound sockets until SIGINT or SIGTERM; ``ready`` is told when requests are taken.
     Then no request is taken any more. Those that run have ``shutdown_s`` to finish; then the model is
     closed, which ends them within a token. A second signal ends at once.
     """
-    Server(app, ready).run(sockets=[listening])
-
-
-class Server(uvicorn.Server):
-    """Uvicorn's, which ends the model's work before it cuts connections."""
 
     def __init__(self, app: App, ready: Callable[["Server"], None]) -> None:
         config = uvicorn.Config(

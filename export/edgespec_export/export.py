@@ -6,12 +6,13 @@ from time import perf_counter
 from typing import Any
 
 from edgespec_export.options import ExportOptions
-from edgespec_export.staging import check_place, staging, storage_errors
+from edgespec_export.staging import check_place, staging
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import RequestError, naming
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked
+from edgespec_models.storage import writing
 
 __all__ = ["ExportOptions"]
 
@@ -46,7 +47,7 @@ def export_model(
     options = options or ExportOptions()
     _check_request(source, out, options)
     started = perf_counter()
-    with storage_errors(out), staging(out) as folder, naming(source):
+    with writing(out), staging(out) as folder, naming(source):
         if options.device in (None, "cuda"):
             from edgespec_export.graph_bundle import build_bundle as build
         else:

@@ -14,11 +14,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec_export.staging import check_place, staging, storage_errors
+from edgespec_export.staging import check_place, staging
 from edgespec_models.bundles.bundle import HF_CONFIG
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
+from edgespec_models.storage import writing
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
 PROGRAM = "optimum-cli"
@@ -62,7 +63,7 @@ def export_with_optimum(
     found = shutil.which(program)
     if found is None:
         raise EdgespecError(f"there is no program {program!r}. {_RECIPE}")
-    with storage_errors(out), staging(out) as folder:
+    with writing(out), staging(out) as folder:
         progress(Progress("Exporting with Optimum", 0, 1, "model"))
         _run([found, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
         progress(Progress("Exporting with Optimum", 1, 1, "model"))

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import WEIGHTS, KVType, Role
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, ExportDevice
-from edgespec_models.schema import check_fields, length, one_of, within
+from edgespec_models.schema import Checked, length, one_of, within
 
 TrimSize = Annotated[int, within(1)] | Literal["auto", "full"]
 
 
 @dataclass(frozen=True, slots=True)
-class ExportOptions:
+class ExportOptions(Checked):
     """What to make of a checkpoint.
 
     Attributes:
@@ -56,9 +56,6 @@ class ExportOptions:
     chip: str | None = None
     alignment: Path | None = None
     target: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def native(self) -> bool:

@@ -1,6 +1,5 @@
 """Where an export is built, and how it comes to its place: complete, or not at all."""
 
-import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -8,11 +7,10 @@ from pathlib import Path
 from secrets import token_hex
 from stat import S_IMODE
 
-from edgespec_models.errors import ModelFileError, RequestError, StorageError
+from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.storage import leftovers, move, own_name
 
 _OLD = "-old"
-_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
@@ -93,16 +91,3 @@ def _place(folder: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         move(folder, out)
-
-
-@contextmanager
-def storage_errors(out: Path) -> Iterator[None]:
-    """Turn errors of the file system into StorageError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StorageError(
-                f"the disk that holds {out.parent} is full; free space and export again ({error.strerror})"
-            ) from error
-        raise StorageError(f"cannot write the bundle {out}: {error}") from error

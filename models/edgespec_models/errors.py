@@ -28,7 +28,7 @@ class EdgespecError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(_printable(message))
+        super().__init__(_cut(_UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], _cut(message))))
 
 
 class ModelFileError(EdgespecError):
@@ -88,12 +88,12 @@ class Cancelled(EdgespecError):  # noqa: N818 - an outcome, not a fault
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
+def naming(file: Path | str) -> Iterator[None]:
     """Have errors of what is in ``file`` say so: readers of its parts know the place, but not the file."""
     try:
         yield
     except (ModelFileError, UnsupportedModelError, TokenizerError) as error:
-        if file.name in str(error):
+        if Path(file).name in str(error):
             raise
         raise type(error)(f"{file}: {error}") from error
 
@@ -111,10 +111,6 @@ def require(what: str, extra: str, *modules: str) -> None:
             raise EdgespecError(
                 f"{what} needs {error.name}, which is not installed: pip install 'edgespec[{extra}]'"
             ) from error
-
-
-def _printable(message: str) -> str:
-    return _cut(_UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], _cut(message)))
 
 
 def _cut(text: str) -> str:

@@ -2,7 +2,7 @@
 
     threads: Annotated[int, within(0, 64)] = 0
 
-A dataclass of options checks itself as it is made (:func:`check_fields`), a function its arguments before it
+A dataclass of options checks itself as it is made (:class:`Checked`), a function its arguments before it
 runs (:func:`checked`), and :func:`read` makes dataclasses of JSON and TOML. Numbers are never True or False,
 and finite. Messages say what was given and what is allowed.
 """
@@ -140,6 +140,15 @@ def check_fields(instance: object, error: type[EdgespecError] = RequestError) ->
     kinds = _fields(cls, False)
     for name, value in _named(kinds, {name: getattr(instance, name) for name in kinds}, error).items():
         object.__setattr__(instance, name, value)  # the dataclass may be frozen
+
+
+class Checked:
+    """A dataclass whose fields are checked as it is made; RequestError names one that is out of range."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:

@@ -27,6 +27,7 @@ from edgespec_models.errors import RequestError, StorageError
 _TEMPORARY: Final = ".edgespec-"
 _PROCESS: Final = re.compile(r"(\d+)@([0-9a-f]{8})-")
 _LONG_S: Final = 86_400.0
+_FULL: Final = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
@@ -155,8 +156,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC
-        why = "the disk is full; free space and run the command again" if full else str(error)
+        full = f"the disk is full; free space and run the command again ({error.strerror})"
+        why = full if error.errno in _FULL else str(error)
         raise StorageError(f"cannot write {path}: {why}") from error
 
 

@@ -46,23 +46,22 @@ def measure_cost(
     rows: Sequence[int] = DEFAULT_ROWS,
     repeats: int = _REPEATS,
     *,
-    past: int = _PAST,
     progress: ProgressCallback = ignore_progress,
 ) -> CostCurve:
-    """Time passes over each number of rows behind ``past`` tokens, in turn, ``repeats`` times; the least.
+    """Time passes over each number of rows behind 16 tokens, in turn, ``repeats`` times; the least.
 
     The session's sequence is replaced and forgotten. Disturbances of the machine only ever add time, so
     the least is the nearest to what a pass costs. It is believed once a second sample comes near it and no
     wider pass takes clearly less, since a load that lasts makes samples agree too. Other sizes are timed
     again, at most four times more, and then the curve is not ``confirmed``. Its times never fall.
     """
-    tokens = _tokens(session, past + max(rows))
-    session.prefill(tokens[:past])
+    tokens = _tokens(session, _PAST + max(rows))
+    session.prefill(tokens[:_PAST])
     times: dict[int, list[float]] = {n: [] for n in rows}
     for repeat in range(repeats + 1 + _MORE_REPEATS):
         unsettled = [n for n in rows if repeat <= repeats or not _settled(n, times)]
         for n in unsettled:
-            seconds = _timed(session, tokens[past : past + n])
+            seconds = _timed(session, tokens[_PAST : _PAST + n])
             if repeat:  # the first round binds and warms up
                 times[n].append(seconds)
         progress(Progress("Timing passes", min(repeat + 1, repeats + 1), repeats + 1, "rounds"))

@@ -23,7 +23,7 @@ import psutil
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import Part, stream_name
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_models.schema import check_fields, one_of, within
+from edgespec_models.schema import Checked, one_of, within
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
@@ -52,7 +52,7 @@ Instructions = Annotated[str, one_of(("", *INSTRUCTIONS))]
 
 
 @dataclass(frozen=True, slots=True)
-class CpuOptions:
+class CpuOptions(Checked):
     """How a session uses the CPU.
 
     Attributes:
@@ -82,9 +82,6 @@ class CpuOptions:
     keep_memory: bool = True
     instructions: Instructions = ""
     huge_pages: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def default_threads() -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
-from edgespec_models.schema import check_fields, within
+from edgespec_models.schema import Checked, within
 
 Trained = Literal["low-rank", "scales", "gains", "all"]
 """What is trained: a low-rank change of every projection, or factors of the scales of its blocks, and the
@@ -28,7 +28,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingOptions:
+class TrainingOptions(Checked):
     """How to train.
 
     ``rank`` is of the change of a matrix, with ``low-rank``. Without a ``rate`` it is what suits ``trained``.
@@ -42,6 +42,3 @@ class TrainingOptions:
     passes: Annotated[int, within(1, 100)] = 1
     batch_tokens: Annotated[int, within(16, 1 << 20)] = 1024
     seed: Annotated[int, within(0, 2**31)] = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.schema import check_fields
+from edgespec_models.schema import Checked
 
 Mixed = Literal["none", "head", "sensitive"]
 
@@ -21,7 +21,7 @@ _BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(Checked):
     """To how many bits a model's matrices are rounded, in blocks of 32.
 
     What the source holds in this form already stays as it is, and so does a quantized embedding.
@@ -38,9 +38,6 @@ class Quantization:
 
     bits: Literal[4, 8] = 4
     mixed: Mixed = "head"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def name(self) -> str:

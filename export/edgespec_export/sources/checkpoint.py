@@ -7,10 +7,9 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ _HASH_CHUNK = 1 << 24
 _LOG = logging.getLogger("edgespec")
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A model to export; a context manager over its open files.
 
     Opening one raises ModelFileError for damaged or missing files and tensors of a wrong shape, and
@@ -60,9 +59,6 @@ class Checkpoint:
     head_tokens: npt.NDArray[np.int32] | None = None
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -9,9 +9,9 @@ this needs a fraction of both, and meets damaged files with numpy's errors; test
 import mmap
 import struct
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +109,7 @@ class _Cursor:
         return values
 
 
-class GGUFFile:
+class GGUFFile(AbstractContextManager["GGUFFile"]):
     """A GGUF file opened for reading; a context manager.
 
     ``metadata`` is key -> str, int, float, bool, list of str, or numpy array; ``tensors`` is name -> tensor,
@@ -138,9 +138,6 @@ class GGUFFile:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

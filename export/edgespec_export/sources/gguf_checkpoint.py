@@ -19,10 +19,10 @@ from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
-from edgespec_export.sources.hf_config import config_of, logits_factor, naming
+from edgespec_export.sources.hf_config import config_of, logits_factor
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
 
 GLOBAL = {

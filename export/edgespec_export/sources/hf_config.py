@@ -3,15 +3,13 @@
 GGUF files state the same facts under other names (:mod:`edgespec_export.sources.gguf_checkpoint`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import sqrt
 from typing import Any
 
 from edgespec_export.sources.architectures import FAMILIES, Family, unknown
 from edgespec_export.sources.rope import kind_of, scaled
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
 
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
@@ -103,15 +101,6 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             **family.fixed,
             **rope,
         )
-
-
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Name the file in the error for a configuration that cannot be."""
-    try:
-        yield
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{where}: {error}") from error
 
 
 def _residual_factor(facts: Facts, family: Family) -> float:

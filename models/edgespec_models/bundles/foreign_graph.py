@@ -212,7 +212,8 @@ def _use(node: Node, position: int, weight: Tensor) -> tuple[str, str, int]:
     if quantized:
         form = f"int{node.attributes['bits']}/{node.attributes['block_size']}"
     if node.op_type == "MatMulNBits":
-        return "matrices", form, _matrix_size(node) if position == 1 else 0
+        size = node.attributes.get("K", 0) * node.attributes.get("N", 0)
+        return "matrices", form, size if position == 1 else 0
     elements = weight.elements if len(weight.dims) > 1 else 0
     if "MatMul" in node.op_type or node.op_type == "Gemm":
         return "matrices", form, elements
@@ -220,7 +221,3 @@ def _use(node: Node, position: int, weight: Tensor) -> tuple[str, str, int]:
         packed = 8 // node.attributes["bits"] if quantized and weight.type == "uint8" else 1
         return "embedding", form, elements * packed if position == 0 else 0
     return "other", form, 0
-
-
-def _matrix_size(node: Node) -> int:
-    return node.attributes.get("K", 0) * node.attributes.get("N", 0)

@@ -26,12 +26,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from edgespec_models.bundles.config import Architecture, Context, Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import form, length, read, shown, within
 
+T = TypeVar("T")
 Role = Literal["target", "drafter"]
 
 _NAME: Final = r"[a-z0-9][a-z0-9._-]*"
@@ -172,13 +173,12 @@ class HubName:
 class HubHead:
     """An EAGLE-3 head on the hub, for the ``targets`` that go by these names or references.
 
-    ``acceptance`` is that of a drafted token, as published. ``size_bytes`` is what is fetched and
-    ``step_bytes`` what an export reads in a step, both rounded.
+    ``acceptance`` is that of a drafted token, as published. ``step_bytes`` is what an export reads in a step,
+    rounded.
     """
 
     targets: Annotated[tuple[str, ...], length(1)]
     acceptance: Annotated[float, within(0, 1)]
-    size_bytes: _Amount
     step_bytes: _Amount
 
 
@@ -222,19 +222,18 @@ def _installed() -> Mapping[str, CatalogueEntry]:
 @cache
 def hub_names() -> Mapping[str, HubName]:
     """The names for models of the hub. Raises CatalogueError as :func:`entries` does."""
-    return {
-        name: read(HubName, values, f"{_ON_HUB.name}: {name}", CatalogueError, _CORRECT)
-        for name, values in _toml(_ON_HUB).items()
-    }
+    return _named(HubName, _ON_HUB)
 
 
 @cache
 def hub_heads() -> Mapping[str, HubHead]:
     """The heads on the hub, by reference. Raises CatalogueError as :func:`entries` does."""
-    return {
-        name: read(HubHead, values, f"{_HEADS.name}: {name}", CatalogueError, _CORRECT)
-        for name, values in _toml(_HEADS).items()
-    }
+    return _named(HubHead, _HEADS)
+
+
+def _named(cls: type[T], path: Path) -> dict[str, T]:
+    tables = _toml(path).items()
+    return {name: read(cls, each, f"{path.name}: {name}", CatalogueError, _CORRECT) for name, each in tables}
 
 
 def _toml(path: Path) -> dict[str, Any]:

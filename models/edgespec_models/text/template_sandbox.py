@@ -341,11 +341,7 @@ def _to_json(
     encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     budget, pieces = _BUDGET.get(), []
     for piece in encoder.iterencode(value):
-        text = _FOREIGN.sub(_escaped, piece) if ensure_ascii else piece
+        text = _FOREIGN.sub(lambda found: json.dumps(found[0])[1:-1], piece) if ensure_ascii else piece
         budget.step(len(text))
         pieces.append(text)
     return "".join(pieces)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]
