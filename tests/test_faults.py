@@ -30,7 +30,6 @@ from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, RequestError, StorageError
 from edgespec_models.storage import own_name, write_text
-from edgespec_runtimes import cpu
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.ort import lacks_memory
 from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, FROM_INDEX, REPOSITORY, Hub, assert_whole
@@ -233,7 +232,7 @@ def test_a_load_without_memory_does_not_blame_the_bundle(
     bundle, refuse = tiny_bundle(tmp_path / "m").bundle, Mock(side_effect=error)
     assert lacks_memory(error)
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match="not enough memory to load m"):
-        patch.setattr(cpu.ort, "InferenceSession", refuse)
+        patch.setattr("edgespec_runtimes.cpu.ort.InferenceSession", refuse)
         CpuSession(bundle)
     session, says = CpuSession(bundle), "not enough memory for a pass over 2 tokens"
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match=says):
