@@ -296,6 +296,19 @@ def test_what_other_files_and_the_suffix_say_is_drafted() -> None:
             assert answer.text == line and answer.stats.by_source["ngram"].accepted > 5
 
 
+def test_the_first_round_is_drafted_with_what_was_taken_back() -> None:
+    tokenizer, clock = with_marks(QWEN), [0.0]
+    bundle = bundle_of(tokenizer)
+    prefix, suffix = "return the_quick_brown_fox(jumps)\nreturn the_qui", "\n"
+    read, hole = fill_tokens(bundle, Hole(prefix, suffix), Request(), 4096)
+    session = Timed(ending(tokenizer, "quick_brown_fox(jumps)", len(read)), clock)
+    with toy_model(session, clock=lambda: clock[0], bundle=lambda *_: bundle) as model:
+        model.fill(prefix, suffix, max_new_tokens=0)  # as an editor warms the cache
+        records = list(model.stream_fill(prefix, suffix, max_new_tokens=20).records())
+    assert hole.held == b"qui" and "".join(each.text for each in records) == "ck_brown_fox(jumps)"
+    assert [token.source for token in records[0].tokens][:1] == ["ngram"]
+
+
 def test_what_a_fill_cannot_take_is_refused() -> None:
     bundle = bundle_of(with_marks(QWEN))
     with toy_model(bundle=lambda *_: bundle) as model:

@@ -27,6 +27,7 @@ from edgespec_runtimes.predictions import Floats, Predictions, joined
 from edgespec_runtimes.session import Rows, Session
 
 TopLogprobs = tuple[tuple[int, float], ...]
+_FEW = 32  # tokens of a prompt: drafts share the pass that reads no more
 _SCORED = 32  # tokens of a prompt in a pass, if each is to have its probability: rows of logits are long
 
 
@@ -84,8 +85,8 @@ class Decoding:
 
     Between two rounds the target's cache holds every token but the last, or as much of the prompt as was
     read: the caller may stop there, and other requests may share the passes. The prompt is read in pieces,
-    the last of which says what the first token is. The first round is never drafted: a drafter that has a
-    prompt to read would delay the first token.
+    the last of which says what the first token is. The first round is not drafted, unless that is asked for:
+    a drafter that has a prompt to read would delay the first token.
 
     Args:
         target: what its cache holds of the prompt is kept.
@@ -94,6 +95,7 @@ class Decoding:
         tokens: the prompt, at least one token; grows.
         max_new_tokens: at most so many tokens are committed.
         max_draft: longest draft.
+        max_first: longest draft of the first round, where that reads few tokens of the prompt.
         stop: tokens that end the generation; the one that did is committed.
         top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
             that are committed; None gives none.
@@ -117,6 +119,7 @@ class Decoding:
         *,
         max_new_tokens: int,
         max_draft: int,
+        max_first: int = 0,
         stop: Collection[int] = (),
         top_logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -124,7 +127,8 @@ class Decoding:
     ) -> None:
         self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
         self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
-        self._end, self._max_draft, self._limit = len(tokens) + max_new_tokens, max_draft, 0
+        self._end, self._max_draft = len(tokens) + max_new_tokens, max_draft
+        self._limit = min(max_first, max_new_tokens - 1)
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
         self._prompt_logprobs = prompt_logprobs
         self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
@@ -139,7 +143,7 @@ class Decoding:
     def propose(self) -> Work[None]:
         """Draft for this round, if it is one in which that may be."""
         self.draft, self._drafter_s = NO_DRAFT, 0.0
-        if self._limit > 0 and not self.unread:
+        if self._limit > 0 and self.unread <= _FEW:
             draft, self._drafter_s = yield from timed(self._drafting(), self._clock)
             # Nothing is committed behind the end.
             self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
@@ -151,11 +155,13 @@ class Decoding:
 
     def rows(self, most: int) -> Rows:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
-        if not self.unread:
-            return Rows(self._target, [self.tokens[-1], *self.draft.tokens], 1 + len(self.draft.tokens))
-        scored = self._prompt_logprobs is not None
+        scored = self._prompt_logprobs is not None and self.unread > 0
         piece = self.tokens[self._target.length :][: min(most, _SCORED) if scored else most]
-        return Rows(self._target, piece, len(piece) if scored else int(len(piece) > self.unread))
+        if len(piece) <= self.unread:
+            self.draft = NO_DRAFT
+        elif not scored:
+            return Rows(self._target, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
+        return Rows(self._target, piece, len(piece) if scored else 0)
 
     def take(self, predictions: Predictions, passed: Passed) -> Step | None:
         """Commit what the target's pass says; None where it read a part of the prompt, or no token is wanted.

@@ -62,6 +62,7 @@ class Policy:
         pricing: what verification costs; shared between requests, as is the guard.
         guard: whether sources are asked now.
         constraint: the request's grammar.
+        opening: of a first round that is drafted, what the free source continues; the model is not asked yet.
         remarks: where the reason of a pause is written at the end.
     """
 
@@ -73,10 +74,11 @@ class Policy:
         pricing: Pricing,
         guard: Guard,
         constraint: Constraint | None = None,
+        opening: Draft | None = None,
         remarks: Remarks | None = None,
         clock: Clock = perf_counter,
     ) -> None:
-        self._clock = clock
+        self._clock, self._opening = clock, opening
         self.remarks = remarks or Remarks()
         self._free, self._model, self._part = free, part.source, part
         self._all = [each for each in (free, part.source) if each is not None]
@@ -134,8 +136,11 @@ class Policy:
             return NO_DRAFT
         limit, self._promised = min(limit, self._longest), None
         free = self._free.propose(tokens, limit)
+        opening = None if self._begun else self._opening
+        if opening is not None and opening.tokens:
+            free = self._free.extend(tokens, opening.head(limit), limit)
         count, surplus = self._pricing.keep(free.confidence)
-        if self._model is None or len(self._answer) < self._part.earliest:
+        if self._model is None or opening is not None or len(self._answer) < self._part.earliest:
             return free.head(count)
         if surplus > self._model_surplus or self._model_surplus <= 0.0:
             # Time lets an old verdict on the model fade, so that it is asked again.

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Clock, Drafter, Extending, Remarks
+from edgespec.decoding.draft import Clock, Draft, Drafter, Extending, Remarks
 from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Part, Policy
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.requests.embedding import Embedder
 
 
+_AGAIN = 0.7  # how often a token that was taken back is written again
 _SHARE = 2  # of the available memory, what one more KV cache may take beside others, which may move for it
 
 
@@ -296,7 +297,12 @@ class Runner:
             from edgespec.history.drafter import BestOf
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
-        return policy(free, self._part(prompt, request, remarks, seat), constraint=constraint)
+        opening = None
+        if prompt.hole is not None:  # of which a cut word is perhaps written again as it was
+            again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
+            opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
+        part = self._part(prompt, request, remarks, seat)
+        return policy(free, part, constraint=constraint, opening=opening)
 
     def _custom(self, drafter: Drafter) -> "Custom":
         from edgespec.drafting.custom import Custom
