@@ -157,9 +157,9 @@ class Decoding:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
         scored = self._prompt_logprobs is not None and self.unread > 0
         piece = self.tokens[self._target.length :][: min(most, _SCORED) if scored else most]
-        if len(piece) <= self.unread:
-            self.draft = NO_DRAFT
-        elif not scored:
+        if self.unread:
+            self.draft = self.draft.head(most - len(piece) if len(piece) > self.unread else 0)
+        if len(piece) > self.unread and not scored:
             return Rows(self._target, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
         return Rows(self._target, piece, len(piece) if scored else 0)
 
