@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from edgespec.decoding.draft import Drafter
@@ -114,7 +115,16 @@ def load(
     cpu = room_for(target_bundle, drafter_bundle, options.cpu(low_priority=priority == "low"))
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
     own = drafter if isinstance(drafter, Drafter) else None
-    model = Model(Runner(loaded, options, drafts=drafter is not None, beside=_beside(loaded), own=own))
+    model = Model(
+        Runner(
+            loaded,
+            options,
+            drafts=drafter is not None,
+            beside=_beside(loaded),
+            own=own,
+            clock=perf_counter,  # of this module, where tests have another
+        )
+    )
     if history is not None:
         model.use_history(history)
     return model

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from time import perf_counter
+from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import cast
 
@@ -48,6 +48,18 @@ def printable(next_logits: NextLogits) -> NextLogits:
 
 def toy_session(seed: int = 0, *, context: int = 4096) -> ToySession:
     return ToySession(printable(markov_logits(seed, VOCAB, scale=4.0)), VOCAB, context=context)
+
+
+class Slow(ToySession):
+    """An answer is not over when its first piece has been read."""
+
+    def forward(self, tokens: Sequence[int]) -> F32:
+        sleep(0.002)
+        return super().forward(tokens)
+
+
+def slow_session() -> Slow:
+    return Slow(printable(markov_logits(0, VOCAB, scale=4.0)), VOCAB, context=4096)
 
 
 class Gated(ToySession):

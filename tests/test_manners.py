@@ -22,7 +22,7 @@ import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestError
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, CpuSession, _LowPriority
-from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.models_for_tests import Gated, slow_session, toy_model
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import ONE_THREAD
 from tests.toy import LLAMA
@@ -67,7 +67,7 @@ def test_a_paused_answer_stands_still_and_goes_on_with_the_same_text() -> None:
 
 @pytest.mark.parametrize("reason", ["cancelled", "closed"])
 def test_what_is_to_end_ends_in_a_pause(reason: str) -> None:
-    with toy_model() as model:
+    with toy_model(slow_session()) as model:
         stream = model.stream(PROMPT, max_new_tokens=4000)
         next(stream)
         model.pause()
@@ -114,7 +114,7 @@ def test_a_request_may_pause_its_own_model_and_a_task_waits() -> None:
 
 
 def test_trim_gives_back_what_no_answer_uses() -> None:
-    session = toy_session()
+    session = slow_session()
     with toy_model(session, options=LoadOptions(parallel=1)) as model:
         texts = [model.generate(prompt, max_new_tokens=NEW).text for prompt in (PROMPT, "jumps over")]
         kept, held = model._runner._caches.nbytes, session.kv_bytes
@@ -123,7 +123,7 @@ def test_trim_gives_back_what_no_answer_uses() -> None:
         assert session.kv_bytes == model._runner._caches.nbytes == 0 == model.trim()
         again = model.generate(PROMPT, max_new_tokens=NEW)
         assert (again.text, again.stats.cached_tokens) == (texts[0], 0)
-        stream = model.stream("jumps over", max_new_tokens=2000)
+        stream = model.stream("jumps over", max_new_tokens=500)
         next(stream)
         model.pause()
         held = session.length
@@ -131,7 +131,7 @@ def test_trim_gives_back_what_no_answer_uses() -> None:
             assert sum(pool.map(lambda _: model.trim(), range(4))) >= 0
         assert session.length == held > 0  # of the answer under way
         model.resume()
-        assert stream.run().tokens == alone("jumps over", 2000).tokens
+        assert stream.run().tokens == alone("jumps over", 500).tokens
 
 
 def test_what_is_trimmed_comes_from_the_disk(tmp_path: Path) -> None:
