@@ -23,7 +23,7 @@ _Text = str | Sequence[int]
 Texts = str | Annotated[Sequence[_Text], length(1)]
 """One or several, each as a text or as its tokens."""
 _QUERY: Final = "Instruct: {}\nQuery:{}"  # as the model card of Qwen3-Embedding has it
-_AT_ONCE: Final = 4  # texts of a pass: each takes a KV cache, and more brought nothing (lab/passes.md)
+_AT_ONCE: Final = 4  # texts of a pass, each of which takes a KV cache; most fill it by then
 
 
 class EmbeddingOptions(TypedDict, total=False):
