@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from time import process_time
 from typing import Any, cast
 
@@ -331,8 +332,13 @@ def test_drafts_leave_a_healed_fill_as_it_is(line: str) -> None:
 
     clock = [0.0]
     with toy_model(Timed(periodic, clock), clock=lambda: clock[0], bundle=lambda *_: bundle) as model:
-        drafts, plain = (model.fill(line, "\n", max_tokens=60, speculate=each) for each in (True, False))
-    assert drafts.tokens == plain.tokens and drafts.text == plain.text and drafts.stats.accepted > 5
+        fill = partial(model.fill, line, "\n", max_tokens=60)
+        drafts, plain, scored = fill(), fill(speculate=False), fill(prompt_logprobs=True)
+    assert (
+        drafts.tokens == plain.tokens == scored.tokens
+        and drafts.text == plain.text
+        and drafts.stats.accepted > 5
+    )
     written = tokenizer.bytes_of(each for each in plain.tokens if not tokenizer.is_special(each))
     assert hole.held and written.startswith(hole.held)
     assert plain.text == written.removeprefix(hole.held).decode(errors="replace")

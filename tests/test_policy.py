@@ -181,6 +181,16 @@ class TestPolicy:
         assert proposed == [(), (0,), (0,)]
         assert (free.asked, model.asked) == ([1, 2, 3], [2, 3])
 
+    def test_a_first_round_is_drafted_behind_an_opening_alone(self, clock: Clock) -> None:
+        free, model, pricing = _Source(clock, (0.9,)), _Source(clock, (0.9,)), Pricing(FLAT)
+        free.beyond = (0.9,)
+        openings = None, NO_DRAFT, Draft((5,), ("ngram",), (0.9,))
+        drafts = [
+            Policy(free, Part(model), pricing=pricing, guard=Guard(pricing), opening=each).propose([1], 4)
+            for each in openings
+        ]
+        assert [each.tokens for each in drafts] == [(), (99,), (5, 99)] and not model.asked
+
     @pytest.mark.parametrize(("confidence", "seconds"), [((), 0.5), ((0.5,), 0.9)])
     def test_the_model_is_asked_only_while_it_pays(
         self, clock: Clock, confidence: tuple[float, ...], seconds: float

@@ -85,8 +85,7 @@ class Decoding:
 
     Between two rounds the target's cache holds every token but the last, or as much of the prompt as was
     read: the caller may stop there, and other requests may share the passes. The prompt is read in pieces,
-    the last of which says what the first token is. The first round is not drafted, unless that is asked for:
-    a drafter that has a prompt to read would delay the first token.
+    the last of which says what the first token is. Where that reads few tokens it may be drafted too.
 
     Args:
         target: what its cache holds of the prompt is kept.
@@ -95,7 +94,6 @@ class Decoding:
         tokens: the prompt, at least one token; grows.
         max_new_tokens: at most so many tokens are committed.
         max_draft: longest draft.
-        max_first: longest draft of the first round, where that reads few tokens of the prompt.
         stop: tokens that end the generation; the one that did is committed.
         top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
             that are committed; None gives none.
@@ -119,7 +117,6 @@ class Decoding:
         *,
         max_new_tokens: int,
         max_draft: int,
-        max_first: int = 0,
         stop: Collection[int] = (),
         top_logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -128,7 +125,6 @@ class Decoding:
         self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
         self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
         self._end, self._max_draft = len(tokens) + max_new_tokens, max_draft
-        self._limit = min(max_first, max_new_tokens - 1)
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
         self._prompt_logprobs = prompt_logprobs
         self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
@@ -143,23 +139,25 @@ class Decoding:
     def propose(self) -> Work[None]:
         """Draft for this round, if it is one in which that may be."""
         self.draft, self._drafter_s = NO_DRAFT, 0.0
-        if self._limit > 0 and self.unread <= _FEW:
-            draft, self._drafter_s = yield from timed(self._drafting(), self._clock)
+        limit = min(self._max_draft, self._end - len(self.tokens) - 1)
+        if limit > 0 and self.unread <= _FEW:
+            draft, self._drafter_s = yield from timed(self._drafting(limit), self._clock)
             # Nothing is committed behind the end.
             self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
 
-    def _drafting(self) -> Work[Draft]:
+    def _drafting(self, limit: int) -> Work[Draft]:
         if isinstance(self._policy, Asking):
-            return (yield from self._policy.proposing(self.tokens, self._limit))
-        return self._policy.propose(self.tokens, self._limit)
+            return (yield from self._policy.proposing(self.tokens, limit))
+        return self._policy.propose(self.tokens, limit)
 
     def rows(self, most: int) -> Rows:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
         scored = self._prompt_logprobs is not None and self.unread > 0
         piece = self.tokens[self._target.length :][: min(most, _SCORED) if scored else most]
+        drafted = len(piece) > self.unread and not scored
         if self.unread:
-            self.draft = self.draft.head(most - len(piece) if len(piece) > self.unread else 0)
-        if len(piece) > self.unread and not scored:
+            self.draft = self.draft.head(most - len(piece) if drafted else 0)
+        if drafted:
             return Rows(self._target, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
         return Rows(self._target, piece, len(piece) if scored else 0)
 
@@ -181,7 +179,6 @@ class Decoding:
         self.tokens += new
         self._target.truncate(len(self.tokens) - 1)
         self.ended |= len(self.tokens) >= self._end
-        self._limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         seconds = self._drafter_s + passed.share_s + self._clock() - began
         times = self._drafter_s, passed.share_s, seconds
         step = Step(new, draft, min(accepted, len(new)), *times, *told, passed)

@@ -47,9 +47,10 @@ class Policy:
     the guard and every source are told what rounds realised. Without a free source nothing is drafted: that
     is plain decoding, which tells the pricing what passes cost all the same.
 
-    The first round of a request, which is never drafted, is not priced. A draft may be twice as long as what
-    was accepted in the round before it, and eight tokens in any case: so a copy that goes on is soon drafted
-    in long pieces, and one that is none has cost few rows.
+    The first round of a request is not priced, and drafted only with an ``opening``: a drafter that has a
+    prompt to read would delay the first token. A draft may be twice as long as what was accepted in the round
+    before it, and eight tokens in any case: so a copy that goes on is soon drafted in long pieces, and one
+    that is none has cost few rows.
 
     Under a grammar a token is forced where it is the only one allowed. It is certain to be accepted, so its
     confidence is 1 and it costs the row whose keys and values the target needs anyway; sources go on behind
@@ -62,7 +63,8 @@ class Policy:
         pricing: what verification costs; shared between requests, as is the guard.
         guard: whether sources are asked now.
         constraint: the request's grammar.
-        opening: of a first round that is drafted, what the free source continues; the model is not asked yet.
+        opening: what the free source continues in the first round, perhaps nothing; None leaves that round
+            undrafted.
         remarks: where the reason of a pause is written at the end.
     """
 
@@ -97,6 +99,8 @@ class Policy:
     def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
         """See :class:`~edgespec.decoding.draft.Asking`."""
         constraint = self._constraint
+        if not self._begun and self._opening is None:
+            return NO_DRAFT
         if constraint is None:
             return (yield from self._choose(tokens, limit))
         constraint.begin(tokens)
@@ -136,11 +140,10 @@ class Policy:
             return NO_DRAFT
         limit, self._promised = min(limit, self._longest), None
         free = self._free.propose(tokens, limit)
-        opening = None if self._begun else self._opening
-        if opening is not None and opening.tokens:
-            free = self._free.extend(tokens, opening.head(limit), limit)
+        if not self._begun and self._opening is not None:
+            free = self._free.extend(tokens, self._opening.head(limit), limit)
         count, surplus = self._pricing.keep(free.confidence)
-        if self._model is None or opening is not None or len(self._answer) < self._part.earliest:
+        if self._model is None or not self._begun or len(self._answer) < self._part.earliest:
             return free.head(count)
         if surplus > self._model_surplus or self._model_surplus <= 0.0:
             # Time lets an old verdict on the model fade, so that it is asked again.

@@ -82,7 +82,6 @@ class PreparedRequest:
             self.tokens,
             max_new_tokens=self.request.max_new_tokens,
             max_draft=self.max_draft,
-            max_first=0 if self.hole is None or self.request.prompt_logprobs else self.max_draft,
             stop=self.eos,
             top_logprobs=self.request.top_logprobs if self.request.logprobs else None,
             prompt_logprobs=self.request.top_logprobs if self.request.prompt_logprobs else None,
