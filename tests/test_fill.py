@@ -226,6 +226,24 @@ def ending(tokenizer: Tokenizer, writes: str, start: int) -> NextLogits:
         ("if a:\n", "    b\n", "    c\n    d\n    b\n", "    c\n    d\n"),
         ("if a:\n", "    b\n", "    b\n", ""),
         ("f(", ")\nx\n", "1, 2\nmore\n", "1, 2"),
+        ("f(", ")\nx\n", "1)\nmore\n", "1"),
+        ("f(", ")\nx\n", "1) ", "1"),
+        ("x = [\n  [", "]\n]\n", "1, 2]\nmore", "1, 2"),
+        ("f(", ");\n", "a[1]);\n", "a[1]"),
+        ("f(", ");\n", "a[1])\n", "a[1]"),
+        ("f(g(", "))\n", "a))\n", "a"),
+        ("f(", ")\n", "1) + g(2)\n", "1) + g(2"),
+        ('f("', '")\n', 'a(")\n', "a("),
+        ('  """', '"""\n', 'Says it."""\n', "Says it."),
+        ("{\n  if (a) {", "}\n}\n", "b; }\n", "b; "),
+        # which have partners
+        ("f(", ")\nx\n", "g(1)\nmore\n", "g(1)"),
+        ("f(g(", ")\n", "1)\n", "1)"),
+        ("f(", ")\n", "1) + g(2\n", "1) + g(2"),
+        ("x = (\n  f(b", ")\n", ", c)\n", ", c)"),
+        ("f(", ") + 1\n", "x + 1\n", "x + 1"),
+        ("f(", ")\n", "':)\n", "':)"),
+        ("it's f(", ")\n", "1)\n", "1)"),
         ("  ", "x\n", "y \nmore", "y "),
         ("if a:\n    ", "\nb\n", "c\n    d\nb\n", "c\n    d"),
         ("if a:\n    ", "\nb\n", "  c\nb\n", "  c"),
@@ -253,9 +271,9 @@ def test_a_fill_has_so_many_lines() -> None:
         model.fill("a", "b", max_lines=0)
 
 
-@given(st.text(st.sampled_from("ab \n"), max_size=30), st.text(st.sampled_from("ab \n"), max_size=12))
+@given(st.text(st.sampled_from("a) \n"), max_size=30), st.text(st.sampled_from("a) \n"), max_size=12))
 def test_pieces_are_what_the_whole_is(writes: str, suffix: str) -> None:
-    for prefix in ("a", "a\n", "a\n  "):
+    for prefix in ("a", "a\n", "a\n  ", "f(a"):
         for most in (None, 2):
             hole = Hole(prefix, suffix)
             one, many = FillReader(hole, most), FillReader(hole, most)
