@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Extending, Remarks, Source
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Extending, Remarks, Source
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
@@ -99,6 +99,7 @@ def policy_of(
     *,
     pricing: Pricing | None = None,
     constraint: Constraint | None = None,
+    opening: Draft | None = None,
     remarks: Remarks | None = None,
 ) -> Policy:
     pricing = pricing or Pricing(FREE)
@@ -108,6 +109,7 @@ def policy_of(
         pricing=pricing,
         guard=Guard(pricing),
         constraint=constraint,
+        opening=opening,
         remarks=remarks,
     )
 

@@ -152,7 +152,7 @@ def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows(
             assert tokenizer("byte").bytes_of(tokens) == b"12"
             return Draft((y, other, one), ("said",) * 3, (0.5, 0.4, 0.3))
 
-    draft = policy_of(Proposing(), constraint=constraint).propose([], 40)
+    draft = policy_of(Proposing(), constraint=constraint, opening=NO_DRAFT).propose([], 40)
     assert tokenizer("byte").bytes_of(draft.tokens) == b"12y345678"  # the last completes the text
     at = draft.sources.index("said")
     assert at == draft.forced and draft.tokens[at] == y
@@ -166,7 +166,7 @@ def test_what_drafting_costs_beside_the_pass_is_told_on() -> None:
             return Draft(slowdown=1.5)
 
     constraint = grammars("byte").constraint(Choice(["12x", "12y3456789"]))
-    draft = policy_of(Beside(), constraint=constraint).propose([], 40)
+    draft = policy_of(Beside(), constraint=constraint, opening=NO_DRAFT).propose([], 40)
     assert (draft.slowdown, draft.forced) == (1.5, len(draft.tokens))
 
 

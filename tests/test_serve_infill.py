@@ -1,11 +1,17 @@
 """``/infill`` and ``suffix``: what llama.cpp's plug-ins for editors send and read."""
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
+from edgespec.requests.fill import fill_tokens
+from edgespec.requests.request import Hole, Request
+from tests.models_for_tests import toy_model
 from tests.serving_for_tests import ServedModel, ServedStream, ask, events, serving
+from tests.test_fill import QWEN, bundle_of, ending, with_marks
+from tests.toy import ToySession
 
 PATH = "/infill"
 EDITOR = {  # as llama.vim and llama.vscode send it
@@ -114,3 +120,27 @@ def test_a_suffix_makes_a_completion_a_fill(model: Filling, url: str) -> None:
     reply = ask(url, "/v1/completions", body | {"echo": True, "logprobs": 0})
     assert reply.status == 400 and "leave out suffix" in reply.error
     assert sorted(asked for asked, _ in model.calls[2:]) == ["a", "b"]  # threads encode them side by side
+
+
+def test_tokens_and_their_offsets_are_of_the_text_that_comes() -> None:
+    """Of a cut word, what is written again is none of it."""
+    tokenizer, prompt, written = with_marks(QWEN), "x = the_qui", "quick_brown_fox"
+    bundle = bundle_of(tokenizer)
+    read, _ = fill_tokens(bundle, Hole(prompt, "\n"), Request(), 4096)
+    session = ToySession(ending(tokenizer, written, len(read)), 500, context=4096)
+    body = {"model": "toy", "prompt": prompt, "suffix": "\n", "logprobs": 0, "speculate": False}
+    with toy_model(session, bundle=lambda *_: bundle) as model, serving(model) as url:
+        whole = ask(url, "/v1/completions", body).json["choices"][0]
+        reply = ask(url, "/v1/completions", body | {"stream": True})
+    chunks = [each["choices"][0] for each in events(reply)[:-1]]
+    said, shown = whole["logprobs"], whole["edgespec"]["tokens"]
+    *ends, mark = accumulate(map(len, said["tokens"]))
+    assert whole["text"] == "ck_brown_fox" and mark > len(written) == ends[-1]
+    assert said["text_offset"] == [max(0, end - 3) for end in (0, *ends)]
+    assert [each["text"] for each in shown][:-1] == [
+        written[max(3, at) : end] for at, end in pairwise([0, *ends])
+    ]
+    assert [at for each in chunks if each["logprobs"] for at in each["logprobs"]["text_offset"]] == said[
+        "text_offset"
+    ]
+    assert [each for chunk in chunks for each in chunk["edgespec"].get("tokens", ())] == shown

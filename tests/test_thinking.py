@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from edgespec import Choice, JsonSchema, Model, RequestError
 from edgespec.cli import options
 from edgespec.cli.answers import answer_json, stream_as_markdown, stream_to_terminal
-from edgespec.decoding.draft import Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Source, Step
 from edgespec.decoding.grammar import Constraint, Grammars, ResponseFormat
 from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
@@ -317,7 +317,7 @@ def test_the_closing_tag_is_forced_at_the_budget_and_drafted(kind: str) -> None:
     assert answer[5 : 5 + len(closing)] == closing
     constraint = ThoughtsFirst(Place(THINK, "opened"), TOKENIZERS[kind](), (), budget=5)
     constraint.begin(PROMPT)
-    draft = policy_of(Silent(), constraint=constraint).propose([*PROMPT, *answer[:5]], 20)
+    draft = policy_of(Silent(), constraint=constraint, opening=NO_DRAFT).propose([*PROMPT, *answer[:5]], 20)
     assert [*draft.tokens] == closing and set(draft.sources) == {"grammar"}
 
 

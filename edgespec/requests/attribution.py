@@ -34,6 +34,7 @@ class Attribution:
             for thought, token in zip(thoughts, tokens, strict=False)
         ]
         for token in tokens[len(thoughts) :]:
+            self._pieces.skip = token.again
             self._waiting.append((self._pieces.push([token.id]), token.source))
         if self._thinks and text:  # tags, and space around them, are not shown
             self._thinks, dropped = False, sum(len(piece) for piece, _ in self._waiting) - len(text)

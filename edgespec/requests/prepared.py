@@ -53,6 +53,7 @@ class PreparedRequest:
     _progress: Progress | None = field(init=False, default=None)
     _started: float = field(init=False, default=0.0)
     _first_at: float = field(init=False, default=0.0)
+    _again: int = field(init=False, default=0)  # bytes of a cut word to come
     _measured: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,6 +62,7 @@ class PreparedRequest:
             from edgespec.requests.fill_reading import FillReader
 
             fill = FillReader(self.hole, self.request.max_lines)
+            self._again = fill.skip
         self._reader = AnswerReader(self.tokenizer, self.place, self.calls, fill, stop=self.request.stop)
         self._measured["prompt_tokens"] = len(self.tokens)
 
@@ -152,7 +154,8 @@ class PreparedRequest:
     def _record(self, step: Step) -> Record:
         """What a round adds."""
         self._steps.append(step)
-        record = replace(self._reader.push(step.tokens), tokens=token_records(step))
+        tokens = tuple(map(self._told, token_records(step)))
+        record = replace(self._reader.push(step.tokens), tokens=tokens)
         if self._reader.ended or self._is_complete(step.tokens[-1]):
             self._reason = "stop"
         elif len(self.tokens) >= self._measured["prompt_tokens"] + self.request.max_new_tokens:
@@ -160,6 +163,12 @@ class PreparedRequest:
         record = self._shown(record)
         self._measured["decode_s"] = self.clock() - self._first_at
         return record
+
+    def _told(self, token: TokenRecord) -> TokenRecord:
+        """A token with what it writes again."""
+        again = min(self._again, len(self.tokenizer.token_bytes(token.id)))
+        self._again -= again
+        return replace(token, again=again)
 
     def _is_complete(self, last: int) -> bool:
         """Whether the model has ended its text, or the request's grammar allows nothing behind it."""

@@ -24,12 +24,15 @@ class TokenRecord:
             ``grammar``, or the name of a drafter of the app's own. Of a prompt's token ``prompt``.
         logprob: the logarithm of its probability, in nats; None unless asked for.
         top_logprobs: the most probable tokens there and their logarithms; empty unless asked for.
+        again: how many of its first bytes are the prompt's and no part of the text: a fill writes a cut word
+            again.
     """
 
     id: int
     source: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)

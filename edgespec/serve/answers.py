@@ -232,7 +232,7 @@ class CompletionAnswer(_Completion):
         """A piece of the text, and where in it tokens begin."""
         tokens = record.prompt + record.tokens
         logprobs = self._logprobs(tokens, self.written)
-        self.written += sum(self._length(token.id) for token in tokens)
+        self.written += sum(map(self._length, tokens))
         return self._chunk({"text": record.text, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> list[Json]:
@@ -247,10 +247,10 @@ class CompletionAnswer(_Completion):
     def _echo(self) -> str:
         return self.echoed[self.index // self.n] if self.echoed else ""
 
-    def _length(self, token: int) -> int:
+    def _length(self, token: TokenRecord) -> int:
         """Characters of the text that begin in a token."""
-        spelled = b"" if self.tokenizer.is_special(token) else self.tokenizer.token_bytes(token)
-        return sum(byte & 0xC0 != 0x80 for byte in spelled)
+        spelled = b"" if self.tokenizer.is_special(token.id) else self.tokenizer.token_bytes(token.id)
+        return sum(byte & 0xC0 != 0x80 for byte in spelled[token.again :])
 
     def _logprobs(self, tokens: Sequence[TokenRecord], start: int) -> Json | None:
         """As lists; ``text_offset`` counts characters from ``start``."""
@@ -265,7 +265,7 @@ class CompletionAnswer(_Completion):
                 else None
                 for token in tokens
             ],
-            "text_offset": [*accumulate((self._length(token.id) for token in tokens), initial=start)][:-1],
+            "text_offset": [*accumulate(map(self._length, tokens), initial=start)][:-1],
         }
 
 
