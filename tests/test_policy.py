@@ -189,7 +189,7 @@ class TestPolicy:
             Policy(free, Part(model), pricing=pricing, guard=Guard(pricing), opening=each).propose([1], 4)
             for each in openings
         ]
-        assert [each.tokens for each in drafts] == [(), (99,), (5, 99)] and not model.asked
+        assert [each.tokens for each in drafts] == [(), (0,), (5, 99)] and not model.asked
 
     @pytest.mark.parametrize(("confidence", "seconds"), [((), 0.5), ((0.5,), 0.9)])
     def test_the_model_is_asked_only_while_it_pays(

@@ -140,7 +140,7 @@ class Policy:
             return NO_DRAFT
         limit, self._promised = min(limit, self._longest), None
         free = self._free.propose(tokens, limit)
-        if not self._begun and self._opening is not None:
+        if not self._begun and self._opening is not None and self._opening.tokens:
             free = self._free.extend(tokens, self._opening.head(limit), limit)
         count, surplus = self._pricing.keep(free.confidence)
         if self._model is None or not self._begun or len(self._answer) < self._part.earliest:
