@@ -143,6 +143,23 @@ def test_what_is_trimmed_comes_from_the_disk(tmp_path: Path) -> None:
         assert model.generate("many words, " * 20, max_new_tokens=1).stats.cached_tokens >= 32
 
 
+def test_what_is_trimmed_beside_an_answer_comes_from_the_disk_too(tmp_path: Path) -> None:
+    """And so does the answer, once it is over."""
+    path, texts = tiny_native(tmp_path / "m").path, ("many words, " * 20, "other text; " * 20)
+    with edgespec.load(path, None, options=LoadOptions(threads=1)) as model:
+        model._worker._tidy = lambda stop: None
+        model.generate(texts[0], max_new_tokens=1)
+        stream = model.stream(texts[1], max_new_tokens=100)
+        next(stream)
+        model.pause()
+        assert model.trim() > 0
+        model.resume()
+        stream.run()
+    with edgespec.load(path, None, options=LoadOptions(threads=1)) as model:
+        for text, least in zip(texts, (32, 96), strict=True):
+            assert model.generate(text, max_new_tokens=1).stats.cached_tokens >= least
+
+
 def test_a_session_gives_its_part_of_the_cache_back(tmp_path: Path) -> None:
     session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle, ONE_THREAD)
     expected = session.predict(TOKENS).logits.copy()

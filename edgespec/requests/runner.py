@@ -243,12 +243,9 @@ class Runner:
 
     def trim(self) -> int:
         """Free the KV caches that no request uses, and those of texts that become vectors; their bytes."""
-        if not self.seats.any_taken:  # else an answer would wait for the disk
-            self._caches.write_behind()
-        freed, idle = self._caches.nbytes, [seat for seat in self.seats.all if not seat.taken]
+        idle = [seat for seat in self.seats.all if not seat.taken]
         sessions = [each for seat in idle for each in (seat.target, seat.drafter) if each]
-        for session in self.seats.sessions:
-            self._caches.forget(session)
+        freed = self._caches.trim([seat.target for seat in self.seats.all if seat.taken])
         return freed + sum(each.release() for each in (*sessions, *self.seats.readers))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """KV caches that are put aside, in memory and on disk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from edgespec_runtimes.kv_cache import KEY_TILE, SavedCache, shared_length
 from edgespec_runtimes.prompt_cache import PromptCache
@@ -62,6 +62,18 @@ class KvStore:
             if text is not None and not self._prompts.write(session.prompt_key, text, stop):
                 return
             self._due.pop()
+
+    def trim(self, used: Collection[Session]) -> int:
+        """Drop all caches, those on the way to the disk when they are there; their bytes.
+
+        What ``used`` sessions hold is written later, when they have read more.
+        """
+        later = [(session, saved) for session, saved in self._due if saved is None and session in used]
+        self._due = [each for each in self._due if each not in later]
+        self.write_behind()
+        freed, self.nbytes = self.nbytes, 0
+        self._kept, self._due = [], later
+        return freed
 
     def _fetch_from_memory(self, session: Session, tokens: Sequence[int]) -> None:
         held = session.shared_prefix(tokens)
