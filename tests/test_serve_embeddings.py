@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, Model
+from edgespec.serve import bodies
 from edgespec.serve.options import ServeOptions
 from tests.native_for_tests import edit_manifest, tiny_native
 from tests.serving_for_tests import ask, serving, until
@@ -99,6 +101,22 @@ def test_a_client_that_leaves_frees_the_model_and_others_wait_their_turn(model: 
     until(lambda: not model._worker._running)
     assert ask(url, PATH, {"model": "embeds", "input": "x"}).status == 200
     assert ' path="/v1/embeddings",status="499"' in ask(url, "/metrics").body.decode().replace("{", " ")
+
+
+def test_nobody_waits_while_a_body_is_parsed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, read = Event(), bodies.read
+
+    def slow(*args: Any) -> Any:
+        assert answered.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(bodies, "read", slow)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, url, PATH, {"model": "embeds", "input": [[1, 2]]})
+        assert ask(url, "/health").status == 200
+        assert not asked.done()
+        answered.set()
+        assert asked.result(30).status == 200
 
 
 def test_time_is_up(model: Model) -> None:

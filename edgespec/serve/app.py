@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from edgespec.history.manage import History
 from edgespec.models import Models
-from edgespec.serve.bodies import ForgetBody, parse, read_json
+from edgespec.serve.bodies import ForgetBody, read_body
 from edgespec.serve.completions import Completions, described
 from edgespec.serve.messages import Messages
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
@@ -154,7 +154,7 @@ class App:
         }
 
     async def _forget(self, request: Request) -> Response:
-        body = parse(ForgetBody, await read_json(request, self.options))
+        body = await read_body(ForgetBody, request, self.options)
         if self._history is None:
             raise RequestError("this server keeps no history; 'edgespec serve --history NAME' keeps one")
         return JSONResponse(await asyncio.to_thread(self._forget_now, self._history, body.text))

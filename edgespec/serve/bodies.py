@@ -172,15 +172,14 @@ class EmbeddingBody:
     instruction: str | None = None  # edgespec's own
     user: Any = None
 
-    def texts(self) -> list[str | Sequence[int]]:
-        """The texts, one or several; numbers are the tokens of one."""
-        if isinstance(self.input, str):
-            return [self.input]
-        tokens = [each for each in self.input if isinstance(each, int)]
-        texts = [each for each in self.input if not isinstance(each, int)]
-        if tokens and texts:
+    def __post_init__(self) -> None:
+        if len({isinstance(each, int) for each in self.input}) > 1:
             raise RequestError("input has tokens beside texts; a list of numbers is one text")
-        return texts or [tokens]
+
+    def texts(self) -> Sequence[str | Sequence[int]]:
+        """The texts, one or several; numbers are the tokens of one."""
+        is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        return cast(Any, [self.input] if is_one else self.input)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,11 +230,12 @@ class ForgetBody:
             raise RequestError('give either {"text": TEXT} or {"everything": true}')
 
 
-async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
-    """The JSON object that a request carries.
+async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
+    """What a request carries, of the form ``cls``; parsed in a thread, for a large one takes seconds.
 
     Raises:
         Problem: it is too long (413), too slow (408), not said to be JSON (415), or not a JSON object (400).
+        RequestError: what is wrong with the first field that is.
         ClientDisconnect: the client left.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -248,6 +248,10 @@ async def read_json(request: Request, options: ServeOptions) -> dict[str, Any]:
         raise Problem(
             408, f"the request did not arrive within {options.body_timeout_s:g} s", headers=_CLOSE
         ) from None
+    return await asyncio.to_thread(lambda: parse(cls, _json(data)))
+
+
+def _json(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
         unread = _unread(value) if _HALVES.search(data) else ""

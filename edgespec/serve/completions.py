@@ -27,8 +27,7 @@ from edgespec.serve.bodies import (
     CompletionBody,
     EmbeddingBody,
     InfillBody,
-    parse,
-    read_json,
+    read_body,
 )
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
@@ -62,12 +61,12 @@ class Completions:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        body = parse(ChatBody, await self.read(request))
+        body = await self.read(ChatBody, request)
         return await self.converse(request, body, partial(ChatAnswer, logprobs=body.logprobs))
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        body = parse(CompletionBody, await self.read(request))
+        body = await self.read(CompletionBody, request)
 
         def asks(model: Model) -> Sequence[Ask]:
             ask: Ask = partial(model.stream_fill, suffix=body.suffix) if body.suffix else model.stream
@@ -79,7 +78,7 @@ class Completions:
 
     async def embed(self, request: Request) -> Response:
         """``POST /v1/embeddings``."""
-        body = parse(EmbeddingBody, await self.read(request))
+        body = await self.read(EmbeddingBody, request)
         model, left_s = await self.model(request, body)
         asked = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
@@ -92,7 +91,7 @@ class Completions:
 
     async def infill(self, request: Request) -> Response:
         """``POST /infill``, as llama.cpp's server has it."""
-        body = parse(InfillBody, await self.read(request))
+        body = await self.read(InfillBody, request)
         asked = body.completion(next(iter(self._models.names)))
         files = [(each.filename, each.text) for each in body.input_extra]
         before, behind = body.input_prefix + body.prompt, body.input_suffix
@@ -112,11 +111,11 @@ class Completions:
         model, _ = await self.model(request, body)
         return await asyncio.to_thread(model.count_tokens, body.conversation(), **body.options())
 
-    async def read(self, request: Request) -> dict[str, Any]:
-        """The JSON object that a request carries; see :func:`read_json`."""
+    async def read(self, cls: type[T], request: Request) -> T:
+        """What a request carries; see :func:`read_body`."""
         if self.closing:
             raise shutting_down()
-        return await read_json(request, self._options)
+        return await read_body(cls, request, self._options)
 
     async def model(self, request: Request, body: Body | EmbeddingBody) -> tuple[Model, float]:
         """The model that a request names, loaded until that is over, and the seconds that it has left."""

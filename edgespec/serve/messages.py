@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from edgespec.requests.results import Generation
 from edgespec.serve.answers import Json
 from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
-from edgespec.serve.bodies import Body, ChatBody, parse
+from edgespec.serve.bodies import Body, ChatBody
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
 from edgespec_models.errors import RequestError
@@ -187,10 +187,10 @@ class Messages:
 
     async def create(self, request: Request) -> Response:
         """``POST /v1/messages``."""
-        body = parse(MessagesBody, await self._completions.read(request))
+        body = await self._completions.read(MessagesBody, request)
         return await self._completions.converse(request, body.chat(), MessageAnswer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
-        body = parse(MessagesBody, await self._completions.read(request))
+        body = await self._completions.read(MessagesBody, request)
         return JSONResponse({"input_tokens": await self._completions.count_tokens(request, body.chat())})

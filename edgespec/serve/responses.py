@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from edgespec.requests.results import Generation
 from edgespec.serve.answers import Json, usage
 from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
-from edgespec.serve.bodies import Body, ChatBody, parse
+from edgespec.serve.bodies import Body, ChatBody
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
 from edgespec_models.schema import length, shown, within
@@ -262,7 +262,7 @@ class Responses:
 
     async def create(self, request: Request) -> Response:
         """``POST /v1/responses``."""
-        body = parse(ResponsesBody, await self._completions.read(request))
+        body = await self._completions.read(ResponsesBody, request)
         before, asked = list[Json](), body.previous_response_id
         if asked is not None:
             _, before = self.kept.get(asked, "previous_response_id")
