@@ -16,8 +16,8 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, Model
-from edgespec.serve import bodies
 from edgespec.serve.options import ServeOptions
+from edgespec_models.schema import read
 from tests.native_for_tests import edit_manifest, tiny_native
 from tests.serving_for_tests import ask, serving, until
 
@@ -104,13 +104,13 @@ def test_a_client_that_leaves_frees_the_model_and_others_wait_their_turn(model: 
 
 
 def test_nobody_waits_while_a_body_is_parsed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered, read = Event(), bodies.read
+    answered = Event()
 
     def slow(*args: Any) -> Any:
         assert answered.wait(10)
         return read(*args)
 
-    monkeypatch.setattr(bodies, "read", slow)
+    monkeypatch.setattr("edgespec.serve.bodies.read", slow)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, url, PATH, {"model": "embeds", "input": [[1, 2]]})
         assert ask(url, "/health").status == 200

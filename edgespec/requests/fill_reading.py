@@ -45,11 +45,10 @@ class FillReader:
         end = self._next_line(final) if last is None else self._next_line(False, last + 1)
         if end is None and last is not None:
             end = last + self._keeps_newline
+        elif end is None and final:
+            end = len(self._text)
         self.ended = end is not None
-        if end is None and not final:
-            keep = self._certain()
-        else:
-            keep = min(self._ends(len(self._text) if end is None else end), key=self._without_partner)
+        keep = self._certain() if end is None else min(self._ends(end), key=self._without_partner)
         begin, self._shown = self._shown, max(self._shown, keep)
         return self._text[begin : self._shown]
 

@@ -179,7 +179,7 @@ class EmbeddingBody:
     def texts(self) -> Sequence[str | Sequence[int]]:
         """The texts, one or several; numbers are the tokens of one."""
         is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
-        return cast(Any, [self.input] if is_one else self.input)
+        return cast(Sequence[str | Sequence[int]], [self.input] if is_one else self.input)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

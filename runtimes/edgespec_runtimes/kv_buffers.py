@@ -68,7 +68,7 @@ class KvStore:
 
         What ``used`` sessions hold is written later, when they have read more.
         """
-        later = [(session, saved) for session, saved in self._due if saved is None and session in used]
+        later = [each for each in self._due if each[1] is None and each[0] in used]
         self._due = [each for each in self._due if each not in later]
         self.write_behind()
         freed, self.nbytes = self.nbytes, 0
