@@ -118,20 +118,13 @@ def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
 
 
 def add(messages: list[Json], role: str, text: str, name: str = "content") -> Json:
-    """Put a text behind ``messages``; what one says in a row is one message, see :func:`joined`."""
+    """Put a text behind ``messages``; what one says in a row is one message, as templates want it."""
     if not messages or messages[-1]["role"] != role:
-        messages.append({"role": role, "content": []})
-    messages[-1].setdefault(name, []).append(text)
+        messages.append({"role": role, "content": ""})
+    said = messages[-1].pop(name, "")  # of which there is no other reference, so that it grows in place
+    said += f"\n{text}" if said and text else text
+    messages[-1][name] = said
     return messages[-1]
-
-
-def joined(messages: list[Json]) -> list[Json]:
-    """Messages with one text each for those that :func:`add` put there, as templates want it."""
-    for each in messages:
-        for name in ("content", "reasoning_content"):
-            if isinstance(each.get(name), list):
-                each[name] = "\n".join(filter(None, each[name]))
-    return messages
 
 
 def add_call(messages: list[Json], call_id: object, name: object, arguments: object) -> None:

@@ -21,14 +21,7 @@ from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
 from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, vectors_json
-from edgespec.serve.bodies import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    InfillBody,
-    read_body,
-)
+from edgespec.serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
@@ -82,8 +75,7 @@ class Completions:
         model, left_s = await self.model(request, body)
         asked = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
-            work = asked(body.texts(), timeout=left_s)
-            found = await _while_connected(request, work)
+            found = await _while_connected(request, asked(body.texts(), timeout=left_s))
         except Cancelled as error:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
         count_of(request).prompt_tokens += sum(found.tokens)

@@ -10,17 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from edgespec.requests.results import Generation
 from edgespec.serve.answers import Json
-from edgespec.serve.blocks import (
-    Block,
-    BlockAnswer,
-    Output,
-    add,
-    add_call,
-    field_of,
-    functions_of,
-    joined,
-    text_of,
-)
+from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
 from edgespec.serve.bodies import Body, ChatBody
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
@@ -97,7 +87,7 @@ class MessagesBody(Body):
                 f"messages[{at}].role is 'assistant'; the last has to be 'user', for edgespec does not go on "
                 "with an answer that is begun"
             )
-        return joined(messages)
+        return messages
 
 
 def _add_message(messages: list[Json], message: Mapping[str, Any], where: str) -> None:

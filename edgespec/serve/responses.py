@@ -15,17 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from edgespec.requests.results import Generation
 from edgespec.serve.answers import Json, usage
-from edgespec.serve.blocks import (
-    Block,
-    BlockAnswer,
-    Output,
-    add,
-    add_call,
-    field_of,
-    functions_of,
-    joined,
-    text_of,
-)
+from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
 from edgespec.serve.bodies import Body, ChatBody
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
@@ -100,7 +90,7 @@ class ResponsesBody(Body):
         messages = list[Json]()
         for at, item in enumerate(self.input):
             _add_item(messages, item, f"input[{at}]")
-        return joined(messages)
+        return messages
 
 
 def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None:
