@@ -187,6 +187,8 @@ class Pass {
     if (failed) throw std::bad_alloc();
   }
 
+  void expect(const Weights* next) const { crew_.expect(next); }
+
  private:
   const Api& api_;
   Crew& crew_;

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -62,6 +64,13 @@ class Manners {
   Clock::duration ran_{0}, worked_{0}, had_{0}, rest_{0};
 };
 
+// Where each thread begins to read some weights, perhaps those of two matrices in turn, else null; and what a pass
+// comes to next.
+struct Weights {
+  std::vector<std::array<const uint8_t*, 2>> starts;
+  const Weights* next = nullptr;
+};
+
 // Work is cut into more pieces than there are threads. Each begins with pieces that lie side by side, and whoever
 // has done with them takes others'. So a slow core holds nobody up for longer than a piece. A core that another
 // program wants is another matter: the system takes it from a thread for milliseconds, in the midst of a piece, and
@@ -79,6 +88,22 @@ class Crew {
     for (std::thread& each : helpers_) each.join();
   }
 
+  int64_t threads() const { return static_cast<int64_t>(shares_.size()); }
+
+  // The first of `count` pieces that thread `t` takes.
+  int64_t first(int64_t count, int64_t t) const { return count * t / std::min(threads(), count); }
+
+  // Weights that are read behind those of which this was said before.
+  const Weights* follow(Weights weights) {
+    Weights* before = order_.empty() ? nullptr : &order_.back();
+    order_.push_back(std::move(weights));
+    if (before != nullptr) before->next = &order_.back();
+    return &order_.back();
+  }
+
+  // From now on threads that wait in a pass ask memory for the beginnings of `next`; it may be null.
+  void expect(const Weights* next) { next_ = next; }
+
   // run(i) for every i below `count`, once each; it throws nothing. Passes that come at once do without helpers.
   template <class Run>
   void spread(int64_t count, const Run& run) {
@@ -90,11 +115,10 @@ class Crew {
     hire();
     piece_ = [](const void* data, int64_t i) { (*static_cast<const Run*>(data))(i); };
     data_ = &run;
-    const int64_t threads = static_cast<int64_t>(shares_.size()), parts = threads < count ? threads : count;
-    for (int64_t t = 0; t < threads; t++) {
+    for (int64_t t = 0; t < threads(); t++) {
       Share& share = shares_[static_cast<size_t>(t)];
-      share.next = t < parts ? count * t / parts : 0;
-      share.end = t < parts ? count * (t + 1) / parts : 0;
+      share.next = t < count ? first(count, t) : 0;
+      share.end = t < count ? first(count, t + 1) : 0;
     }
     const int64_t job = job_ + 1;
     open(job);
@@ -103,9 +127,10 @@ class Crew {
     if (low_) manners_.end();
     const int patience = spin_.count() != 0 ? kPatience : 0;
     job_ = job + 1;  // closed: who is not in it by now stays out
+    Ahead ahead(next_, 0);
     for (int spins = 0; inside_ != 0;) {
       if (spins++ < patience) {
-        pause();
+        ahead.step();
       } else {
         spins = patience;
         std::this_thread::yield();
@@ -122,6 +147,25 @@ class Crew {
   struct alignas(64) Share {
     std::atomic<int64_t> next = 0;
     int64_t end = 0;
+  };
+
+  // What a thread does while it waits busily.
+  class Ahead {
+   public:
+    Ahead(const Weights* next, size_t t) {
+      if (next != nullptr) starts_ = next->starts[t];
+    }
+    void step() {
+      if (at_ == kMost || starts_[0] == nullptr) return pause();
+      for (const uint8_t* start : starts_)
+        if (start != nullptr) __builtin_prefetch(start + at_, 0, 2);
+      at_ += 64;
+    }
+
+   private:
+    static constexpr size_t kMost = 128 << 10;
+    std::array<const uint8_t*, 2> starts_{};
+    size_t at_ = 0;
   };
 
   static void pause() {
@@ -163,7 +207,7 @@ class Crew {
     Manners manners;
     if (low_) lower_priority();
     Clock::time_point offered = Clock::now();
-    for (int64_t job, seen = 0; (job = awaited(seen, offered)) != kStopped;) {
+    for (int64_t job, seen = 0; (job = awaited(t, seen, offered)) != kStopped;) {
       seen = job;
       if (low_) manners.begin();
       inside_++;
@@ -179,14 +223,15 @@ class Crew {
   }
 
   // The number of an open job that is not `seen`, or kStopped.
-  int64_t awaited(int64_t seen, Clock::time_point& offered) {
+  int64_t awaited(size_t t, int64_t seen, Clock::time_point& offered) {
     int64_t job = seen;
+    Ahead ahead(next_, t);
     const auto ready = [&] {
       job = job_;
       return job == kStopped || (job % 2 != 0 && job != seen);
     };
     for (const Clock::time_point begun = Clock::now(); !ready() && Clock::now() - begun < spin_;)
-      for (int i = 0; i < 32 && !ready(); i++) pause();
+      for (int i = 0; i < 32 && !ready(); i++) ahead.step();
     if (!ready()) {
       asleep_++;
       std::unique_lock lock(sleep_);
@@ -210,6 +255,9 @@ class Crew {
   std::vector<Share> shares_;  // of every thread
   std::atomic<int64_t> job_ = 0;
   std::atomic<int32_t> inside_ = 0;
+
+  std::deque<Weights> order_;
+  std::atomic<const Weights*> next_ = nullptr;
 
   std::atomic<int32_t> asleep_ = 0;
   std::mutex sleep_;

@@ -49,6 +49,10 @@ class Linear {
     // Enough work for a thread to be worth waking, and enough pieces for threads of uneven speed. With up to 256
     // of them instead of kChunks, passes of two threads took up to 4 % longer.
     chunks_ = std::clamp<int64_t>(bytes / kChunkBytes, 1, std::min<int64_t>(kChunks, tiles_));
+    const std::shared_ptr<Crew> crew = host.crew();
+    Weights weights;
+    for (int64_t t = 0; t < crew->threads(); t++) weights.starts.push_back(start(crew->first(chunks_, t)));
+    weights_ = crew->follow(std::move(weights));
   }
 
   void run(const Pass& pass) const {
@@ -75,6 +79,7 @@ class Linear {
     p.activations = activations.get();
     p.factors = factors.get();
     round(pass, x.floats(), gain, rows, activations.get(), factors.get());
+    pass.expect(weights_->next);
     pass.spread(chunks_, [&](int64_t i) {
       kernels_.project(p, tiles_ * i / chunks_, tiles_ * (i + 1) / chunks_);
     });
@@ -83,6 +88,17 @@ class Linear {
 
  private:
   static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kRounded = 1 << 10;
+
+  // Where the tiles of a piece begin, and of what it multiplies.
+  std::array<const uint8_t*, 2> start(int64_t chunk) const {
+    int64_t tile = tiles_ * chunk / chunks_;
+    size_t part = 0;
+    while (part + 1 < parts_.size() && tile >= parts_[part].tile_count()) tile -= parts_[part++].tile_count();
+    const auto at = [&](const Part& each) {
+      return each.tiles + tile * static_cast<int64_t>(each.bytes(inputs_)) / each.tile_count();
+    };
+    return {at(parts_[part]), gate_ == Gate::none ? nullptr : at(parts_[part + parts_.size() / 2])};
+  }
 
   void round(const Pass& pass, const float* x, const float* gain, int64_t rows, Activations* y,
              float* factors) const {
@@ -117,6 +133,7 @@ class Linear {
   Gate gate_;
   std::vector<Part> parts_;
   int64_t width_ = 0, tiles_ = 0, chunks_ = 1;
+  const Weights* weights_ = nullptr;
 };
 
 }  // namespace edgespec

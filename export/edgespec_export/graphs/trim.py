@@ -35,7 +35,8 @@ CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
 _HELD_OUT = 5  # every fifth text measures coverage and is not counted
 _LONGEST_DRAFT = 8
 _STAGE = "Sizing the vocabulary"
-_LEAST_GAIN = 1.05  # held-out texts are about what the counted ones are about, so that they flatter
+_NEARLY = 0.99  # of the best promise: held-out texts are about what the counted ones are about, so that they
+# flatter few rows
 _TYPICAL_TARGET = 9.0  # a target's pass costs as much as so many steps of the untrimmed drafter,
 _TYPICAL_ROW = 0.08  # and every further row so much of it
 _NOT_BYTES = 0.25  # share of a step that does not shrink with the bytes it reads
@@ -156,9 +157,10 @@ def plan_trim(
 
 
 def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
-    """What promises most; the whole vocabulary, the last choice, where nothing promises clearly more."""
-    best = max(choices, key=lambda choice: choice.relative_tokens_per_second)
-    return best if best.relative_tokens_per_second >= _LEAST_GAIN else choices[-1]
+    """Of those that promise nearly as much as the best, the one with most rows."""
+    enough = _NEARLY * max(choice.relative_tokens_per_second for choice in choices)
+    near = (choice for choice in choices if choice.relative_tokens_per_second >= enough)
+    return max(near, key=lambda choice: choice.rows)
 
 
 def _sources(
