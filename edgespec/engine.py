@@ -183,11 +183,11 @@ class Model(AbstractContextManager["Model"]):
 
     def pause(self) -> None:
         """Let all requests wait until :meth:`resume`; returns when no pass runs. Timeouts count on."""
-        self._worker.hold(self)
+        self._worker.hold()
 
     def resume(self) -> None:
         """Let answers go on; their text is the one that it would have been."""
-        self._worker.hold(self, held=False)
+        self._worker.resume()
 
     def trim(self) -> int:
         """Free the KV caches that no answer under way uses, between two passes; how many bytes that was."""

@@ -191,15 +191,15 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
 def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
     asked, stream = queued(driven, *TEXTS)
     driven.turn()
-    holders = driven.model._worker._holders
-    holders.add(driven)
+    worker = driven.model._worker
+    worker._held = True
     stream.cancel()
-    letting_go = Timer(5, holders.clear)
+    letting_go = Timer(5, worker.resume)
     letting_go.start()
     driven.turn()
-    assert holders and asked.result is not None
+    assert worker._held and asked.result is not None
     letting_go.cancel()
-    holders.clear()
+    worker.resume()
     driven.run()
 
 

@@ -49,7 +49,7 @@ def test_a_paused_answer_stands_still_and_goes_on_with_the_same_text() -> None:
         running = pool.submit(model.generate, PROMPT, max_new_tokens=NEW)
         session.do(6)
         pausing = pool.submit(model.pause)
-        until(lambda: bool(model._worker._holders))
+        until(lambda: model._worker._held)
         assert not pausing.done()  # a pass runs
         session.open()
         pausing.result(60)
@@ -106,7 +106,7 @@ def test_a_request_may_pause_its_own_model_and_a_task_waits() -> None:
             return False
 
         running = pool.submit(model.generate, PROMPT, max_new_tokens=NEW, cancelled=cancelled)
-        until(lambda: bool(model._worker._holders))
+        until(lambda: model._worker._held)
         sleep(0.3)
         assert not running.done()
         model.resume()

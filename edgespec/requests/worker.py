@@ -198,10 +198,11 @@ class Worker:
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
         self._turning = self._tidying = False
-        self._holders: set[object] = set()
         self._thread: Thread | None = None
         self._pausing = Lock()  # one at a time
-        self._paused = self._closed = self._is_crowded = False
+        self._paused = False  # no request begins
+        self._between = self._held = False  # no pass begins, for `paused`, and until `resume`
+        self._closed = self._is_crowded = False
         self._then: Callable[[], None] | None = None  # once the thread has ended
 
     def submit(self, answer: Answer) -> None:
@@ -251,29 +252,33 @@ class Worker:
         """No request runs within the block: those that run are waited for, or wait too ``between_passes``."""
         if current_thread() is self._thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
-        if self._holders - {self._pausing} and self._running and not (between_passes or self._closed):
+        if self._held and self._running and not (between_passes or self._closed):
             raise RequestError("the model is paused within a request, which this waits for; resume it")
         with self._pausing:
             try:
                 with self._changed:
-                    self._paused = True
-                    self._holders |= {self._pausing} if between_passes else set()
+                    self._paused, self._between = True, between_passes
                     while self._tidying or (self._turning if between_passes else self._running):
                         self._changed.wait(LOOK_S)
                 yield
             finally:
                 with self._changed:
-                    self._paused = False
-                    self._holders.discard(self._pausing)
+                    self._paused = self._between = False
                     self._changed.notify_all()
 
-    def hold(self, who: object, *, held: bool = True) -> None:
-        """Let no pass begin until ``who`` lets go; one that runs is waited for, but not by itself."""
+    def hold(self) -> None:
+        """Let no pass begin until :meth:`resume`; one that runs is waited for, but not by itself."""
         with self._changed:
-            (self._holders.add if held else self._holders.discard)(who)
+            self._held = True
             self._changed.notify_all()
-            while who in self._holders and self._turning and current_thread() is not self._thread:
+            while self._held and self._turning and current_thread() is not self._thread:
                 self._changed.wait(LOOK_S)
+
+    def resume(self) -> None:
+        """Let passes begin again."""
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
 
     def close(self, then: Callable[[], None]) -> None:
         """Answer nothing any more: end what runs and what waits, and when it is over call ``then``.
@@ -318,7 +323,7 @@ class Worker:
             self._running, self._tidying = [], True
             self._changed.notify_all()
         try:
-            self._tidy(lambda: self._paused or bool(self._holders or self._waiting))
+            self._tidy(lambda: self._paused or self._held or bool(self._waiting))
         finally:
             with self._changed:
                 self._tidying = False
@@ -334,7 +339,7 @@ class Worker:
             self._is_crowded = bool(postponed) or (self._is_crowded and len(running) == len(self._running))
             self._running, self._turning = running, False
             self._changed.notify_all()
-            while self._holders and not self._closed:
+            while (self._held or self._between) and not self._closed:
                 if ending := [each for each in running if each.interruption]:
                     self._turning = True
                     return ending
