@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from edgespec.decoding.grammar import JsonSchema as JsonSchema
     from edgespec.decoding.grammar import Lark as Lark
     from edgespec.decoding.grammar import Regex as Regex
-    from edgespec.engine import Conversation as Conversation
     from edgespec.engine import Model as Model
     from edgespec.engine import load as load
     from edgespec.history.manage import History as History
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from edgespec.loading.opening import LoadOptions as LoadOptions
     from edgespec.loading.planning import plan as plan
     from edgespec.models import Models as Models
+    from edgespec.requests.conversation import Conversation as Conversation
     from edgespec.requests.embedding import EmbeddingOptions as EmbeddingOptions
     from edgespec.requests.embedding import Embeddings as Embeddings
     from edgespec.requests.request import RequestOptions as RequestOptions
@@ -63,9 +63,10 @@ if TYPE_CHECKING:
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 _NAMES_BY_HOME = {
-    "edgespec.engine": "Conversation Model load",
+    "edgespec.engine": "Model load",
     "edgespec.loading.opening": "LoadOptions",
     "edgespec.requests.stream": "Stream",
+    "edgespec.requests.conversation": "Conversation",
     "edgespec.requests.embedding": "EmbeddingOptions Embeddings",
     "edgespec.requests.request": "RequestOptions",
     "edgespec.requests.results": (

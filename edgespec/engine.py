@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
@@ -39,6 +39,7 @@ from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
     from edgespec.drafting.ahead import Beside
+    from edgespec.requests.conversation import Conversation
     from edgespec.requests.embedding import EmbeddingOptions, Embeddings, Texts
     from edgespec_models.bundles.static_graphs import ExportDevice
 
@@ -301,7 +302,6 @@ class Model(AbstractContextManager["Model"]):
         return self._stream(Hole(prefix, suffix, extra), options)
 
     @with_options
-    @checked
     def conversation(self, system: str | None = None, **defaults: Unpack[RequestOptions]) -> "Conversation":
         """Begin a conversation, perhaps with a system message; ``defaults`` are options of every answer.
 
@@ -311,8 +311,9 @@ class Model(AbstractContextManager["Model"]):
         if self.target.chat_template is None:
             raise RequestError(f"{self.name} has no chat template; use generate, or another model")
         Request.one(defaults)
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        return Conversation(self, messages, defaults)
+        from edgespec.requests.conversation import Conversation
+
+        return Conversation(self._start, system, **defaults)
 
     def embed(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
         """Vectors of texts, by a model made for it, such as Qwen3-Embedding (Zhang et al. 2025).
@@ -375,10 +376,7 @@ class Model(AbstractContextManager["Model"]):
         ended: Callable[[Generation], None],
         talk: "Conversation",
     ) -> Stream:
-        """A request whose messages are those there are when its turn comes; then ``ended`` has its result.
-
-        Of those of one conversation one is answered at a time.
-        """
+        """A request whose messages are those there are when its turn comes; then ``ended`` has its result."""
         request = Request.one(options)
         return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, talk)
 
@@ -392,53 +390,6 @@ class Model(AbstractContextManager["Model"]):
         runner, constraint = self._runner, self._runner.constraint(request)
         return Stream(
             Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended, talk), self._worker
-        )
-
-
-class Conversation:
-    """A conversation, which keeps its history; :meth:`edgespec.Model.conversation` begins one.
-
-    Its KV cache is put aside while the model answers others, and taken up again. Questions are answered in
-    the order in which they were asked: one that is asked before the last answer ended waits for it.
-
-    Args:
-        model: answers.
-        messages: what it begins with.
-        defaults: options of every answer.
-
-    Attributes:
-        messages: what was said, dicts with ``role`` and ``content``. Between answers they may be edited. An
-            answer that was ended early is kept as far as it came; a question that got no text is not.
-    """
-
-    def __init__(self, model: Model, messages: Messages, defaults: RequestOptions) -> None:
-        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
-        self._model, self._defaults = model, defaults
-
-    def ask(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
-        """Say ``text`` and return the answer; ``options`` go before those that the conversation has.
-
-        Raises:
-            RequestError: an option out of range; or what it has become does not fit the context any more
-                (:class:`edgespec.DoesNotFit`).
-        """
-        return self.stream(text, **options).run()
-
-    async def ask_async(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
-        """Like :meth:`ask`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await self.stream(text, **options).run_async()
-
-    @checked
-    def stream(self, text: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> Stream:
-        """Like :meth:`ask`, piece by piece."""
-        question = {"role": "user", "content": text}
-
-        def ended(answer: Generation) -> None:
-            if answer.text:
-                self.messages += [question, answer.message]
-
-        return self._model._start(
-            lambda: [*self.messages, question], {**self._defaults, **options}, ended, self
         )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
-from edgespec.engine import Conversation, Model
+from edgespec.engine import Model
+from edgespec.requests.conversation import Conversation
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, GenerationStats, Record, SourceStats
 from edgespec.requests.stream import Stream
@@ -73,8 +74,7 @@ class FakeModel:
         return self.stream("|".join(message["content"] for message in messages), **options)
 
     def conversation(self, system: str | None = None, **options: Any) -> Conversation:
-        said = [] if system is None else [{"role": "system", "content": system}]
-        return Conversation(self.as_model(), said, cast(RequestOptions, options))
+        return Conversation(self._start, system, **cast(RequestOptions, options))
 
     def _start(self, messages: Any, options: Any, ended: Callable[[Generation], None], talk: Any) -> Stream:
         stream = self.stream_chat(messages(), **options)

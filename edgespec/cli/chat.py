@@ -12,7 +12,7 @@ from edgespec.cli.console import errors, json_text, note, print_json, progress_b
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgespec.engine import Conversation
+    from edgespec.requests.conversation import Conversation
     from edgespec.requests.results import Generation
     from edgespec_models.text.tokenizer import Tokenizer
 

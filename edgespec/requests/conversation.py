@@ -1,0 +1,62 @@
+"""A conversation, which keeps its history."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Unpack
+
+from edgespec.requests.request import Messages, RequestOptions
+from edgespec.requests.results import Generation
+from edgespec.requests.stream import Stream
+from edgespec_models.schema import checked, length
+
+Start = Callable[
+    [Callable[[], Messages], RequestOptions, Callable[[Generation], None], "Conversation"], Stream
+]
+
+
+class Conversation:
+    """A conversation, which keeps its history; :meth:`edgespec.Model.conversation` begins one.
+
+    Its KV cache is put aside while the model answers others, and taken up again. Questions are answered in
+    the order in which they were asked: one that is asked before the last answer ended waits for it.
+
+    Args:
+        start: asks the model: with the messages when its turn comes, options, what hears of the result, and
+            the conversation.
+        system: the message that it begins with.
+        defaults: options of every answer.
+
+    Attributes:
+        messages: what was said, dicts with ``role`` and ``content``. Between answers they may be edited. An
+            answer that was ended early is kept as far as it came; a question that got no text is not.
+    """
+
+    @checked
+    def __init__(self, start: Start, system: str | None = None, **defaults: Unpack[RequestOptions]) -> None:
+        self.messages: list[dict[str, Any]] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
+        self._start, self._defaults = start, defaults
+
+    def ask(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
+        """Say ``text`` and return the answer; ``options`` go before those that the conversation has.
+
+        Raises:
+            RequestError: an option out of range; or what it has become does not fit the context any more
+                (:class:`edgespec.DoesNotFit`).
+        """
+        return self.stream(text, **options).run()
+
+    async def ask_async(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
+        """Like :meth:`ask`, in an event loop; cancelling the task ends the answer within a pass."""
+        return await self.stream(text, **options).run_async()
+
+    @checked
+    def stream(self, text: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> Stream:
+        """Like :meth:`ask`, piece by piece."""
+        question = {"role": "user", "content": text}
+
+        def ended(answer: Generation) -> None:
+            if answer.text:
+                self.messages += [question, answer.message]
+
+        return self._start(lambda: [*self.messages, question], {**self._defaults, **options}, ended, self)
