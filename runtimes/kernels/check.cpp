@@ -159,6 +159,20 @@ struct Rounded {
   }
 };
 
+// A product that nothing else is done to.
+Projection product(const Part* parts, size_t count, const Rounded& x, std::vector<float>& y) {
+  Projection p{};
+  p.parts = parts;
+  p.part_count = static_cast<int64_t>(count);
+  p.rows = static_cast<int64_t>(x.factors.size());
+  p.inputs = static_cast<int64_t>(x.activations.size()) * kBlock / p.rows;
+  p.width = static_cast<int64_t>(y.size()) / p.rows;
+  p.activations = x.activations.data();
+  p.factors = x.factors.data();
+  p.y = y.data();
+  return p;
+}
+
 // Two parts, or with a gate twice two, the first of `format`; tiles in two goes.
 void project(const Kernels& kernels, Random& random, int format, Gate gate, int64_t rows, Results& results) {
   std::vector<Matrix> matrices;
@@ -171,18 +185,10 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
   constexpr int64_t width = kWide + kNarrow;
   const std::vector<float> bias = random.reals(width), residual = random.reals(rows * width);
   std::vector<float> y(static_cast<size_t>(rows * width));
-  Projection p{};
-  p.parts = parts.data();
-  p.part_count = static_cast<int64_t>(parts.size());
-  p.inputs = kInputs;
+  Projection p = product(parts.data(), parts.size(), x, y);
   p.gate = gate;
-  p.width = width;
-  p.rows = rows;
-  p.activations = x.activations.data();
-  p.factors = x.factors.data();
   p.bias = rows % 2 ? bias.data() : nullptr;
   p.residual = rows % 3 ? residual.data() : nullptr;
-  p.y = y.data();
   kernels.project(p, 0, 2);
   kernels.project(p, 2, parts[0].tile_count() + parts[1].tile_count());
   results.add(y);
@@ -214,16 +220,7 @@ void add_extremes(Cases& cases) {
                          std::vector<float> x(2 * kInputs, 1.0f), y(2 * kLanes);
                          for (size_t i = kInputs; i < x.size(); i++) x[i] = -1.0f;
                          const Rounded rounded(kernels, x, 2);
-                         Projection p{};
-                         p.parts = &matrix.part;
-                         p.part_count = 1;
-                         p.inputs = kInputs;
-                         p.width = kLanes;
-                         p.rows = 2;
-                         p.activations = rounded.activations.data();
-                         p.factors = rounded.factors.data();
-                         p.y = y.data();
-                         kernels.project(p, 0, 1);
+                         kernels.project(product(&matrix.part, 1, rounded, y), 0, 1);
                          results.add(y);
                        }});
 }
@@ -374,15 +371,7 @@ double speed(const Kernels& kernels, const Matrix& matrix, int64_t inputs, int64
   Random random(1);
   const Rounded x(kernels, random.reals(rows * inputs), rows);
   std::vector<float> y(static_cast<size_t>(rows * matrix.part.columns));
-  Projection p{};
-  p.parts = &matrix.part;
-  p.part_count = 1;
-  p.inputs = inputs;
-  p.width = matrix.part.columns;
-  p.rows = rows;
-  p.activations = x.activations.data();
-  p.factors = x.factors.data();
-  p.y = y.data();
+  const Projection p = product(&matrix.part, 1, x, y);
   double least = 1e9;
   for (int i = 0; i < 200; i++) {
     const auto begun = std::chrono::steady_clock::now();

@@ -39,6 +39,17 @@ inline void require(bool holds, const char* otherwise) {
   if (!holds) throw Refusal(otherwise);
 }
 
+// A text of ONNX Runtime's, which tells its size where there is no place for it.
+template <class Ask>
+std::string text_of(const Ask& ask) {
+  size_t size = 0;
+  check(ask(nullptr, &size));
+  std::string value(size, '\0');
+  check(ask(value.data(), &size));
+  while (!value.empty() && value.back() == '\0') value.pop_back();
+  return value;
+}
+
 struct Tensor {
   bool given = false;  // an empty tensor may have no data
   void* data = nullptr;
@@ -119,12 +130,7 @@ class Info {
   }
 
   std::string text(const char* name) const {
-    size_t size = 0;
-    check(api_.string_attribute(info_, name, nullptr, &size));
-    std::string value(size, '\0');
-    check(api_.string_attribute(info_, name, value.data(), &size));
-    while (!value.empty() && value.back() == '\0') value.pop_back();
-    return value;
+    return text_of([&](char* out, size_t* size) { return api_.string_attribute(info_, name, out, size); });
   }
 
   size_t inputs() const {

@@ -101,12 +101,7 @@ std::string setting(const Api& api, OrtSessionOptions* options, const char* key)
   int found = 0;
   check(api.has_setting(options, key, &found));
   if (found == 0) return {};
-  size_t size = 0;
-  check(api.setting(options, key, nullptr, &size));
-  std::string value(size, '\0');
-  check(api.setting(options, key, value.data(), &size));
-  while (!value.empty() && value.back() == '\0') value.pop_back();
-  return value;
+  return text_of([&](char* out, size_t* size) { return api.setting(options, key, out, size); });
 }
 
 }  // namespace

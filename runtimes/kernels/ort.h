@@ -56,84 +56,41 @@ struct ApiBase {
   const char*(EDGESPEC_ORT_CALL* get_version)();
 };
 
-// The table, with its functions under their names.
+// The table's functions, under their names.
 class Api {
+  struct Function {
+    const void* found;
+    template <class Type>
+    operator Type*() const { return reinterpret_cast<Type*>(const_cast<void*>(found)); }
+  };
+  Function at(size_t place) const { return {table_[place]}; }
+  const void* const* table_;
+
+  template <class... Arguments>
+  using Call = OrtStatus*(EDGESPEC_ORT_CALL*)(Arguments...);
+
  public:
   explicit Api(const void* const* table) : table_(table) {}
 
-  OrtStatus* create_status(int code, const char* message) const {
-    return at<OrtStatus*(int, const char*)>(0)(code, message);
-  }
-  OrtStatus* create_domain(const char* name, OrtCustomOpDomain** out) const {
-    return at<OrtStatus*(const char*, OrtCustomOpDomain**)>(26)(name, out);
-  }
-  OrtStatus* add_operator(OrtCustomOpDomain* domain, const CustomOp* op) const {
-    return at<OrtStatus*(OrtCustomOpDomain*, const CustomOp*)>(27)(domain, op);
-  }
-  OrtStatus* add_domain(OrtSessionOptions* options, OrtCustomOpDomain* domain) const {
-    return at<OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>(28)(options, domain);
-  }
-  OrtStatus* data(OrtValue* value, void** out) const {
-    return at<OrtStatus*(OrtValue*, void**)>(51)(value, out);
-  }
-  OrtStatus* element_type(const OrtTensorTypeAndShapeInfo* info, int* out) const {
-    return at<OrtStatus*(const OrtTensorTypeAndShapeInfo*, int*)>(60)(info, out);
-  }
-  OrtStatus* dimension_count(const OrtTensorTypeAndShapeInfo* info, size_t* out) const {
-    return at<OrtStatus*(const OrtTensorTypeAndShapeInfo*, size_t*)>(61)(info, out);
-  }
-  OrtStatus* dimensions(const OrtTensorTypeAndShapeInfo* info, int64_t* out, size_t count) const {
-    return at<OrtStatus*(const OrtTensorTypeAndShapeInfo*, int64_t*, size_t)>(62)(info, out, count);
-  }
-  OrtStatus* type_and_shape(const OrtValue* value, OrtTensorTypeAndShapeInfo** out) const {
-    return at<OrtStatus*(const OrtValue*, OrtTensorTypeAndShapeInfo**)>(65)(value, out);
-  }
-  OrtStatus* float_attribute(const OrtKernelInfo* info, const char* name, float* out) const {
-    return at<OrtStatus*(const OrtKernelInfo*, const char*, float*)>(85)(info, name, out);
-  }
-  OrtStatus* int_attribute(const OrtKernelInfo* info, const char* name, int64_t* out) const {
-    return at<OrtStatus*(const OrtKernelInfo*, const char*, int64_t*)>(86)(info, name, out);
-  }
-  OrtStatus* string_attribute(const OrtKernelInfo* info, const char* name, char* out, size_t* size) const {
-    return at<OrtStatus*(const OrtKernelInfo*, const char*, char*, size_t*)>(87)(info, name, out, size);
-  }
-  OrtStatus* input(const OrtKernelContext* context, size_t index, const OrtValue** out) const {
-    return at<OrtStatus*(const OrtKernelContext*, size_t, const OrtValue**)>(90)(context, index, out);
-  }
-  OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t* shape, size_t dimensions,
-                    OrtValue** out) const {
-    return at<OrtStatus*(OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**)>(91)(
-        context, index, shape, dimensions, out);
-  }
-  void release_shape(OrtTensorTypeAndShapeInfo* info) const { at<void(OrtTensorTypeAndShapeInfo*)>(99)(info); }
-  OrtStatus* info_input_count(const OrtKernelInfo* info, size_t* out) const {
-    return at<OrtStatus*(const OrtKernelInfo*, size_t*)>(230)(info, out);
-  }
-  OrtStatus* setting(const OrtSessionOptions* options, const char* key, char* out, size_t* size) const {
-    return at<OrtStatus*(const OrtSessionOptions*, const char*, char*, size_t*)>(238)(options, key, out, size);
-  }
-  OrtStatus* has_setting(const OrtSessionOptions* options, const char* key, int* out) const {
-    return at<OrtStatus*(const OrtSessionOptions*, const char*, int*)>(237)(options, key, out);
-  }
-  OrtStatus* constant_input(const OrtKernelInfo* info, size_t index, int* is_constant,
-                            const OrtValue** out) const {
-    return at<OrtStatus*(const OrtKernelInfo*, size_t, int*, const OrtValue**)>(249)(info, index, is_constant,
-                                                                                     out);
-  }
-
- private:
-  template <class Function>
-  struct Pointer;
-  template <class R, class... A>
-  struct Pointer<R(A...)> {
-    typedef R(EDGESPEC_ORT_CALL* Type)(A...);
-  };
-  template <class Function>
-  typename Pointer<Function>::Type at(size_t place) const {
-    return reinterpret_cast<typename Pointer<Function>::Type>(const_cast<void*>(table_[place]));
-  }
-
-  const void* const* table_;
+  Call<int, const char*> create_status = at(0);
+  Call<const char*, OrtCustomOpDomain**> create_domain = at(26);
+  Call<OrtCustomOpDomain*, const CustomOp*> add_operator = at(27);
+  Call<OrtSessionOptions*, OrtCustomOpDomain*> add_domain = at(28);
+  Call<OrtValue*, void**> data = at(51);
+  Call<const OrtTensorTypeAndShapeInfo*, int*> element_type = at(60);
+  Call<const OrtTensorTypeAndShapeInfo*, size_t*> dimension_count = at(61);
+  Call<const OrtTensorTypeAndShapeInfo*, int64_t*, size_t> dimensions = at(62);
+  Call<const OrtValue*, OrtTensorTypeAndShapeInfo**> type_and_shape = at(65);
+  Call<const OrtKernelInfo*, const char*, float*> float_attribute = at(85);
+  Call<const OrtKernelInfo*, const char*, int64_t*> int_attribute = at(86);
+  Call<const OrtKernelInfo*, const char*, char*, size_t*> string_attribute = at(87);
+  Call<const OrtKernelContext*, size_t, const OrtValue**> input = at(90);
+  Call<OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**> output = at(91);
+  void(EDGESPEC_ORT_CALL* release_shape)(OrtTensorTypeAndShapeInfo*) = at(99);
+  Call<const OrtKernelInfo*, size_t*> info_input_count = at(230);
+  Call<const OrtSessionOptions*, const char*, int*> has_setting = at(237);
+  Call<const OrtSessionOptions*, const char*, char*, size_t*> setting = at(238);
+  Call<const OrtKernelInfo*, size_t, int*, const OrtValue**> constant_input = at(249);
 };
 
 }  // namespace edgespec::ort

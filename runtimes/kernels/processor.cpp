@@ -54,16 +54,6 @@ bool has_avx512() {
   return has(seven.b, 16) && has(seven.b, 17) && has(seven.b, 30) && has(seven.b, 31) && has(seven.c, 11);
 }
 
-bool always() { return true; }
-
-const struct {
-  const Kernels& table;
-  bool (*runs)();
-} kSets[] = {{avx512::kTable, has_avx512},
-             {avxvnni::kTable, has_avxvnni},
-             {avx2::kTable, has_avx2},
-             {plain::kTable, always}};
-
 }  // namespace
 
 #elif defined(__aarch64__)
@@ -89,26 +79,28 @@ bool has_dot() { return IsProcessorFeaturePresent(43) != 0; }   // PF_ARM_V82_DP
 bool has_i8mm() { return IsProcessorFeaturePresent(66) != 0; }  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
 #endif
 
-bool always() { return true; }
-
-const struct {
-  const Kernels& table;
-  bool (*runs)();
-} kSets[] = {{neon_i8mm::kTable, has_i8mm}, {neon_dot::kTable, has_dot}, {plain::kTable, always}};
-
-}  // namespace
-
-#else
-
-namespace {
-bool always() { return true; }
-const struct {
-  const Kernels& table;
-  bool (*runs)();
-} kSets[] = {{plain::kTable, always}};
 }  // namespace
 
 #endif
+
+namespace {
+
+const struct {
+  const Kernels& table;
+  bool (*runs)();
+} kSets[] = {
+#if defined(__x86_64__) || defined(_M_X64)
+    {avx512::kTable, has_avx512},
+    {avxvnni::kTable, has_avxvnni},
+    {avx2::kTable, has_avx2},
+#elif defined(__aarch64__)
+    {neon_i8mm::kTable, has_i8mm},
+    {neon_dot::kTable, has_dot},
+#endif
+    {plain::kTable, [] { return true; }},
+};
+
+}  // namespace
 
 const Kernels* find_kernels(const char* name) {
   for (const auto& set : kSets)

@@ -44,8 +44,11 @@ class Target:
     sets: Mapping[str, str]
     tag: str
     suffix: str
-    static: str = ""
-    """zig's name where programs need no library of the platform, if that is another."""
+
+    @property
+    def static(self) -> str:
+        """Zig's name where programs need no library of the platform; empty where all do."""
+        return f"{self.name}-musl" if self.suffix == ".so" and self.zig else ""
 
     @property
     def library(self) -> str:
@@ -68,24 +71,8 @@ class Target:
 
 
 TARGETS = (
-    Target(
-        name="x86_64-linux",
-        zig="x86_64-linux-gnu.2.28",
-        baseline="x86_64",
-        sets=X86,
-        tag="manylinux_2_28_x86_64",
-        suffix=".so",
-        static="x86_64-linux-musl",
-    ),
-    Target(
-        name="aarch64-linux",
-        zig="aarch64-linux-gnu.2.28",
-        baseline="generic",
-        sets=ARM,
-        tag="manylinux_2_28_aarch64",
-        suffix=".so",
-        static="aarch64-linux-musl",
-    ),
+    Target("x86_64-linux", "x86_64-linux-gnu.2.28", "x86_64", X86, "manylinux_2_28_x86_64", ".so"),
+    Target("aarch64-linux", "aarch64-linux-gnu.2.28", "generic", ARM, "manylinux_2_28_aarch64", ".so"),
     Target("x86_64-windows", "x86_64-windows-gnu", "x86_64", X86, "win_amd64", ".dll"),
     Target("aarch64-windows", "aarch64-windows-gnu", "generic", ARM, "win_arm64", ".dll"),
     Target("x86_64-macos", "x86_64-macos.11.0", "x86_64", X86, "macosx_11_0_x86_64", ".dylib"),
