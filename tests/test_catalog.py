@@ -58,6 +58,9 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert hub == HubFile("someone/a", "sub/a.gguf", "main")
     assert isinstance(index, IndexParts)
     assert [(part.package, part.size_bytes) for part in index.parts] == [("a-part1", 2), ("a-part2", 3)]
+
+
+def test_a_name_that_none_may_have(tmp_path: Path) -> None:
     with pytest.raises(CatalogueError, match="Not A Name"):
         entries(write(tmp_path, GOOD, "Not A Name"))
 

@@ -265,8 +265,7 @@ def test_export_with_quantization_options(tmp_path: Path) -> None:
 def toy(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a pull puts the catalogue's only model."""
     known = {"toy": FROM_HUB}
-    monkeypatch.setattr(catalog, "entries", lambda directory=None: known)
-    monkeypatch.setattr(catalog, "_installed", lambda: known)
+    monkeypatch.setattr(catalog, "entries", lambda: known)
     monkeypatch.setattr(catalog, "hub_names", dict[str, catalog.HubName])
     return home / "toy.gguf"
 

@@ -48,7 +48,7 @@ def test_a_head_drafts_for_its_own_target_where_it_was_pulled_and_promises_more(
     model = hub_names()["qwen3-1.7b"]
     facts = shape(model.architecture, model.vocabulary), model.size_bytes
     assert recommended(*facts, reference="qwen3-1.7b")[0] not in hub_heads()
-    monkeypatch.setattr(drafters, "is_here", lambda name: True)
+    monkeypatch.setattr(drafters, "pulled_place", Path)
     found = {}
     for name in ("qwen3-1.7b", "qwen3-4b", "qwen3-8b"):
         model = hub_names()[name]
@@ -83,7 +83,7 @@ def test_expected_speed_is_that_of_the_best_length() -> None:
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
     """A tiny bundle for which a drafter that is not here is recommended."""
     monkeypatch.setattr(drafters, "recommended", lambda *args: ("qwen3-0.6b", 2.0))
-    monkeypatch.setattr(drafters, "is_here", lambda name: False)
+    monkeypatch.setattr(drafters, "pulled_place", lambda name: None)
     return tiny_bundle(tmp_path / "bundle").bundle
 
 
@@ -107,7 +107,7 @@ def test_with_a_name_its_size_is_said_and_it_is_fetched(
 def test_what_is_here_is_taken_for_a_path_too(
     large: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(drafters, "is_here", lambda name: True)
+    monkeypatch.setattr(drafters, "pulled_place", Path)
     with caplog.at_level(logging.INFO, "edgespec"):
         assert choose(large, large.path) == "qwen3-0.6b"
     assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -176,7 +176,7 @@ import edgespec_export.graph_bundle as exporting
 import edgespec_models.downloads.catalog as catalog
 from tests.downloads_for_tests import BOTH
 
-catalog._installed = lambda: {"toy": BOTH}
+catalog.entries = lambda: {"toy": BOTH}
 
 def stall(*arguments):
     print("here", flush=True)

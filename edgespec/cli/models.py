@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from edgespec_models.downloads.catalog import CatalogueEntry, HubName
     from edgespec_models.downloads.hub import HubReference
 
+_DESCRIBED = (
+    *("name", "title", "architecture", "role", "parameters", "size_bytes", "sha256", "licence"),
+    *("licence_url", "drafter"),
+)
+
 
 def models(as_json: JsonFlag = False) -> None:
     """List the models of the catalogue, and which of them are on this machine.
@@ -22,7 +27,7 @@ def models(as_json: JsonFlag = False) -> None:
     Example: edgespec models
     """
     from edgespec_models.downloads.catalog import entries, hub_names
-    from edgespec_models.downloads.download import is_pulled
+    from edgespec_models.downloads.download import is_pulled, pulled_place
 
     known = list(entries().values())
     if as_json:
@@ -33,7 +38,7 @@ def models(as_json: JsonFlag = False) -> None:
         pulled = "yes" if is_pulled(entry) else "-"
         table.add_row(entry.name, entry.role, size(entry.size_bytes), entry.licence, pulled)
     for name, model in hub_names().items():
-        pulled = "yes" if _hub_place(name) else "-"
+        pulled = "yes" if pulled_place(name) else "-"
         table.add_row(name, "target", f"about {size(model.size_bytes)}", model.licence, pulled)
     output().print(table)
     if hub_names():
@@ -116,16 +121,11 @@ def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
     say(f"  licence: {licence}")
 
 
-def _hub_place(name: str) -> "Path | None":
-    from edgespec_models.downloads.hub import on_hub, pulled_hub
-
-    reference = on_hub(name)
-    return None if reference is None else pulled_hub(reference)
-
-
 def _describe_hub(name: str, model: "HubName") -> dict[str, object]:
     """A model of the hub as JSON, with the keys of :func:`_describe` that are known of it."""
-    place = _hub_place(name)
+    from edgespec_models.downloads.download import pulled_place
+
+    place = pulled_place(name)
     return {"name": name, "role": "target", **asdict(model), "path": None if place is None else str(place)}
 
 
@@ -134,16 +134,7 @@ def _describe(entry: "CatalogueEntry") -> dict[str, object]:
     from edgespec_models.downloads.download import is_pulled, model_path
 
     return {
-        "name": entry.name,
-        "title": entry.title,
-        "architecture": entry.architecture,
-        "role": entry.role,
-        "parameters": entry.parameters,
-        "size_bytes": entry.size_bytes,
-        "sha256": entry.sha256,
-        "licence": entry.licence,
-        "licence_url": entry.licence_url,
-        "drafter": entry.drafter,
+        **{name: getattr(entry, name) for name in _DESCRIBED},
         "alignment": None if entry.alignment is None else entry.alignment.sha256,
         "path": str(model_path(entry)) if is_pulled(entry) else None,
     }

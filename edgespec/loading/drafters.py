@@ -13,9 +13,7 @@ from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.downloads.catalog import entries, find, hub_heads, hub_names
-from edgespec_models.downloads.download import is_pulled
-from edgespec_models.downloads.hub import on_hub, pulled_hub
-from edgespec_models.errors import CatalogueError
+from edgespec_models.downloads.download import pulled_place
 
 _FAMILY, _OTHER = 0.84, 0.71
 """Right first guesses on Spec-Bench: of Qwen2.5-Coder-0.5B for the 1.5B, and of SmolLM2-135M for the same."""
@@ -37,7 +35,7 @@ def choose(target: Bundle, reference: Reference) -> str:
     if name == NGRAM:
         _LOG.info("n-grams draft for %s: no model promises %.1f times its plain speed", reference, speed)
         return name
-    if is_here(name):
+    if pulled_place(name):
         _LOG.info("%s drafts for %s: decoding should be %.1f times as fast", name, reference, speed)
         return name
     if not Path(reference).exists():
@@ -75,7 +73,7 @@ def recommended(
     promised |= {
         name: expected_speed(head.acceptance, head.step_bytes / n_bytes)
         for name, head in hub_heads().items()
-        if reference in head.targets and is_here(name)
+        if reference in head.targets and pulled_place(name)
     }
     if known is not None and known.drafter is not None:
         return known.drafter, max(promised.values())
@@ -94,17 +92,6 @@ def expected_speed(guessed: float, price: float) -> float:
         (1 - guessed ** (length + 1)) / (1 - guessed) / (1 + length * (price + _ROW))
         for length in range(1, _LONGEST + 1)
     )
-
-
-def is_here(name: str) -> bool:
-    """Whether the model that ``name`` stands for was pulled."""
-    reference = on_hub(name)
-    if reference is not None:
-        return pulled_hub(reference) is not None
-    try:
-        return is_pulled(find(name))
-    except CatalogueError:
-        return False
 
 
 def _bytes_of(name: str) -> int:

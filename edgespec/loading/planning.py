@@ -14,7 +14,7 @@ from edgespec_models.bundles.bundle import Bundle, CacheType, Role
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.foreign import is_model
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
-from edgespec_models.downloads.download import is_pulled, model_path
+from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import ignore_progress
@@ -55,7 +55,7 @@ def plan(
     first = footprint(located, "target", weights)
     if drafter == "auto":
         drafter = recommended(located, first.export_bytes, str(target))
-        if Path(target).exists() and not drafters.is_here(drafter):
+        if Path(target).exists() and not pulled_place(drafter):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if drafter is not None and drafter != NGRAM:
@@ -108,13 +108,10 @@ def recommended(target: Found, export_bytes: int, reference: str = "") -> str:
 
 def _source_of(reference: Reference) -> Path | None:
     """The checkpoint of a model that is here; None where there is none, as for bundles."""
-    path, named = Path(reference), on_hub(str(reference))
-    if named is not None:
-        return pulled_hub(named)
+    path = Path(reference)
     if path.exists():
         return None if is_model(path) else path
-    entry = entries().get(str(reference))
-    return model_path(entry) if entry is not None and is_pulled(entry) else None
+    return pulled_place(str(reference))
 
 
 def footprint(found: Found, role: Role, weights: str | None = None, target: Path | None = None) -> Footprint:

@@ -182,14 +182,14 @@ class HubHead:
     step_bytes: _Amount
 
 
-def entries(directory: Path | None = None) -> dict[str, CatalogueEntry]:
-    """Read a catalogue folder (the installed one by default): name -> entry, sorted by name.
+@cache
+def entries(folder: Path = _FOLDER) -> Mapping[str, CatalogueEntry]:
+    """What a catalogue folder, the installed one by default, has: name -> entry, sorted by name.
 
     Raises:
         CatalogueError: a file is not TOML, a key is missing, unknown or of the wrong form (the
             message names file and key), or a ``drafter`` is not in the folder.
     """
-    folder = directory or _FOLDER
     found = {path.stem: _read(path) for path in sorted(folder.glob("*.toml"))}
     for entry in found.values():
         if entry.drafter is not None and entry.drafter not in found:
@@ -206,17 +206,12 @@ def find(name: str) -> CatalogueEntry:
     Raises:
         CatalogueError: there is none; the message names what comes near, and all there are.
     """
-    installed, known = _installed(), [*_installed(), *hub_names()]
+    installed, known = entries(), [*entries(), *hub_names()]
     if name in installed:
         return installed[name]
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise CatalogueError(f"no model {name!r} in the catalogue.{hint} It has: {', '.join(known)}")
-
-
-@cache
-def _installed() -> Mapping[str, CatalogueEntry]:
-    return entries()
 
 
 @cache

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, Source
+from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, Source, entries
+from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.downloads.hub_http import fetch_hub
 from edgespec_models.downloads.index import fetch_index
 from edgespec_models.downloads.job import Job, alone, file_errors, length
@@ -32,6 +33,14 @@ def is_pulled(entry: CatalogueEntry) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     return recorded == [entry.sha256] and length(path) == entry.size_bytes
+
+
+def pulled_place(name: str) -> Path | None:
+    """Where the model of that name, of the catalogue or of the hub, is; None where it was not pulled."""
+    reference, entry = on_hub(name), entries().get(name)
+    if reference is not None:
+        return pulled_hub(reference)
+    return model_path(entry) if entry is not None and is_pulled(entry) else None
 
 
 def check(entry: CatalogueEntry, *, progress: ProgressCallback = ignore_progress) -> bool:
