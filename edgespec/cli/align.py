@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
-from edgespec.cli.options import JsonFlag, Threads
+from edgespec.cli.options import JsonFlag, MaxNewTokens, Threads
 from edgespec_models.errors import RequestError, require
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def align(
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Where the target's answers go. Default: DIR/answers.jsonl."),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="The most tokens that an answer may have.")
-    ] = 512,
+    max_new_tokens: MaxNewTokens = 512,
     temperature: Annotated[
         list[float] | None,
         typer.Option(

@@ -1,6 +1,6 @@
 """``edgespec cost``: what does verification cost on this machine?"""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,26 @@ from edgespec.cli.options import Instructions, JsonFlag, Target, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+_COSTS = {
+    "rows": "{n}",
+    "ms": "{ms:.2f}",
+    "T(n)/T(1)": "{relative:.2f}",
+    "ms a row": "{ms_per_row:.2f}",
+    "GB/s": "{gigabytes_per_second:.1f}",
+    "GOPS": "{gops:,.0f}",
+    "roofline, ms": "{roofline_ms:.2f}",
+    "bound by": "{bound}",
+}
+_GAINS = {
+    "accepted": "{acceptance:.0%}",
+    "best length": "{best_length}",
+    "tokens a pass": "{tokens_per_pass:.2f}",
+    "speedup": "{speedup:.2f}x",
+    "lengths that pay": "{paying}",
+}
+"""Columns, and what stands in them."""
 
 
 def cost(
@@ -78,9 +98,11 @@ def cost(
 
 
 def _show(result: Mapping[str, Any]) -> None:
+    from edgespec.measuring.costs import as_ranges
+
     how = "measured earlier and checked now" if result["remembered"] else "measured now"
     say(f"\n{result['name']} as a {result['role']}, {result['threads']} threads, {how}\n")
-    output().print(_cost_table(result["rows"]))
+    output().print(_table(_COSTS, result["rows"]))
     say(
         f"\nA pass reads {result['bytes_per_pass'] / 1e9:.2f} GB of weights. Memory delivers "
         f"{result['memory_gigabytes_per_second']:.1f} GB/s to {result['threads']} threads. The best of these "
@@ -96,7 +118,8 @@ def _show(result: Mapping[str, Any]) -> None:
     )
     if result["role"] == "target":
         say("\nProposals that cost nothing to make (n-grams), by the share of them accepted:\n")
-        output().print(_gain_table(result["free_drafts"]))
+        gains = ({**gain, "paying": as_ranges(gain["lengths_that_pay"])} for gain in result["free_drafts"])
+        output().print(_table(_GAINS, gains))
 
 
 def _bounds(result: Mapping[str, Any]) -> str:
@@ -106,34 +129,8 @@ def _bounds(result: Mapping[str, Any]) -> str:
     return f"Passes over up to {bound[-1]} of these rows are bound by memory, wider ones by arithmetic."
 
 
-def _cost_table(rows: list[Mapping[str, Any]]) -> "Table":
-    columns = ("rows", "ms", "T(n)/T(1)", "ms a row", "GB/s", "GOPS", "roofline, ms", "bound by")
+def _table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> "Table":
     table = figure_table(*columns, names=0)
     for row in rows:
-        table.add_row(
-            str(row["n"]),
-            f"{row['ms']:.2f}",
-            f"{row['relative']:.2f}",
-            f"{row['ms_per_row']:.2f}",
-            f"{row['gigabytes_per_second']:.1f}",
-            f"{row['gops']:,.0f}",
-            f"{row['roofline_ms']:.2f}",
-            row["bound"],
-        )
-    return table
-
-
-def _gain_table(gains: list[Mapping[str, Any]]) -> "Table":
-    from edgespec.measuring.costs import as_ranges
-
-    columns = ("accepted", "best length", "tokens a pass", "speedup", "lengths that pay")
-    table = figure_table(*columns, names=0)
-    for gain in gains:
-        table.add_row(
-            f"{gain['acceptance']:.0%}",
-            str(gain["best_length"]),
-            f"{gain['tokens_per_pass']:.2f}",
-            f"{gain['speedup']:.2f}x",
-            as_ranges(gain["lengths_that_pay"]),
-        )
+        table.add_row(*(figure.format_map(row) for figure in columns.values()))
     return table

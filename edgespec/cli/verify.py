@@ -16,9 +16,7 @@ def verify(
     target: options.Target,
     drafter: options.Drafter = "auto",
     prompts: options.PromptsFile = None,
-    limit: Annotated[
-        int, typer.Option(min=1, help="Take at most so many prompts, spread over the categories.")
-    ] = 100,
+    limit: options.Limit = 100,
     max_new_tokens: options.MaxNewTokens = 64,
     samples: Annotated[
         int,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from edgespec.loading.measurements import describe_machine
 from edgespec.measuring.prompts import Prompt, ask
@@ -30,6 +30,7 @@ from edgespec_runtimes.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
+    from edgespec.requests.request import RequestOptions
     from edgespec_models.bundles.bundle import Bundle
 
 
@@ -89,17 +90,8 @@ def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first:
     answers: dict[bool, Generation] = {}
     for speculate in (False, True) if plain_first else (True, False):
         model.forget(on_disk=False)  # of two runs of one prompt, the second would have no prompt to read
-        answers[speculate] = ask(
-            model,
-            prompt,
-            {
-                "max_new_tokens": options.max_new_tokens,
-                "temperature": options.temperature,
-                "seed": options.seed,
-                "stop_at_eos": options.stop_at_eos,
-                "speculate": speculate,
-            },
-        ).run()
+        asked = cast("RequestOptions", {**asdict(options), "speculate": speculate})
+        answers[speculate] = ask(model, prompt, asked).run()
     return Pair(prompt, answers[False], answers[True])
 
 
