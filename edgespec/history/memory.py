@@ -212,7 +212,7 @@ class Memory:
     What is learned becomes findable at the next :meth:`refresh`, so that within a request proposals
     depend on earlier requests and on the committed text alone.
 
-    Beyond ``max_tokens`` the passages go that are worth least.
+    Beyond ``max_tokens`` the passages go that are worth least. ``clock`` are tokens learned so far.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Memory:
         self._entries = {entry.passage.digest: entry for entry in snapshot.entries}
         self._tallies = dict(snapshot.tallies)
         self._unproved: dict[str, tuple[int, int]] = {}  # verdicts since proposals last proved their worth
-        self._clock, self._tell = snapshot.clock, tell
+        self.clock, self._tell = snapshot.clock, tell
         self._max_tokens = max_tokens
         self._fresh: dict[bytes, Entry] = {}  # not in the large index
         self._new = False  # whether some are not in the small one either
@@ -235,11 +235,6 @@ class Memory:
         return total_tokens(self._entries.values())
 
     @property
-    def clock(self) -> int:
-        """Tokens learned so far."""
-        return self._clock
-
-    @property
     def entries(self) -> list[Entry]:
         """The passages, in no order."""
         return list(self._entries.values())
@@ -247,12 +242,12 @@ class Memory:
     def learn(self, passages: Iterable[Passage]) -> None:
         """Remember that these were written."""
         for passage in passages:
-            self._clock += len(passage.body)
+            self.clock += len(passage.body)
             entry = self._entries.get(passage.digest)
             if entry is None:
                 entry = self._entries[passage.digest] = self._fresh[passage.digest] = Entry(passage)
                 self._new = True
-            entry.use(1.0, self._clock)
+            entry.use(1.0, self.clock)
             self._tell(partial(Delta.wrote, passage=passage))
 
     def refresh(self) -> None:
@@ -262,7 +257,7 @@ class Memory:
         if total_tokens(self._fresh.values()) > _FRESH or len(self) > self._max_tokens:
             self._sort()
         else:
-            self._recent = Index(list(self._fresh.values()), self._clock)
+            self._recent = Index(list(self._fresh.values()), self.clock)
             self._new = False
 
     def find(self, context: Sequence[int]) -> Found | None:
@@ -287,7 +282,7 @@ class Memory:
         self._unproved[kind] = (before[0] + right, before[1] + 1)
         found.entry.judge(found.offset, right=int(right), wrong=int(not right))
         if right:
-            found.entry.use(1.0 / len(found.entry.passage.body), self._clock)
+            found.entry.use(1.0 / len(found.entry.passage.body), self.clock)
         self._tell(partial(Delta.judged, kind=kind, found=found, right=right))
 
     def trust(self) -> None:
@@ -304,10 +299,10 @@ class Memory:
     def _sort(self) -> None:
         if len(self) > self._max_tokens:
             most = int(_ROOM * self._max_tokens)
-            kept = keep_best(self._entries.values(), most, self._clock)
+            kept = keep_best(self._entries.values(), most, self.clock)
             self._entries = {entry.passage.digest: entry for entry in kept}
-        self._index = Index(sorted(self._entries.values(), key=lambda entry: entry.at), self._clock)
-        self._recent = Index([], self._clock)
+        self._index = Index(sorted(self._entries.values(), key=lambda entry: entry.at), self.clock)
+        self._recent = Index([], self.clock)
         self._fresh, self._new = {}, False
 
 

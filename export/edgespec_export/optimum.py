@@ -22,9 +22,6 @@ from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.storage import writing
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 
-PROGRAM = "optimum-cli"
-"""Optimum's command."""
-
 _TASK = "text-generation-with-past"
 _SHOWN_LINES = 3
 _RECIPE = (
@@ -38,7 +35,7 @@ def export_with_optimum(
     source: Path,
     out: Path,
     *,
-    program: str = PROGRAM,
+    program: str,
     overwrite: bool = False,
     progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:

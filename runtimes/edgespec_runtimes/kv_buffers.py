@@ -48,9 +48,7 @@ class KvStore:
                 session.truncate(0)
                 session.append(view, shared)
         if self._prompts is not None and on_disk and session.prompt_key:
-            session.truncate(
-                session.shared_prefix(tokens)
-            )  # the rest may be of a text that is not to be written
+            session.truncate(session.shared_prefix(tokens))  # the rest may be of what is not to be written
             self._prompts.read(session, tokens)
             self._due.append((session, None))
 

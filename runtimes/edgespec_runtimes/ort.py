@@ -23,18 +23,8 @@ ort.disable_telemetry_events()
 __all__ = ["ort", "ort_state"]
 
 TYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
-    {
-        f"tensor({name})": np.dtype(kind)
-        for name, kind in {
-            "float": np.float32,
-            "float16": np.float16,
-            "int8": np.int8,
-            "uint8": np.uint8,
-            "uint16": np.uint16,
-            "int32": np.int32,
-            "int64": np.int64,
-        }.items()
-    }
+    {"tensor(float)": np.dtype("float32")}
+    | {f"tensor({n})": np.dtype(n) for n in ("float16", "int8", "uint8", "uint16", "int32", "int64")}
 )
 """numpy's types for those that ONNX Runtime names."""
 

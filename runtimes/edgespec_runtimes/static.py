@@ -40,10 +40,8 @@ def cheapest_passes(
 ) -> tuple[int, ...]:
     """Widths of the passes that take ``count`` tokens and return the logits of the last ``rows``.
 
-    A pass takes as many tokens as it has rows, or what is left. The pass for prefill returns one row's
-    logits, so it may take one wanted token at most.
-
-    The last ``rows`` of ``count`` tokens are wanted. ``seconds`` are what a pass of each width costs.
+    A pass takes as many tokens as it has rows, or what is left, in ``seconds`` by its width. The pass for
+    prefill returns one row's logits, so it may take one wanted token at most.
     """
 
     @cache

@@ -26,6 +26,7 @@ _WARM_SHARE, _WARM_MOST = 0.1, 20  # of all steps, and steps
 _LONGEST: Final = 1.0  # of a gradient
 _WINDOW = 16  # batches whose texts are sorted by length: what fills up short texts is computed for nothing
 _SAVE_S: Final = 120.0
+_UNREADABLE = OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError
 
 
 class _Run:
@@ -63,19 +64,10 @@ class _Run:
         another = f"{path} holds another training run, or is damaged; delete it, or choose another directory"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)  # numbers only, no code
-            known = state["key"] == self.key
-        except (
-            OSError,
-            EOFError,
-            RuntimeError,
-            ValueError,
-            KeyError,
-            TypeError,
-            pickle.UnpicklingError,
-        ) as error:
+            if state["key"] != self.key:
+                raise ValueError("of another run")
+        except _UNREADABLE as error:
             raise RequestError(another) from error
-        if not known:
-            raise RequestError(another)
         with torch.no_grad():
             for name, value in state["parameters"].items():
                 self._decoder.parameters[name].copy_(value)

@@ -146,6 +146,15 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
         """Close the file; what was read stays valid."""
         self._file.close()
 
+    def facts(self, architecture: str) -> dict[str, object]:
+        """The metadata of an ``architecture``, without its name; arrays as lists."""
+        prefix = f"{architecture}."
+        return {
+            key.removeprefix(prefix): value.tolist() if isinstance(value, np.ndarray) else value
+            for key, value in self.metadata.items()
+            if key.startswith(prefix)
+        }
+
     def _parse(self, cursor: _Cursor) -> None:
         n_tensors, n_keys = self._header(cursor)
         for _ in range(n_keys):

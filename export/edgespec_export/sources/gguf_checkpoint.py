@@ -12,8 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
-
 from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
@@ -105,7 +103,7 @@ class GGUFCheckpoint(Checkpoint):
             self.metadata = file.metadata
             family = _family(file)
             self.tensors = named(file, family, GLOBAL, LAYER | dict(family.stacked))
-            self.config = self._read_config(family)
+            self.config = self._read_config(family, file.facts(family.gguf))
             self.split_stacked()
             self.check_shapes()
             self.stack = stack.pop_all()
@@ -121,16 +119,11 @@ class GGUFCheckpoint(Checkpoint):
         ended = keys.boolean("tokenizer.ggml.add_eos_token", default=False) and ends
         return Embedding(end=ends[0] if ended else None)
 
-    def _read_config(self, family: Family) -> ModelConfig:
+    def _read_config(self, family: Family, own: dict[str, object]) -> ModelConfig:
         where = self.path.name
         if "embed" not in self.tensors:
             raise ModelFileError(f"{where} has no usable token embedding; download or convert it again")
-        rows, prefix = self.tensors["embed"].shape[0], f"{family.gguf}."
-        own: dict[str, object] = {
-            key.removeprefix(prefix): value.tolist() if isinstance(value, np.ndarray) else value
-            for key, value in self.metadata.items()
-            if key.startswith(prefix)
-        }
+        rows = self.tensors["embed"].shape[0]
         if own.get("vocab_size", rows) != rows:
             raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
         own |= {"vocab_size": rows, **self._scaling(own)} | _windows(own)

@@ -109,15 +109,12 @@ class GGUFHead(_Head, GGUFCheckpoint):
             self.metadata = file.metadata
             if self.metadata.get("general.architecture") != HEAD.gguf:
                 raise RequestError(f"{path} {_NO_HEAD}")
-            own = {
-                key.removeprefix(f"{HEAD.gguf}."): value.tolist() if isinstance(value, np.ndarray) else value
-                for key, value in self.metadata.items()
-            }
+            own = file.facts(HEAD.gguf)
             family = _reading(Facts(own, path.name, {_IDS: "target_layers"}), target)
             tokens = file.integers.pop("d2t", None)
             named = gguf_checkpoint.named(file, family, _GGUF_GLOBAL, _GGUF_LAYER)
             self.tensors = {"embed": target.tensor("embed"), **named}
-            self.config = self._read_config(family)
+            self.config = self._read_config(family, own)
             self._complete(tokens)
             self.stack = stack.pop_all()
 

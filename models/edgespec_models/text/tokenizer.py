@@ -54,6 +54,7 @@ class Tokenizer:
     """One vocabulary with its encoder. Safe to share between threads.
 
     ``vocab_size``, the rows of the LM head, may exceed the tokenizer's ids; padding ids contribute no bytes.
+    Every id lies below it.
     """
 
     def __init__(self, encoder: Encoder, *, vocab_size: int | None = None) -> None:
@@ -76,10 +77,10 @@ class Tokenizer:
                 f"The tokenizer has ids up to {ids - 1}, but the model's LM head has {vocab_size} rows. "
                 "Use the tokenizer that belongs to the model."
             )
-        self._vocab_size = ids if vocab_size is None else vocab_size
-        if self._vocab_size > _MOST_TOKENS:  # there are tables with an entry for each
+        self.vocab_size = ids if vocab_size is None else vocab_size
+        if self.vocab_size > _MOST_TOKENS:  # there are tables with an entry for each
             raise TokenizerError(
-                f"The vocabulary has {self._vocab_size:,} tokens; edgespec reads up to {_MOST_TOKENS:,}. "
+                f"The vocabulary has {self.vocab_size:,} tokens; edgespec reads up to {_MOST_TOKENS:,}. "
                 "Use the tokenizer that belongs to the model."
             )
         self._bytes = self._table(own, added)
@@ -104,11 +105,6 @@ class Tokenizer:
     def from_json(cls, text: str, *, vocab_size: int | None = None) -> "Tokenizer":
         """Read the text of a ``tokenizer.json``; raises as :meth:`from_file` does."""
         return cls(Encoder(text), vocab_size=vocab_size)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the LM head: every id lies below it."""
-        return self._vocab_size
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The ids of ``text``, without a BOS token.
@@ -220,7 +216,7 @@ class Tokenizer:
 
     def _used(self) -> list[bytes]:
         """The bytes of all ids but padding at the end."""
-        end = self._vocab_size
+        end = self.vocab_size
         while end and not self._bytes[end - 1]:
             end -= 1
         return self._bytes[:end]
@@ -228,7 +224,7 @@ class Tokenizer:
     def _table(self, own: Mapping[str, int], added: Mapping[int, tuple[str, bool]]) -> list[bytes]:
         """The bytes of every id, of the model's ``own`` tokens and of those ``added``."""
         spell = _byte_level_bytes if self._byte_level else _sentencepiece_bytes
-        table = [b""] * self._vocab_size
+        table = [b""] * self.vocab_size
         for text, id_ in own.items():
             table[id_] = spell(text)
         for id_, (text, special) in added.items():
@@ -313,9 +309,9 @@ class Tokenizer:
         return ids
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            bad = next(token for token in tokens if not 0 <= token < self._vocab_size)
-            raise TokenizerError(f"Token id {bad} is not in 0 .. {self._vocab_size - 1}.")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise TokenizerError(f"Token id {bad} is not in 0 .. {self.vocab_size - 1}.")
 
 
 def _is_byte_level(encoder: Encoder) -> bool:
