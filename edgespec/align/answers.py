@@ -62,11 +62,7 @@ def number_of(prompt: str) -> int:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers in a file.
-
-    Raises:
-        RequestError: it cannot be read, or a line is not of the form above.
-    """
+    """The answers in a file; RequestError where it cannot be read, or a line is not of the form above."""
     return read_lines(Answer, path, 'Give one JSON object a line, with "prompt" and "text"')
 
 

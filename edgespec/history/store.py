@@ -350,11 +350,7 @@ def _entry(lead: bytes, body: bytes, uses: float, at: int, verdicts: bytes) -> E
 
 
 def unpack(data: bytes) -> Table | None:
-    """The table in ``data``; None if it has another shape.
-
-    Raises:
-        ValueError: there is no table in it.
-    """
+    """The table in ``data``, None if it has another shape; ValueError where there is none in it."""
     reading = zlib.decompressobj()
     try:
         raw = reading.decompress(data, _MOST_TABLE_BYTES)

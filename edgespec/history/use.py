@@ -271,11 +271,7 @@ def _open(path: Path) -> _Opened:
 
 
 def _begun_anew(path: Path, error: BaseException) -> tuple[Store, str]:
-    """A new file in the place of a damaged one, and what there is to say of it.
-
-    Raises:
-        StorageError: that cannot be.
-    """
+    """A new file in place of a damaged one, and what to say of it; StorageError where that cannot be."""
     try:
         aside = set_aside(path)
         return Store.open(path), f"the history {path} was damaged ({error}); it is {aside or 'replaced'} now"

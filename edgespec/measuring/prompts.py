@@ -44,11 +44,7 @@ def builtin_prompts() -> tuple[Prompt, ...]:
 
 
 def load_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Read a file of prompts.
-
-    Raises:
-        RequestError: it cannot be read, holds no prompt, or a line is not of the form above.
-    """
+    """Read a file of prompts; RequestError where it cannot be read, holds none, or a line is another."""
     prompts = tuple(read_lines(Prompt, path, _REMEDY))
     if not prompts:
         raise RequestError(f"{path} holds no prompt. {_REMEDY}.")

@@ -265,11 +265,7 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def parse(cls: type[T], body: Mapping[str, Any]) -> T:
-    """A request of the form ``cls``; null is the same as leaving a field out.
-
-    Raises:
-        RequestError: what is wrong with the first field that is.
-    """
+    """A request of the form ``cls``; null is no field. RequestError for the first field that is wrong."""
     given = {name: value for name, value in body.items() if value is not None}
     return read(cls, given, "the request", RequestError, "docs/server.md has a table of the fields")
 

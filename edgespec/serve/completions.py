@@ -361,11 +361,7 @@ async def _all(asks: Sequence[Ask], options: RequestOptions) -> list[Generation]
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Do ``work`` until it is done, or the client leaves.
-
-    Raises:
-        ClientDisconnect: it left; ``work`` is cancelled.
-    """
+    """Do ``work`` until it is done; if the client leaves before, it is cancelled: ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:

@@ -56,11 +56,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, which does not listen yet.
-
-    Raises:
-        EdgespecError: the port is taken, or the address is not this machine's.
-    """
+    """A socket bound to the address; EdgespecError where the port is taken, or the address another's."""
     family, address = _resolved(host, port)[0]
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -19,11 +19,7 @@ left out, the graphs take any shape, they compute in float32."""
 
 
 def write_texts(checkpoint: Checkpoint, folder: Path) -> None:
-    """The tokenizer, and the chat template where there is one.
-
-    Raises:
-        ModelFileError: a text is not valid UTF-8.
-    """
+    """The tokenizer, and the chat template if there is one; ModelFileError for text that is no UTF-8."""
     texts = {TOKENIZER: checkpoint.tokenizer_json(), TEMPLATE: checkpoint.chat_template()}
     for name, text in texts.items():
         try:

@@ -99,11 +99,7 @@ def naming(file: Path | str) -> Iterator[None]:
 
 
 def require(what: str, extra: str, *modules: str) -> None:
-    """Find out that the ``extra`` that ``what`` needs is missing, before any work is done.
-
-    Raises:
-        EdgespecError: one of the ``modules`` is not installed.
-    """
+    """Find out now that the ``extra`` that ``what`` needs lacks one of the ``modules``: EdgespecError."""
     for module in modules:
         try:
             import_module(module)

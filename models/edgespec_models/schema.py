@@ -112,11 +112,7 @@ def parse(text: str, where: str, error: type[EdgespecError], remedy: str) -> Any
 
 
 def read_lines(cls: type[T], path: Path, remedy: str) -> list[T]:
-    """The dataclasses ``cls`` in a file of JSON Lines; what else a line has is passed over.
-
-    Raises:
-        RequestError: it cannot be read, or a line is no such object.
-    """
+    """Dataclasses in a file of JSON Lines, whose lines may have more; RequestError for a wrong line."""
     kind: Any = cls
     # Not splitlines(): JSON texts may hold U+2028, which is a line break there and not here.
     lines = enumerate(read_text(path, RequestError, remedy, encoding="utf-8-sig").split("\n"), start=1)

@@ -73,11 +73,7 @@ def is_file(path: Path) -> bool:
 
 
 def expanded(path: str | Path) -> Path:
-    """``path`` with the folder of the user that it begins with, ``~`` or ``~name``.
-
-    Raises:
-        RequestError: there is no such user.
-    """
+    """``path`` with the user's folder it begins with, ``~`` or ``~name``; RequestError without that user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -125,11 +121,7 @@ def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator
 
 
 def check_writable(path: Path) -> None:
-    """Find out before hours of work that ``path`` cannot be written.
-
-    Raises:
-        RequestError: it is a directory, or its directory does not exist.
-    """
+    """Find out before hours of work that a file cannot be written there: RequestError."""
     if path.is_dir():
         raise RequestError(f"cannot write {path}: it is a directory; name a file")
     if not path.absolute().parent.is_dir():

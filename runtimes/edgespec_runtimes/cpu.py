@@ -217,11 +217,7 @@ def session_settings(options: CpuOptions) -> Any:
 
 
 def library() -> Path:
-    """The library for this platform.
-
-    Raises:
-        DeviceError: it is missing.
-    """
+    """The library for this platform; DeviceError where it is missing."""
     path = Path(__file__).with_name(f"edgespec_kernels.{_SUFFIXES.get(sys.platform, 'so')}")
     if not path.is_file():
         raise DeviceError(f"edgespec's kernels for this platform are missing: there is no {path}. {_REMEDY}.")
@@ -283,11 +279,7 @@ def _kept(path: Path) -> ctypes.CDLL:
 
 
 def best_instructions() -> str:
-    """The one of :data:`INSTRUCTIONS` that sessions use where none is named.
-
-    Raises:
-        DeviceError: the library is missing or cannot be loaded.
-    """
+    """What sessions use where none are named; DeviceError as for :func:`register_operators`."""
     path = library()
     try:
         ask = _kept(path).edgespec_instructions

@@ -72,11 +72,7 @@ class DeviceMemory(Memory):
         self._kind = kind
 
     def value(self, array: _Array) -> Any:
-        """An OrtValue on the device, with what ``array`` holds now.
-
-        Raises:
-            DeviceError: the device has no room for it.
-        """
+        """An OrtValue on the device, with what ``array`` holds now; DeviceError if there is no room."""
         value = self._allocate(array.shape, array.dtype)
         value.update_inplace(array)
         return value
@@ -86,11 +82,7 @@ class DeviceMemory(Memory):
         value.update_inplace(array)
 
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
-        """An OrtValue on the device, and what copies it to the host.
-
-        Raises:
-            DeviceError: the device has no room for it.
-        """
+        """An OrtValue on the device, and what copies it to the host; DeviceError if there is no room."""
         value = self._allocate(shape, dtype)
         return value, value.numpy
 

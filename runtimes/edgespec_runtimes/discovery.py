@@ -65,11 +65,7 @@ class Runtime:
         return list(ort.get_available_providers())
 
     def register(self, module: str) -> str | None:
-        """Make the plugin of ``module`` known; None, or what kept it from that.
-
-        Raises:
-            ModuleNotFoundError: the plugin's package is not installed.
-        """
+        """Make a plugin known; None, or what kept it from that. ModuleNotFoundError if it is missing."""
         return _register(module)
 
     def found(self) -> Sequence[FoundHardware]:
@@ -239,11 +235,7 @@ def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) ->
 
 
 def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | None:
-    """What a checkpoint is to be exported for, to run on ``wanted``; None is the CPU.
-
-    Raises:
-        DeviceError: the device is not known or cannot be had.
-    """
+    """What a checkpoint is to be exported for; None is the CPU. DeviceError as for :func:`resolve`."""
     return None if wanted == AUTO else resolve(wanted, runtime).kind.export
 
 
@@ -274,11 +266,7 @@ def _check_fit(bundle: Bundle, device: Device) -> None:
 
 
 def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:
-    """ONNX Runtime's session over ``graph`` on ``device``, and nowhere else.
-
-    Raises:
-        DeviceError: the device cannot run all of the graph.
-    """
+    """ONNX Runtime's session over ``graph`` on ``device``; DeviceError where that cannot run all of it."""
     settings, providers = session_settings(options), None
     if device.kind is not CPU:
         settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")

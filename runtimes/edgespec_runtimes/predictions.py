@@ -110,11 +110,7 @@ class DevicePredictions(Predictions):
 
 
 def check_best(logit: float) -> None:
-    """See that the largest logit of a row is one of a distribution.
-
-    Raises:
-        EdgespecError: it is not a finite number.
-    """
+    """See that a row is a distribution, by its largest logit; EdgespecError where that is not finite."""
     if not math.isfinite(logit):
         raise EdgespecError(
             f"the model's best logit is {logit}, not a finite number: the model file is damaged, or its "

@@ -109,11 +109,7 @@ class PromptCache:
         return done
 
     def forget(self, key: str) -> None:
-        """Delete all blocks of one key.
-
-        Raises:
-            StorageError: one cannot be deleted.
-        """
+        """Delete all blocks of one key; raises as :func:`delete` does."""
         delete(each for each in stored(self._folder) if each.path.parent.name == key)
 
     def _write(self, key: str, text: SavedCache, stop: Callable[[], bool]) -> bool:
@@ -177,11 +173,7 @@ def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
 
 
 def delete(blocks: Iterable[Stored]) -> None:
-    """Delete blocks.
-
-    Raises:
-        StorageError: one cannot be deleted.
-    """
+    """Delete blocks; StorageError where one cannot be."""
     for each in blocks:
         try:
             each.path.unlink(missing_ok=True)

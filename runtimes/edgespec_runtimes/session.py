@@ -170,11 +170,7 @@ class Session:
         return self._open_io.takes_several
 
     def beside(self) -> Self:
-        """Another session of the same model, with an empty cache.
-
-        Raises:
-            RequestError: passes are of one sequence.
-        """
+        """Another session of the model, its cache empty; RequestError if passes are of one sequence."""
         if not self.takes_several:
             raise RequestError("this model's passes are of one sequence")
         other = copy(self)

@@ -134,11 +134,7 @@ class Alignment:
         return grown
 
     def write(self, path: Path) -> int:
-        """Put the file at ``path``, whole or not at all; returns its size in bytes.
-
-        Raises:
-            StorageError: the disk is full, or it cannot be written.
-        """
+        """Put the file at ``path``, whole or not at all (StorageError); returns its size in bytes."""
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, part in sorted(self.parts.items()):
             arrays |= {name: part.codes, name + _SCALES: part.scales}
@@ -158,11 +154,7 @@ class Alignment:
 
 
 def read_alignment(path: Path) -> Alignment:
-    """Read an alignment file.
-
-    Raises:
-        ModelFileError: it cannot be read, is no alignment, is damaged or of another version.
-    """
+    """Read an alignment file; ModelFileError where it is none, is damaged or of another version."""
     file = SafetensorsFile(path)
     try:
         text = file.metadata.get(_KEY)

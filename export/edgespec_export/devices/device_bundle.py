@@ -96,11 +96,7 @@ def _texts(tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path]) 
 
 
 def _rolls_back(folder: Path) -> bool:
-    """Run the graphs on the CPU; whether passes of any width give a row the same bits.
-
-    Raises:
-        BundleError: they cannot roll back.
-    """
+    """Whether passes of any width give a row the same bits; BundleError where graphs cannot roll back."""
     options = CpuOptions(keep_memory=False)
     session = StaticSession(Bundle(folder), Device(CPU, "ready"), options)
     session.close()
@@ -108,11 +104,7 @@ def _rolls_back(folder: Path) -> bool:
 
 
 def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:
-    """Qualcomm's provider, told to compile for ``chip``, wherever that is, and to run nothing.
-
-    Raises:
-        DeviceError: this machine lacks the compiler; says what adds it.
-    """
+    """Qualcomm's provider, told to compile for ``chip`` and to run nothing; DeviceError without it."""
     try:
         device = resolve("qnn:htp", runtime)
     except DeviceError as error:
@@ -126,11 +118,7 @@ def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:
 def compile_contexts(
     folder: Path, graphs: StaticGraphs, chip: Chip, compiler: Device, progress: ProgressCallback
 ) -> StaticGraphs:
-    """Compile every graph in ``folder`` for ``chip``; returns ``graphs`` with what compiled them.
-
-    Raises:
-        DeviceError: the compiler refuses a graph.
-    """
+    """Compile every graph for ``chip``; ``graphs`` with what compiled them. DeviceError if one is refused."""
     for number, graph in enumerate(graphs.graphs):
         progress(Progress("Compiling", number, len(graphs.graphs), "graphs"))
         compiled, binary = (folder / name for name in graphs.context_files(graph))

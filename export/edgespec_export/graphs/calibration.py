@@ -43,11 +43,7 @@ def shipped_prompts() -> list[str]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The texts of a JSON Lines file.
-
-    Raises:
-        RequestError: unreadable, without texts, or a line without a ``text``.
-    """
+    """The texts of a JSON Lines file; RequestError if it has none, or a line is without a ``text``."""
     remedy = 'Give one JSON object a line, with a "text" that a target wrote'
     texts = [each.text for each in read_lines(_Text, path, remedy)]
     if not texts:

@@ -72,11 +72,7 @@ class PiecePass(NamedTuple):
 
 
 def walk(pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[int]]) -> Iterator[PiecePass]:
-    """Take ``texts``, token ids, through all ``pieces`` of a graph: each text through one, then the next.
-
-    Raises:
-        BundleError: ONNX Runtime cannot load a piece.
-    """
+    """Take ``texts``, token ids, through all ``pieces`` of a graph: each text through one, then the next."""
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
     for path, following in zip_longest(pieces, pieces[1:]):
         piece = _Piece(path, config)

@@ -65,11 +65,7 @@ class ActivationRanges:
 
 
 def precision_for(ranges: ActivationRanges) -> Precision:
-    """What a graph in 16-bit floats computes in.
-
-    Raises:
-        UnsupportedModelError: float16 does not hold what layers compute.
-    """
+    """What a graph in 16-bit floats computes in; UnsupportedModelError where float16 does not hold enough."""
     if not ranges.inner * _INNER_MARGIN <= LARGEST_FLOAT16:
         raise UnsupportedModelError(
             f"within its layers this model computes values up to {ranges.inner:,.0f}; float16 ends at "

@@ -79,11 +79,7 @@ def _build(checkpoint: Checkpoint, plan: DecoderPlan) -> ir.Model:
 
 
 def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], int]:
-    """Give every parameter its place in the data file; returns them and the file's size.
-
-    Raises:
-        OSError: the disk has no room for so much.
-    """
+    """Place each parameter in the data file; returns them and its size. OSError if the disk has no room."""
     parameters = {n: value for n, value in model.graph.initializers.items() if value.const_value is None}
     at = 0
     for name, value in parameters.items():

@@ -101,11 +101,7 @@ class Tensor:
         return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
 
     def columns(self, start: int, stop: int) -> "Tensor":
-        """Columns ``start`` to ``stop`` of a matrix as one of their own.
-
-        Raises:
-            UnsupportedModelError: no block begins or ends there.
-        """
+        """Some columns of a matrix; UnsupportedModelError where no block begins or ends there."""
         rows, width = self.shape
         if start % self.type.block or stop % self.type.block:
             raise UnsupportedModelError(

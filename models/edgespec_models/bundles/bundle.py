@@ -186,11 +186,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: Any, where: Path) -> "Manifest":
-        """Read :meth:`to_json`'s form.
-
-        Raises:
-            BundleError: another format version, missing or wrong fields.
-        """
+        """Read :meth:`to_json`'s form; BundleError for another version, and missing or wrong fields."""
         if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
             raise BundleError(
                 f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; "

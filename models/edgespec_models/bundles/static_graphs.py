@@ -63,11 +63,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _ALL})
 
 
 def find_chip(name: str) -> Chip:
-    """The chip of that name.
-
-    Raises:
-        RequestError: not known.
-    """
+    """The chip of that name; RequestError if it is not known."""
     chip = CHIPS.get(name)
     if chip is None:
         raise RequestError(f"chip {name!r} is not known; allowed: {', '.join(CHIPS)}")
@@ -158,11 +154,7 @@ class StaticGraphs:
 
 
 def buckets_for(context_length: int, chosen: Sequence[int] = ()) -> tuple[int, ...]:
-    """``chosen``, or 512, 1024 and 2048, as far as the context reaches.
-
-    Raises:
-        RequestError: a bucket is longer than the context.
-    """
+    """``chosen``, or 512, 1024 and 2048, as far as the context reaches; RequestError beyond it."""
     if chosen:
         if max(chosen) > context_length:
             raise RequestError(f"a bucket of {max(chosen)} tokens exceeds the context of {context_length}")

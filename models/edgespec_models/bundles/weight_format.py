@@ -44,11 +44,7 @@ FORMATS: Final[Mapping[str, TileFormat]] = MappingProxyType(
 
 
 def tile_bytes(name: str, rows: int, columns: int) -> int:
-    """Bytes of a matrix of ``rows`` by ``columns``.
-
-    Raises:
-        UnsupportedModelError: the format has no whole blocks of this width.
-    """
+    """Bytes of a matrix; UnsupportedModelError if the format has no whole blocks of this width."""
     form = FORMATS[name]
     if columns % form.inputs:
         raise UnsupportedModelError(

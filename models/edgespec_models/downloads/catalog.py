@@ -201,11 +201,7 @@ def entries(folder: Path = _FOLDER) -> Mapping[str, CatalogueEntry]:
 
 
 def find(name: str) -> CatalogueEntry:
-    """The installed catalogue's entry called ``name``.
-
-    Raises:
-        CatalogueError: there is none; the message names what comes near, and all there are.
-    """
+    """The installed catalogue's entry ``name``; CatalogueError names what comes near, and all there are."""
     installed, known = entries(), [*entries(), *hub_names()]
     if name in installed:
         return installed[name]

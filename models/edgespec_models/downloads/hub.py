@@ -56,11 +56,7 @@ class HubReference:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``.
-
-        Raises:
-            RequestError: of another form.
-        """
+        """Read ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``; RequestError for another form."""
         found = _REFERENCE.fullmatch(text)
         if found is None or ".." in text or "--" in found["repository"]:
             raise RequestError(

@@ -50,11 +50,7 @@ def fetch_hub(job: Job, source: HubFile) -> Path:
 
 
 def read_hub(path: str, repository: str, what: str) -> bytes:
-    """The hub's answer to ``path``, in which ``what`` of ``repository`` is asked for.
-
-    Raises:
-        DownloadError: the hub cannot be reached, is switched off, or refuses.
-    """
+    """The hub's answer to ``path``, where ``what`` of ``repository`` is asked for; DownloadError without."""
     try:
         with _answer(path, repository, what) as response:
             return b"".join(_chunks(response))

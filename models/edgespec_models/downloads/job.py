@@ -59,11 +59,7 @@ class Job:
         return length(self.path) == self.size_bytes and self._digest_of(self.path) == self.digest
 
     def put_in_place(self, gathered: Path, what: str) -> None:
-        """Move ``gathered`` to its place; messages call it ``what``.
-
-        Raises:
-            DownloadError: it has another digest; it is deleted.
-        """
+        """Move ``gathered``, called ``what``, to its place; delete what has another digest: DownloadError."""
         digest = self._digest_of(gathered)
         if digest != self.digest:
             gathered.unlink()

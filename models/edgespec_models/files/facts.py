@@ -29,11 +29,7 @@ class Facts:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The object in the file ``path``, empty where there is no such file.
-
-        Raises:
-            ModelFileError: unreadable, or not a JSON object.
-        """
+        """The object in a file, empty where there is none; ModelFileError where it is no JSON object."""
         where = str(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

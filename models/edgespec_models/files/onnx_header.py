@@ -90,11 +90,7 @@ class Graph:
 
 
 def read_header(path: Path) -> Graph:
-    """Read the graph in the ONNX file ``path``.
-
-    Raises:
-        BundleError: it cannot be read, or is no ONNX file.
-    """
+    """Read the graph in an ONNX file; BundleError where it cannot be read, or is none."""
     try:
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -108,11 +108,7 @@ class Encoder:
 
     @_guarded(_TEXT, _TRY)
     def ids(self, text: str, *, special: bool) -> list[int]:
-        """Encode; with ``special``, the text of a special token becomes that token.
-
-        Raises:
-            RequestError: ``text`` is no str, or holds a lone surrogate.
-        """
+        """Encode, with ``special`` control tokens too; RequestError for no str, and for a lone surrogate."""
         ids: list[int] = self._encoding(text, special=special).ids
         return ids
 
