@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
-from edgespec.loading.opening import (
-    NGRAM,
-    Loaded,
-    LoadOptions,
-    Reference,
-    open_model,
-    open_pair,
-    placed,
-)
+from edgespec.loading.opening import NGRAM, Loaded, LoadOptions, Reference, open_model, open_pair, placed
 from edgespec.requests.request import (
     Hole,
     Messages,

@@ -1,6 +1,7 @@
 """What tests share: nothing is measured into the user's own folders; consoles and sources of their own."""
 
 import os
+import shutil
 import signal
 import sys
 
@@ -26,7 +27,11 @@ from edgespec_runtimes.session import Rows
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
     from tests.serving_for_tests import ServedModel
+
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
 settings.register_profile("fuzz", deadline=None, max_examples=10_000)
@@ -158,3 +163,33 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         hub.content = CONTENT
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         yield hub
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    path = os.environ.get("EDGESPEC_BROWSER") or next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if path is None:
+        pytest.skip("the page is not tested: there is no Chromium (apt-get install chromium)")
+    missing = "the page is not tested: pip install 'edgespec[browser]'"
+    # As root, as in containers, Chromium runs without its sandbox only; the pages are our own.
+    arguments = ["--no-sandbox", "--disable-background-networking"]
+    with pytest.importorskip("playwright.sync_api", reason=missing).sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: "Browser") -> "Iterator[Page]":
+    """A page whose faults and foreign requests fail the test."""
+    context = browser.new_context(viewport={"width": 900, "height": 760})
+    context.set_default_timeout(10_000)
+    page = context.new_page()
+    faults: list[str] = []
+    urls: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: urls.append(request.url))
+    yield page
+    context.close()
+    assert faults == []
+    assert all(url.startswith("http://127.0.0.1:") or url == "data:," for url in urls), urls

@@ -2,12 +2,17 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
 from hypothesis import strategies as st
 
-from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.decoding.draft import Source, Step
+from edgespec.decoding.grammar import AnyJson, Choice, Constraint, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.decoding.loop import Verifier
+from edgespec.decoding.sampling import SamplingParams
+from tests.toy import ToySession, decode
 
 _WORDS = ("name", "age", "the lazy dog", "na\u00efve", 'a "quote"', "\u65e5\u672c", "\U0001f600", "x\ny")
 
@@ -76,6 +81,24 @@ formats = st.one_of(
     st.just(AnyJson()),
     st.just(Lark('start: item ("," item)*\nitem: "(" item ")" | WORD\nWORD: /[a-z]{1,4}/')),
 )
+
+
+PROMPT = (40, 41, 42)
+NEW = 60
+
+
+def written(
+    target: ToySession, source: Source, constraint: Constraint, params: SamplingParams, stop: Sequence[int]
+) -> tuple[list[int], list[Step]]:
+    """What ``target`` writes behind the prompt under a constraint: its answer, and the rounds."""
+    tokens, steps, verify = [*PROMPT], list[Step](), Verifier(params, [constraint])
+    for step in decode(target, source, verify, tokens, max_new_tokens=NEW, max_draft=6, stop=stop):
+        steps.append(step)
+        if constraint.ends(tokens):
+            break
+    source.close()
+    assert target.cache == tokens[:-1]
+    return tokens[len(PROMPT) :], steps
 
 
 def accepts(wanted: ResponseFormat, text: str) -> bool:

@@ -3,6 +3,7 @@
 `python -m tests.prompts_for_tests FOLDER KILLS` kills as many as one likes.
 """
 
+import errno
 import os
 import random
 import signal
@@ -18,10 +19,14 @@ import numpy.typing as npt
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.kv_cache import SavedCache
 from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
+from tests.models_for_tests import toy_session
 from tests.toy import ToySession
 
 KEY: Final = "toy-0123456789abcdef"
 WIDE: Final = 512
+SIZE: Final = 48 + 8 * BLOCK  # of a block of the toy
+
+LONG: Final = "A long document, of which much is asked. " * 30
 
 
 class Showing(ToySession):
@@ -76,6 +81,20 @@ def request(folder: Path, tokens: Sequence[int], session: Showing | None = None,
     session.prefill(tokens)
     store.write_behind()
     return held
+
+
+def sizes(folder: Path) -> int:
+    return sum(each.size for each in stored(folder))
+
+
+def keyed(seed: int = 0) -> ToySession:
+    session = toy_session(seed)
+    session.prompt_key = f"toy{seed}-0123456789abcdef"
+    return session
+
+
+def disk_full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def write_until_killed(folder: Path, seed: int) -> None:

@@ -1,6 +1,5 @@
 """Readers of what strangers wrote: each with sound input, and the errors that others may meet."""
 
-import asyncio
 import json
 import os
 import re
@@ -44,6 +43,7 @@ from edgespec_models.errors import (
 from edgespec_models.files.onnx_header import read_header
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
+from tests.asgi_for_tests import check_answer, requests
 from tests.calls_for_tests import WRITERS
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
 from tests.gguf_cases_for_tests import gguf_of
@@ -362,86 +362,12 @@ def history(folder: Path) -> Reader:
     return Reader([seed], read, (StorageError, RequestError), "fuzzed.history")
 
 
-_CALLED = {"call_id": "c", "name": "add", "arguments": "{}"}
-_USED = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}
-RESPONSES: list[dict[str, Any]] = [
-    {"input": "hi", "instructions": "be brief", "stream": True, "reasoning": {"effort": "low"}},
-    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
-     "tool_choice": "required", "tools": [{"type": "function", **TOOLS[0]["function"]}], "store": True},
-    {"input": [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
-               {"type": "function_call", **_CALLED},
-               {"type": "function_call_output", "call_id": "c", "output": "3"}],
-     "text": {"format": {"type": "json_object"}}, "max_output_tokens": 3},
-]  # fmt: skip
-MESSAGES: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "hi"}], "system": [{"type": "text", "text": "s"}],
-     "stream": True},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]},
-                  {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, _USED]},
-                  {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]}],
-     "tools": [{"name": "add", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"},
-     "thinking": {"type": "disabled"}, "stop_sequences": ["x"], "max_tokens": 3},
-]  # fmt: skip
-
-
 def server(folder: Path) -> Reader:
     model = toy_model(toy_session(context=1024), toy_session(seed=1, context=1024))
     model.target.chat_template = ChatTemplate(HERMES)
-    app = App(
-        models_of(model), ServeOptions(timeout_s=0.2, max_new_tokens=6), History(folder / "served.history")
-    )
-    chat: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-    asked = [
-        chat | {"stream": True, "temperature": 0.7, "seed": 1, "logprobs": True, "top_logprobs": 2},
-        chat | {"n": 2, "top_p": 0.9, "min_p": 0.1, "stop": ["a", "b"], "logit_bias": {"5": 1.5}},
-        chat | {"response_format": {"type": "json_object"}, "presence_penalty": 0.5},
-        chat | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True},
-    ]
-    seeds: list[Any] = [{"method": "POST", "path": "/v1/chat/completions", "body": body} for body in asked]
-    text = {"model": "toy", "prompt": ["a"], "max_tokens": 2}
-    seeds += [{"method": "POST", "path": "/v1/completions", "body": text}]
-    hole = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c", "filename": "d"}]}
-    seeds += [{"method": "POST", "path": "/infill", "body": hole | {"n_predict": 2, "prompt": "e"}}]
-    seeds += [{"method": "POST", "path": "/v1/completions", "body": text | {"suffix": "b"}}]
-    seeds += [{"method": "GET", "path": path, "query": "a=b", "body": ""} for path in ("/", "/v1/models")]
-    for path, bodies in (("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)):
-        seeds += [{"method": "POST", "path": path, "body": {"model": "toy", **body}} for body in bodies]
-
-    def read(data: bytes) -> None:
-        sent = list[dict[str, Any]]()
-        asyncio.run(asyncio.wait_for(app.asgi(*exchange_of(table(data), sent)), 10.0))
-        start, *rest = sent
-        assert 200 <= start["status"] < 500 or start["status"] == 503
-        body = b"".join(each.get("body", b"") for each in rest)
-        if dict(start["headers"]).get(b"content-type", b"").startswith(b"application/json"):
-            assert start["status"] < 400 or json.loads(body)["error"]["message"]
-
-    return Reader([packed(seed) for seed in seeds], read, ())
-
-
-def exchange_of(request: dict[str, Any], sent: list[dict[str, Any]]) -> tuple[Any, Any, Any]:
-    """A request as ASGI has it."""
-    # Servers refuse a first line of anything else before an application sees it.
-    path, method = (re.sub("[^!-~]", "", str(request.get(key, "POST"))) for key in ("path", "method"))
-    body = request.get("body")
-    chunks = [body.encode("utf-8", "replace") if isinstance(body, str) else packed(body)]
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-        "method": method, "path": path, "raw_path": path.encode(),
-        "query_string": str(request.get("query", "")).encode("latin-1", "replace"),
-        "server": ("127.0.0.1", 8642), "client": ("127.0.0.1", 1),
-        "headers": [(b"host", b"127.0.0.1:8642"), (b"content-type", b"application/json")],
-    }  # fmt: skip
-
-    async def receive() -> dict[str, Any]:
-        if not chunks:
-            await asyncio.sleep(3600)  # the client waits for the answer
-        return {"type": "http.request", "body": chunks.pop(0), "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    return scope, receive, send
+    history = History(folder / "served.history")
+    app = App(models_of(model), ServeOptions(timeout_s=0.2, max_new_tokens=6), history)
+    return Reader([*map(packed, requests())], lambda data: check_answer(app, table(data)), ())
 
 
 @contextmanager

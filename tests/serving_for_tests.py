@@ -4,7 +4,7 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -331,12 +331,3 @@ def said(reply: Reply) -> str:
 def question(text: str = "hello", **more: object) -> dict[str, object]:
     """The body of a chat completion."""
     return {"model": "served", "messages": [{"role": "user", "content": text}], **more}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until it holds; ten seconds at most."""
-    for _ in range(1000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not come true")

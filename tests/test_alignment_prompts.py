@@ -10,15 +10,7 @@ import pytest
 
 from edgespec.align.answers import Answer
 from tools import alignment_prompts
-from tools.alignment_prompts import (
-    _ANSWERS_FILE,
-    _KINDS,
-    _SLOW_MOST,
-    _Filter,
-    answered,
-    chosen,
-    ordered,
-)
+from tools.alignment_prompts import _ANSWERS_FILE, _KINDS, _SLOW_MOST, _Filter, answered, chosen, ordered
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 

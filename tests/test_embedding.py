@@ -21,14 +21,7 @@ from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle, Embedding
 from edgespec_models.errors import BundleError, Cancelled, Closed, DoesNotFit, EdgespecError, RequestError
 from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
-from tests.hf_for_tests import (
-    EMBEDDED,
-    EMBEDDERS,
-    config_of,
-    weights,
-    write_checkpoint,
-    write_safetensors,
-)
+from tests.hf_for_tests import EMBEDDED, EMBEDDERS, config_of, weights, write_checkpoint, write_safetensors
 from tests.native_for_tests import edit_manifest, tiny_native
 from tests.several_for_tests import Driven
 from tests.tokenizers_for_tests import byte_level_json

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Source, Step
 from edgespec.decoding.grammar import Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
@@ -18,11 +17,9 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.reading import Reader
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
-from tests.formats_for_tests import accepts, formats
-from tests.toy import Deaf, RandomDrafter, Silent, ToySession, decode, markov_logits
+from tests.formats_for_tests import NEW, PROMPT, accepts, formats, written
+from tests.toy import Deaf, RandomDrafter, Silent, ToySession, markov_logits
 
-PROMPT = (40, 41, 42)
-NEW = 60
 SPEED = JsonSchema(
     {
         "type": "object",
@@ -63,23 +60,7 @@ def write(
     """What a random target writes under a format: its answer, and the rounds."""
     constraint = grammars(kind).constraint(wanted)
     target = ToySession(markov(seed, tokenizer(kind).vocab_size), tokenizer(kind).vocab_size)
-    source, tokens, steps = source_of(constraint), [*PROMPT], list[Step]()
-    rounds = decode(
-        target,
-        source,
-        Verifier(params, [constraint]),
-        tokens,
-        max_new_tokens=NEW,
-        max_draft=6,
-        stop=ends(kind),
-    )
-    for step in rounds:
-        steps.append(step)
-        if constraint.ends(tokens):
-            break
-    source.close()
-    assert target.cache == tokens[:-1]
-    return tokens[len(PROMPT) :], steps
+    return written(target, source_of(constraint), constraint, params, ends(kind))
 
 
 def text_of(tokens: Sequence[int], kind: str = "byte") -> str:

@@ -9,17 +9,14 @@ import onnx
 import pytest
 
 import edgespec
-from edgespec import LoadOptions, engine
-from edgespec.loading import opening
+from edgespec import LoadOptions
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import BundleError
-from edgespec_runtimes import cost, graph_io
+from edgespec_runtimes import graph_io
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.graph_io import DynamicIO
 from edgespec_runtimes.kv_cache import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Rows
 from tests.foreign_for_tests import (
     GRAPH,
     KV_HEADS,
@@ -113,22 +110,6 @@ def test_a_pass_that_fails_is_an_error_of_the_bundle(tmp_path: Path) -> None:
     edit_graph(folder / GRAPH, narrower)
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot (run|load)"):
         opened(folder)
-
-
-@pytest.fixture
-def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which a target's pass takes a second and a drafter's 10 ms: drafts are always made."""
-    now = 0.0
-
-    class Timed(CpuSession):
-        def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
-            nonlocal now
-            now += 1.0 if self._options.exact_rows else 0.01
-            return super()._run(asked)
-
-    monkeypatch.setattr(opening, "CpuSession", Timed)
-    for module in (cost, engine):
-        monkeypatch.setattr(module, "perf_counter", lambda: now)
 
 
 WRITERS: tuple[Callable[[Path, int], Path], ...] = (

@@ -21,19 +21,8 @@ from edgespec_models.graphs.plan import LinearPart, LinearSpec
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
 from edgespec_runtimes.ort import ort
 from tests.native_for_tests import tiny_native
-from tests.toy import (
-    COLUMNS,
-    FLOAT,
-    GEMMA,
-    INT4,
-    INT8,
-    LLAMA,
-    QWEN,
-    TinyModel,
-    config_of_json,
-    random_blocks,
-    tiny_bundle,
-)
+from tests.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
+from tests.weights_for_tests import config_of_json, random_blocks
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -34,7 +34,8 @@ from tests.heads_for_tests import (
     export,
 )
 from tests.hf_for_tests import weights
-from tests.toy import LLAMA, config_of_json
+from tests.toy import LLAMA
+from tests.weights_for_tests import config_of_json
 
 IDS = [5, 17, 300, 17, 5, 260, 3, 3, 90, 41]
 READ = 6  # of these have features

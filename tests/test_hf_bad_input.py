@@ -28,7 +28,7 @@ from edgespec_models.errors import (
 from edgespec_models.files.facts import Facts
 from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import config_of_json
+from tests.weights_for_tests import config_of_json
 
 _YARN = tuple(CASES["ministral3"]["rope_parameters"])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

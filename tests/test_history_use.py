@@ -3,7 +3,6 @@
 import os
 import sqlite3
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +17,7 @@ from edgespec.history.use import HistoryUse, Writer
 from edgespec_models.errors import StorageError
 from tests import histories_for_tests
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
+from tests.toy import until
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on. " * 3
 RENAMES = pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be renamed")
@@ -156,9 +156,7 @@ class TestWriter:
     def test_it_writes_within_the_interval_by_itself(self, path: Path) -> None:
         writer = _writer(path, flush_s=0.02)
         _tell(writer, 1)
-        end = time.monotonic() + 20
-        while not stored(path).entries and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: stored(path).entries)
         assert len(stored(path).entries) == 1
         writer.close()
         writer.close()

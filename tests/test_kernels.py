@@ -14,15 +14,7 @@ from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.weight_format import FORMATS
 from tests.gguf_for_tests import F32
-from tests.kernels_for_tests import (
-    Linear,
-    everywhere,
-    graph,
-    random_blocks,
-    same_bits,
-    session,
-    sets,
-)
+from tests.kernels_for_tests import Linear, everywhere, graph, random_blocks, same_bits, session, sets
 from tests.test_blocks import HALVES
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -4,13 +4,12 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
-from time import monotonic, sleep
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,17 +24,10 @@ from edgespec_runtimes.cpu import CpuOptions, CpuSession, _LowPriority
 from tests.models_for_tests import Gated, slow_session, toy_model
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import ONE_THREAD
-from tests.toy import LLAMA
+from tests.toy import LLAMA, until
 
 PROMPT, NEW = "the quick brown fox", 24
 TOKENS = [(i * 31) % 400 for i in range(40)]
-
-
-def until(happened: Callable[[], object]) -> None:
-    end = monotonic() + 60
-    while not happened():
-        assert monotonic() < end, "it never happened"
-        sleep(0.001)
 
 
 def alone(prompt: str = PROMPT, new: int = NEW) -> Generation:

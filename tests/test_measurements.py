@@ -1,7 +1,7 @@
 """What is kept between loads: read back as written, never an error, whatever lies there."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -121,20 +121,13 @@ def test_a_place_that_cannot_be_written_is_told_once_and_no_error(
 
 def test_those_who_read_while_others_write_see_whole_files(own_measurements: Path) -> None:
     remember(HERE, FOUND)
-    wrong: list[object] = []
 
     def write(count: int) -> None:
         for index in range(1, 25):
             remember(HERE, Measurement(True, CostCurve({n: count + index * n for n in range(1, 40)})))
 
-    def read() -> None:
-        wrong.extend("missing" for _ in range(100) if recall(HERE) is None)
-
-    threads = [threading.Thread(target=write, args=(count,)) for count in (100, 200)]
-    threads += [threading.Thread(target=read)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(2) as pool:
+        written = pool.map(write, (100, 200))
+        assert all(recall(HERE) is not None for _ in range(100))
+        assert len([*written]) == 2
     assert len(list(own_measurements.iterdir())) == 1

@@ -10,9 +10,9 @@ from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.prompt_cache import BLOCK
 from tests.models_for_tests import toy_model
+from tests.prompts_for_tests import keyed
 from tests.templates_for_tests import HERMES, TOOLS
-from tests.test_prompt_cache import keyed
-from tests.test_thinking import QWEN3
+from tests.thoughts_for_tests import QWEN3
 from tests.toy import settle
 
 SYSTEM = {"role": "system", "content": "You answer in as few words as you can, and never in verse. " * 6}

@@ -18,7 +18,8 @@ from edgespec.history.manage import History
 from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
-from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, said, serving, until
+from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, said, serving
+from tests.toy import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HARD = 'naïve 😀 日本語 \u0000 \\ "quotes" \u2028'

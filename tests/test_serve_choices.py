@@ -15,8 +15,8 @@ from edgespec.loading.opening import LoadOptions
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
 from tests.models_for_tests import VOCAB, Gated, printable, toy_model
-from tests.serving_for_tests import ServedModel, ask, events, serving, until
-from tests.toy import ToySession, markov_logits
+from tests.serving_for_tests import ServedModel, ask, events, serving
+from tests.toy import ToySession, markov_logits, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = "a document of many words " * 4

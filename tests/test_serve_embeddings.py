@@ -19,7 +19,8 @@ from edgespec import LoadOptions, Model
 from edgespec.serve.options import ServeOptions
 from edgespec_models.schema import read
 from tests.native_for_tests import edit_manifest, tiny_native
-from tests.serving_for_tests import ask, serving, until
+from tests.serving_for_tests import ask, serving
+from tests.toy import until
 
 PATH = "/v1/embeddings"
 TEXTS = ["def add(a, b):", "the quick brown fox " * 20, "x"]

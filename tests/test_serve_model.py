@@ -17,8 +17,8 @@ from edgespec.loading.opening import LoadOptions
 from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
 from tests.models_for_tests import Gated, toy_model, toy_session
-from tests.serving_for_tests import ask, drafting_model, events, open_stream, said, serving, until
-from tests.toy import settle
+from tests.serving_for_tests import ask, drafting_model, events, open_stream, said, serving
+from tests.toy import settle, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NEW = 24

@@ -13,8 +13,9 @@ from edgespec.serve.responses import Kept
 from edgespec_models.errors import Busy, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving, until
+from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving
 from tests.templates_for_tests import HERMES
+from tests.toy import until
 
 PATH = "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from time import monotonic, sleep
+from time import sleep
 from weakref import ref
 
 import pytest
@@ -22,7 +22,7 @@ from edgespec.requests.worker import Answer
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
 from tests.models_for_tests import Gated, toy_model, toy_session
-from tests.toy import F32, ToySession, settle
+from tests.toy import F32, ToySession, settle, until
 
 NEW = 24
 PROMPTS = ("the quick brown fox", "jumps over", "a lazy dog, and so on")
@@ -32,13 +32,6 @@ def alone(prompt: str, new: int = NEW) -> Generation:
     """What a model of its own answers."""
     with toy_model() as model:
         return model.generate(prompt, max_new_tokens=new)
-
-
-def until(happened: Callable[[], bool]) -> None:
-    end = monotonic() + 60
-    while not happened():
-        assert monotonic() < end, "it never happened"
-        sleep(0.001)
 
 
 @contextmanager

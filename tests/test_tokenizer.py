@@ -1,6 +1,6 @@
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -286,16 +286,9 @@ def test_threads_do_not_mix_modes() -> None:
     tok = tokenizer("bytes")
     text = "the <|im_end|> dog " * 20
     expected = {special: tok.encode(text, special=special) for special in (False, True)}
-    wrong: list[bool] = []
 
-    def work(special: bool) -> None:
-        for _ in range(50):
-            if tok.encode(text, special=special) != expected[special]:
-                wrong.append(special)
+    def work(special: bool) -> bool:
+        return all(tok.encode(text, special=special) == expected[special] for _ in range(50))
 
-    threads = [threading.Thread(target=work, args=(bool(i % 2),)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, (False, True, False, True)))

@@ -2,10 +2,9 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 
 import numpy as np
 import pytest
@@ -20,13 +19,12 @@ from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.graph_io import DynamicIO
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
-from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle
+from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle, until
 
 PROMPT = "def add(a, b):"
 LONG = "the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on. " * 3
 OPTIONS = LoadOptions(threads=1, training_share=1.0)
 NEW = 40
-SOON = 30.0  # seconds that nothing here comes near
 Models = dict[str, Path]
 pytestmark = pytest.mark.usefixtures("cheap_drafts")
 
@@ -93,18 +91,11 @@ def _tuned(model: Model) -> dict[str, F32]:
     return {name: array for name, (array, _) in io._tuned.items()}
 
 
-def _until(done: Callable[[], bool]) -> None:
-    end, never = monotonic() + SOON, threading.Event()
-    while not done():
-        assert monotonic() < end
-        never.wait(0.002)
-
-
 def _learned(model: Model, texts: int) -> None:
     """Until the drafter has learned from so many texts, and gains wait to be taken."""
     trainer = _trainer(model)
-    _until(lambda: trainer._tuning is not None and trainer._tuning.texts >= texts)
-    _until(lambda: trainer._gains is not None)
+    until(lambda: trainer._tuning is not None and trainer._tuning.texts >= texts)
+    until(lambda: trainer._gains is not None)
 
 
 def _offered(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
@@ -250,7 +241,7 @@ def test_a_drafter_that_cannot_be_trained_is_told_and_used(
 ) -> None:
     with _load(models, tmp_path, "standard") as model:
         first = _answer(model)
-        _until(lambda: _trainer(model).problem is not None)
+        until(lambda: _trainer(model).problem is not None)
         again = _answer(model)
     assert first.stats.history_problem is None
     assert again.stats.history_problem is not None and "operators" in again.stats.history_problem

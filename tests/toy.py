@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, Literal
 
 import numpy as np
@@ -21,8 +21,6 @@ from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.stream import Stream
 from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer, Worker
-from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
-from edgespec_export.sources.blocks import Blocks
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -33,19 +31,18 @@ from edgespec_models.bundles.bundle import (
     FileRecord,
     Manifest,
 )
-from edgespec_models.bundles.config import AGAIN, ModelConfig
-from edgespec_models.bundles.layers import graph_name, rotary_tables
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.errors import BundleError, RequestError
-from edgespec_models.graphs.decoder import build_decoder, rotary_rows
-from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
-from edgespec_models.schema import read
+from edgespec_models.errors import RequestError
+from edgespec_models.graphs.decoder import build_decoder
+from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.kv_cache import SavedCache, shared_length
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
 from tests.tokenizers_for_tests import byte_level_json
+from tests.weights_for_tests import filled, tiny_plan
 
 F32 = npt.NDArray[np.float32]
 NextLogits = Callable[[Sequence[int]], F32]
@@ -277,6 +274,13 @@ def decode(
             yield step
 
 
+def until(happened: Callable[[], object]) -> None:
+    end = monotonic() + 60
+    while not happened():
+        assert monotonic() < end, "it never happened"
+        sleep(0.001)
+
+
 def settle() -> None:
     """Wait until no worker has anything to do."""
     for thread in threading.enumerate():
@@ -363,7 +367,7 @@ def tiny_bundle(
     plan = tiny_plan(config, form, precision=precision, head_tokens=head_tokens)
     plan = replace(plan, tunable=role == "drafter")
     model = build_decoder(config, plan)
-    weights = _fill(model, config, plan, np.random.default_rng(seed))
+    weights = filled(model, config, plan, np.random.default_rng(seed))
     facts = {
         "weights": "portable",
         "formats": {form.name: 1},
@@ -408,100 +412,3 @@ def write_bundle(
         **facts,
     )
     (folder / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
-
-
-def tiny_plan(
-    config: ModelConfig,
-    form: WeightFormat,
-    *,
-    precision: Precision = FULL,
-    head_tokens: tuple[int, ...] | None = None,
-) -> DecoderPlan:
-    """Every projection in ``form``; the embedding in 4 or 8 bits where ``form`` has as many."""
-
-    hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
-    head_rows = config.vocab_size if head_tokens is None else len(head_tokens)
-    linears = {"lm_head": LinearSpec(hidden, (LinearPart(("lm_head",), head_rows, form),))}
-    for i in range(config.num_layers):
-        biases = ("q_bias", "k_bias", "v_bias") if config.architecture == "qwen2" else ()
-        qk = LinearPart(("q", "k"), query + kv, form, biases[:2])
-        v = LinearPart(("v",), kv, FLOAT if form.bits == 8 else form, biases[2:])
-        both = LinearPart(("gate", "up"), 2 * config.intermediate_size, form)
-        apart = LinearPart(("q",), query, form), LinearPart(("k",), kv, form), v
-        stacked = {part.sources[0]: (part,) for part in apart} if config.wide_qk_norm else {"qkv": (qk, v)}
-        linears |= {f"layers.{i}.{name}": LinearSpec(hidden, parts) for name, parts in stacked.items()}
-        linears[f"layers.{i}.o"] = LinearSpec(query, (LinearPart(("o",), hidden, form),))
-        linears[f"layers.{i}.gate_up"] = LinearSpec(hidden, (both,))
-        down = (LinearPart(("down",), hidden, form),)
-        linears[f"layers.{i}.down"] = LinearSpec(config.intermediate_size, down)
-    embedding = EmbeddingSpec(WeightFormat(form.bits, 32), offsets=form.bits == 4)
-    return DecoderPlan(embedding, linears, head_tokens=head_tokens, precision=precision)
-
-
-def config_of_json(value: object) -> ModelConfig:
-    """As a manifest has it."""
-    return read(ModelConfig, value, "the architecture", BundleError, AGAIN)
-
-
-def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: WeightFormat) -> Blocks | F32:
-    """A random matrix as a checkpoint would hold it, such that ``form`` has a remainder where it can."""
-    rows, columns = shape
-    if form.bits == 32:
-        return rng.normal(0.0, columns**-0.5, shape).astype(np.float32)
-    scales = rng.uniform(0.5, 1.5, (rows, columns // form.block)).astype(np.float32) * columns**-0.5
-    if form.bits == 8:
-        codes = rng.integers(0, 256, shape, np.uint8)
-        return Blocks(codes, 128, (scales / 64).astype(np.float32), None, 8, form.block)
-    codes = rng.integers(0, 16, shape, np.uint8)
-    scales = (scales / 4).astype(np.float32)
-    if not form.minimums:
-        return Blocks(codes, 8, scales, None, 4, form.block)
-    minimums = (scales * rng.uniform(5.0, 10.0, scales.shape)).astype(np.float32)
-    return Blocks(codes, 0, scales, minimums, 4, form.block)
-
-
-def _fill(
-    model: ir.Model, config: ModelConfig, plan: DecoderPlan, rng: np.random.Generator
-) -> dict[str, F32]:
-    """Give every parameter random data; returns what it stands for."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    weights: dict[str, F32] = {}
-    for name, spec in plan.linears.items():
-        prefix = graph_name(name)
-        decoded = []
-        for index, part in enumerate(spec.parts):
-            source = random_blocks(rng, (part.out_features, spec.in_features), part.format)
-            encoded = encode_linear(source, part.format)
-            arrays |= {f"{prefix}.parts.{index}.{key}": value for key, value in encoded.items()}
-            decoded.append(decode_linear(encoded, part.format, spec.in_features))
-        weights[name] = np.concatenate(decoded)
-    form = WeightFormat(plan.embedding.format.bits, 32, minimums=plan.embedding.offsets)
-    table = random_blocks(rng, (config.vocab_size, config.hidden_size), form)
-    weights["embed"] = table.values() if isinstance(table, Blocks) else table
-    arrays |= {f"embedding.{k}": v for k, v in encode_embedding(table, plan.embedding).items()}
-    fill_others(model, config, rng, arrays, weights, positions=rotary_rows(config))
-    return weights
-
-
-def fill_others(
-    model: ir.Model,
-    config: ModelConfig,
-    rng: np.random.Generator,
-    arrays: dict[str, npt.NDArray[Any]],
-    weights: dict[str, F32],
-    *,
-    positions: int,
-) -> None:
-    """Give parameters their ``arrays``, and random ones to norms and biases, which join ``weights``."""
-    arrays |= rotary_tables(config, positions)
-    for name, value in model.graph.initializers.items():
-        if value.const_value is not None:
-            continue
-        assert value.shape is not None
-        if name not in arrays:  # norms and biases
-            shape = [int(str(dim)) for dim in value.shape]
-            arrays[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
-            weights[name] = arrays[name]
-        assert list(arrays[name].shape) == [int(str(dim)) for dim in value.shape], name
-        assert value.dtype is not None
-        value.const_value = ir.tensor(np.ascontiguousarray(arrays[name], value.dtype.numpy()), name=name)

@@ -10,22 +10,10 @@ from typing import Any
 import numpy as np
 
 from edgespec_export.align.alignment import open_aligned
-from edgespec_export.bundle_files import (
-    describe,
-    finish,
-    parameters_by_class,
-    write_json,
-    write_texts,
-)
+from edgespec_export.bundle_files import describe, finish, parameters_by_class, write_json, write_texts
 from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.graphs.kv_cache import calibration_tokens, quantize_cache
-from edgespec_export.graphs.parity import (
-    Golden,
-    check_parity,
-    find_golden,
-    measure_losses,
-    session_logits,
-)
+from edgespec_export.graphs.parity import Golden, check_parity, find_golden, measure_losses, session_logits
 from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_export.graphs.ranges import ActivationRanges, measure_ranges, precision_for
 from edgespec_export.graphs.trim import Tokens, plan_trim

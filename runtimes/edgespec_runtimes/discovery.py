@@ -23,16 +23,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, Form
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
-from edgespec_runtimes.devices import (
-    AUTO,
-    CPU,
-    KINDS,
-    PROCESSOR,
-    Device,
-    DeviceKind,
-    Hardware,
-    Placement,
-)
+from edgespec_runtimes.devices import AUTO, CPU, KINDS, PROCESSOR, Device, DeviceKind, Hardware, Placement
 from edgespec_runtimes.ort import ort
 
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"

@@ -15,14 +15,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import (
-    CHANGING,
-    INPUTS,
-    ROWS,
-    CacheTensor,
-    Part,
-    Pass,
-)
+from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Part, Pass
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory, Move, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort

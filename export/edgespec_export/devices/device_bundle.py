@@ -11,13 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edgespec_export.bundle_files import (
-    describe,
-    finish,
-    parameters_by_class,
-    write_json,
-    write_texts,
-)
+from edgespec_export.bundle_files import describe, finish, parameters_by_class, write_json, write_texts
 from edgespec_export.devices.static_export import ROWS, export_static, format_name, planned
 from edgespec_export.graphs.calibration import calibration_tokens
 from edgespec_export.graphs.parity import find_golden

@@ -12,15 +12,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import cast
 
-from edgespec_models.bundles.bundle import (
-    GENAI,
-    GRAPH,
-    HF_CONFIG,
-    TOKENIZER,
-    Bundle,
-    CacheType,
-    Manifest,
-)
+from edgespec_models.bundles.bundle import GENAI, GRAPH, HF_CONFIG, TOKENIZER, Bundle, CacheType, Manifest
 from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.files.facts import Facts

@@ -1,0 +1,217 @@
+"""Prompts on disk in a model: what is written, when, and what never is."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec import LoadOptions
+from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
+from tests.models_for_tests import toy_model
+from tests.native_for_tests import tiny_native
+from tests.prompts_for_tests import LONG, SIZE, Showing, disk_full, keyed, request, sizes, text
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import LLAMA, settle, until
+
+
+def test_a_new_process_finds_prompt_and_answer(own_prompts: Path) -> None:
+    with toy_model(keyed(), keyed(1)) as model:
+        answer = model.generate(LONG, max_new_tokens=100)
+        settle()
+        whole = answer.stats.prompt_tokens + 99
+        assert answer.stats.cached_tokens == 0
+    target = keyed()
+    with toy_model(target, keyed(1)) as model:
+        again = model.generate(LONG, max_new_tokens=100)
+        assert again.tokens == answer.tokens
+        assert again.stats.cached_tokens == answer.stats.prompt_tokens // BLOCK * BLOCK
+        assert sum(target.passes) < BLOCK + 200
+        assert again.stats.by_source["model"].drafted > 0
+        longer = LONG + answer.text
+        grown = toy_model(keyed()).generate(longer, max_new_tokens=1)
+        assert grown.stats.cached_tokens >= whole // BLOCK * BLOCK - BLOCK
+    names = {each.path.parent.name for each in stored(own_prompts)}
+    assert names == {target.prompt_key}  # a drafter reads little
+
+
+def test_what_is_written_is_there_behind_the_answer_and_at_the_end(own_prompts: Path) -> None:
+    with toy_model(keyed()) as model:
+        model.generate(LONG, max_new_tokens=1)
+        settle()
+        before = sizes(own_prompts)
+        assert before > 0
+        with model._worker.paused():
+            model._session.prefill([*range(200)])
+            model._runner._caches._due.append((model._session, None))
+    assert sizes(own_prompts) == before + 6 * SIZE
+
+
+def test_off_means_that_nothing_is_read_and_written(own_prompts: Path) -> None:
+    with toy_model(keyed(), options=LoadOptions(prompt_cache_bytes=0)) as model:
+        model.generate(LONG, max_new_tokens=1)
+    with toy_model(keyed(), keyed(1)) as model:
+        model.generate(LONG, max_new_tokens=1, prompt_cache=False)
+    with toy_model() as model:  # whose session promises no bits
+        model.generate(LONG, max_new_tokens=1)
+    assert not own_prompts.exists()
+    with toy_model(keyed()) as model:
+        model.generate(LONG, max_new_tokens=1)
+    with toy_model(keyed()) as model:
+        assert model.generate(LONG, max_new_tokens=1, prompt_cache=False).stats.cached_tokens == 0
+    with toy_model(keyed(), options=LoadOptions(prompt_cache_bytes=0)) as model:
+        assert model.generate(LONG, max_new_tokens=1).stats.cached_tokens == 0
+        model.forget()
+    assert sizes(own_prompts) > 0
+
+
+def test_a_text_that_was_put_aside_in_a_hurry_is_written_later(own_prompts: Path) -> None:
+    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
+    for number in (0, 3):
+        store.fetch(session, text(number, 200))
+        session.prefill(text(number, 200))
+    store.fetch(session, text(5, 200), on_disk=False)
+    session.prefill(text(5, 200))
+    store.write_behind()
+    for number, found in ((0, 192), (3, 192), (5, 0)):
+        assert request(own_prompts, text(number, 200)) == found
+
+
+def test_a_text_that_may_not_be_written_never_is(own_prompts: Path) -> None:
+    """Not when it is put aside, nor when another text takes up its beginning."""
+    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
+    private, other = text(5, 200), text(0, 200)
+    for tokens, on_disk in ((private, False), (other, True), ([*private[:100], *range(100)], True)):
+        store.fetch(session, tokens, on_disk=on_disk)
+        session.prefill(tokens)
+    assert session.read == 600 - 100
+    store.write_behind()
+    assert request(own_prompts, other) == 192
+    assert request(own_prompts, private) == 96  # which the last text says itself
+
+
+def test_a_text_is_written_although_another_took_up_its_beginning(own_prompts: Path) -> None:
+    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
+    first = text(0, 200)
+    for tokens in (first, text(3, 200), [*first[:100], *range(100)]):
+        store.fetch(session, tokens)
+        session.prefill(tokens)
+    store.write_behind()
+    assert request(own_prompts, first) == 192
+
+
+def test_what_a_session_held_before_is_not_written_for_a_text_it_never_read(own_prompts: Path) -> None:
+    """As a drafter whose prompt does not pay leaves its KV cache as it was."""
+    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
+    private = text(5, 200)
+    store.fetch(session, private, on_disk=False)
+    session.prefill(private)
+    store.fetch(session, text(0, 200))
+    store.write_behind()
+    assert request(own_prompts, private) == 0
+
+
+def test_forgotten_is_forgotten_on_disk_too(own_prompts: Path) -> None:
+    request(own_prompts, text(0, 200))  # another model's
+    with toy_model(keyed(), keyed(1)) as model:
+        model.generate(LONG, max_new_tokens=100)
+        model.forget(on_disk=False)
+        kept = sizes(own_prompts)
+        assert kept > 6 * SIZE
+        assert model.generate(LONG, max_new_tokens=1).stats.cached_tokens > 0
+        model.forget()
+        assert model.generate(LONG, max_new_tokens=1, prompt_cache=False).stats.cached_tokens == 0
+    assert sizes(own_prompts) == 6 * SIZE
+
+
+def test_what_training_changed_is_not_kept(own_prompts: Path) -> None:
+    drafter = keyed(1)
+    drafter.tunable = frozenset(("gain",))
+    with toy_model(keyed(), drafter) as model:
+        assert model._side is not None
+        model._side.trainer = Untaught()  # type: ignore[assignment]
+        model.generate(LONG, max_new_tokens=1)
+        drafter.prefill([*range(200)])
+    assert drafter.prompt_key not in {each.path.parent.name for each in stored(own_prompts)}
+
+
+class Untaught:
+    def take(self) -> None:
+        return None
+
+    pause = resume = take
+
+    def offer(self, lesson: object) -> None:
+        pass
+
+
+def test_writing_is_behind_answers_and_makes_way_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes, hold = list[bool](), threading.Event()
+
+    def write(self: PromptCache, key: str, text: Any, stop: Callable[[], bool]) -> bool:
+        hold.wait(60)
+        writes.append(stop())
+        return not writes[-1]
+
+    monkeypatch.setattr(PromptCache, "write", write)
+    with toy_model(keyed(), options=LoadOptions(max_waiting=0)) as model:
+        model.generate(LONG, max_new_tokens=1)  # answered, though writing waits
+        stream = model.stream("Hello", max_new_tokens=1)
+        model._worker.submit(stream._answer)  # and the model is not busy
+        hold.set()
+        assert stream.run().stats.new_tokens == 1
+        until(lambda: len(writes) > 1)
+        model.generate("Hello", max_new_tokens=1)
+    assert writes[0] and not writes[-1]
+
+
+def test_a_program_that_just_ends_has_written_what_it_read(own_home: Path, tmp_path: Path) -> None:
+    target = tiny_native(tmp_path / "m", LLAMA, "Q4_0", tokenizer_json=byte_level_json()).path
+    code = f"""if True:
+        import edgespec
+        model = edgespec.load({str(target)!r}, None, options=edgespec.LoadOptions(threads=1))
+        print(model.generate({LONG[:400]!r}, max_new_tokens=2).stats.cached_tokens)"""
+    said = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
+    assert int(said[0]) == 0 and int(said[1]) > 200
+    assert list(stored(own_home / "prompt-cache"))
+
+
+def _asked(**options: Any) -> Any:
+    with toy_model(keyed(), **options) as model:
+        for _ in range(3):
+            stats = model.generate(LONG, max_new_tokens=3).stats
+            settle()
+            model._session.truncate(0)
+    return stats
+
+
+@pytest.mark.parametrize("fault", ["full", "a file", "in a file", "not ours"])
+def test_where_nothing_can_be_written_it_is_said_once(
+    fault: str, own_prompts: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "full":
+        monkeypatch.setattr(os, "fdopen", disk_full)
+    elif fault == "not ours":
+        monkeypatch.setattr(Path, "chmod", disk_full)
+    else:
+        place = own_prompts / "deeper"
+        (own_prompts if fault == "a file" else place).parent.mkdir(exist_ok=True, parents=True)
+        (own_prompts if fault == "a file" else place).write_text("x")
+        if fault == "in a file":
+            monkeypatch.setattr("edgespec.requests.runner.prompts_dir", lambda: place / "deeper")
+    stats = _asked()
+    assert stats.cached_tokens == 0
+    assert stats.prompt_cache_problem.startswith("prompts are not kept on disk: ")
+    assert len(caplog.records) == 1 and "cannot be written" in caplog.text
+    monkeypatch.undo()
+
+
+@pytest.fixture(autouse=True)
+def _settled() -> Iterator[None]:
+    yield
+    settle()

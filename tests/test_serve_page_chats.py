@@ -1,0 +1,165 @@
+"""Chats on the server's page: kept, edited, with files and thoughts."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.pages_for_tests import ask
+from tests.serving_for_tests import ServedModel, serving
+from tests.thoughts_for_tests import QWEN3, scripted
+from tests.toy import until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+def test_chats_are_kept_in_the_browser_until_they_are_deleted(
+    page: "Page", url: str, model: ServedModel
+) -> None:
+    page.goto(url)
+    marks = ask(page, "one").locator("[data-source]").count()
+    page.get_by_role("button", name="New chat").click()
+    ask(page, "two")
+    page.reload()
+    page.locator(".turn.user").get_by_text("two").wait_for()
+    chats = page.get_by_role("navigation", name="Chats").get_by_role("listitem")
+    page.locator("#chats summary").click()
+    chats.nth(1).wait_for()
+    assert [row.inner_text().split("\n")[0] for row in chats.all()] == ["two", "one"]
+    page.get_by_role("button", name="one", exact=True).click()
+    answer = page.locator(".turn.assistant")
+    assert answer.locator(".said").inner_text() == "re: one" and marks > 0
+    assert answer.locator("[data-source]").count() == marks
+    assert "tokens/s" in answer.locator(".cost").inner_text()
+    ask(page, "more")
+    said = [(message["role"], message["content"]) for message in model.calls[-1][0]]
+    assert said == [("user", "one"), ("assistant", "re: one"), ("user", "more")]
+    page.locator("#chats summary").click()
+    page.get_by_role("button", name="Delete “two”").click()
+    chats.nth(1).wait_for(state="detached")
+    page.get_by_role("button", name="Delete all chats").click()
+    page.keyboard.press("Enter")  # the safe answer has the focus
+    assert chats.count() == 1
+    page.get_by_role("button", name="Delete all chats").click()
+    page.get_by_role("button", name="Delete all", exact=True).click()
+    page.locator("#hint").wait_for()
+    assert page.evaluate("() => localStorage.length") == 0
+
+
+def test_what_is_no_chat_in_the_browser_is_left_out(page: "Page", url: str) -> None:
+    """Other servers at this address may have left it."""
+    asked = {"role": "user", "text": "whole", "files": []}
+    kept = {"a": [None], "b": [{**asked, "text": 5}], "c": [{"role": "user", "text": "a"}], "d": "text"}
+    kept |= {
+        "e": [{**asked, "files": [None]}],
+        "f": [asked, {"role": "assistant", "text": "b"}],
+        "g": [asked],
+    }
+    page.goto(url)
+    for name, messages in kept.items():
+        chat = json.dumps({"id": "another", "changed": 1, "messages": messages})
+        page.evaluate("([name, chat]) => localStorage.setItem(`edgespec-chat-${name}`, chat)", [name, chat])
+    page.evaluate("sessionStorage.setItem('edgespec-chat', 'a')")
+    page.reload()
+    page.click("#chats summary")
+    page.locator("#kept li").first.wait_for()
+    assert page.locator("#kept li").count() == 1
+    page.click("#kept >> text=whole")
+    assert page.inner_text(".user .said") == "whole"
+    page.click("#chats summary")
+    page.click("#kept >> text=Delete")
+    page.locator("#kept li").first.wait_for(state="detached")
+
+
+def test_a_chat_that_the_browser_has_no_room_for_goes_on_and_says_so(
+    page: "Page", url: str, model: ServedModel
+) -> None:
+    fill = "n => { try { localStorage.setItem(`full${n}`, 'x'.repeat(n)) } catch {} }"
+    page.goto(url)
+    page.evaluate(f"() => {{ for (let n = 2 ** 23; n > 8; n >>= 1) ({fill})(n) }}")
+    ask(page, "one")
+    page.get_by_role("status").get_by_text("no room for this chat").wait_for()
+    ask(page, "two")
+    assert len(model.calls[-1][0]) == 3
+
+
+def test_an_edited_message_cuts_off_what_follows_and_is_answered_anew(
+    page: "Page", url: str, model: ServedModel
+) -> None:
+    page.goto(url)
+    for text in ("one", "two", "three"):
+        ask(page, text)
+    edit = page.get_by_role("button", name="Edit")
+    edit.nth(1).click()
+    assert page.locator("#question").input_value() == "two"
+    page.get_by_role("status").get_by_text("cuts off what follows").wait_for()
+    page.keyboard.press("Escape")
+    assert page.locator("#question").input_value() == "" and edit.count() == 3
+    edit.nth(1).focus()
+    page.keyboard.press("Enter")
+    page.locator("#question").fill("changed")
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant").get_by_text("re: changed").wait_for()
+    until(lambda: page.locator("#send").is_visible())
+    asked = ["one", "re: one", "changed"]
+    assert [message["content"] for message in model.calls[-1][0]] == asked
+    assert page.locator(".turn .said").all_inner_texts() == [*asked, "re: changed"]
+    page.reload()
+    page.locator(".turn").nth(3).wait_for()
+    assert page.locator(".turn .said").all_inner_texts() == [*asked, "re: changed"]
+
+
+def test_texts_are_attached_with_their_tokens(
+    page: "Page", url: str, model: ServedModel, tmp_path: Path
+) -> None:
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    (tmp_path / "a.md").write_bytes("```\nü\n```".encode())
+    (tmp_path / "b.txt").write_bytes(b"gone")
+    page.locator("#files").set_input_files([tmp_path / "a.md", tmp_path / "b.txt"])
+    attached = page.get_by_role("list", name="Attached files").get_by_role("listitem")
+    wanted = "a.md:\n````\n```\nü\n```\n````"
+    attached.get_by_text(f"a.md, {len(wanted)} tokens").wait_for()
+    page.get_by_role("button", name="Remove b.txt").click()
+    _drop(page, "new File(['x'], 'c.txt')")
+    attached.get_by_text("c.txt, ").wait_for()
+    assert attached.count() == 2
+    wanted += "\n\nc.txt:\n```\nx\n```\n\nWhat is it?"
+    ask(page, "What is it?")
+    assert model.calls[-1][0][-1]["content"] == wanted
+    assert attached.count() == 0
+    assert "a.md, " in page.locator(".turn.user .cost").inner_text()
+
+
+def test_files_that_cannot_be_read_are_refused(page: "Page", url: str) -> None:
+    page.goto(url)
+    page.locator("#model").get_by_text("served").wait_for()
+    for data, told in (
+        ("new Uint8Array([255, 254])", "is no text in UTF-8"),
+        ("'a\\0b'", "is no text in UTF-8"),
+        ("'x'.repeat(700)", "has 714 tokens, and the model can read 640 more here"),
+        ("new Uint8Array(3 * 2 ** 20 + 1)", "is too large: 3 MiB is the most"),
+    ):
+        _drop(page, f"new File([{data}], 'file')")
+        page.get_by_role("status").get_by_text(f"file {told}").wait_for()
+        page.locator("#status").evaluate("node => node.textContent = ''")
+    assert page.locator("#attached li").count() == 0
+
+
+def _drop(page: "Page", file: str) -> None:
+    carried = f"() => {{ const data = new DataTransfer(); data.items.add({file}); return data }}"
+    page.dispatch_event("#log", "drop", {"dataTransfer": page.evaluate_handle(carried)})
+
+
+def test_thoughts_are_folded_also_in_chats_that_are_kept(page: "Page") -> None:
+    with scripted(QWEN3) as model, serving(model) as url:
+        page.goto(url)
+        for _ in range(2):
+            said = page.locator(".turn.assistant .said")
+            if said.count() == 0:
+                ask(page, "hello")
+            assert "Thoughts" in said.inner_text() and not said.locator("details p").is_visible()
+            said.locator("summary").click()
+            assert said.locator("details p").inner_text().strip() == "One and two. One and two."
+            page.reload()
+            page.locator(".turn.assistant").wait_for()
