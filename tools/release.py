@@ -95,7 +95,7 @@ def committed(root: Path, folder: Path) -> Path:
 
 
 def build(source: Path, out: Path, targets: Sequence[str]) -> None:
-    """Wheels and sdist; times in archives are the commit's."""
+    """Wheels and sdist; times in wheels are the commit's, so that they can be made again byte for byte."""
     moment = run("git", "log", "-1", "--format=%ct").strip()
     chosen = ("--target", *targets) if targets else ()
     wheels = (sys.executable, "-m", "tools.wheels", "--out", str(out), *chosen)
