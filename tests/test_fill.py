@@ -236,6 +236,7 @@ def ending(tokenizer: Tokenizer, writes: str, start: int) -> NextLogits:
         ('f("', '")\n', 'a(")\n', "a("),
         ('  """', '"""\n', 'Says it."""\n', "Says it."),
         ("{\n  if (a) {", "}\n}\n", "b; }\n", "b; "),
+        ('p = "C:\\\\', '"\n', 'dir\\\\"\n', "dir\\\\"),
         # which have partners
         ("f(", ")\nx\n", "g(1)\nmore\n", "g(1)"),
         ("f(g(", ")\n", "1)\n", "1)"),

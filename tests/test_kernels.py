@@ -118,6 +118,18 @@ def test_matrices_of_many_pieces(threads: int) -> None:
             linear.expected(x).check(y)
 
 
+@pytest.mark.parametrize("threads", [2, 40])
+def test_more_threads_than_pieces(threads: int) -> None:
+    """Some begin nowhere; the gate's other half begins where the first one's does."""
+    rng = np.random.default_rng(threads)
+    x = activations(rng, 1, 256)
+    for columns, parts in ((16, 1), (40, 3)):
+        blocks = tuple(("Q4_0", random_blocks(rng, "Q4_0", columns, 256)) for _ in range(2 * parts))
+        linear = Linear(parts=blocks, inputs=256, gate="silu")
+        (y,) = session(linear.graph(x), threads).run(None, linear.feeds(x))
+        linear.expected(x).check(y)
+
+
 @by_format
 def test_no_rows(name: str) -> None:
     linear = Linear(parts=((name, random_blocks(np.random.default_rng(0), name, 5, 256)),), inputs=256)

@@ -17,7 +17,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs import calibration, trim
 from edgespec_export.graphs.calibration import read_texts, shipped_texts, written_by
 from edgespec_export.graphs.parity import Golden, check_parity
-from edgespec_export.graphs.trim import Ranking, weigh
+from edgespec_export.graphs.trim import Ranking, TrimChoice, weigh
 from edgespec_export.options import TrimSize
 from edgespec_models.bundles.bundle import HEAD_TOKENS, Bundle
 from edgespec_models.bundles.config import ModelConfig
@@ -112,6 +112,17 @@ def test_what_a_choice_promises_is_the_expected_rate() -> None:
     assert (some.acceptance, whole.acceptance) == (0.5, 0.6)
     dear, _ = weigh(ranking, {300: 0.5, ranking.whole: 0.6}, float, target)  # nothing is drafted
     assert dear.relative_tokens_per_second == 1.0
+
+
+@pytest.mark.parametrize(
+    ("promises", "kept"),
+    [((1.0365, 1.0314, 1.02, 1.0), 1), ((1.012, 1.009, 1.0, 1.0), 1), ((1.009, 1.005, 0.9, 1.0), 3)],
+)
+def test_of_promises_that_are_nearly_the_best_the_most_rows_are_kept(
+    promises: tuple[float, ...], kept: int
+) -> None:
+    choices = [TrimChoice(rows, 1.0, 0.5, 1.0, each) for rows, each in enumerate(promises)]
+    assert trim._best(choices).rows == kept
 
 
 def _drafter(

@@ -140,7 +140,7 @@ class Decoding:
         """Draft for this round, if it is one in which that may be."""
         self.draft, self._drafter_s = NO_DRAFT, 0.0
         limit = min(self._max_draft, self._end - len(self.tokens) - 1)
-        if limit > 0 and self.unread <= _FEW:
+        if limit > 0 and self.unread <= _FEW and not self._scores:
             draft, self._drafter_s = yield from timed(self._drafting(limit), self._clock)
             # Nothing is committed behind the end.
             self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
@@ -150,14 +150,19 @@ class Decoding:
             return (yield from self._policy.proposing(self.tokens, limit))
         return self._policy.propose(self.tokens, limit)
 
+    @property
+    def _scores(self) -> bool:
+        """Whether this round is to say how probable tokens of the prompt are."""
+        return self._prompt_logprobs is not None and self.unread > 0
+
     def rows(self, most: int) -> Rows:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
-        scored = self._prompt_logprobs is not None and self.unread > 0
+        scored = self._scores
         piece = self.tokens[self._target.length :][: min(most, _SCORED) if scored else most]
-        drafted = len(piece) > self.unread and not scored
+        begins = len(piece) > self.unread
         if self.unread:
-            self.draft = self.draft.head(most - len(piece) if drafted else 0)
-        if drafted:
+            self.draft = self.draft.head(most - len(piece) if begins else 0)
+        if begins and not scored:
             return Rows(self._target, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
         return Rows(self._target, piece, len(piece) if scored else 0)
 

@@ -81,7 +81,9 @@ class FillReader:
 def _alone(text: str) -> int:
     """How many brackets and quotes have no partner; those of quotes are on the same line."""
     begun, quote, alone = list[str](), "", 0
-    for mark in re.findall(r"(?<!\\)[()\[\]{}\"'`]|\n", text):
+    for mark in re.findall(r"\\.|[()\[\]{}\"'`]|\n", text):
+        if mark[0] == "\\":
+            continue
         if mark == "\n":
             alone, quote = alone + bool(quote), ""
         elif quote or mark in "\"'`":

@@ -24,6 +24,7 @@ from edgespec_models.schema import length, lone_surrogate, read, within
 T = TypeVar("T")
 _EFFORTS = {"none": False, "minimal": 256, "low": 1024, "medium": 4096}  # others have no limit
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # of characters, perhaps of whole ones
+_LARGE = 64 << 10  # bytes of a body; smaller ones are read at once, whatever waits for threads
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
 
 
@@ -231,7 +232,7 @@ class ForgetBody:
 
 
 async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
-    """What a request carries, of the form ``cls``; parsed in a thread, for a large one takes seconds.
+    """What a request carries, of the form ``cls``; a large one is parsed in a thread, which takes seconds.
 
     Raises:
         Problem: it is too long (413), too slow (408), not said to be JSON (415), or not a JSON object (400).
@@ -248,6 +249,8 @@ async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
         raise Problem(
             408, f"the request did not arrive within {options.body_timeout_s:g} s", headers=_CLOSE
         ) from None
+    if len(data) < _LARGE:
+        return parse(cls, _json(data))
     return await asyncio.to_thread(lambda: parse(cls, _json(data)))
 
 

@@ -181,19 +181,18 @@ class Pass {
 
   // run(i) for i below `count`, on the session's threads, on any of which memory may run out.
   template <class Run>
-  void spread(int64_t count, const Run& run) const {
+  void spread(int64_t count, const Run& run, const Weights* weights = nullptr) const {
     std::atomic<bool> failed = false;
-    crew_.spread(count, [&](int64_t i) {
+    const auto guarded = [&](int64_t i) {
       try {
         run(i);
       } catch (...) {
         failed = true;
       }
-    });
+    };
+    crew_.spread(count, guarded, weights);
     if (failed) throw std::bad_alloc();
   }
-
-  void expect(const Weights* next) const { crew_.expect(next); }
 
  private:
   const Api& api_;

@@ -95,19 +95,19 @@ class Crew {
 
   // Weights that are read behind those of which this was said before.
   const Weights* follow(Weights weights) {
+    const std::lock_guard pass(pass_);
     Weights* before = order_.empty() ? nullptr : &order_.back();
     order_.push_back(std::move(weights));
     if (before != nullptr) before->next = &order_.back();
     return &order_.back();
   }
 
-  // From now on threads that wait in a pass ask memory for the beginnings of `next`; it may be null.
-  void expect(const Weights* next) { next_ = next; }
-
   // run(i) for every i below `count`, once each; it throws nothing. Passes that come at once do without helpers.
+  // Where it reads `weights`, threads that wait from now on ask memory for what comes behind them.
   template <class Run>
-  void spread(int64_t count, const Run& run) {
+  void spread(int64_t count, const Run& run, const Weights* weights) {
     const std::unique_lock pass(pass_, std::try_to_lock);
+    if (pass.owns_lock() && weights != nullptr) next_ = weights->next;
     if (count < 2 || !pass.owns_lock() || shares_.size() == 1) {
       for (int64_t i = 0; i < count; i++) run(i);
       return;

@@ -51,7 +51,9 @@ class Linear {
     chunks_ = std::clamp<int64_t>(bytes / kChunkBytes, 1, std::min<int64_t>(kChunks, tiles_));
     const std::shared_ptr<Crew> crew = host.crew();
     Weights weights;
-    for (int64_t t = 0; t < crew->threads(); t++) weights.starts.push_back(start(crew->first(chunks_, t)));
+    weights.starts.resize(static_cast<size_t>(crew->threads()));
+    for (int64_t t = 0; t < std::min(crew->threads(), chunks_); t++)
+      weights.starts[static_cast<size_t>(t)] = start(crew->first(chunks_, t));
     weights_ = crew->follow(std::move(weights));
   }
 
@@ -79,10 +81,10 @@ class Linear {
     p.activations = activations.get();
     p.factors = factors.get();
     round(pass, x.floats(), gain, rows, activations.get(), factors.get());
-    pass.expect(weights_->next);
-    pass.spread(chunks_, [&](int64_t i) {
+    const auto piece = [&](int64_t i) {
       kernels_.project(p, tiles_ * i / chunks_, tiles_ * (i + 1) / chunks_);
-    });
+    };
+    pass.spread(chunks_, piece, weights_);
     if (post_gain != nullptr) add_normalized(pass, p, post_gain, residual);
   }
 
