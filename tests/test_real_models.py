@@ -44,7 +44,8 @@ def test_an_export_computes_what_its_source_computes(name: str) -> None:
     stored = bundle.report()["parity"]
     assert stored["top1_agreement"] >= MIN_TOP1
     assert stored["kl"] <= MAX_KL
-    assert bundle.report()["row_exact"]
+    # Columns for tokens of the prompt, which a trimmed head has besides, are ONNX Runtime's own product.
+    assert bundle.report()["row_exact"] == (bundle.head_tokens is None)
     golden = find_golden(entry.sha256)
     assert golden is not None
     session = CpuSession(bundle)

@@ -113,7 +113,8 @@ def test_nobody_waits_while_a_body_is_parsed(url: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("edgespec.serve.bodies.read", slow)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, url, PATH, {"model": "embeds", "input": [[1, 2]]})
+        large = {"model": "embeds", "input": [[1, 2]], "user": "x" * 100_000}
+        asked = pool.submit(ask, url, PATH, large)
         assert ask(url, "/health").status == 200
         assert not asked.done()
         answered.set()
