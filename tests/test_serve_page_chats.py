@@ -10,7 +10,7 @@ from tests.thoughts_for_tests import QWEN3, scripted
 from tests.toy import until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 
 def test_chats_are_kept_in_the_browser_until_they_are_deleted(
@@ -44,6 +44,17 @@ def test_chats_are_kept_in_the_browser_until_they_are_deleted(
     page.get_by_role("button", name="Delete all", exact=True).click()
     page.locator("#hint").wait_for()
     assert page.evaluate("() => localStorage.length") == 0
+
+
+def test_a_panel_that_was_opened_while_the_models_were_asked_for_stays_open(page: "Page", url: str) -> None:
+    held: list["Route"] = []
+    page.route("**/v1/models", lambda route: held.append(route))
+    with page.expect_request("**/v1/models"):
+        page.goto(url)
+    page.click("#chats summary")
+    held[0].continue_()
+    page.locator("#model").get_by_text("draft").wait_for()
+    page.get_by_role("navigation", name="Chats").wait_for()
 
 
 def test_what_is_no_chat_in_the_browser_is_left_out(page: "Page", url: str) -> None:

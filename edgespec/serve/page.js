@@ -197,6 +197,12 @@ async function count(files) {
 // ---- the chats that are kept -------------------------------------------------------------------------------
 
 function open(chat) {
+  show(chat);
+  $("chats").open = false;
+  $("question").focus();
+}
+
+function show(chat) {
   state.stop?.abort();
   stopEditing();
   state.chat = chat;
@@ -208,8 +214,6 @@ function open(chat) {
     else answered(message);
   }
   follow(true);
-  $("chats").open = false;
-  $("question").focus();
 }
 
 function answered(message) {
@@ -379,7 +383,7 @@ async function begin() {
   writing();
   controls();
   const problem = await refreshModels().catch((error) => error);
-  open(load(sessionStorage.getItem("edgespec-chat")) ?? fresh());
+  show(load(sessionStorage.getItem("edgespec-chat")) ?? fresh());
   if (problem) fail(problem);
 }
 
