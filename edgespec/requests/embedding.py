@@ -149,7 +149,7 @@ class Embedder:
                     each.session.truncate(0)
         except BaseException as error:  # noqa: BLE001 - raised where the vectors are waited for
             for one in running:
-                one.end(nothing("error"), error)
+                one.finish(error)
             return
         for one in running:
             if not one.unread:

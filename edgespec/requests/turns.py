@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from edgespec.decoding.draft import Passed, Work
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.prepared import PreparedRequest
-from edgespec.requests.results import nothing
 from edgespec.requests.worker import Answer
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
@@ -40,7 +39,7 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
         said = session.predict_together(asked)
     except BaseException as error:  # noqa: BLE001 - raised where the answers are read
         for answer, _ in drafted:
-            _end(answer, error)
+            answer.finish(error)
         return
     passes = _shares(pricing, asked, clock() - began)
     for (answer, one), predictions, passed in zip(drafted, said, passes, strict=True):
@@ -62,7 +61,7 @@ def _go_on(answer: Answer) -> PreparedRequest | None:
     if reason is None:
         return one
     answer.put(one.stop(reason))
-    _end(answer)
+    answer.finish()
     return None
 
 
@@ -84,7 +83,7 @@ def _drafted(running: Sequence[tuple[Answer, PreparedRequest]]) -> list[tuple[An
             said = done[0][1][1].session.predict_together([rows for _, (_, rows) in done])
         except BaseException as error:  # noqa: BLE001 - raised where the answers are read
             for answer, _ in done:
-                _end(answer, error)
+                answer.finish(error)
             break
         passes = _step_shares([rows for _, (_, rows) in done], clock() - began)
         for (answer, (work, _)), predictions, passed in zip(done, said, passes, strict=True):
@@ -97,7 +96,7 @@ def _commit(answer: Answer, one: PreparedRequest, predictions: Predictions, pass
     for record in records:
         answer.put(record)
     if records and records[-1].finish_reason is not None:
-        _end(answer)
+        answer.finish()
 
 
 def _told(answer: Answer, do: Callable[[], T]) -> T | None:
@@ -105,20 +104,8 @@ def _told(answer: Answer, do: Callable[[], T]) -> T | None:
     try:
         return do()
     except BaseException as error:  # noqa: BLE001 - raised where the answer is read
-        _end(answer, error)
+        answer.finish(error)
         return None
-
-
-def _end(answer: Answer, error: BaseException | None = None) -> None:
-    one = answer.prepared
-    if one is None:
-        answer.end(nothing("error"), error)
-        return
-    try:
-        one.close()
-    except BaseException as failed:  # noqa: BLE001 - raised where the answer is read
-        error = error or failed
-    answer.end(one.result, error)
 
 
 def _step_shares(asked: Sequence[Rows], seconds: float) -> list[Passed]:

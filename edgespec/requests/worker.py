@@ -71,11 +71,6 @@ class Answer:
         with self._changed:
             self._wake()  # its deadline counts again where it is waited for
 
-    def release(self) -> None:
-        """Give back what it runs on, if it does."""
-        if self.prepared is not None:
-            self.prepared.close()
-
     def interrupt(self, reason: FinishReason) -> None:
         """Have it end as soon as it can; the first reason counts.
 
@@ -115,6 +110,19 @@ class Answer:
             self.result, self._error = result, error
             self._over.set()
             self._wake()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Give back what it runs on, and end it as far as it came; the first error is told."""
+        one, result = self.prepared, nothing("error")
+        try:
+            if one is not None:
+                try:
+                    one.close()
+                finally:
+                    result = one.result
+        except BaseException as failed:  # noqa: BLE001 - raised where the answer is read
+            error = error or failed
+        self.end(result, error)
 
     @property
     def readable(self) -> bool:
@@ -308,9 +316,7 @@ class Worker:
             except BaseException as error:  # noqa: BLE001 - raised where the answers are read
                 for answer in running:
                     if answer.result is None:
-                        with suppress(BaseException):  # the first error is told
-                            answer.release()
-                        answer.end(nothing("error"), error)
+                        answer.finish(error)
             self._tidy_up()
         if self._then is not None:
             with self.paused():
