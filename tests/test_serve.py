@@ -9,6 +9,8 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
+from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -219,6 +221,30 @@ def test_an_empty_history_is_forgotten_and_none_is_not(model: ServedModel, url: 
     assert ask(url, "/edgespec/history").json["name"] is None
     reply = ask(url, forget, {"everything": True})
     assert reply.status == 400 and "--history" in reply.error
+
+
+def test_forgetting_that_waits_leaves_threads_to_other_requests(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, begun, forget = Event(), Event(), "/edgespec/history/forget"
+
+    def use_history(path: Path) -> None:
+        begun.set()
+        over.wait(60)
+
+    monkeypatch.setattr(model, "use_history", use_history)
+    with (
+        serving(model.as_model(), history=History(tmp_path / "h.sqlite")) as url,
+        ThreadPoolExecutor(40) as clients,
+    ):
+        waiting = [clients.submit(ask, url, forget, {"everything": True}, timeout_s=60) for _ in range(40)]
+        try:
+            assert begun.wait(60)
+            sleep(0.3)  # the others have arrived, too
+            assert ask(url, CHAT, question("hello")).status == 200
+        finally:
+            over.set()
+        assert {each.result().status for each in waiting} == {200}
 
 
 def test_the_documentation_has_every_field() -> None:

@@ -47,8 +47,12 @@ def test_chats_are_kept_in_the_browser_until_they_are_deleted(
 
 
 def test_a_panel_that_was_opened_while_the_models_were_asked_for_stays_open(page: "Page", url: str) -> None:
-    held: list["Route"] = []
-    page.route("**/v1/models", lambda route: held.append(route))
+    held: list[Route] = []
+
+    def hold(route: "Route") -> None:
+        held.append(route)
+
+    page.route("**/v1/models", hold)
     with page.expect_request("**/v1/models"):
         page.goto(url)
     page.click("#chats summary")

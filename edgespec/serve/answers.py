@@ -1,5 +1,6 @@
 """What a model wrote, in OpenAI's JSON; what edgespec knows besides stands in fields ``edgespec``."""
 
+import json
 import secrets
 import time
 from base64 import b64encode
@@ -35,17 +36,17 @@ def usage(answers: Sequence[Generation]) -> Json:
     }
 
 
-def vectors_json(found: Embeddings, model: str, *, base64: bool) -> Json:
-    """Vectors as lists of numbers, or as the base64 of little-endian float32 numbers."""
+def vectors_json(found: Embeddings, model: str, *, base64: bool) -> str:
+    """Vectors as lists of numbers, or as the base64 of little-endian float32 numbers.
+
+    Written row by row, since no other thread runs within :func:`json.dumps`.
+    """
     rows = (b64encode(row.astype("<f4")).decode() if base64 else row.tolist() for row in found.vectors)
-    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+    data = (json.dumps({"object": "embedding", "index": at, "embedding": row}) for at, row in enumerate(rows))
     read = sum(found.tokens)
-    return {
-        "object": "list",
-        "data": data,
-        "model": model,
-        "usage": {"prompt_tokens": read, "total_tokens": read},
-    }
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    rest = json.dumps({"object": "list", "model": model, "usage": usage})
+    return f'{{"data":[{",".join(data)}],{rest[1:]}'
 
 
 @dataclass(slots=True)

@@ -56,6 +56,7 @@ class App:
         self._known = dict[str, dict[str, Any]]()  # what was seen of each when it was loaded
         self._completions = Completions(models, options)
         self._metrics = Metrics()
+        self._forgetting = asyncio.Lock()  # which waits for answers, in one thread of the few there are
         data = {name: files("edgespec.serve").joinpath(name).read_bytes() for name, _ in _PAGE.values()}
         self._page = {path: (data[name], kind) for path, (name, kind) in _PAGE.items()}
         self.asgi = self._starlette()
@@ -157,7 +158,8 @@ class App:
         body = await read_body(ForgetBody, request, self.options)
         if self._history is None:
             raise RequestError("this server keeps no history; 'edgespec serve --history NAME' keeps one")
-        return JSONResponse(await asyncio.to_thread(self._forget_now, self._history, body.text))
+        async with self._forgetting:
+            return JSONResponse(await asyncio.to_thread(self._forget_now, self._history, body.text))
 
     def _forget_now(self, history: History, text: str | None) -> dict[str, Any]:
         """Forget on disk and in models, which hold what they read at their start and write at their end."""

@@ -79,7 +79,8 @@ class Completions:
         except Cancelled as error:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
         count_of(request).prompt_tokens += sum(found.tokens)
-        return JSONResponse(vectors_json(found, body.model, base64=body.encoding_format == "base64"))
+        written = partial(vectors_json, found, body.model, base64=body.encoding_format == "base64")
+        return Response(await asyncio.to_thread(written), media_type="application/json")
 
     async def infill(self, request: Request) -> Response:
         """``POST /infill``, as llama.cpp's server has it."""
