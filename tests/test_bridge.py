@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after, safe_start
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_runtimes.kv_cache import shared_length
 from tests.drafters_for_tests import tokenizer
 from tests.tokenizers_for_tests import CORPUS, sentencepiece_json
 
@@ -227,3 +228,10 @@ def test_text_is_encoded_again_from_the_start_of_a_word(text: str, width: int, d
     near = [end for end in words if end >= before - 96]
     far = [end for end in borders if end < before - 96]
     assert start == (near or far or [0])[-1]
+
+
+@given(st.integers(0, 600), st.integers(0, 300), st.integers(0, 300))
+def test_texts_share_what_both_begin_with(shared: int, left: int, right: int) -> None:
+    ours, theirs = [0] * shared + [1] * left, [0] * shared + [2] * right
+    assert shared_length(ours, theirs) == shared_length(theirs, tuple(ours)) == shared
+    assert shared_length(ours, ours) == len(ours)

@@ -110,6 +110,8 @@ def test_every_token_is_found_by_its_bytes(kind: str) -> None:
             assert found is not None and tok.token_bytes(found) == data
         else:
             assert found is None or not tok.is_special(found)
+    ids = list(range(tok.vocab_size))
+    assert tok.ends(ids) == [len(tok.bytes_of(ids[: n + 1])) for n in ids] and tok.ends([]) == []
 
 
 def test_byte_token_is_found_only_where_there_is_no_other() -> None:
@@ -218,6 +220,8 @@ def test_ids_out_of_range_are_refused(token: int) -> None:
         tok.token_bytes(token)
     with pytest.raises(TokenizerError, match="not in 0"):
         tok.bytes_of([1, token])
+    with pytest.raises(TokenizerError, match="not in 0"):
+        tok.ends([1, token])
 
 
 def test_what_cannot_be_encoded_is_an_error() -> None:

@@ -7,7 +7,7 @@ are right are legal, so where a seam splits what one call would have joined, onl
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
+from itertools import takewhile
 
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
@@ -57,9 +57,8 @@ class _Text:
 
     def append(self, ids: Sequence[int]) -> None:
         start = self.ends[-1] if self.ends else 0
-        lengths = [len(self.tokenizer.token_bytes(token)) for token in ids]
         self.ids += ids
-        self.ends += [start + end for end in accumulate(lengths)]
+        self.ends += [start + end for end in self.tokenizer.ends(ids)]
 
 
 class ByteBridge:
@@ -115,13 +114,12 @@ class ByteBridge:
         Raises:
             TokenizerError: the target's vocabulary lacks a byte of the draft.
         """
-        lengths = [len(self._drafter.tokenizer.token_bytes(token)) for token in drafted]
-        drafter_ends = list(accumulate(lengths))
+        drafter_ends = self._drafter.tokenizer.ends(drafted)
         data = self._drafter.tokenizer.bytes_of(drafted)
         start = safe_start(self._bytes, self._target.ends, len(self._bytes))
         context = bytes(self._bytes[start:])
         ids = encode_after(self._target.tokenizer, context, data)
-        ends = accumulate(len(self._target.tokenizer.token_bytes(token)) for token in ids)
+        ends = self._target.tokenizer.ends(ids)
         return [(token, bisect_left(drafter_ends, end) + 1) for token, end in zip(ids, ends, strict=True)]
 
 
@@ -136,7 +134,7 @@ def encode_after(tokenizer: Tokenizer, context: bytes, data: bytes) -> list[int]
         TokenizerError: the vocabulary lacks a byte of it.
     """
     ids = tokenizer.encode_bytes(context + data)
-    ends = list(accumulate(len(tokenizer.token_bytes(token)) for token in ids))
+    ends = tokenizer.ends(ids)
     index = bisect_left(ends, len(context)) if context else -1
     if context and (index == len(ends) or ends[index] != len(context)):
         # One token would span the seam; the target, which already ended its token there, will not

@@ -1,8 +1,10 @@
 """What a pass costs on this machine: T(n), measured, and measured curves checked again later."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -18,7 +20,7 @@ _SHAPE_TOLERANCE = 1.35
 _SLOWER = 1.2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostCurve:
     """Seconds of a pass by its number of rows.
 
@@ -31,14 +33,19 @@ class CostCurve:
 
     def seconds(self, rows: int) -> float:
         """Cost of a pass over ``rows`` tokens: linear between measured points and, never falling, beyond."""
-        points = sorted(self.seconds_by_rows.items())
-        if rows <= points[0][0] or len(points) == 1:
-            return points[0][1]
-        last = len(points) - 1
-        index = next((i for i in range(1, last) if rows <= points[i][0]), last)
-        (n0, t0), (n1, t1) = points[index - 1], points[index]
-        slope = (t1 - t0) / (n1 - n0)
-        return t0 + slope * (rows - n0) if rows <= n1 else t1 + max(slope, 0.0) * (rows - n1)
+        sizes, times = self._points
+        if rows <= sizes[0] or len(sizes) == 1:
+            return times[0]
+        right = min(bisect_left(sizes, rows), len(sizes) - 1)
+        n1, t1 = sizes[right], times[right]
+        slope = (t1 - times[right - 1]) / (n1 - sizes[right - 1])
+        return t1 + (slope if rows <= n1 else max(slope, 0.0)) * (rows - n1)
+
+    @cached_property
+    def _points(self) -> tuple[list[int], list[float]]:
+        """Sorted once: a round asks some fifty times."""
+        sizes = sorted(self.seconds_by_rows)
+        return sizes, [self.seconds_by_rows[rows] for rows in sizes]
 
 
 def measure_cost(

@@ -280,7 +280,8 @@ def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
     end = min(len(left), len(right))
     # Comparing slices is a hundred times faster than a loop; only the one that differs is searched.
     for start in range(0, end, _COMPARED):
-        ours, theirs = list(left[start : start + _COMPARED]), list(right[start : start + _COMPARED])
+        stop = min(start + _COMPARED, end)
+        ours, theirs = list(left[start:stop]), list(right[start:stop])
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False), start)
             return next((index for index, (a, b) in pairs if a != b), end)

@@ -18,6 +18,7 @@ from codecs import charmap_encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, AnyStr
 
@@ -156,6 +157,11 @@ class Tokenizer:
         tokens = list(tokens)
         self._check_ids(tokens)
         return b"".join([self._bytes[token] for token in tokens])
+
+    def ends(self, tokens: Sequence[int]) -> list[int]:
+        """How many bytes the tokens have up to the end of each; raises as :meth:`token_bytes` does."""
+        self._check_ids(tokens)
+        return list(accumulate(len(self._bytes[token]) for token in tokens))
 
     def decode(self, tokens: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of ``tokens``; what is not valid UTF-8 becomes U+FFFD.
