@@ -19,7 +19,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_export.recipe import RECIPES
-from edgespec_export.sources.blocks import F32, GGMLType
+from edgespec_export.sources.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads import catalog
@@ -185,26 +185,35 @@ def _written(source: Path, file: Path, part: str, rows: int) -> Alignment:
     return read_alignment(file)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ("F32", "F16", "BF16", "MXFP4")])
-def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str) -> None:
+def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str, together: bool) -> None:
     source = tiny_gguf("llama", kind).write(tmp_path / "m.gguf")
-    block = GGMLType[kind].block
-    alignment = _written(source, tmp_path / "a.safetensors", SCALES, HIDDEN // block)
+    count = HIDDEN // GGMLType[kind].block
+    rows = count * (1 if together else GGMLType[kind].factors)
+    alignment = _written(source, tmp_path / "a.safetensors", SCALES, rows)
     bundle = _export(source, tmp_path / "out", alignment=tmp_path / "a.safetensors")
     assert bundle.manifest.formats == _export(source, tmp_path / "plain").manifest.formats
     with open_checkpoint(source) as checkpoint:
-        values = checkpoint.values("layers.1.down")
-    grown = np.repeat(alignment.factors("layers.1.down"), block, axis=1)
-    got = StoredWeights(bundle).matrix("layers.1.mlp.down")
-    assert np.linalg.norm(got - values) > 0.1 * np.linalg.norm(values)
-    assert np.linalg.norm(got - values * grown) < 1e-3 * np.linalg.norm(values)
+        blocks = unpack(*checkpoint.read("layers.1.down"))
+    assert isinstance(blocks, Blocks)
+    grown = alignment.factors("layers.1.down").reshape(HIDDEN, count, -1)
+    each = np.repeat(grown, blocks.scales.shape[1] // count, axis=1)
+    minimums = None if blocks.minimums is None else blocks.minimums * each[..., -1]
+    expected = replace(blocks, scales=blocks.scales * each[..., 0], minimums=minimums).values()
+    got, size = StoredWeights(bundle).matrix("layers.1.mlp.down"), np.linalg.norm(blocks.values())
+    assert np.linalg.norm(got - blocks.values()) > 0.1 * size
+    assert np.linalg.norm(got - expected) < 1e-3 * size
 
 
 @pytest.mark.parametrize(
     ("kind", "part", "rows"),
     [
         *(("Q4_1", name, 3) for name in ("layers.7.q", "layers.0.nothing", "layers.0.k", "final_norm")),
-        *((kind, SCALES, n) for kind, n in (("F16", 1), ("F32", HIDDEN), ("Q4_1", 7), ("MXFP4", 8))),
+        *(
+            (kind, SCALES, n)
+            for kind, n in (("F16", 1), ("F32", HIDDEN), ("Q4_1", 7), ("Q4_1", 9), ("MXFP4", 8))
+        ),
     ],
 )
 def test_what_does_not_fit_the_drafter_is_refused(tmp_path: Path, kind: str, part: str, rows: int) -> None:

@@ -26,7 +26,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import Progress, ignore_progress
 from tests.fake_model import FakeModel
-from tests.gguf_for_tests import ARCHITECTURES, reference_weights, tiny_gguf
+from tests.gguf_for_tests import ARCHITECTURES, HIDDEN, reference_weights, tiny_gguf
 from tests.hf_for_tests import CASES, ROWS, TOKENS
 from tests.test_graphs import reference_logits
 from tests.test_hf_export import checkpoint, distance
@@ -79,6 +79,25 @@ def test_and_what_a_gguf_file_says(tmp_path: Path, architecture: str) -> None:
         expected = reference_logits(TinyModel(tmp_path, opened.config, reference_weights(model)), tokens)
         got = _logits(TorchDecoder(opened, "low-rank"), tokens)
     np.testing.assert_allclose(got, expected, atol=2e-5 * float(expected.std()) * 50)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q2_K", "Q4_K", "Q8_0"])
+def test_scales_and_minimums_grow_as_those_of_merged_blocks_do(tmp_path: Path, kind: str) -> None:
+    source, file = tiny_gguf("llama", kind).write(tmp_path / "m.gguf"), tmp_path / "a.safetensors"
+    inputs = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with open_checkpoint(source) as opened, torch.no_grad():
+        decoder, digest = TorchDecoder(opened, "scales"), opened.digest(ignore_progress)
+        plain = decoder.product("layers.1.down", inputs)
+        for value in decoder.parameters.values():
+            value.add_(torch.linspace(-0.2, 0.2, value.numel()).reshape(value.shape))
+        changes = decoder.changes()
+        decoder.take(changes)
+        got = decoder.product("layers.1.down", inputs)
+    Alignment(Origin("m", digest, "t", 1, 0.0, 1.0, {}), changes).write(file)
+    with open_aligned(source, file) as aligned:
+        expected = inputs @ torch.from_numpy(aligned.values("layers.1.down")).T
+    assert torch.linalg.norm(got - expected) < 2e-3 * torch.linalg.norm(expected)
+    assert torch.linalg.norm(got - plain) > 0.05 * torch.linalg.norm(plain)
 
 
 def test_losses_and_right_guesses_are_the_logits(source: Path) -> None:
@@ -191,7 +210,6 @@ def test_the_command_from_prompts_to_a_bundle(
     for place in ("edgespec.align.answering.open_model", "edgespec.loading.opening.open_model"):
         monkeypatch.setattr(place, lambda *names, **settings: Bundle(bundle))
     monkeypatch.setattr(answering, "check_target", lambda _: None)
-    monkeypatch.setattr(answering, "can_run_side_by_side", lambda _: False)
     command = ["align", str(source), "--target", "t", "--prompts", str(prompts), "-o", str(out)]
     command += ["--rate", "0.02", "--batch-tokens", "64", "--device", "cpu"]
     result = runner.invoke(app, command)

@@ -71,8 +71,8 @@ def align(
         Literal["low-rank", "scales", "gains", "all"],
         typer.Option(
             help="What is trained: a low-rank change of every projection, or, where a file is quantized, the "
-            "scales of its blocks, and the gains of the normalizations; these gains alone; or every weight, "
-            "which makes a large file."
+            "scales and minimums of its blocks, and the gains of the normalizations; these gains alone; or "
+            "every weight, which makes a large file."
         ),
     ] = "low-rank",
     rank: Annotated[int, typer.Option(min=1, max=256, help="The rank of each projection's change.")] = 8,

@@ -4,9 +4,9 @@ A safetensors file, in 8 bits. For a tensor ``NAME`` of the checkpoint (:mod:`ch
 ``NAME``, the change itself, or ``NAME.lora_a`` and ``NAME.lora_b``, whose product the change is (Hu et al.
 2021, "LoRA", arXiv 2106.09685). Each is int8 ``(rows, columns)`` with a float32 factor for every row under
 ``....scales``; ``lora_b`` lies transposed, so that a row of either is one component. Of a quantized tensor it
-may hold ``NAME.blocks`` instead, transposed too: by how much the scale of each block is to grow, over itself
-(Kim et al. 2023, "PEQA", arXiv 2305.14152). The metadata say what it was made of. Nothing in the file is
-trusted.
+may hold ``NAME.blocks`` instead, transposed too: by how much the float16 factors of each block are to grow,
+its scale and, where it has one, its minimum, each over itself; one number for a block is for both (Kim et al.
+2023, "PEQA", arXiv 2305.14152). The metadata say what it was made of. Nothing in the file is trusted.
 """
 
 import hashlib
@@ -124,11 +124,11 @@ class Alignment:
         return rows
 
     def of_scales(self, name: str) -> bool:
-        """Whether it changes the scales of a tensor's blocks, and not what they hold."""
+        """Whether it changes the factors of a tensor's blocks, and not their codes."""
         return name + BLOCKS in self.parts
 
     def factors(self, name: str, start: int = 0, stop: int | None = None) -> F32:
-        """What the scales of a tensor's rows ``start`` to ``stop`` are multiplied by: ``(rows, blocks)``."""
+        """What factors in a tensor's rows ``start`` to ``stop`` are multiplied by: ``(rows, factors)``."""
         blocks = self.parts[name + BLOCKS]
         grown: F32 = np.float32(1) + Codes(blocks.codes[:, start:stop], blocks.scales).values().T
         return grown
@@ -259,7 +259,7 @@ class AlignedCheckpoint(Checkpoint):
         raw = raw.copy()
         halves = np.ascontiguousarray(raw[..., at:end]).view(np.float16)
         with np.errstate(over="ignore"):  # what is not finite is refused where it is read
-            changed = (halves.astype(np.float32) * grown[..., None]).astype(np.float16)
+            changed = (halves.astype(np.float32) * grown.reshape(*halves.shape[:2], -1)).astype(np.float16)
         raw[..., at:end] = changed.view(np.uint8)
         return kind, raw
 
@@ -299,7 +299,8 @@ def _merged(base: Checkpoint, alignment: Alignment, name: str) -> Tensor:
     if tensor is not None and not scaled:
         expected = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
     elif tensor is not None and tensor.type.factors:
-        expected = tensor.shape[0], tensor.shape[1] // tensor.type.block
+        blocks = tensor.shape[1] // tensor.type.block
+        expected = tensor.shape[0], blocks * (tensor.type.factors if alignment.shape(name)[1] > blocks else 1)
     if tensor is None or alignment.shape(name) != expected:
         what = "scales" if scaled else "weights"
         raise ModelFileError(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as computed_again
 
 from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Text, Trained
+from edgespec_export.sources.blocks import fields
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
 from edgespec_models.errors import RequestError
@@ -60,6 +61,7 @@ class TorchDecoder(Decoder):
         self._source, self._device = source, device
         self._weights = {name: self._load(name) for name in source.tensors}
         self.parameters: dict[str, Tensor] = {}
+        self._minimums: dict[str, Tensor] = {}  # of quantized matrices: (rows, blocks of their codes)
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self._weights.items():
             kind = name.rpartition(".")[2]
@@ -68,8 +70,7 @@ class TorchDecoder(Decoder):
                 a = torch.empty(rank, columns).uniform_(-1, 1, generator=generator) / sqrt(columns)
                 self.parameters |= {f"{name}.lora_b": torch.zeros(rank, rows), f"{name}.lora_a": a}
             elif trained == "scales" and kind in _PROJECTIONS:
-                block = self._block(name)
-                self.parameters[name + BLOCKS] = torch.zeros(weight.shape[1] // block, weight.shape[0])
+                self.parameters[name + BLOCKS] = self._factors(name).to(device)
             elif trained == "all" or (trained is not None and kind.endswith("norm")):
                 self.parameters[name] = weight
         for name, value in self.parameters.items():
@@ -130,15 +131,18 @@ class TorchDecoder(Decoder):
     def _logits(self, rows: Tensor) -> Tensor:
         return F.linear(rows, self._weights[self._source.stored_name("lm_head")])
 
-    def _block(self, name: str) -> int:
-        """Weights that share a scale."""
-        kind = self._source.tensor(name).type
+    def _factors(self, name: str) -> Tensor:
+        """By how much the factors of a quantized matrix grow, not at all yet: ``(factors, rows)``."""
+        kind, raw = self._source.read(name)
         if not kind.factors:
             raise RequestError(
                 f"{self._source.path.name} has no blocks whose scales could be trained: {name} is "
                 f"{kind.name}; train another thing, such as a low-rank change"
             )
-        return kind.block
+        minimums = fields(kind, raw).blocks().minimums
+        if minimums is not None:
+            self._minimums[name] = torch.from_numpy(minimums).to(self._device)
+        return torch.zeros(raw.shape[1] * kind.factors, raw.shape[0])
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm with the gain ``name``."""
@@ -150,15 +154,27 @@ class TorchDecoder(Decoder):
 
     def product(self, name: str, x: Tensor) -> Tensor:
         """With what is trained of the matrix ``name``."""
-        weight = self._weights[name]
         if name + BLOCKS in self.parameters:
-            grown = 1.0 + self.parameters[name + BLOCKS].T
-            weight = (weight.unflatten(1, (grown.shape[1], -1)) * grown[..., None]).flatten(1)
-        y = F.linear(x, weight, self._weights.get(f"{name}_bias"))
+            return self._scaled(name, x)
+        y = F.linear(x, self._weights[name], self._weights.get(f"{name}_bias"))
         if f"{name}.lora_b" not in self.parameters:
             return y
         a, b = self.parameters[f"{name}.lora_a"], self.parameters[f"{name}.lora_b"]
         return y + F.linear(F.linear(x, a), b.T)
+
+    def _scaled(self, name: str, x: Tensor) -> Tensor:
+        """The product with a matrix whose scales and minimums grow, each by a factor of its own."""
+        grown = 1.0 + self.parameters[name + BLOCKS].T
+        minimums = self._minimums.get(name)
+        grown = grown.unflatten(1, (-1, 1 if minimums is None else 2))
+        scales, blocks = grown[..., :1], grown.shape[1]
+        weight = (self._weights[name].unflatten(1, (blocks, -1)) * scales).flatten(1)
+        y = F.linear(x, weight, self._weights.get(f"{name}_bias"))
+        if minimums is None:
+            return y
+        # Minimums are the same for a block of codes: they meet the sum of its inputs.
+        more = (minimums.unflatten(1, (blocks, -1)) * (scales - grown[..., 1:])).flatten(1)
+        return y + F.linear(x.unflatten(-1, (minimums.shape[1], -1)).sum(-1), more)
 
     def gated(self, layer: Layer, x: Tensor) -> Tensor:
         """The MLP, but for its last product."""

@@ -8,8 +8,8 @@ from typing import Annotated, Final, Literal
 from edgespec_models.schema import Checked, within
 
 Trained = Literal["low-rank", "scales", "gains", "all"]
-"""What is trained: a low-rank change of every projection, or factors of the scales of its blocks, and the
-gains; the gains alone; every weight."""
+"""What is trained: a low-rank change of every projection, or how far the scales and minimums of its blocks
+grow, and the gains; the gains alone; every weight."""
 RATES: Final[Mapping[Trained, float]] = MappingProxyType(
     {"low-rank": 1e-3, "scales": 1e-3, "gains": 3e-3, "all": 2e-5}
 )
