@@ -33,19 +33,17 @@ class CostCurve:
 
     def seconds(self, rows: int) -> float:
         """Cost of a pass over ``rows`` tokens: linear between measured points and, never falling, beyond."""
-        sizes, times = self._points
-        if rows <= sizes[0] or len(sizes) == 1:
-            return times[0]
-        right = min(bisect_left(sizes, rows), len(sizes) - 1)
-        n1, t1 = sizes[right], times[right]
-        slope = (t1 - times[right - 1]) / (n1 - sizes[right - 1])
+        points = self._points
+        right = min(max(1, bisect_left(points, (rows,))), len(points) - 1)
+        (n0, t0), (n1, t1) = points[right - 1 : right + 1]
+        slope = (t1 - t0) / (n1 - n0)
         return t1 + (slope if rows <= n1 else max(slope, 0.0)) * (rows - n1)
 
     @cached_property
-    def _points(self) -> tuple[list[int], list[float]]:
-        """Sorted once: a round asks some fifty times."""
-        sizes = sorted(self.seconds_by_rows)
-        return sizes, [self.seconds_by_rows[rows] for rows in sizes]
+    def _points(self) -> list[tuple[int, float]]:
+        """Sorted once, since a round asks some fifty times. Nothing is cheaper than the least size."""
+        points = sorted(self.seconds_by_rows.items())
+        return [(0, points[0][1]), *points]
 
 
 def measure_cost(

@@ -165,16 +165,15 @@ class TorchDecoder(Decoder):
     def _scaled(self, name: str, x: Tensor) -> Tensor:
         """The product with a matrix whose scales and minimums grow, each by a factor of its own."""
         grown = 1.0 + self.parameters[name + BLOCKS].T
-        minimums = self._minimums.get(name)
-        grown = grown.unflatten(1, (-1, 1 if minimums is None else 2))
-        scales, blocks = grown[..., :1], grown.shape[1]
-        weight = (self._weights[name].unflatten(1, (blocks, -1)) * scales).flatten(1)
+        grown = grown.unflatten(1, (-1, self._source.tensor(name).type.factors))
+        scales, minimums = grown[..., :1], self._minimums.get(name)
+        weight = (self._weights[name].unflatten(1, (len(grown[0]), -1)) * scales).flatten(1)
         y = F.linear(x, weight, self._weights.get(f"{name}_bias"))
         if minimums is None:
             return y
-        # Minimums are the same for a block of codes: they meet the sum of its inputs.
-        more = (minimums.unflatten(1, (blocks, -1)) * (scales - grown[..., 1:])).flatten(1)
-        return y + F.linear(x.unflatten(-1, (minimums.shape[1], -1)).sum(-1), more)
+        # A minimum is that of a block of codes: it meets the sum of its inputs.
+        more = (minimums.unflatten(1, (len(grown[0]), -1)) * (scales - grown[..., 1:])).flatten(1)
+        return y + F.linear(x.unflatten(-1, (more.shape[1], -1)).sum(-1), more)
 
     def gated(self, layer: Layer, x: Tensor) -> Tensor:
         """The MLP, but for its last product."""
