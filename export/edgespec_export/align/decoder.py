@@ -70,7 +70,7 @@ class TorchDecoder(Decoder):
                 a = torch.empty(rank, columns).uniform_(-1, 1, generator=generator) / sqrt(columns)
                 self.parameters |= {f"{name}.lora_b": torch.zeros(rank, rows), f"{name}.lora_a": a}
             elif trained == "scales" and kind in _PROJECTIONS:
-                self.parameters[name + BLOCKS] = self._factors(name).to(device)
+                self.parameters[name + BLOCKS] = self._factors(name)
             elif trained == "all" or (trained is not None and kind.endswith("norm")):
                 self.parameters[name] = weight
         for name, value in self.parameters.items():
