@@ -195,9 +195,13 @@ def test_a_pass_that_gives_way_is_waited_for_whatever_happens() -> None:
 
     session = _LowPriority(lambda: SimpleNamespace(run_with_iobinding=run_with_iobinding))
     interrupt = Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        session.run_with_iobinding("a pass")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.run_with_iobinding("a pass")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert over == ["a pass"]
 
 
