@@ -94,9 +94,7 @@ def align(
         )
     with open_checkpoint(source) as checkpoint:
         digest = checkpoint.digest(progress)
-        decoder = TorchDecoder(
-            checkpoint, options.trained, rank=options.rank, seed=options.seed, device=device
-        )
+        decoder = TorchDecoder(checkpoint, rank=options.rank, seed=options.seed, device=device)
         before = count_right(decoder, held, device=device, progress=progress)
         state = out / _STATE
         steps = train(decoder, kept, options, place=state, known=digest, device=device, progress=progress)

@@ -67,18 +67,10 @@ def align(
     answers_only: Annotated[
         bool, typer.Option("--answers-only", help="End when the prompts are answered; train another time.")
     ] = False,
-    train: Annotated[
-        Literal["low-rank", "scales", "gains", "all"],
-        typer.Option(
-            help="What is trained: a low-rank change of every projection, or, where a file is quantized, the "
-            "scales and minimums of its blocks, and the gains of the normalizations; these gains alone; or "
-            "every weight, which makes a large file."
-        ),
-    ] = "low-rank",
-    rank: Annotated[int, typer.Option(min=1, max=256, help="The rank of each projection's change.")] = 8,
-    rate: Annotated[
-        float | None, typer.Option(help="The learning rate. Default: what suits --train.")
-    ] = None,
+    rank: Annotated[
+        int, typer.Option(min=1, max=256, help="The rank of the change of each matrix in floats.")
+    ] = 8,
+    rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
     passes: Annotated[int, typer.Option(min=1, help="How often every answer is trained on.")] = 1,
     batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, prompts counted.")] = 1024,
     seed: Annotated[
@@ -97,8 +89,9 @@ def align(
     """Train a drafter on what its target writes, so that more of its guesses are right.
 
     The target answers prompts, many at once; the drafter is trained on the answers in its own tokens, a
-    tenth of the prompts held out; and DIR/alignment.safetensors holds the change of its weights. An
-    export takes it: 'edgespec export DRAFTER -o BUNDLE --alignment FILE'. Answering and training may be
+    tenth of the prompts held out; and DIR/alignment.safetensors holds the change of its weights: of the
+    scales and minimums of quantized matrices, of low rank in those of floats, and of gains. An export
+    takes it: 'edgespec export DRAFTER -o BUNDLE --alignment FILE'. Answering and training may be
     stopped: run the same command again, and it goes on. Needs PyTorch (extra 'align').
 
     Examples:
@@ -107,7 +100,7 @@ def align(
 
         edgespec align drafter.gguf --target target.gguf --prompts mine.jsonl --temperature 0.8 -o aligned
 
-        edgespec align drafter.gguf --target target.gguf --answers-from written.jsonl --train gains -o out
+        edgespec align drafter.gguf --target target.gguf --answers-from written.jsonl -o out
     """
     from edgespec.align.answering import answering
     from edgespec.align.answers import Asking, read_answers
@@ -123,7 +116,7 @@ def align(
         out.mkdir(parents=True, exist_ok=True)
     # What may be wrong is found now, not when the target has answered for hours.
     names, place = (target, drafter), answers or out / "answers.jsonl"
-    options = TrainingOptions(train, rank, rate, passes, batch_tokens, seed)
+    options = TrainingOptions(rank, rate, passes, batch_tokens, seed)
     facts = _facts(names, licence)
     asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)), facts["target"])
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]

@@ -1,12 +1,12 @@
 """An alignment: what is to be added to the weights of one drafter, as a file, and in its checkpoint.
 
-A safetensors file, in 8 bits. For a tensor ``NAME`` of the checkpoint (:mod:`checkpoint`) it holds
-``NAME``, the change itself, or ``NAME.lora_a`` and ``NAME.lora_b``, whose product the change is (Hu et al.
-2021, "LoRA", arXiv 2106.09685). Each is int8 ``(rows, columns)`` with a float32 factor for every row under
-``....scales``; ``lora_b`` lies transposed, so that a row of either is one component. Of a quantized tensor it
-may hold ``NAME.blocks`` instead, transposed too: by how much the float16 factors of each block are to grow,
-its scale and, where it has one, its minimum, each over itself; one number for a block is for both (Kim et al.
-2023, "PEQA", arXiv 2305.14152). The metadata say what it was made of. Nothing in the file is trusted.
+A safetensors file, in 8 bits. Of a vector ``NAME`` of the checkpoint (:mod:`checkpoint`) it holds ``NAME``,
+the change itself; of a matrix in floats ``NAME.lora_a`` and ``NAME.lora_b``, whose product the change is (Hu
+et al. 2021, "LoRA", arXiv 2106.09685). Each is int8 ``(rows, columns)`` with a float32 factor for every row
+under ``....scales``; ``lora_b`` lies transposed, so that a row of either is one component. Of a quantized
+matrix it holds ``NAME.blocks``, transposed too: by how much the float16 factors of each block are to grow,
+its scale and, where it has one, its minimum, each over itself (Kim et al. 2023, "PEQA", arXiv 2305.14152), so
+that codes, and what a step costs, stay. The metadata say what it was made of. Nothing in the file is trusted.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ class Alignment:
         return hasher.hexdigest()
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Rows and columns of the change of a tensor, or its blocks; a vector's is one row."""
+        """Rows and columns of a tensor's change, a vector being a row; or rows and factors of blocks."""
         if self.of_scales(name):
             columns, rows = self.parts[name + BLOCKS].codes.shape
             return rows, columns
@@ -115,10 +115,9 @@ class Alignment:
         return self.parts[name + _B].codes.shape[1], self.parts[name + _A].codes.shape[1]
 
     def change(self, name: str, start: int = 0, stop: int | None = None) -> F32:
-        """Rows ``start`` to ``stop`` of what is added to a tensor."""
+        """What is added to a vector, or to rows ``start`` to ``stop`` of a matrix: ``(rows, columns)``."""
         if name in self.parts:
-            whole = self.parts[name]
-            return Codes(whole.codes[start:stop], whole.scales[start:stop]).values()
+            return self.parts[name].values()
         b, a = self.parts[name + _B], self.parts[name + _A]
         rows: F32 = Codes(b.codes[:, start:stop], b.scales).values().T @ a.values()
         return rows
@@ -189,10 +188,10 @@ def _tensor(part: str) -> str:
 
 
 def _check_pairs(alignment: Alignment, path: Path) -> None:
-    """That every tensor has its change, or both factors of it, of one rank."""
+    """That every tensor has its change, one row, or both factors of it, of one rank."""
     for name in alignment.tensors:
-        a, b = (alignment.parts.get(name + end) for end in (_A, _B))
-        alone = (name in alignment.parts) + alignment.of_scales(name)
+        a, b, row = (alignment.parts.get(name + end) for end in (_A, _B, ""))
+        alone = (row is not None and len(row.codes) == 1) + alignment.of_scales(name)
         if alone == 1 and a is None and b is None:
             continue
         if alone or a is None or b is None or len(a.codes) != len(b.codes):
@@ -246,9 +245,7 @@ class AlignedCheckpoint(Checkpoint):
         values = self.base.values(name, start, stop)
         if stored not in self.alignment.tensors:
             return values
-        vector = values.ndim == 1
-        change = self.alignment.change(stored)[0] if vector else self.alignment.change(stored, start, stop)
-        changed: F32 = values + change
+        changed: F32 = values + self.alignment.change(stored, start, stop).reshape(values.shape)
         return changed
 
     def _scaled(self, name: str, start: int, stop: int | None) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
@@ -259,19 +256,9 @@ class AlignedCheckpoint(Checkpoint):
         raw = raw.copy()
         halves = np.ascontiguousarray(raw[..., at:end]).view(np.float16)
         with np.errstate(over="ignore"):  # what is not finite is refused where it is read
-            changed = (halves.astype(np.float32) * grown.reshape(*halves.shape[:2], -1)).astype(np.float16)
+            changed = (halves.astype(np.float32) * grown.reshape(halves.shape)).astype(np.float16)
         raw[..., at:end] = changed.view(np.uint8)
         return kind, raw
-
-    def tiles_of(self, name: str) -> str | None:
-        """Eight bits for a changed matrix that was quantized.
-
-        Its weights stand on a grid, and most of what an alignment adds is smaller than half a step of 4 bits:
-        there it would be rounded away, or drowned by the rounding (docs/align.md).
-        """
-        stored = self.stored_name(name)
-        changed = stored in self.alignment.tensors
-        return "Q8_0" if changed and self.base.tensor(stored).type not in FLOATS else None
 
 
 def open_aligned(source: Path, alignment: Path | None) -> Checkpoint:
@@ -294,13 +281,10 @@ def open_aligned(source: Path, alignment: Path | None) -> Checkpoint:
 
 def _merged(base: Checkpoint, alignment: Alignment, name: str) -> Tensor:
     """The tensor as the alignment makes it, if that fits."""
-    tensor, scaled = base.tensors.get(name), alignment.of_scales(name)
-    expected: tuple[int, ...] | None = None
-    if tensor is not None and not scaled:
-        expected = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
-    elif tensor is not None and tensor.type.factors:
-        blocks = tensor.shape[1] // tensor.type.block
-        expected = tensor.shape[0], blocks * (tensor.type.factors if alignment.shape(name)[1] > blocks else 1)
+    tensor, scaled, expected = base.tensors.get(name), alignment.of_scales(name), None
+    if tensor is not None and scaled == (tensor.type not in FLOATS):
+        rows, columns = (1, *tensor.shape)[-2:]
+        expected = rows, columns // tensor.type.block * tensor.type.factors if scaled else columns
     if tensor is None or alignment.shape(name) != expected:
         what = "scales" if scaled else "weights"
         raise ModelFileError(

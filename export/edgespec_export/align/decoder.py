@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from edgespec_export.align.alignment import BLOCKS, Codes
-from edgespec_export.align.settings import Text, Trained
-from edgespec_export.sources.blocks import fields
+from edgespec_export.align.settings import Text
+from edgespec_export.sources.blocks import FLOATS, fields
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
-from edgespec_models.errors import RequestError
 
 _PROJECTIONS: Final = frozenset(name for names in PRODUCTS.values() for name in names)
 _ROWS: Final = 256  # answer tokens whose logits are there at a time: a row may have 262,144 of them
@@ -43,15 +42,15 @@ class Batch:
 class TorchDecoder(Decoder):
     """Reads texts.
 
-    ``source`` is read for as long as this object lives. ``rank`` is of the change of a matrix, with ``low-
-    rank``. ``parameters`` is what is trained, by the names of alignment files; gains and whole tensors as
-    they are, not as changes.
+    ``source`` is read for as long as this object lives. ``parameters`` is what is trained, by the names of
+    alignment files: the gains of the normalizations, as they are and not as changes; by how much the scales
+    and minimums of a quantized matrix grow, which leaves its codes, and what a step costs, as they are; of a
+    matrix in floats, which an export rounds anyway, a change of ``rank``.
     """
 
     def __init__(
         self,
         source: Checkpoint,
-        trained: Trained | None = None,
         *,
         rank: int = 8,
         seed: int = 0,
@@ -64,15 +63,17 @@ class TorchDecoder(Decoder):
         self._minimums: dict[str, Tensor] = {}  # of quantized matrices: (rows, blocks of their codes)
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self._weights.items():
-            kind = name.rpartition(".")[2]
-            if trained == "low-rank" and kind in _PROJECTIONS:
+            stored = source.tensor(name).type
+            if name.endswith("norm"):
+                self.parameters[name] = weight
+            elif name.rpartition(".")[2] not in _PROJECTIONS:
+                continue
+            elif stored in FLOATS:
                 rows, columns = weight.shape
                 a = torch.empty(rank, columns).uniform_(-1, 1, generator=generator) / sqrt(columns)
                 self.parameters |= {f"{name}.lora_b": torch.zeros(rank, rows), f"{name}.lora_a": a}
-            elif trained == "scales" and kind in _PROJECTIONS:
+            elif stored.factors:
                 self.parameters[name + BLOCKS] = self._factors(name)
-            elif trained == "all" or (trained is not None and kind.endswith("norm")):
-                self.parameters[name] = weight
         for name, value in self.parameters.items():
             self.parameters[name] = value.to(device).requires_grad_()
             if name in self._weights:
@@ -134,11 +135,6 @@ class TorchDecoder(Decoder):
     def _factors(self, name: str) -> Tensor:
         """By how much the factors of a quantized matrix grow, not at all yet: ``(factors, rows)``."""
         kind, raw = self._source.read(name)
-        if not kind.factors:
-            raise RequestError(
-                f"{self._source.path.name} has no blocks whose scales could be trained: {name} is "
-                f"{kind.name}; train another thing, such as a low-rank change"
-            )
         minimums = fields(kind, raw).blocks().minimums
         if minimums is not None:
             self._minimums[name] = torch.from_numpy(minimums).to(self._device)

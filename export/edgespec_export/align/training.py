@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from edgespec_export.align.decoder import TorchDecoder, batch_of
-from edgespec_export.align.settings import RATES, Guesses, Text, TrainingOptions
+from edgespec_export.align.settings import Guesses, Text, TrainingOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.storage import replacing, writing
@@ -37,8 +37,7 @@ class _Run:
     ) -> None:
         self._decoder, self.options = decoder, options
         self.batches = _batches(texts, options)
-        self.rate = RATES[options.trained] if options.rate is None else options.rate
-        self.optimizer = torch.optim.AdamW(decoder.parameters.values(), lr=self.rate, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(decoder.parameters.values(), lr=options.rate, weight_decay=0.0)
         self.step = 0
         self.key = hashlib.sha256(repr((asdict(options), list(texts), known)).encode()).hexdigest()
 
@@ -47,8 +46,8 @@ class _Run:
         total = len(self.batches)
         warm = max(1, min(_WARM_MOST, int(_WARM_SHARE * total)))
         if step < warm:
-            return self.rate * (step + 1) / warm
-        return self.rate * 0.5 * (1.0 + cos(pi * (step - warm) / max(1, total - warm)))
+            return self.options.rate * (step + 1) / warm
+        return self.options.rate * 0.5 * (1.0 + cos(pi * (step - warm) / max(1, total - warm)))
 
     def save(self, path: Path) -> None:
         state = {
@@ -106,8 +105,8 @@ def train(
             loss = decoder.losses(batch_of(run.batches[index], device)).mean()
         if not torch.isfinite(loss):
             raise RequestError(
-                f"the loss of step {index + 1} is no finite number: a rate of {run.rate:g} is too high; give "
-                "a lower one with --rate"
+                f"the loss of step {index + 1} is no finite number: a rate of {options.rate:g} is too high; "
+                "give a lower one with --rate"
             )
         run.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
