@@ -3,7 +3,6 @@
 import errno
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +16,7 @@ from edgespec.align import answering as answering_module
 from edgespec.align import answers
 from edgespec.align.answering import answers as answers_of
 from edgespec.align.answers import Answer, Asking, alone, read_answers, unanswered, write_answers
-from edgespec.align.run import is_held_out, split_texts
+from edgespec.align.run import split_texts
 from edgespec.cli import app
 from edgespec.drafting.model import context_tokens
 from edgespec.measuring.prompts import Prompt
@@ -32,7 +31,7 @@ from tests.fake_model import FakeModel
 from tests.gguf_for_tests import tiny_gguf
 from tools import first_guesses
 
-ASKING = Asking(max_new_tokens=7, target="fake-target")
+ASKING = Asking(max_new_tokens=7, temperature=0.8, target="fake-target")
 PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}",)) for i in range(12))
 
 
@@ -57,7 +56,7 @@ def test_answers_are_written_line_by_line(tmp_path: Path) -> None:
     assert [answer.prompt for answer in answers] == [prompt.turns[0] for prompt in PROMPTS]
     assert {answer.category for answer in answers} == {"even", "odd"}
     assert {answer.target for answer in answers} == {"fake-target"}
-    assert {answer.temperature for answer in answers} == {0.0, 0.8}
+    assert {answer.temperature for answer in answers} == {0.8}
     seeds = {options["seed"] for _, options in model.calls}
     assert len(seeds) == len(PROMPTS) and {options["max_new_tokens"] for _, options in model.calls} == {7}
     assert not unanswered(PROMPTS, place, "fake-target")
@@ -110,14 +109,6 @@ def test_answers_from_elsewhere_are_kept_and_what_does_not_fit_is_left_out(tmp_p
     assert _asked(FakeModel(on_call=refuse), place) == 2
     assert [each.prompt for each in read_answers(place)][:3] == ["a", "question 0", "question 3"]
     assert len(read_answers(place)) == len(PROMPTS) - 1
-
-
-def test_what_is_held_out_has_all_temperatures() -> None:
-    prompts = [Prompt(f"p{number}", "c", (f"question {number}",)) for number in range(400)]
-    answered = answers_of(FakeModel().as_model(), prompts, ASKING)
-    counts = Counter((is_held_out(each.prompt), each.temperature) for each in answered if each is not None)
-    assert len(counts) == 4 and counts[True, 0.0] + counts[True, 0.8] < 80
-    assert 0.5 < counts[True, 0.0] / counts[True, 0.8] < 2
 
 
 def test_a_disk_that_is_full_keeps_the_answers_before(

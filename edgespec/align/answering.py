@@ -41,7 +41,10 @@ def answers(model: edgespec.Model, prompts: Sequence[Prompt], asking: Asking) ->
     """Answers of ``model`` to the first turns of ``prompts``; None for those that it cannot read."""
     running = deque[tuple[Prompt, Stream]]()
     for prompt in prompts:
-        options = _options(prompt, asking)
+        seed = number_of(prompt.turns[0])
+        options = RequestOptions(
+            max_new_tokens=asking.max_new_tokens, temperature=asking.temperature, seed=seed
+        )
         Request.of(options)  # what is wrong with these is no prompt's fault
         try:
             running.append((prompt, ask(model, prompt, options)))
@@ -56,17 +59,7 @@ def answers(model: edgespec.Model, prompts: Sequence[Prompt], asking: Asking) ->
         yield _answer(*running.popleft(), asking)
 
 
-def _options(prompt: Prompt, asking: Asking) -> RequestOptions:
-    seed, temperature = number_of(prompt.turns[0]), _temperature(prompt, asking)
-    return RequestOptions(max_new_tokens=asking.max_new_tokens, temperature=temperature, seed=seed)
-
-
-def _temperature(prompt: Prompt, asking: Asking) -> float:
-    # Not of the last digit, which says whether a prompt is held out.
-    return asking.temperatures[(number_of(prompt.turns[0]) >> 8) % len(asking.temperatures)]
-
-
 def _answer(prompt: Prompt, stream: Stream, asking: Asking) -> Answer:
     given = stream.run()
-    complete, temperature = given.finish_reason == "stop", _temperature(prompt, asking)
-    return Answer(prompt.turns[0], given.text, complete, prompt.category, temperature, asking.target)
+    complete = given.finish_reason == "stop"
+    return Answer(prompt.turns[0], given.text, complete, prompt.category, asking.temperature, asking.target)

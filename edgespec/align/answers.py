@@ -42,13 +42,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Asking(Checked):
-    """How prompts are asked.
-
-    Which of the ``temperatures`` a prompt gets is a function of its text, and so is the seed.
-    """
+    """How prompts are asked; the seed of an answer is a function of its prompt."""
 
     max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 512
-    temperatures: Annotated[tuple[float, ...], length(1)] = (0.0, 0.8)
+    temperature: float = 0.0
     target: str = ""
 
 

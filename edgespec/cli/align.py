@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
-from edgespec.cli.options import JsonFlag, MaxNewTokens, Threads
+from edgespec.cli.options import JsonFlag, MaxNewTokens, Temperature, Threads
 from edgespec_models.errors import RequestError, require
 
 if TYPE_CHECKING:
@@ -57,13 +57,7 @@ def align(
         typer.Option(metavar="FILE.jsonl", help="Where the target's answers go. Default: DIR/answers.jsonl."),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="The temperature of the target's answers. May be repeated: each prompt then gets one. "
-            "Default: 0 for half of the prompts and 0.8 for the others."
-        ),
-    ] = None,
+    temperature: Temperature = 0.0,
     answers_only: Annotated[
         bool, typer.Option("--answers-only", help="End when the prompts are answered; train another time.")
     ] = False,
@@ -98,7 +92,7 @@ def align(
 
         edgespec align smollm2-135m-instruct --target qwen2.5-coder-1.5b-instruct -o aligned
 
-        edgespec align drafter.gguf --target target.gguf --prompts mine.jsonl --temperature 0.8 -o aligned
+        edgespec align drafter.gguf --target target.gguf --prompts mine.jsonl -o aligned
 
         edgespec align drafter.gguf --target target.gguf --answers-from written.jsonl -o out
     """
@@ -118,7 +112,7 @@ def align(
     names, place = (target, drafter), answers or out / "answers.jsonl"
     options = TrainingOptions(rank, rate, passes, batch_tokens, seed)
     facts = _facts(names, licence)
-    asking = Asking(max_new_tokens, tuple(temperature or (0.0, 0.8)), facts["target"])
+    asking = Asking(max_new_tokens, temperature, facts["target"])
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:
         source = None if answers_only else _checkpoint(drafter, progress)
