@@ -2,9 +2,9 @@
 
 Usage: ``python -m tools.first_guesses BUNDLE... --answers FILE.jsonl``
 
-The answers come from ``edgespec align DRAFTER --target TARGET --prompts FILE.jsonl --temperature 0
---answers-only -o DIR``, of prompts that nothing was trained on. Guesses are counted in the drafter's own
-tokens of the answers, in its bundle as it is: formats, trimmed LM head and all. No target runs.
+``edgespec align DRAFTER --target TARGET --prompts FILE.jsonl --answers-only -o DIR`` writes the answers, of
+prompts that nothing was trained on. Guesses are counted in the drafter's own tokens of the answers, in its
+bundle as it is: formats, trimmed LM head and all. No target runs.
 """
 
 from collections.abc import Sequence
