@@ -171,12 +171,13 @@ def sorted_by_prompt(answers: Iterable[Answer | None]) -> list[Answer]:
     return sorted((each for each in answers if each is not None), key=lambda each: each.prompt)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("most", [1, 2, 30])
-def test_answers_are_those_of_the_model(target: str, most: int) -> None:
-    asking = Asking(max_new_tokens=most, target="t")
+def test_answers_are_those_of_the_model(target: str, most: int, temperature: float) -> None:
+    asking = Asking(most, temperature, "t")
     said = sorted_by_prompt(side_by_side(target, PROMPTS, asking))
     assert said == sorted_by_prompt(alone(target, PROMPTS, asking))
-    assert {each.temperature for each in said} == {0.0, 0.8}
+    assert {each.temperature for each in said} == {temperature}
 
 
 def test_a_drafter_is_no_target(tmp_path: Path) -> None:
