@@ -15,11 +15,12 @@ import edgespec
 from edgespec.align import answering as answering_module
 from edgespec.align import answers
 from edgespec.align.answering import answers as answers_of
-from edgespec.align.answers import Answer, Asking, alone, read_answers, unanswered, write_answers
+from edgespec.align.answers import Answer, alone, read_answers, unanswered, write_answers
 from edgespec.align.run import split_texts
 from edgespec.cli import app
 from edgespec.drafting.model import context_tokens
 from edgespec.measuring.prompts import Prompt
+from edgespec.requests.request import RequestOptions
 from edgespec_export.align.settings import Text
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
@@ -31,13 +32,13 @@ from tests.fake_model import FakeModel
 from tests.gguf_for_tests import tiny_gguf
 from tools import first_guesses
 
-ASKING = Asking(max_new_tokens=7, temperature=0.8, target="fake-target")
+ASKED = RequestOptions(max_new_tokens=7, temperature=0.8)
 PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}",)) for i in range(12))
 
 
 def _asked(model: FakeModel, place: Path, prompts: Sequence[Prompt] = PROMPTS) -> int:
     def answering(wanted: Sequence[Prompt]) -> Iterator[Answer | None]:
-        return answers_of(model.as_model(), wanted, ASKING)
+        return answers_of(model.as_model(), wanted, ASKED)
 
     return write_answers(answering, prompts, place, ignore_progress, target="fake-target")
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.align.answering import answering
-from edgespec.align.answers import Answer, Asking
+from edgespec.align.answers import Answer
 from edgespec.measuring.prompts import Prompt
+from edgespec.requests.request import RequestOptions
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
@@ -158,13 +159,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "t")
 
 
-def side_by_side(target: str, prompts: Sequence[Prompt], asking: Asking) -> list[Answer | None]:
-    with answering((target, "ngram"), asking, threads=1) as given:
+def side_by_side(target: str, prompts: Sequence[Prompt], asked: RequestOptions) -> list[Answer | None]:
+    with answering((target, "ngram"), asked, threads=1) as given:
         return list(given(prompts))
 
 
-def alone(target: str, prompts: Sequence[Prompt], asking: Asking) -> list[Answer | None]:
-    return [one for prompt in prompts for one in side_by_side(target, [prompt], asking)]
+def alone(target: str, prompts: Sequence[Prompt], asked: RequestOptions) -> list[Answer | None]:
+    return [one for prompt in prompts for one in side_by_side(target, [prompt], asked)]
 
 
 def sorted_by_prompt(answers: Iterable[Answer | None]) -> list[Answer]:
@@ -174,22 +175,22 @@ def sorted_by_prompt(answers: Iterable[Answer | None]) -> list[Answer]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("most", [1, 2, 30])
 def test_answers_are_those_of_the_model(target: str, most: int, temperature: float) -> None:
-    asking = Asking(most, temperature, "t")
-    said = sorted_by_prompt(side_by_side(target, PROMPTS, asking))
-    assert said == sorted_by_prompt(alone(target, PROMPTS, asking))
+    asked = RequestOptions(max_new_tokens=most, temperature=temperature)
+    said = sorted_by_prompt(side_by_side(target, PROMPTS, asked))
+    assert said == sorted_by_prompt(alone(target, PROMPTS, asked))
     assert {each.temperature for each in said} == {temperature}
 
 
 def test_a_drafter_is_no_target(tmp_path: Path) -> None:
     drafter = tiny_native(tmp_path / "d", role="drafter").bundle
     with pytest.raises(RequestError, match="was exported as a drafter"):
-        side_by_side(str(drafter.path), [], Asking())
+        side_by_side(str(drafter.path), [], RequestOptions())
 
 
 def test_other_graphs_answer_one_after_the_other(tmp_path: Path) -> None:
     source = tiny_gguf("llama", "Q8_0").write(tmp_path / "m.gguf")
     export_model(source, tmp_path / "p", options=ExportOptions(weights="portable"))
     prompts = [Prompt("bad", "c", ("\ud800",)), *PROMPTS, Prompt("long", "c", ("w " * 5000,))]
-    said = side_by_side(str(tmp_path / "p"), prompts, Asking(max_new_tokens=5, target="t"))
+    said = side_by_side(str(tmp_path / "p"), prompts, RequestOptions(max_new_tokens=5))
     assert [each.prompt for each in said if each is not None] == [p.turns[0] for p in PROMPTS]
     assert len(said) == len(prompts)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import edgespec
-from edgespec.align.answers import Answer, Answering, Asking, number_of
+from edgespec.align.answers import Answer, Answering, number_of
 from edgespec.loading.opening import check_target, open_model
 from edgespec.measuring.prompts import Prompt, ask
 from edgespec.requests.request import Request, RequestOptions
@@ -21,7 +21,11 @@ _AT_ONCE = 8  # where a pass costs little more than one over a single row; beyon
 
 @contextmanager
 def answering(
-    names: tuple[str, str], asking: Asking, *, threads: int = 0, progress: ProgressCallback = ignore_progress
+    names: tuple[str, str],
+    asked: RequestOptions,
+    *,
+    threads: int = 0,
+    progress: ProgressCallback = ignore_progress,
 ) -> Iterator[Answering]:
     """The target ``names[0]``, loaded as long as the context; with the drafter ``names[1]`` if that helps.
 
@@ -34,17 +38,19 @@ def answering(
     several = manifest.form == "dynamic" and manifest.operators == "edgespec"
     options = edgespec.LoadOptions(threads=threads, parallel=_AT_ONCE, prompt_cache_bytes=0)
     with edgespec.load(names[0], None if several else names[1], options=options, progress=progress) as model:
-        yield lambda prompts: answers(model, prompts, asking)
+        yield lambda prompts: answers(model, prompts, asked)
 
 
-def answers(model: edgespec.Model, prompts: Sequence[Prompt], asking: Asking) -> Iterator[Answer | None]:
-    """Answers of ``model`` to the first turns of ``prompts``; None for those that it cannot read."""
-    running = deque[tuple[Prompt, Stream]]()
+def answers(
+    model: edgespec.Model, prompts: Sequence[Prompt], asked: RequestOptions
+) -> Iterator[Answer | None]:
+    """Answers of ``model`` to the first turns of ``prompts``; None for those that it cannot read.
+
+    They are ``asked`` so, each with a seed of its own, which its text decides.
+    """
+    running, temperature = deque[tuple[Prompt, Stream]](), asked.get("temperature", 0.0)
     for prompt in prompts:
-        seed = number_of(prompt.turns[0])
-        options = RequestOptions(
-            max_new_tokens=asking.max_new_tokens, temperature=asking.temperature, seed=seed
-        )
+        options: RequestOptions = {**asked, "seed": number_of(prompt.turns[0])}
         Request.of(options)  # what is wrong with these is no prompt's fault
         try:
             running.append((prompt, ask(model, prompt, options)))
@@ -54,12 +60,11 @@ def answers(model: edgespec.Model, prompts: Sequence[Prompt], asking: Asking) ->
         running[-1][1].start()
         # There is always one that waits.
         while running and (running[0][1].ended or len(running) > 2 * _AT_ONCE):
-            yield _answer(*running.popleft(), asking)
+            yield _answer(*running.popleft(), temperature)
     while running:
-        yield _answer(*running.popleft(), asking)
+        yield _answer(*running.popleft(), temperature)
 
 
-def _answer(prompt: Prompt, stream: Stream, asking: Asking) -> Answer:
+def _answer(prompt: Prompt, stream: Stream, temperature: float) -> Answer:
     given = stream.run()
-    complete = given.finish_reason == "stop"
-    return Answer(prompt.turns[0], given.text, complete, prompt.category, asking.temperature, asking.target)
+    return Answer(prompt.turns[0], given.text, given.finish_reason == "stop", prompt.category, temperature)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.schema import Checked, length, read_lines, within
+from edgespec_models.schema import length, read_lines
 from edgespec_models.storage import writing
 
 _BEGIN = b'{"prompt": '
@@ -36,15 +36,6 @@ class Answer:
     text: str
     complete: bool = False
     category: str = ""
-    temperature: float = 0.0
-    target: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Asking(Checked):
-    """How prompts are asked; the seed of an answer is a function of its prompt."""
-
-    max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 512
     temperature: float = 0.0
     target: str = ""
 
@@ -103,7 +94,7 @@ def write_answers(
             if said is None:
                 skipped += 1
             else:
-                _write(file, said)
+                _write(file, replace(said, target=target))
             progress(Progress("Answering", number, len(prompts), "prompts"))
     progress(Progress("Answering", len(prompts), len(prompts), "prompts"))
     return skipped

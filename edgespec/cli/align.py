@@ -97,10 +97,11 @@ def align(
         edgespec align drafter.gguf --target target.gguf --answers-from written.jsonl -o out
     """
     from edgespec.align.answering import answering
-    from edgespec.align.answers import Asking, read_answers
+    from edgespec.align.answers import read_answers
     from edgespec.align.run import align as run
     from edgespec.align.run import split_texts, torch_device
     from edgespec.loading.opening import open_model
+    from edgespec.requests.request import Request, RequestOptions
     from edgespec_export.align.settings import TrainingOptions
     from edgespec_models.storage import writing
 
@@ -112,14 +113,15 @@ def align(
     names, place = (target, drafter), answers or out / "answers.jsonl"
     options = TrainingOptions(rank, rate, passes, batch_tokens, seed)
     facts = _facts(names, licence)
-    asking = Asking(max_new_tokens, temperature, facts["target"])
+    asked = RequestOptions(max_new_tokens=max_new_tokens, temperature=temperature)
+    Request.of(asked)
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:
         source = None if answers_only else _checkpoint(drafter, progress)
         trained_on = "" if source is None else torch_device(device, threads)
         bundle = None if answers_only else open_model(drafter, "drafter", progress=progress)
-        asked = answering(names, asking, threads=threads, progress=progress)
-        known = _answered(_prompts(prompts, answers_from), place, asking.target, asked, progress)
+        answered = answering(names, asked, threads=threads, progress=progress)
+        known = _answered(_prompts(prompts, answers_from), place, facts["target"], answered, progress)
         if source is None or bundle is None:
             _tell(place, len(known), as_json)
             return
