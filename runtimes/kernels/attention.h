@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "context.h"
@@ -60,14 +61,13 @@ class Attention {
       for (int64_t i = 0; i < count * kv_heads_; i++) append_one(i);
     else
       pass.spread(count * kv_heads_, append_one);
-    std::vector<Rows> groups;
-    for (const Rows& each : sequences) split(each, groups);
-    pass.spread(static_cast<int64_t>(groups.size()) * heads_,
-                [&](int64_t i) { attend(s, groups[i / heads_], i % heads_); });
+    const std::vector<Share> shares = shares_of(sequences, pass.threads());
+    pass.spread(static_cast<int64_t>(shares.size()) * kv_heads_,
+                [&](int64_t i) { attend(s, shares[static_cast<size_t>(i / kv_heads_)], i % kv_heads_); });
   }
 
  private:
-  static constexpr int64_t kFewRows = 8;
+  static constexpr int64_t kFewRows = 8, kMostQueries = 48;
 
   struct State {
     const float* packed;
@@ -110,13 +110,32 @@ class Attention {
     return sequences;
   }
 
-  // As many rows as the kernels take at once.
-  static void split(const Rows& all, std::vector<Rows>& groups) {
-    const int64_t count = (all.count + kAttentionRows - 1) / kAttentionRows;
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t from = all.count * i / count, to = all.count * (i + 1) / count;
-      groups.push_back({all.begin, all.past + from, to - from, all.first + from});
-    }
+  // Queries of a sequence that share a head of keys: head `i % group` of row `i / group`, for i from `first` to `last`.
+  struct Share {
+    const Rows* rows;
+    int64_t first, last;
+  };
+
+  // Few shares of each sequence, since each reads the cache of its head of keys; but as many as let all threads work
+  // to the end.
+  std::vector<Share> shares_of(const std::vector<Rows>& sequences, int64_t threads) const {
+    const int64_t group = heads_ / kv_heads_;
+    const auto cut = [&](int64_t most) {
+      std::vector<Share> shares;
+      for (const Rows& rows : sequences) {
+        const int64_t queries = rows.count * group, count = (queries + most - 1) / most;
+        for (int64_t i = 0; i < count; i++)
+          shares.push_back({&rows, queries * i / count, queries * (i + 1) / count});
+      }
+      return shares;
+    };
+    std::vector<Share> shares = cut(kMostQueries);
+    const auto pieces = static_cast<int64_t>(shares.size()) * kv_heads_;
+    if (pieces == 0 || pieces >= 4 * threads || pieces % threads == 0) return shares;
+    const int64_t times = threads / std::gcd(pieces, threads);
+    int64_t longest = 0;
+    for (const Share& share : shares) longest = std::max(longest, share.last - share.first);
+    return cut((longest + times - 1) / times);
   }
 
   // The cache, in place where the pass binds one buffer for what was and what is.
@@ -183,25 +202,37 @@ class Attention {
     }
   }
 
-  void attend(const State& s, const Rows& rows, int64_t head) const {
-    const int64_t from = head / (heads_ / kv_heads_) * s.capacity + rows.begin;
-    const Buffer<float> queries(rows.count * head_dim_);
-    for (int64_t row = 0; row < rows.count; row++)
-      prepare(s, s.packed + (rows.first + row) * s.width + head * head_dim_, s.query_gain, rows.past + row, scale_,
-              queries.get() + row * head_dim_);
-    const Buffer<float> scratch(attention_scratch(rows.past + rows.count));
-    HeadAttention h{};
-    h.queries = queries.get();
-    h.keys = s.keys + from * head_dim_;
-    h.values = s.values + from * head_dim_;
-    h.head_dim = head_dim_;
-    h.past = rows.past;
-    h.rows = rows.count;
-    h.window = window_;
-    h.scratch = scratch.get();
-    h.stride = heads_ * head_dim_;
-    h.y = s.y + rows.first * h.stride + head * head_dim_;
-    kernels_.attend(h);
+  void attend(const State& s, const Share& share, int64_t kv_head) const {
+    const Rows& rows = *share.rows;
+    const int64_t group = heads_ / kv_heads_, count = share.last - share.first;
+    const auto row_of = [&](int64_t i) { return (share.first + i) / group; };
+    const auto head_of = [&](int64_t i) { return kv_head * group + (share.first + i) % group; };
+    const Buffer<Query> sights(count);
+    const Buffer<float> vectors(count * head_dim_);
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t row = row_of(i), position = rows.past + row, limit = position + 1;
+      sights.get()[i] = {window_ > 0 && limit > window_ ? limit - window_ : 0, limit};
+      prepare(s, s.packed + (rows.first + row) * s.width + head_of(i) * head_dim_, s.query_gain, position, scale_,
+              vectors.get() + i * head_dim_);
+    }
+    Queries q{};
+    q.sights = sights.get();
+    q.count = count;
+    q.vectors = vectors.get();
+    const int64_t from = kv_head * s.capacity + rows.begin;
+    q.keys = s.keys + from * head_dim_;
+    q.values = s.values + from * head_dim_;
+    q.head_dim = head_dim_;
+    q.begin = sights.get()[0].first / kLanes * kLanes;
+    q.end = sights.get()[count - 1].limit;
+    q.stride = score_stride(q.end - q.begin);
+    const Buffer<float> scores(count * q.stride);
+    q.scores = scores.get();
+    kernels_.attend(q);
+    for (int64_t i = 0; i < count; i++) {
+      const float* x = vectors.get() + i * head_dim_;
+      std::copy(x, x + head_dim_, s.y + ((rows.first + row_of(i)) * heads_ + head_of(i)) * head_dim_);
+    }
   }
 
   const Kernels& kernels_;

@@ -1,133 +1,169 @@
-// Attention of one query head. Part of generic.inl.
+// Attention of queries that share keys and values. Part of generic.inl.
+//
+// All queries meet a stretch of keys, and later of values, while it lies in the nearest cache; memory is asked for the
+// next stretch meanwhile. Sums are carried from stretch to stretch, so that each has one order.
 
 inline F load(const Half* p) { return half(reinterpret_cast<const uint8_t*>(p)); }
 
-// Products of M queries with the keys of T tiles of 16.
+constexpr int64_t kValueBytes = 16 << 10;  // of a stretch of values
+
+// Scores of M queries with T tiles of 16 keys.
 template <int M, int T>
-inline void key_products(const HeadAttention& h, const float* queries, int64_t tile, float* scores,
-                         int64_t stride) {
-  const Half* keys = h.keys + tile * kLanes * h.head_dim;
+inline void key_products(const Half* keys, const float* queries, int64_t head_dim, float* scores, int64_t stride) {
   F sums[M][T] = {};
-  for (int64_t d = 0; d < h.head_dim; d++)
+  for (int64_t d = 0; d < head_dim; d++) {
+    F k[T];
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++) {
-      const F k = load(keys + (t * h.head_dim + d) * kLanes);
-#pragma GCC unroll 16
-      for (int r = 0; r < M; r++) sums[r][t] = fma(splat(queries[r * h.head_dim + d]), k, sums[r][t]);
+      const Half* at = keys + (t * head_dim + d) * kLanes;
+      k[t] = load(at);
+      if (d % 2 == 0) prefetch(at, T * head_dim * kLanes * static_cast<int64_t>(sizeof(Half)));
     }
-  for (int r = 0; r < M; r++)
-    for (int t = 0; t < T; t++) store(scores + r * stride + (tile + t) * kLanes, sums[r][t]);
+#pragma GCC unroll 16
+    for (int q = 0; q < M; q++) {
+      const F x = splat(queries[q * head_dim + d]);
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) sums[q][t] = fma(x, k[t], sums[q][t]);
+    }
+  }
+  for (int q = 0; q < M; q++)
+    for (int t = 0; t < T; t++) store(scores + q * stride + t * kLanes, sums[q][t]);
 }
 
-// Keys `first` to `last` are those of M rows together, of which each sees but a part.
-template <int M>
-inline bool seen(const HeadAttention& h, int64_t r, int64_t k, int64_t last) {
-  const int64_t limit = last - M + 1 + r;
-  return k < limit && (h.window == 0 || k >= limit - h.window);
-}
-
-// y = probabilities times the values of channels `d` to `d + D * kLanes`. What a row does not see is left out,
-// since nothing times a NaN is one.
+// Adds M queries' shares of `count` values, in D vectors of channels, to y.
 template <int M, int D>
-inline void value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
-                       int64_t last, int64_t d, float* y) {
-  F sums[M][D] = {};
-  const int64_t common = h.window == 0 ? first : first + M - 1, some = last - M + 1;
-  for (int64_t k = first; k < last; k++) {
-    const bool all = k >= common && k < some;
+inline void value_sums(const Half* values, int64_t count, const float* shares, int64_t stride, int64_t head_dim,
+                       float* y) {
+  F sums[M][D];
+  for (int q = 0; q < M; q++)
+    for (int c = 0; c < D; c++) sums[q][c] = load(y + q * head_dim + c * kLanes);
+  for (int64_t k = 0; k < count; k++) {
+    F v[D];
 #pragma GCC unroll 16
     for (int c = 0; c < D; c++) {
-      const F v = load(h.values + k * h.head_dim + d + c * kLanes);
+      const Half* at = values + k * head_dim + c * kLanes;
+      v[c] = load(at);
+      if (c % 2 == 0) prefetch(at, kValueBytes);
+    }
 #pragma GCC unroll 16
-      for (int r = 0; r < M; r++)
-        if (all || seen<M>(h, r, k, last)) sums[r][c] = fma(splat(scores[r * stride + k]), v, sums[r][c]);
+    for (int q = 0; q < M; q++) {
+      const F share = splat(shares[q * stride + k]);
+#pragma GCC unroll 16
+      for (int c = 0; c < D; c++) sums[q][c] = fma(share, v[c], sums[q][c]);
     }
   }
-  for (int r = 0; r < M; r++)
-    for (int c = 0; c < D; c++) store(y + r * h.stride + d + c * kLanes, sums[r][c]);
+  for (int q = 0; q < M; q++)
+    for (int c = 0; c < D; c++) store(y + q * head_dim + c * kLanes, sums[q][c]);
 }
 
-// The channels from `d` on, which fill no vector.
+// The last channels, which fill no vector.
 template <int M>
-inline void last_value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
-                            int64_t last, int64_t d, float* y) {
-  const size_t channels = static_cast<size_t>(h.head_dim - d);
+inline void last_value_sums(const Half* values, int64_t count, const float* shares, int64_t stride, int64_t head_dim,
+                            size_t channels, float* y) {
   F sums[M] = {};
-  for (int64_t k = first; k < last; k++) {
+  for (int q = 0; q < M; q++) __builtin_memcpy(&sums[q], y + q * head_dim, sizeof(float) * channels);
+  for (int64_t k = 0; k < count; k++) {
     Half filled[kLanes] = {};
-    __builtin_memcpy(filled, h.values + k * h.head_dim + d, sizeof(Half) * channels);
+    __builtin_memcpy(filled, values + k * head_dim, sizeof(Half) * channels);
     const F v = load(filled);
-    for (int r = 0; r < M; r++)
-      if (seen<M>(h, r, k, last)) sums[r] = fma(splat(scores[r * stride + k]), v, sums[r]);
+    for (int q = 0; q < M; q++) sums[q] = fma(splat(shares[q * stride + k]), v, sums[q]);
   }
-  for (int r = 0; r < M; r++) __builtin_memcpy(y + r * h.stride + d, &sums[r], sizeof(float) * channels);
+  for (int q = 0; q < M; q++) __builtin_memcpy(y + q * head_dim, &sums[q], sizeof(float) * channels);
 }
 
-// Scores and sums of values are taken as many tiles and vectors at once as there are, up to T and D, then half
-// as many and so on: each is a chain of additions, and one alone would wait for each to end.
-template <int M, int T>
-inline void all_key_products(const HeadAttention& h, const float* queries, int64_t tile, int64_t end_tile,
-                             float* scores, int64_t stride) {
-  for (; tile + T <= end_tile; tile += T) key_products<M, T>(h, queries, tile, scores, stride);
-  if constexpr (T > 1) all_key_products<M, T / 2>(h, queries, tile, end_tile, scores, stride);
+// Tiles and vectors are taken as many at once as there are sums, then half as many and so on: each sum is a chain of
+// additions, and one alone would wait for each to end.
+constexpr int at_once(int queries) { return queries < kSums / 8 ? 8 : kSums / queries; }
+
+// Scores of M queries, from number `first` on, with tiles `from` to `to`.
+template <int M, int T = at_once(M)>
+void score(const Queries& q, int64_t first, int64_t from, int64_t to) {
+  for (; from + T <= to; from += T)
+    key_products<M, T>(q.keys + from * kLanes * q.head_dim, q.vectors + first * q.head_dim, q.head_dim,
+                       q.scores + first * q.stride + from * kLanes - q.begin, q.stride);
+  if constexpr (T > 1) score<M, T / 2>(q, first, from, to);
 }
 
-template <int M, int D>
-inline void all_value_sums(const HeadAttention& h, const float* scores, int64_t stride, int64_t first,
-                           int64_t last, int64_t d, float* y) {
-  for (; d + D * kLanes <= h.head_dim; d += D * kLanes)
-    value_sums<M, D>(h, scores, stride, first, last, d, y);
+// Adds their shares of values `from` to `to`, channels `d` and behind.
+template <int M, int D = at_once(M)>
+void gather_values(const Queries& q, int64_t first, int64_t from, int64_t to, int64_t d) {
+  const Half* values = q.values + from * q.head_dim;
+  const float* shares = q.scores + first * q.stride + from - q.begin;
+  float* y = q.vectors + first * q.head_dim;
+  for (; d + D * kLanes <= q.head_dim; d += D * kLanes)
+    value_sums<M, D>(values + d, to - from, shares, q.stride, q.head_dim, y + d);
   if constexpr (D > 1)
-    all_value_sums<M, D / 2>(h, scores, stride, first, last, d, y);
-  else if (d < h.head_dim)
-    last_value_sums<M>(h, scores, stride, first, last, d, y);
+    gather_values<M, D / 2>(q, first, from, to, d);
+  else if (d < q.head_dim)
+    last_value_sums<M>(values + d, to - from, shares, q.stride, q.head_dim, static_cast<size_t>(q.head_dim - d), y + d);
 }
 
-// Scores of one row, keys `first` to `end`, to probabilities; `limit` is where the row's keys end.
-inline void soften(float* scores, int64_t begin_tile, int64_t end_tile, int64_t first, int64_t limit) {
+// run.template operator()<M>() for M queries at once, M being `count`.
+template <int M = kQueries, class Run>
+void with_count(int64_t count, const Run& run) {
+  if (count == M) return run.template operator()<M>();
+  if constexpr (M > 1) with_count<M - 1>(count, run);
+}
+
+// A query's scores, of `count` tokens of which it sees `first` to `limit`, to shares.
+inline void soften(float* scores, int64_t count, int64_t first, int64_t limit) {
   const float lowest = -__builtin_inff();
-  for (int64_t k = begin_tile * kLanes; k < first; k++) scores[k] = lowest;
-  for (int64_t k = limit; k < end_tile * kLanes; k++) scores[k] = lowest;
+  for (int64_t k = 0; k < first; k++) scores[k] = lowest;
+  for (int64_t k = limit; k < count; k++) scores[k] = lowest;
   F most = splat(lowest);
-  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k += kLanes) {
+  for (int64_t k = 0; k < count; k += kLanes) {
     const F v = load(scores + k);
     most = v > most ? v : most;
   }
   const float largest = largest_lane(most);
   F totals = {};
-  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k += kLanes) {
-    const F p = exponential(load(scores + k) - largest);
-    totals = totals + p;
-    store(scores + k, p);
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const F share = exponential(load(scores + k) - largest);
+    totals = totals + share;
+    store(scores + k, share);
   }
   float lanes[kLanes];
   store(lanes, totals);
   const float factor = 1.0f / add_lanes(lanes);
-  for (int64_t k = begin_tile * kLanes; k < end_tile * kLanes; k++) scores[k] = scores[k] * factor;
+  for (int64_t k = 0; k < count; k += kLanes) store(scores + k, load(scores + k) * factor);
 }
 
-template <int M>
-void attend_rows(const HeadAttention& h, int64_t row) {
-  constexpr int kAtOnce = M <= kQueries ? kQueries / M : 1;
-  const int64_t end = h.past + row + M;
-  const int64_t first = h.window > 0 && end - M + 1 > h.window ? end - M + 1 - h.window : 0;
-  const int64_t begin_tile = first / kLanes, end_tile = (end + kLanes - 1) / kLanes;
-  const int64_t stride = end_tile * kLanes;
-  const float* queries = h.queries + row * h.head_dim;
-  float* y = h.y + row * h.stride;
-  all_key_products<M, kAtOnce>(h, queries, begin_tile, end_tile, h.scratch, stride);
-  for (int r = 0; r < M; r++) {
-    const int64_t limit = end - M + 1 + r;
-    const int64_t start = h.window > 0 && limit > h.window ? limit - h.window : 0;
-    soften(h.scratch + r * stride, begin_tile, end_tile, start, limit);
+void attend(const Queries& q) {
+  const int64_t groups = (q.count + kQueries - 1) / kQueries;
+  const auto each_group = [&](const auto& run) {
+    for (int64_t i = 0; i < groups; i++) {
+      const int64_t first = q.count * i / groups;
+      with_count(q.count * (i + 1) / groups - first, [&]<int M>() { run.template operator()<M>(first); });
+    }
+  };
+  const int64_t end_tile = (q.end + kLanes - 1) / kLanes, tiles = at_once((q.count + groups - 1) / groups);
+  for (int64_t from = q.begin / kLanes; from < end_tile; from += tiles) {
+    const int64_t to = from + tiles < end_tile ? from + tiles : end_tile;
+    each_group([&]<int M>(int64_t first) { score<M>(q, first, from, to); });
   }
-  all_value_sums<M, kAtOnce>(h, h.scratch, stride, first, end, 0, y);
+  // Values that all see are read for all together; what a query does not see, it leaves out, since nothing times a
+  // NaN is one.
+  int64_t common = q.begin, common_end = q.end;
+  for (int64_t i = 0; i < q.count; i++) {
+    const Query& sight = q.sights[i];
+    soften(q.scores + i * q.stride, end_tile * kLanes - q.begin, sight.first - q.begin, sight.limit - q.begin);
+    common = sight.first > common ? sight.first : common;
+    common_end = sight.limit < common_end ? sight.limit : common_end;
+  }
+  common_end = common_end < common ? common : common_end;
+  __builtin_memset(q.vectors, 0, sizeof(float) * static_cast<size_t>(q.count * q.head_dim));
+  const auto alone = [&](int64_t from, int64_t to) {
+    for (int64_t i = 0; i < q.count; i++) {
+      const int64_t first = q.sights[i].first, limit = q.sights[i].limit;
+      const int64_t begin = from < first ? first : from, end = to < limit ? to : limit;
+      if (begin < end) gather_values<1>(q, i, begin, end, 0);
+    }
+  };
+  alone(q.begin, common);
+  const int64_t stretch = kValueBytes / (static_cast<int64_t>(sizeof(Half)) * q.head_dim) + 1;
+  for (int64_t from = common; from < common_end; from += stretch) {
+    const int64_t to = from + stretch < common_end ? from + stretch : common_end;
+    each_group([&]<int M>(int64_t first) { gather_values<M>(q, first, from, to, 0); });
+  }
+  alone(common_end, q.end);
 }
-
-template <int M>
-void attend_from(const HeadAttention& h, int64_t row) {
-  for (; row + M <= h.rows; row += M) attend_rows<M>(h, row);
-  if constexpr (M > 1) attend_from<M / 2>(h, row);
-}
-
-void attend(const HeadAttention& h) { attend_from<kQueries>(h, 0); }

@@ -261,43 +261,62 @@ void add_narrowings(Cases& cases) {
                    }});
 }
 
-void attend(const Kernels& kernels, Random& random, HeadAttention h, Results& results) {
-  const int64_t tokens = h.past + h.rows, capacity = (tokens + kLanes - 1) / kLanes * kLanes;
-  const std::vector<float> queries = random.reals(h.rows * h.head_dim);
-  std::vector<Half> keys = halves(random.reals(capacity * h.head_dim, 4.0f));
-  std::vector<Half> values = halves(random.reals(capacity * h.head_dim));
+// Queries of `heads` heads and `rows` rows behind `past` tokens. Some bits of the plain set are those of each query alone.
+struct Attended {
+  int64_t head_dim, heads, rows, past, window;
+};
+
+void attend(const Kernels& kernels, Random& random, const Attended& a, Results& results) {
+  const int64_t tokens = a.past + a.rows, capacity = (tokens + kLanes - 1) / kLanes * kLanes;
+  const int64_t count = a.heads * a.rows;
+  const std::vector<float> vectors = random.reals(count * a.head_dim);
+  std::vector<Half> keys = halves(random.reals(capacity * a.head_dim, 4.0f));
+  std::vector<Half> values = halves(random.reals(capacity * a.head_dim));
   for (int64_t token = tokens; token < capacity; token++)  // what lies there has no part in the answer
-    for (int64_t d = 0; d < h.head_dim; d++) {
-      const int64_t key = (token / kLanes * h.head_dim + d) * kLanes + token % kLanes;
-      keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * h.head_dim + d)] = narrow(kNothing);
+    for (int64_t d = 0; d < a.head_dim; d++) {
+      const int64_t key = (token / kLanes * a.head_dim + d) * kLanes + token % kLanes;
+      keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * a.head_dim + d)] = narrow(kNothing);
     }
-  std::vector<float> scratch(static_cast<size_t>(attention_scratch(tokens)), kNothing);
-  std::vector<float> y(static_cast<size_t>(h.rows * h.stride));
-  h.queries = queries.data();
-  h.keys = keys.data();
-  h.values = values.data();
-  h.scratch = scratch.data();
-  h.y = y.data();
-  kernels.attend(h);
-  results.add(y);
+  std::vector<Query> sights;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t limit = a.past + i / a.heads + 1;
+    sights.push_back({a.window > 0 && limit > a.window ? limit - a.window : 0, limit});
+  }
+  const auto run = [&](int64_t first, int64_t last) {
+    std::vector<float> y(vectors.begin() + first * a.head_dim, vectors.begin() + last * a.head_dim);
+    Queries q{};
+    q.sights = sights.data() + first;
+    q.count = last - first;
+    q.vectors = y.data();
+    q.keys = keys.data();
+    q.values = values.data();
+    q.head_dim = a.head_dim;
+    q.begin = q.sights[0].first / kLanes * kLanes;
+    q.end = sights[static_cast<size_t>(last - 1)].limit;
+    q.stride = score_stride(q.end - q.begin);
+    std::vector<float> scores(static_cast<size_t>(q.count * q.stride), kNothing);
+    q.scores = scores.data();
+    kernels.attend(q);
+    return y;
+  };
+  if (&kernels == find_kernels("plain"))  // each query alone: the others are compared with that
+    for (int64_t i = 0; i < count; i++) results.add(run(i, i + 1));
+  else
+    results.add(run(0, count));
 }
 
 void add_attentions(Cases& cases) {
   constexpr int64_t spans[][2] = {{0, 0}, {5, 0}, {37, 7}, {200, 64}, {300, 0}};  // past tokens, window
   for (const int64_t head_dim : {16, 24, 80, 128})
     for (const auto& [past, window] : spans)
-      for (int64_t rows = 1; rows <= 9; rows++) {
-        HeadAttention h{};
-        h.head_dim = head_dim;
-        h.past = past;
-        h.window = window;
-        h.rows = rows;
-        h.stride = head_dim + 16;
-        const std::string name = text("attend, head", head_dim) + text(", past", past) + text(", rows", rows);
-        cases.push_back({name, [=](const Kernels& kernels, Random& random, Results& results) {
-                           attend(kernels, random, h, results);
-                         }});
-      }
+      for (const int64_t heads : {1, 3, 6})
+        for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
+          const std::string name = text("attend, head", head_dim) + text(", past", past) + text(", heads", heads);
+          const Attended attended = {head_dim, heads, rows, past, window};
+          cases.push_back({name + text(", rows", rows), [=](const Kernels& kernels, Random& random, Results& results) {
+                             attend(kernels, random, attended, results);
+                           }});
+        }
 }
 
 // ---- The largest of many -------------------------------------------------------------------------------

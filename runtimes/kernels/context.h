@@ -179,6 +179,8 @@ class Pass {
     return static_cast<T*>(data);
   }
 
+  int64_t threads() const { return crew_.threads(); }
+
   // run(i) for i below `count`, on the session's threads, on any of which memory may run out.
   template <class Run>
   void spread(int64_t count, const Run& run, const Weights* weights = nullptr) const {

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "prefetch.h"
+
 #if defined(_WIN32)
 #include <windows.h>
 #else
@@ -158,14 +160,14 @@ class Crew {
     void step() {
       if (at_ == kMost || starts_[0] == nullptr) return pause();
       for (const uint8_t* start : starts_)
-        if (start != nullptr) __builtin_prefetch(start + at_, 0, 2);
+        if (start != nullptr) prefetch(start, at_);
       at_ += 64;
     }
 
    private:
-    static constexpr size_t kMost = 128 << 10;
+    static constexpr int64_t kMost = 128 << 10;
     std::array<const uint8_t*, 2> starts_{};
-    size_t at_ = 0;
+    int64_t at_ = 0;
   };
 
   static void pause() {

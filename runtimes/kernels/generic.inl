@@ -1,7 +1,8 @@
 // The kernels, over the primitives of an instruction set. Included once for each of them, inside a namespace
 // that has vectors.inl and
 //
-//     kRows, kQueries          rows that one unpacking of weights serves, and one reading of keys
+//     kRows, kQueries          rows that one unpacking of weights serves, and queries that one widening of keys does
+//     kSums                    sums of attention that registers hold
 //     fma(a, b, c)             a * b + c, rounded once
 //     half(pointer)            16 float16 as F
 //     look_up(table, places)   for each byte, below 16, what lies there in 16 bytes

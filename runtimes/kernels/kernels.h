@@ -6,17 +6,19 @@
 
 #include "half.h"
 #include "layout.h"
+#include "prefetch.h"
 
 namespace edgespec {
 
-// Rows of a projection that share a format.
+// Rows of a projection that share a format. Its functions are inlined wherever they are called: a copy that the linker
+// took from the file of a wide set would not run on other processors.
 struct Part {
   const uint8_t* tiles;
   int64_t columns;  // of the product
   int format;
 
-  int64_t tile_count() const { return (columns + kLanes - 1) / kLanes; }
-  size_t bytes(int64_t inputs) const {
+  [[gnu::always_inline]] int64_t tile_count() const { return (columns + kLanes - 1) / kLanes; }
+  [[gnu::always_inline]] size_t bytes(int64_t inputs) const {
     const FormatInfo& known = kFormats[format];
     return static_cast<size_t>(tile_count() * (inputs / known.inputs) * known.bytes);
   }
@@ -40,25 +42,25 @@ struct Projection {
   float* y;                        // (rows, width)
 };
 
-// Attention of one query head.
-struct HeadAttention {
-  const float* queries;  // (rows, head_dim): rotated and scaled
-  const Half* keys;      // (capacity / 16, head_dim, 16)
-  const Half* values;    // (capacity, head_dim)
+// Queries that share keys and values: heads of rows. Each sees the tokens from `first` to `limit`.
+struct Query {
+  int64_t first, limit;
+};
+struct Queries {
+  const Query* sights;  // (count)
+  int64_t count;
+  float* vectors;       // (count, head_dim): rotated and scaled; then their shares of the values, summed
+  const Half* keys;     // (capacity / 16, head_dim, 16)
+  const Half* values;   // (capacity, head_dim)
   int64_t head_dim;
-  int64_t past;    // tokens before the first row
-  int64_t rows;
-  int64_t window;  // tokens a row attends to, itself included; 0: all
-  float* scratch;  // see attention_scratch
-  float* y;        // (rows, stride)
-  int64_t stride;
+  int64_t begin, end;   // of the tokens that any of them sees; `begin` is a multiple of 16
+  float* scores;        // (count, stride)
+  int64_t stride;       // score_stride of them
 };
 
-constexpr int64_t kAttentionRows = 8;
-
-inline int64_t attention_scratch(int64_t tokens) {
-  return kAttentionRows * (tokens + kLanes);
-}
+// A multiple of 16, and odd in cache lines: were rows apart by a power of two, they would share a few lines of the
+// nearest cache.
+inline int64_t score_stride(int64_t tokens) { return ((tokens + kLanes - 1) / kLanes | 1) * kLanes; }
 
 struct Kernels {
   const char* name;
@@ -68,7 +70,7 @@ struct Kernels {
   float (*quantize)(const float* x, int64_t width, Activations* y);
   // Tiles first to last of the product.
   void (*project)(const Projection&, int64_t first, int64_t last);
-  void (*attend)(const HeadAttention&);
+  void (*attend)(const Queries&);
   // A row of a matrix in float32, times `factor`.
   void (*gather)(const Part&, int64_t inputs, int64_t row, float factor, float* y);
   // The first of the largest values, and sum(exp(x - largest)).

@@ -86,7 +86,9 @@ inline void add_block(const uint8_t* tile, int b, const Factors<Format>& factors
   }
 }
 
-constexpr int kAhead = 2368 * 4;  // bytes that memory is asked for before they are needed
+// How far behind a tile memory is asked. A single row is done with a tile sooner, and reads fastest so.
+template <int M>
+constexpr int64_t kAhead = 2368 * (M == 1 ? 2 : 4);
 
 // Adds the products of M rows with the 16 columns of tiles, less the rows' factors, to y (M, 16).
 template <class Format, int M>
@@ -99,7 +101,7 @@ void tile_product(const uint8_t* tile, int64_t tile_count, const Activations* a,
 #pragma GCC unroll 1
     for (int b = 0; b < Format::kSubBlocks; b++, a++) {
       constexpr int kPart = (T::kBytes + Format::kSubBlocks - 1) / Format::kSubBlocks;
-      for (int p = 0; p < kPart; p += kLine) __builtin_prefetch(tile + kAhead + b * kPart + p);
+      for (int p = 0; p < kPart; p += kLine) prefetch(tile, kAhead<M> + b * kPart + p);
       add_block<Format, M>(tile, b, factors, a, stride, sums);
     }
   }

@@ -8,7 +8,7 @@ namespace {
 
 #include "vectors.inl"
 
-constexpr int kQueries = 4;
+constexpr int kQueries = 6, kSums = 6;
 struct Ints { __m256i v[2]; };
 struct Floats { __m256 v[2]; };
 

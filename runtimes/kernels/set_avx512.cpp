@@ -9,7 +9,7 @@ namespace {
 
 #include "vectors.inl"
 
-constexpr int kRows = 8, kQueries = 8;
+constexpr int kRows = 8, kQueries = 12, kSums = 24;
 
 inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 

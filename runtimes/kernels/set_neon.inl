@@ -8,7 +8,7 @@ namespace {
 
 #include "vectors.inl"
 
-constexpr int kRows = 4, kQueries = 4;
+constexpr int kRows = 4, kQueries = 6, kSums = 6;
 struct Floats { float32x4_t v[4]; };
 struct Ints { int32x4_t v[4]; };
 struct Bytes { uint8x16_t v[4]; };

@@ -7,7 +7,7 @@ namespace {
 
 #include "vectors.inl"
 
-constexpr int kRows = 8, kQueries = 8;
+constexpr int kRows = 8, kQueries = 8, kSums = 8;
 
 inline F fma(F a, F b, F c) {
   for (int l = 0; l < kLanes; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
