@@ -93,6 +93,13 @@ class Host {
   std::shared_ptr<Pages> pages() const { return huge_ ? shared(pages_) : nullptr; }
   std::shared_ptr<Crew> crew() const { return shared(crew_, threads_, spins_, low_); }
 
+  // Told of every kernel that is made and that goes.
+  void kernel_made() const { used_ = true, living_++; }
+  void kernel_gone() const { living_--; }
+
+  // Whether a session had its kernels here, and has gone; asked under a lock that all who take a host hold.
+  bool free_again() const { return living_ == 0 && used_.exchange(false); }
+
   const Kernels& kernels;
 
  private:
@@ -107,6 +114,8 @@ class Host {
   bool huge_;
   int64_t threads_;
   bool spins_, low_;
+  mutable std::atomic<bool> used_ = false;
+  mutable std::atomic<int64_t> living_ = 0;
   mutable std::mutex mutex_;
   mutable std::weak_ptr<Pages> pages_;
   mutable std::weak_ptr<Crew> crew_;

@@ -115,10 +115,11 @@ inline float largest_lane(F v) {
   return four[0] > four[1] ? four[0] : four[1];
 }
 
-// Rounds 16 activations, of which a row has `per_unit` steps to one.
+// Rounds 16 activations, of which a row has `per_unit` steps to one. Of a row without steps they count as zeros, since
+// what is not finite has no whole number.
 inline int quantize_share(const float* x, float per_unit, int half, Activations* y) {
   typedef int8_t Codes __attribute__((vector_size(kLanes)));
-  const F magic = splat(12582912.0f), v = load(x);
+  const F magic = splat(12582912.0f), v = per_unit > 0.0f ? load(x) : F{};
   const float most = largest_lane(magnitudes(v)) * per_unit * (1.0f / kMostCode);
   int scale = most > 0.0f ? static_cast<int>(most) : 0;
   if (static_cast<float>(scale) < most && scale < kMostScale) scale++;

@@ -9,6 +9,7 @@
 // kernels are made, what a pass brings when it runs; nothing is read past the end of a tensor.
 #include <initializer_list>
 #include <memory>
+#include <mutex>
 
 #include "attention.h"
 #include "linear.h"
@@ -44,7 +45,15 @@ class Registered : public ort::CustomOp {
 
  private:
   struct Made {
+    Made(const Api& api, const Info& info, const Host& host) : api(api), host(host), crew(host.crew()), op(info, host) {
+      host.kernel_made();
+    }
+    ~Made() { host.kernel_gone(); }
+    Made(const Made&) = delete;
+    Made& operator=(const Made&) = delete;
+
     const Api& api;
+    const Host& host;
     std::shared_ptr<Crew> crew;
     Operator op;
   };
@@ -52,7 +61,7 @@ class Registered : public ort::CustomOp {
   static OrtStatus* create(const CustomOp* op, const void*, const OrtKernelInfo* info, void** out) {
     const auto* self = static_cast<const Registered*>(op);
     return guarded(self->api_, [&] {
-      *out = new Made{self->api_, self->host_.crew(), Operator(Info(self->api_, info), self->host_)};
+      *out = new Made(self->api_, Info(self->api_, info), self->host_);
     });
   }
 
@@ -74,11 +83,22 @@ class Registered : public ort::CustomOp {
   const Host& host_;
 };
 
-// The operators of one session's options. Nothing says when the last session goes, so it is never freed.
+// How the operators of a session run.
+struct Settings {
+  const Kernels* kernels;
+  bool huge;
+  int64_t threads;
+  bool spins, low;
+
+  bool operator==(const Settings&) const = default;
+};
+
+// The operators of one session's options.
 struct Domain {
-  Domain(const void* const* table, const Kernels& kernels, bool huge, int64_t threads, bool spins, bool low)
+  Domain(const void* const* table, const Settings& settings)
       : api(table),
-        host(kernels, huge, threads, spins, low),
+        settings(settings),
+        host(*settings.kernels, settings.huge, settings.threads, settings.spins, settings.low),
         linear(api, host),
         attention(api, host),
         embedding(api, host),
@@ -89,6 +109,7 @@ struct Domain {
   }
 
   Api api;
+  Settings settings;
   Host host;
   Registered<Linear> linear;
   Registered<Attention> attention;
@@ -96,6 +117,18 @@ struct Domain {
   Registered<Choose> choose;
   OrtCustomOpDomain* domain = nullptr;
 };
+
+// Nothing says when ONNX Runtime has done with a domain, so none is freed, at the process's end neither. One whose
+// session is gone, kernels and all, serves the next with the same settings.
+Domain& domain_for(const void* const* table, const Settings& settings) {
+  static std::mutex mutex;
+  static auto& domains = *new std::vector<std::unique_ptr<Domain>>;
+  const std::lock_guard lock(mutex);
+  for (const auto& known : domains)
+    if (known->settings == settings && known->host.free_again()) return *known;
+  domains.push_back(std::make_unique<Domain>(table, settings));
+  return *domains.back();
+}
 
 std::string setting(const Api& api, OrtSessionOptions* options, const char* key) {
   int found = 0;
@@ -132,11 +165,10 @@ EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions
     const std::string threads = said("edgespec.threads");
     int64_t count = 1;
     std::from_chars(threads.data(), threads.data() + threads.size(), count);
-    auto domain = std::make_unique<Domain>(table, *kernels, !said("edgespec.huge_pages").empty(),
-                                           std::clamp<int64_t>(count, 1, 1 << 12),
-                                           !said("edgespec.spinning").empty(), !said("edgespec.low").empty());
-    check(api.add_domain(options, domain->domain));
-    domain.release();
+    const Domain& domain = domain_for(table, {kernels, !said("edgespec.huge_pages").empty(),
+                                              std::clamp<int64_t>(count, 1, 1 << 12),
+                                              !said("edgespec.spinning").empty(), !said("edgespec.low").empty()});
+    check(api.add_domain(options, domain.domain));
     return nullptr;
   } catch (const Failure& failure) {
     return failure.status;

@@ -6,9 +6,12 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <vector>
 
 #if defined(__linux__)
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace edgespec {
@@ -29,6 +32,7 @@ class Pages {
       munmap(last_, last_->size);
       last_ = before;
     }
+    if (table_ >= 0) close(table_);
   }
 
   // A copy of `size` bytes; or `data` itself where there are no huge pages, or no memory for them. What a
@@ -41,7 +45,7 @@ class Pages {
     for (size_t done = 0; done < size; done += kPiece) {
       const size_t piece = std::min(kPiece, size - done);
       std::memcpy(place + done, data + done, piece);
-      give_back(const_cast<uint8_t*>(data) + done, place + done, piece);
+      give_back(const_cast<uint8_t*>(data) + done, piece);
     }
     used_ += rounded(size, kAlignment);
     return place;
@@ -70,17 +74,21 @@ class Pages {
     return true;
   }
 
-  // Pages of a file come back when they are read. Were they not a file's, they are zeros now: written again.
-  static void give_back(uint8_t* data, const uint8_t* copy, size_t size) {
+  // Gives pages of a file back, which come again when they are read. Memory of any other kind would lose what it holds,
+  // a copy of a page that was written to too; the system's table says which it is.
+  void give_back(uint8_t* data, size_t size) const {
     const size_t skipped = rounded(reinterpret_cast<uintptr_t>(data), kPage) - reinterpret_cast<uintptr_t>(data);
     if (size < skipped + kPage) return;
-    const size_t length = (size - skipped) / kPage * kPage;
-    const uint8_t* end = copy + skipped + length;
-    const uint8_t* shown = std::find_if(copy + skipped, end, [](uint8_t each) { return each != 0; });
-    if (shown == end || madvise(data + skipped, length, MADV_DONTNEED) != 0) return;
-    if (data[shown - copy] != *shown) std::memcpy(data, copy, size);
+    std::vector<uint64_t> pages((size - skipped) / kPage);
+    const size_t first = (reinterpret_cast<uintptr_t>(data) + skipped) / kPage, bytes = sizeof(uint64_t) * pages.size();
+    const ssize_t known = pread(table_, pages.data(), bytes, static_cast<off_t>(sizeof(uint64_t) * first));
+    if (known != static_cast<ssize_t>(bytes)) return;
+    constexpr int kOfFile = 61;
+    if (std::all_of(pages.begin(), pages.end(), [](uint64_t page) { return (page >> kOfFile & 1) != 0; }))
+      madvise(data + skipped, kPage * pages.size(), MADV_DONTNEED);
   }
 
+  const int table_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   Block* last_ = nullptr;
   size_t used_ = 0;
 #endif
