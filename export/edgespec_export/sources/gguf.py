@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.impostors import refuse_impostor
 
 MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArray[np.generic]
 
@@ -174,6 +175,7 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
 
     def _header(self, cursor: _Cursor) -> tuple[int, int]:
         if cursor.view[:4] != b"GGUF":
+            refuse_impostor(self.path)
             raise cursor.fail(f"it starts with {cursor.view[:4]!r}, not b'GGUF'")
         cursor.at = 4
         version = int(cursor.scalar("<I", "the version"))

@@ -7,7 +7,7 @@ Its keys state what a ``config.json`` states, under other names: github.com/ggml
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -107,8 +107,9 @@ class GGUFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             self.stack = stack.pop_all()
-        self.tokenizer_json = partial(tokenizer_json, self.metadata, self.config.vocab_size)
-        self.special_tokens = partial(special_tokens, self.metadata)
+        # Cached, so that what they warn of is said once.
+        self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))
+        self.special_tokens = cache(partial(special_tokens, self.metadata))
         self.chat_template = partial(chat_template, self.metadata)
 
     def embedding(self) -> Embedding | None:

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ class HFCheckpoint(Checkpoint):
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
-        self.tokenizer_json, self.special_tokens = tokenizer.json, tokenizer.special_tokens
+        self.tokenizer_json, self.special_tokens = tokenizer.json, cache(tokenizer.special_tokens)
         self.chat_template, self._ending = tokenizer.chat_template, tokenizer.ending
         self.stack = ExitStack()
         with self.stack as opened:
