@@ -24,7 +24,7 @@ TEXTS = (*CORPUS, "", " ", "a", "   runs   of spaces ", "<s>[INST] x </s>", "Ω 
 
 def both(tmp_path: Path, model: bytes) -> tuple[Tokenizer, sentencepiece.SentencePieceProcessor]:
     (tmp_path / "tokenizer.model").write_bytes(model)
-    ours = Tokenizer.from_json(to_tokenizer_json(tmp_path / "tokenizer.model", {}))
+    ours = Tokenizer.from_json(to_tokenizer_json(tmp_path / "tokenizer.model"))
     return ours, sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
@@ -81,10 +81,10 @@ def test_damaged_and_foreign_models_are_refused(tmp_path: Path) -> None:
     for data in (b"", b"\xff" * 40):
         path.write_bytes(data)
         with pytest.raises(ModelFileError, match=r"tokenizer\.model"):
-            to_tokenizer_json(path, {})
+            to_tokenizer_json(path)
     path.write_bytes(trained("char"))
     with pytest.raises(UnsupportedModelError, match="BPE and Unigram"):
-        to_tokenizer_json(path, {})
+        to_tokenizer_json(path)
 
 
 def test_a_directory_without_any_tokenizer(tmp_path: Path) -> None:

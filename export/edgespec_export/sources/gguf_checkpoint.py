@@ -15,13 +15,14 @@ from typing import Final
 from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.gguf import GGUFFile
+from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import config_of, logits_factor
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.gguf_parts import parts_of, stem_of
 
 GLOBAL = {
     "token_embd.weight": "embed",
@@ -94,12 +95,12 @@ class _Keys(Facts):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A model in a GGUF file, whose key-value pairs are its ``metadata``."""
+    """A model in a GGUF file or in several, whose key-value pairs are its ``metadata``."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.files, self.model_name = path, (path,), path.stem
+        self.path, self.files, self.model_name = path, tuple(parts_of(path)), stem_of(path)
         with ExitStack() as stack:
-            file = stack.enter_context(GGUFFile(path))
+            file = open_parts(path, stack)
             self.metadata = file.metadata
             family = _family(file)
             self.tensors = named(file, family, GLOBAL, LAYER | dict(family.stacked))

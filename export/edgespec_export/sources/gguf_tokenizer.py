@@ -236,10 +236,12 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     types = np.full(len(texts), TokenType.NORMAL)
     if key in metadata:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
-    named = {_token_id(metadata, key, len(texts)) for key in _ENDS}
-    control = control_texts(chat_template(metadata))
-    named |= {id_ for id_, text in enumerate(texts) if text in control}
-    for id_ in named - {None}:  # some files have it that a user may type these, or that they come in pieces
+    named, control = (
+        {_token_id(metadata, key, len(texts)) for key in _ENDS},
+        control_texts(chat_template(metadata)),
+    )
+    for id_ in [id_ for id_, text in enumerate(texts) if id_ in named or text in control]:
+        # Some files have it that a user may type these, or that they are read in pieces.
         marked = types[id_] in _NO_MARKS and _MARK.search(texts[id_])
         if marked or types[id_] == TokenType.USER_DEFINED:
             types[id_] = TokenType.CONTROL

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec_export.sources.architectures import NEEDS_TARGET
-from edgespec_export.sources.blocks import F32, Tensor
+from edgespec_export.sources.blocks import F32, Tensor, unpack
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
@@ -26,6 +26,7 @@ _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
 _POOLED = {"Transformer", "Pooling", "Normalize"}
 _BARE = ("embed_tokens.", "layers.", "norm.")  # models that were saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PIECE = 1 << 22  # weights that are compared at once
 _LOG = logging.getLogger("edgespec")
 
 _GLOBAL = {
@@ -154,8 +155,6 @@ class HFCheckpoint(Checkpoint):
         for name, file in stored:
             alone = self._alone(name)
             own = own_name(alone, r"model\.layers\.", _GLOBAL, layers)
-            if own == "lm_head" and self._tied:
-                continue
             if own is not None:
                 named[own] = file.tensor(name)
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
@@ -165,6 +164,15 @@ class HFCheckpoint(Checkpoint):
                 f"{self.path.name} ({self.config.architecture}) has {len(unknown)} tensors that edgespec has "
                 f"no use for, such as {unknown[0]!r}: it is not a plain text model of this architecture"
             )
+        if self._tied and {"embed", "lm_head"} <= named.keys():
+            if _are_equal(named["embed"], named["lm_head"]):
+                del named["lm_head"]
+            else:
+                _LOG.warning(
+                    "%s: %s says tie_word_embeddings, but lm_head.weight is stored and differs from the "
+                    "embedding; the stored one is taken",
+                    *(self.path.name, CONFIG),
+                )
         if not self._tied and "lm_head" not in named and self.embedding() is None:
             raise ModelFileError(
                 f"{self.path.name} lacks 'lm_head.weight', and {CONFIG} does not say tie_word_embeddings. "
@@ -178,3 +186,13 @@ class HFCheckpoint(Checkpoint):
             if self._eyes and name.startswith(before):
                 return alone + name.removeprefix(before)
         return f"model.{name}" if name.startswith(_BARE) else name
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two matrices hold the same weights."""
+    if first.shape != second.shape:
+        return False
+    rows, step = first.shape[0], max(1, _PIECE // first.shape[-1])
+    spans = ((start, min(start + step, rows)) for start in range(0, rows, step))
+    both = ([np.asarray(unpack(each.type, each.read(*span))) for each in (first, second)] for span in spans)
+    return all(np.array_equal(one, other) for one, other in both)

@@ -90,7 +90,7 @@ class TokenizerFiles:
             encoder = Encoder(text := _dumped(spec))
         if "[INST]" in ids and "p{N}{1,3}" in json.dumps(spec.get("pre_tokenizer")):
             _LOG.warning(
-                "%s: tokenizer.json cuts texts as Llama 3 does, a known mistake in files of Mistral's models: "
+                "%s: tokenizer.json cuts texts as Llama 3 does, a known mistake in files of Mistral models: "
                 "some words and numbers become other tokens than the model has learned. Take a newer "
                 "tokenizer.json, or a GGUF file of the model.",
                 self._folder.name,
@@ -235,7 +235,7 @@ def _warn_of_numbers(folder: Path, stated: dict[str, int], ids: dict[str, int]) 
     moved = [text for text, id_ in stated.items() if ids.get(text, id_) != id_]
     if moved:
         _LOG.warning(
-            "%s: added tokens whose ids leave gaps are numbered anew, as in transformers (%d, such as %r: %d, "
+            "%s: added tokens whose ids leave gaps are numbered anew, as in transformers (%d: %r is %d, "
             "not %d)",
             *(folder.name, len(moved), moved[0], ids[moved[0]], stated[moved[0]]),
         )
