@@ -237,8 +237,8 @@ def open_parts(path: Path, stack: ExitStack) -> GGUFFile:
         place, count = file.metadata.get("split.no", 0), file.metadata.get("split.count", 0) or 1
         if (place, count) != (number, len(files)):
             raise ModelFileError(
-                f"{file.path.name} says that it is one of {count} parts of a model, number {place} from 0. Parts "
-                "are found by names such as NAME-00001-of-00003.gguf: name all as they were published."
+                f"{file.path.name} says that it is one of {count} parts of a model, number {place} from 0. "
+                "Parts are found by names such as NAME-00001-of-00003.gguf: name all as they were published."
             )
         if number and file.tensors.keys() & files[0].tensors.keys():
             raise ModelFileError(f"{file.path.name} has tensors of other parts too. Download it again.")

@@ -17,7 +17,7 @@ from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
-from edgespec_export.sources.hf_config import config_of, logits_factor
+from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
@@ -84,6 +84,15 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The facts of a ``config.json``, and the keys that state them here, behind the architecture's name."""
 
+_NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "adapter": "an adapter (LoRA), not a model; merge it into its base, as llama.cpp's llama-export-lora "
+        "does, and give the merged file",
+        "mmproj": "what lets a model see or hear (a projector), not a model; give the model's own file",
+        "imatrix": "an importance matrix, with which a model is quantized; give the model's own file",
+    }
+)
+"""What a file is, by its ``general.type``, and what to do."""
 _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(head_dim)
 
 
@@ -198,7 +207,12 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
 
 
 def _family(file: GGUFFile) -> Family:
-    found = file.metadata.get("general.architecture")
+    found, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+    instead = _NO_MODELS.get("mmproj" if found == "clip" else str(kind))
+    if instead is None and not file.tensors:
+        instead = "a vocabulary without weights; give the model's own file"
+    if instead is not None:
+        raise UnsupportedModelError(f"{file.path} is {instead}")
     if found == HEAD.gguf:
         raise RequestError(f"{file.path} {NEEDS_TARGET}")
     if not isinstance(found, str) or found not in GGUF_FAMILIES:
@@ -214,6 +228,8 @@ def named(
     names = {name: own_name(name, r"blk\.", whole, of_layer) for name in file.tensors}
     names |= dict.fromkeys(file.integers)
     surplus = [name for name, own in names.items() if own is None]
+    if any(name.startswith("cls.") for name in surplus):
+        raise UnsupportedModelError(f"{file.path.name} {CLASSIFIES}")
     if surplus:
         raise UnsupportedModelError(
             f"{file.path.name} ({family.gguf}) has {len(surplus)} tensors that edgespec has no use for, such "

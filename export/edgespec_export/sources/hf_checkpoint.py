@@ -13,7 +13,7 @@ import numpy as np
 from edgespec_export.sources.architectures import NEEDS_TARGET
 from edgespec_export.sources.blocks import F32, Tensor, unpack
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
+from edgespec_export.sources.hf_config import QUANTIZED, head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding
@@ -159,6 +159,11 @@ class HFCheckpoint(Checkpoint):
                 named[own] = file.tensor(name)
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
+        packed = [name for name in unknown if name.endswith(".qweight")]
+        if packed:
+            raise UnsupportedModelError(
+                f"{self.path.name} is quantized already (GPTQ or AWQ): it has {packed[0]!r}. {QUANTIZED}"
+            )
         if unknown:
             raise UnsupportedModelError(
                 f"{self.path.name} ({self.config.architecture}) has {len(unknown)} tensors that edgespec has "
