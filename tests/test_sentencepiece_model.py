@@ -63,10 +63,12 @@ def test_a_directory_with_a_sentencepiece_model_only(tmp_path: Path) -> None:
         "bos_token": {"content": "<s>"},
         "eos_token": "<|done|>",
         "add_bos_token": True,
-        "added_tokens_decoder": {str(size): {"content": "<|done|>", "special": True}},
+        "chat_template": "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(facts), encoding="utf-8")
-    (folder / "added_tokens.json").write_text(json.dumps({"<|user|>": size + 1}), encoding="utf-8")
+    (folder / "added_tokens.json").write_text(
+        json.dumps({"<|user|>": size + 1, "<|done|>": size}), encoding="utf-8"
+    )
     export_model(folder, tmp_path / "out")
     bundle = Bundle(tmp_path / "out")
     special = bundle.manifest.special_tokens

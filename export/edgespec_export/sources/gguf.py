@@ -229,8 +229,7 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
 def open_parts(path: Path, stack: ExitStack) -> GGUFFile:
     """The first file of the model that ``path`` is, or is a part of, with the tensors of all its files.
 
-    ``stack`` closes them. Raises as GGUFFile does, and ModelFileError where a part is missing or of another
-    model.
+    ``stack`` closes them. Raises as GGUFFile does, and ModelFileError where a part is missing or misnamed.
     """
     files = [stack.enter_context(GGUFFile(part)) for part in parts_of(path)]
     for number, file in enumerate(files):
@@ -240,7 +239,5 @@ def open_parts(path: Path, stack: ExitStack) -> GGUFFile:
                 f"{file.path.name} says that it is one of {count} parts of a model, number {place} from 0. "
                 "Parts are found by names such as NAME-00001-of-00003.gguf: name all as they were published."
             )
-        if number and file.tensors.keys() & files[0].tensors.keys():
-            raise ModelFileError(f"{file.path.name} has tensors of other parts too. Download it again.")
         files[0].tensors |= file.tensors
     return files[0]

@@ -46,7 +46,6 @@ class TokenType(IntEnum):
 
 _KINDS = ("gpt2", "llama", "gemma4")
 _ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
-_NO_MARKS = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
 _MARK = re.compile(r"<.+>|\[.+\]")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 # What Phi-3's published tokenizer takes the whitespace behind.
@@ -88,7 +87,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     for key in _ENDS:
         value = metadata.get(f"{_KEYS}{key}")
         if value is not None and _token_id(metadata, key, size) is None:
-            _LOG.warning("%s%s is %s, which no token has; it is not read", _KEYS, key, value)
+            _LOG.warning("no token has the %s%s %s", _KEYS, key, value)
     eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
     eos += [_token_id(metadata, key, size) for key in _ENDS[2:]]
     eos += [vocabulary.control_id(text) for text in END_OF_GENERATION]
@@ -157,9 +156,8 @@ def byte_level_cuts(name: str) -> Json:
 def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
     if metadata.get(f"{_KEYS}pre") is None:
         _LOG.warning(
-            "The file does not say how texts are cut (%spre): texts may become other tokens than the model "
-            "has learned. Take a newer conversion of the model, or its Hugging Face directory.",
-            _KEYS,
+            "The file lacks tokenizer.ggml.pre, which says how texts are cut: some may become other tokens "
+            "than in training. Take a newer conversion, or the model's Hugging Face directory."
         )
     name, tokens = _facts(metadata).text("pre", "default"), vocabulary.used()
     cuts = byte_level_cuts(name)
@@ -236,14 +234,11 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     types = np.full(len(texts), TokenType.NORMAL)
     if key in metadata:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
-    named, control = (
-        {_token_id(metadata, key, len(texts)) for key in _ENDS},
-        control_texts(chat_template(metadata)),
-    )
-    for id_ in [id_ for id_, text in enumerate(texts) if id_ in named or text in control]:
-        # Some files have it that a user may type these, or that they are read in pieces.
-        marked = types[id_] in _NO_MARKS and _MARK.search(texts[id_])
-        if marked or types[id_] == TokenType.USER_DEFINED:
+    named = {_token_id(metadata, key, len(texts)) for key in _ENDS}
+    control = control_texts(chat_template(metadata))
+    for id_, text in enumerate(texts):  # some files have it that users may type these, or read them in pieces
+        is_typed = types[id_] == TokenType.USER_DEFINED or _MARK.search(text)
+        if (id_ in named or text in control) and is_typed and types[id_] != TokenType.BYTE:
             types[id_] = TokenType.CONTROL
     vocabulary = _Vocabulary(texts, types)
     _refuse_repeats([text for text in texts if text], "token")

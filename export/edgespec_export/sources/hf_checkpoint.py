@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec_export.sources.architectures import NEEDS_TARGET
-from edgespec_export.sources.blocks import F32, Tensor, unpack
+from edgespec_export.sources.blocks import F32, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.hf_config import QUANTIZED, head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
@@ -26,7 +26,7 @@ _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
 _POOLED = {"Transformer", "Pooling", "Normalize"}
 _BARE = ("embed_tokens.", "layers.", "norm.")  # models that were saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PIECE = 1 << 22  # weights that are compared at once
+_ROWS = 1024  # that are compared at once
 _LOG = logging.getLogger("edgespec")
 
 _GLOBAL = {
@@ -174,8 +174,7 @@ class HFCheckpoint(Checkpoint):
                 del named["lm_head"]
             else:
                 _LOG.warning(
-                    "%s: %s says tie_word_embeddings, but lm_head.weight is stored and differs from the "
-                    "embedding; the stored one is taken",
+                    "%s: the stored lm_head.weight is taken; %s ties it to the embedding, which differs",
                     *(self.path.name, CONFIG),
                 )
         if not self._tied and "lm_head" not in named and self.embedding() is None:
@@ -194,10 +193,8 @@ class HFCheckpoint(Checkpoint):
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two matrices hold the same weights."""
-    if first.shape != second.shape:
-        return False
-    rows, step = first.shape[0], max(1, _PIECE // first.shape[-1])
-    spans = ((start, min(start + step, rows)) for start in range(0, rows, step))
-    both = ([np.asarray(unpack(each.type, each.read(*span))) for each in (first, second)] for span in spans)
-    return all(np.array_equal(one, other) for one, other in both)
+    """Whether two matrices have the same bytes."""
+    rows = first.shape[0]
+    spans = ((start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+    same = (first.shape, first.type) == (second.shape, second.type)
+    return same and all(np.array_equal(first.read(*span), second.read(*span)) for span in spans)

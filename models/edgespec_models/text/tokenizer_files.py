@@ -28,25 +28,16 @@ END_OF_GENERATION = (
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_HTML = "</s>"  # a control token only where the file says so: to Gemma it is a tag of HTML
+_KNOWN = frozenset(END_OF_GENERATION) - {"</s>"}  # a tag of HTML, where a file does not say otherwise
+# Tags of thoughts are text.
 _MARK = re.compile(r"<(?!/?(?:\w+:)?think>)[^<>\s]+>|\[(?!/?THINK\])[^\[\]\s]+\]")
 _TURNS = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
 _LOG = logging.getLogger("edgespec")
 
 
-def written_marks(template: str | None) -> frozenset[str]:
-    """What a chat template writes around a plain conversation; tags of thoughts and of tools are no marks."""
-    from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
-
-    try:
-        return frozenset(_MARK.findall(ChatTemplate(template).render(_TURNS) if template else ""))
-    except EdgespecError:  # a template that wants other conversations, or is damaged
-        return frozenset()
-
-
 def control_texts(template: str | None) -> frozenset[str]:
-    """Texts of control tokens, whatever a file says of them: marks of the template, known ends of turns."""
-    return written_marks(template) | {*END_OF_GENERATION} - {_HTML}
+    """Texts of control tokens, whatever a file says of them: known ends of turns, marks of the template."""
+    return _KNOWN | _written_marks(template)
 
 
 class TokenizerFiles:
@@ -77,25 +68,36 @@ class TokenizerFiles:
             TokenizerError: it is damaged or of an unknown kind; or the LM head lacks a row for an ordinary
                 token, or for a control token that texts or turns need.
         """
-        encoder, spec = Encoder(text), json.loads(text)
-        listed: list[dict[str, Any]] = spec.setdefault("added_tokens", [])
-        spec["added_tokens"] = self._added(listed, encoder.vocabulary())
-        if spec["added_tokens"] != listed:
+        encoder, spec, name = Encoder(text), json.loads(text), self._folder.name
+        listed = spec.get("added_tokens") or []
+        spec["added_tokens"] = added = self._added(listed, encoder.vocabulary())
+        if added != listed:
             encoder = Encoder(text := _dumped(spec))
-        ids = {token: id_ for id_, (token, _) in encoder.added_tokens().items()}
-        absent = sorted(token for token, id_ in ids.items() if id_ >= self._vocab_size)
+        ids = {content: id_ for id_, (content, _) in encoder.added_tokens().items()}
+        moved = [each for each in added if ids.get(each["content"], each["id"]) != each["id"]]
+        if moved:
+            first, id_ = moved[0]["content"], moved[0]["id"]
+            _LOG.warning("%s: added tokens are numbered anew: %r is %d, not %d", name, first, ids[first], id_)
+        absent = sorted(content for content, id_ in ids.items() if id_ >= self._vocab_size)
         if absent:
-            self._check_unneeded(absent)
-            _leave_out(spec, absent)
+            marks = {*self._texts("bos"), *self._texts("eos"), *_written_marks(self.chat_template())}
+            if marks.intersection(absent):
+                raise TokenizerError(
+                    f"The LM head has {self._vocab_size} rows, none for {min(marks.intersection(absent))!r}, "
+                    "which texts or turns need. Use the tokenizer that belongs to the model."
+                )
+            _LOG.warning("%s: tokens without a row in the LM head are left out: %s", name, ", ".join(absent))
+            spec["added_tokens"] = [each for each in added if each["content"] not in absent]
+            vocabulary = spec["model"]["vocab"]
+            if isinstance(vocabulary, dict):  # of a Unigram model, a list without added tokens
+                spec["model"]["vocab"] = {t: id_ for t, id_ in vocabulary.items() if t not in absent}
             encoder = Encoder(text := _dumped(spec))
         if "[INST]" in ids and "p{N}{1,3}" in json.dumps(spec.get("pre_tokenizer")):
             _LOG.warning(
-                "%s: tokenizer.json cuts texts as Llama 3 does, a known mistake in files of Mistral models: "
-                "some words and numbers become other tokens than the model has learned. Take a newer "
-                "tokenizer.json, or a GGUF file of the model.",
-                self._folder.name,
+                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and "
+                "numbers become other tokens than in training. Take a newer one, or a GGUF file.",
+                name,
             )
-        _warn_of_numbers(self._folder, {each["content"]: each["id"] for each in spec["added_tokens"]}, ids)
         return text, Tokenizer(encoder, vocab_size=self._vocab_size)
 
     def special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
@@ -133,13 +135,11 @@ class TokenizerFiles:
             text = token["content"]
             kept = added.setdefault(text, token | {"id": own.get(text, token["id"])})
             kept["special"] = kept["special"] or token["special"]
-        control = {text for role in ("bos", "eos") for text in self._texts(role)}
-        more = self._roles.value("additional_special_tokens")
-        control |= {text for value in (more if isinstance(more, list) else []) for text in _text(value)}
-        for text in (control | {*END_OF_GENERATION} - {_HTML}) & own.keys():
+        named = {*self._texts("bos"), *self._texts("eos")}
+        for text in (named | _KNOWN) & own.keys():
             if len(text) > 1:  # else texts could not be spelled without it
-                added.setdefault(text, _entry(own[text], text))["special"] = True
-        for text in (control | control_texts(self.chat_template())) & added.keys():
+                added.setdefault(text, _entry(own[text], text))
+        for text in (named | control_texts(self.chat_template())) & added.keys():
             added[text]["special"] = True
         return list(added.values())
 
@@ -157,31 +157,17 @@ class TokenizerFiles:
             tokens = [_entry(older.integer(text), text) for text in older.keys]
         return sorted(tokens, key=lambda token: int(token["id"]))
 
-    def _check_unneeded(self, absent: list[str]) -> None:
-        """Refuse to leave out what begins or ends a text or a turn; say what else is left out."""
-        marks = {*self._texts("bos"), *self._texts("eos"), *written_marks(self.chat_template())}
-        needed, rows = sorted(marks.intersection(absent)), f"{self._vocab_size:,} rows"
-        if needed:
-            raise TokenizerError(
-                f"The LM head has {rows}, none for {needed[0]!r}, which the chat template or "
-                "the end of answers needs. Use the tokenizer that belongs to the model."
-            )
-        _LOG.warning(
-            "%s: the LM head has %s; added tokens without a row are left out (%d, such as %r)",
-            *(self._folder.name, rows, len(absent), absent[0]),
-        )
-
     def _texts(self, role: str) -> list[str]:
         """The token that has a role, as its text: none or one."""
-        return _text(self._roles.value(f"{role}_token"))
+        value = self._roles.value(f"{role}_token")
+        text = value.get("content") if isinstance(value, dict) else value
+        return [text] if isinstance(text, str) else []
 
     def _named(self, role: str, tokenizer: Tokenizer) -> Iterator[int]:
         """The token with a role that a file gives as text."""
         for text in self._texts(role):
-            id_ = tokenizer.special_id(text)
-            id_ = tokenizer.id_of_bytes(text.encode()) if id_ is None else id_
-            if id_ is not None:
-                yield id_
+            ids = tokenizer.special_id(text), tokenizer.id_of_bytes(text.encode())
+            yield from [id_ for id_ in ids if id_ is not None][:1]
 
     def _listed(self, role: str) -> Iterator[int]:
         """The ids that the generation's and the model's configuration give, one or a list each."""
@@ -193,21 +179,13 @@ class TokenizerFiles:
                 if 0 <= id_ < self._vocab_size:
                     yield id_
                 else:
-                    _LOG.warning(
-                        "%s: %s_token_id is %d, which no token has; it is left out", facts.where, role, id_
-                    )
+                    _LOG.warning("%s: no token has the %s_token_id %d", facts.where, role, id_)
 
     def _begins_with(self, bos: int, tokenizer: Tokenizer) -> bool:
         try:
             return tokenizer.begins_with(bos)
         except TokenizerError as error:
             raise TokenizerError(f"{self._folder}: {error}") from error
-
-
-def _text(value: object) -> list[str]:
-    """The text of a token that a file states alone or in an object; empty without one."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return [text] if isinstance(text, str) else []
 
 
 def _entry(id_: int, text: str) -> dict[str, Any]:
@@ -218,24 +196,11 @@ def _dumped(spec: dict[str, Any]) -> str:
     return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
 
 
-def _leave_out(spec: dict[str, Any], absent: list[str]) -> None:
-    """Take added tokens away, in place; some stand in the vocabulary too, last in that of Unigram."""
-    spec["added_tokens"] = [each for each in spec["added_tokens"] if each["content"] not in absent]
-    vocabulary = spec["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        for text in absent:
-            vocabulary.pop(text, None)
-    else:
-        while vocabulary and vocabulary[-1][0] in absent:
-            vocabulary.pop()
+def _written_marks(template: str | None) -> frozenset[str]:
+    """What a chat template writes around a plain conversation, in which no tools are called."""
+    from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
 
-
-def _warn_of_numbers(folder: Path, stated: dict[str, int], ids: dict[str, int]) -> None:
-    """Say which tokens have other ids than the files state: the library numbers without gaps."""
-    moved = [text for text, id_ in stated.items() if ids.get(text, id_) != id_]
-    if moved:
-        _LOG.warning(
-            "%s: added tokens whose ids leave gaps are numbered anew, as in transformers (%d: %r is %d, "
-            "not %d)",
-            *(folder.name, len(moved), moved[0], ids[moved[0]], stated[moved[0]]),
-        )
+    try:
+        return frozenset(_MARK.findall(ChatTemplate(template).render(_TURNS) if template else ""))
+    except EdgespecError:  # a template that wants other conversations, or is damaged
+        return frozenset()
