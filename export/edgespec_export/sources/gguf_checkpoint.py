@@ -86,9 +86,8 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "adapter": "an adapter (LoRA), not a model; merge it into its base, as llama.cpp's llama-export-lora "
-        "does, and give the merged file",
-        "mmproj": "what lets a model see or hear (a projector), not a model; give the model's own file",
+        "adapter": "an adapter (LoRA); merge it into its base, as llama.cpp's llama-export-lora does",
+        "mmproj": "a projector, with which a model sees or hears; give the model's own file",
         "imatrix": "an importance matrix, with which a model is quantized; give the model's own file",
     }
 )
@@ -209,8 +208,6 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
 def _family(file: GGUFFile) -> Family:
     found, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
     instead = _NO_MODELS.get("mmproj" if found == "clip" else str(kind))
-    if instead is None and not file.tensors:
-        instead = "a vocabulary without weights; give the model's own file"
     if instead is not None:
         raise UnsupportedModelError(f"{file.path} is {instead}")
     if found == HEAD.gguf:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from edgespec_export.sources.architectures import NEEDS_TARGET
 from edgespec_export.sources.blocks import F32, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.hf_config import QUANTIZED, head_facts, logits_factor, model_facts, read_config
+from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding
@@ -26,6 +27,7 @@ _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
 _POOLED = {"Transformer", "Pooling", "Normalize"}
 _BARE = ("embed_tokens.", "layers.", "norm.")  # models that were saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, or a GGUF file"
 _ROWS = 1024  # that are compared at once
 _LOG = logging.getLogger("edgespec")
 
@@ -159,15 +161,12 @@ class HFCheckpoint(Checkpoint):
                 named[own] = file.tensor(name)
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
-        packed = [name for name in unknown if name.endswith(".qweight")]
-        if packed:
-            raise UnsupportedModelError(
-                f"{self.path.name} is quantized already (GPTQ or AWQ): it has {packed[0]!r}. {QUANTIZED}"
-            )
         if unknown:
+            packed = any(name.endswith(".qweight") for name in unknown)
+            why = "is not a plain text model of this architecture"
             raise UnsupportedModelError(
                 f"{self.path.name} ({self.config.architecture}) has {len(unknown)} tensors that edgespec has "
-                f"no use for, such as {unknown[0]!r}: it is not a plain text model of this architecture"
+                f"no use for, such as {unknown[0]!r}: it {_PACKED if packed else why}"
             )
         if self._tied and {"embed", "lm_head"} <= named.keys():
             if _are_equal(named["embed"], named["lm_head"]):
@@ -194,7 +193,7 @@ class HFCheckpoint(Checkpoint):
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
     """Whether two matrices have the same bytes."""
-    rows = first.shape[0]
-    spans = ((start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
-    same = (first.shape, first.type) == (second.shape, second.type)
-    return same and all(np.array_equal(first.read(*span), second.read(*span)) for span in spans)
+    ends = [*range(0, first.shape[0], _ROWS), first.shape[0]]
+    return (first.shape, first.type) == (second.shape, second.type) and all(
+        np.array_equal(first.read(*span), second.read(*span)) for span in pairwise(ends)
+    )

@@ -15,9 +15,6 @@ from edgespec_models.files.facts import Facts
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
 _LEAST = 1e-6  # that a model is multiplied by: squares and quotients stay finite
 _CHANGES_LOGITS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-QUANTIZED = (
-    "edgespec quantizes by itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
-)
 CLASSIFIES = (
     "classifies texts and writes none; use a model that writes, such as the one that it was made from"
 )
@@ -151,7 +148,8 @@ def _check_features(facts: Facts, family: Family) -> None:
     if facts.value("quantization_config") is not None or facts.value("compression_config") is not None:
         method = facts.section("quantization_config").text("quant_method", "an unknown method")
         raise UnsupportedModelError(
-            f"{facts.where} says that the checkpoint is quantized already ({method}). {QUANTIZED}"
+            f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
+            "itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
         )
     if "Classification" in str(facts.value("architectures")):
         raise UnsupportedModelError(f"{facts.where} says that the model {CLASSIFIES}")

@@ -63,7 +63,6 @@ class HFTokenizer:
     def _read(self) -> tuple[str, Tokenizer]:
         where = self._folder / _TOKENIZER
         if where.is_file():
-            refuse_impostor(where)
             text = read_text(where, ModelFileError, "Download or copy it again")
         elif (self._folder / _SENTENCEPIECE).is_file():
             text = to_tokenizer_json(self._folder / _SENTENCEPIECE)

@@ -19,19 +19,11 @@ def what_instead(folder: Path) -> str | None:
     if any(folder.glob("model*.safetensors")):
         return None
     if (folder / "adapter_config.json").is_file():
-        return (
-            "is an adapter (LoRA), not a model; merge it into its base, as peft's merge_and_unload does, and "
-            "give the merged model's directory"
-        )
+        return "is an adapter (LoRA), not a model; merge it into its base, as peft's merge_and_unload does"
     files = [*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")]
     graphs = sorted(file.relative_to(folder).as_posix() for file in files)
     if graphs and (folder / HF_CONFIG).is_file():
-        return (
-            f"has {graphs[0]}; edgespec runs {' or '.join(_OPTIMUM_GRAPHS)}. Copy the graph to run to "
-            "that name"
-        )
-    if any(folder.glob("consolidated*")):
-        return "has the weights in their maker's own form; take a repository with model.safetensors"
+        return f"has {graphs[0]}; copy the graph to run to the name {' or '.join(_OPTIMUM_GRAPHS)}"
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / HF_CONFIG).is_file():
         return f"is a directory of GGUF files; give one of them, such as {files[0]}"

@@ -16,7 +16,6 @@ from edgespec_models.bundles.bundle import GENAI, GRAPH, HF_CONFIG, TOKENIZER, B
 from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
 from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
-from edgespec_models.files.impostors import refuse_impostor
 from edgespec_models.files.onnx_header import read_header
 from edgespec_models.schema import read_text
 from edgespec_models.text.chat_template import ChatTemplate
@@ -54,7 +53,6 @@ class ForeignBundle(Bundle):
         self._files = TokenizerFiles(path, facts, shape.vocab_size)
         where = path / TOKENIZER
         with naming(where):
-            refuse_impostor(where)
             text = read_text(where, TokenizerError, "Download or copy it again")
             self.tokenizer = self._files.complete(text)[1]
         special = self._files.special_tokens(self.tokenizer)

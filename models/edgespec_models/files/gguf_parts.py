@@ -13,24 +13,22 @@ def part_names(name: str) -> tuple[str, ...]:
     """The names of all parts, in order, of the model that a file of this name belongs to."""
     found = _PART.fullmatch(name)
     count = 0 if found is None else int(found[2])
-    if found is None or count == 0:
-        return (name,)
-    return tuple(f"{found[1]}-{number:05}-of-{found[2]}{found[3]}" for number in range(1, count + 1))
+    parts = (_PART.sub(rf"\g<1>-{number:05}-of-\g<2>\3", name) for number in range(1, count + 1))
+    return tuple(parts) or (name,)
 
 
 def parts_of(path: Path) -> list[Path]:
     """The files of the model that ``path`` is, or is a part of; ModelFileError where one is missing."""
     parts = [path.with_name(name) for name in part_names(path.name)]
-    missing = [part.name for part in parts if not is_file(part)]
-    if missing and len(parts) > 1:
-        raise ModelFileError(
-            f"{path} is one of {len(parts)} parts of a model, and {missing[0]} is not beside it. Download or "
-            "copy all parts into one directory."
-        )
+    for part in parts:
+        if len(parts) > 1 and not is_file(part):
+            raise ModelFileError(
+                f"{path} is one of {len(parts)} parts of a model, and {part.name} is not beside it. Put all "
+                "parts into one directory."
+            )
     return parts
 
 
 def stem_of(path: Path) -> str:
-    """The file's name without what says which part it is, and without its suffix."""
-    found = _PART.fullmatch(path.name)
-    return path.stem if found is None else found[1]
+    """The file's name without its suffix, and without what says which part it is."""
+    return _PART.sub(r"\1", path.name) if _PART.fullmatch(path.name) else path.stem

@@ -6,8 +6,11 @@ from pathlib import Path
 from edgespec_models.errors import ModelFileError
 
 _LONGEST = 64
-_POINTER = re.compile(rb"version https://git-lfs")
-_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
+_KINDS = {
+    rb"version https://git-lfs": "a pointer of git-lfs, not the file. Run 'git lfs pull', or download it.",
+    rb"\s*<(?i:!doctype|html|\?xml)": "a web page, not the file. Download it again, from its own address.",
+}
+"""By how they begin: what they are, and the way out."""
 
 
 def refuse_impostor(path: Path) -> None:
@@ -17,13 +20,6 @@ def refuse_impostor(path: Path) -> None:
             start = file.read(_LONGEST)
     except OSError:
         return
-    if _POINTER.match(start):
-        raise ModelFileError(
-            f"{path} is a pointer of git-lfs, not the file itself. Run 'git lfs pull' in its directory, or "
-            "download the file."
-        )
-    if _PAGE.match(start):
-        raise ModelFileError(
-            f"{path} is a web page, not the file itself: its download was answered with a page, such as one "
-            "to log in. Download it again from the address of the file."
-        )
+    for begins, what in _KINDS.items():
+        if re.match(begins, start):
+            raise ModelFileError(f"{path} is {what}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.impostors import refuse_impostor
 from edgespec_models.schema import read_text
 from edgespec_models.text.encoder import Encoder
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -28,6 +29,7 @@ END_OF_GENERATION = (
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_BEGINS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|turn>")
 _KNOWN = frozenset(END_OF_GENERATION) - {"</s>"}  # a tag of HTML, where a file does not say otherwise
 # Tags of thoughts are text.
 _MARK = re.compile(r"<(?!/?(?:\w+:)?think>)[^<>\s]+>|\[(?!/?THINK\])[^\[\]\s]+\]")
@@ -36,8 +38,8 @@ _LOG = logging.getLogger("edgespec")
 
 
 def control_texts(template: str | None) -> frozenset[str]:
-    """Texts of control tokens, whatever a file says of them: known ends of turns, marks of the template."""
-    return _KNOWN | _written_marks(template)
+    """Texts of control tokens, whatever a file says of them: known ones around turns, and the template's."""
+    return _KNOWN.union(_BEGINS, _written_marks(template))
 
 
 class TokenizerFiles:
@@ -60,14 +62,11 @@ class TokenizerFiles:
     def complete(self, text: str) -> tuple[str, Tokenizer]:
         """The text of a ``tokenizer.json`` together with what stands beside it, and its tokenizer.
 
-        Tokens that stand only in other files are added, and what begins or ends a text or a turn becomes a
-        control token. Added tokens without a row in the LM head are left out.
-
-        Raises:
-            ModelFileError: a file beside it is damaged.
-            TokenizerError: it is damaged or of an unknown kind; or the LM head lacks a row for an ordinary
-                token, or for a control token that texts or turns need.
+        What begins or ends a text or a turn becomes a control token. Added tokens without a row in the LM
+        head are left out. Raises ModelFileError for damaged files, TokenizerError for a ``tokenizer.json``
+        that cannot be read, and where a token that is needed has no row.
         """
+        refuse_impostor(self._folder / "tokenizer.json")
         encoder, spec, name = Encoder(text), json.loads(text), self._folder.name
         listed = spec.get("added_tokens") or []
         spec["added_tokens"] = added = self._added(listed, encoder.vocabulary())
