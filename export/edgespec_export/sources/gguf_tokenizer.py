@@ -236,9 +236,11 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
     named = {_token_id(metadata, key, len(texts)) for key in _ENDS}
     control = control_texts(chat_template(metadata))
-    for id_, text in enumerate(texts):  # some files have it that users may type these, or read them in pieces
-        is_typed = types[id_] == TokenType.USER_DEFINED or _MARK.search(text)
-        if (id_ in named or text in control) and is_typed and types[id_] != TokenType.BYTE:
+    for id_ in [id_ for id_, text in enumerate(texts) if id_ in named or text in control]:
+        # Some files have it that a user may type these, or that they are read in pieces.
+        if types[id_] == TokenType.USER_DEFINED or (
+            types[id_] != TokenType.BYTE and _MARK.search(texts[id_])
+        ):
             types[id_] = TokenType.CONTROL
     vocabulary = _Vocabulary(texts, types)
     _refuse_repeats([text for text in texts if text], "token")

@@ -135,7 +135,7 @@ class TokenizerFiles:
             kept = added.setdefault(text, token | {"id": own.get(text, token["id"])})
             kept["special"] = kept["special"] or token["special"]
         named = {*self._texts("bos"), *self._texts("eos")}
-        for text in (named | _KNOWN) & own.keys():
+        for text in sorted((named | _KNOWN) & own.keys()):
             if len(text) > 1:  # else texts could not be spelled without it
                 added.setdefault(text, _entry(own[text], text))
         for text in (named | control_texts(self.chat_template())) & added.keys():
@@ -165,7 +165,7 @@ class TokenizerFiles:
     def _named(self, role: str, tokenizer: Tokenizer) -> Iterator[int]:
         """The token with a role that a file gives as text."""
         for text in self._texts(role):
-            ids = tokenizer.special_id(text), tokenizer.id_of_bytes(text.encode())
+            ids = tokenizer.special_id(text), tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass"))
             yield from [id_ for id_ in ids if id_ is not None][:1]
 
     def _listed(self, role: str) -> Iterator[int]:
