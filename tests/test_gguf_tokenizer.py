@@ -242,6 +242,12 @@ def test_marks_that_the_template_writes_are_control_tokens(type_: int) -> None:
     assert read(source | {"tokenizer.chat_template": "{{ 1 / 0 }}"}).special_id("<|turn|>") is None
 
 
+def test_known_marks_need_no_template() -> None:
+    types = listed("gpt2", "token_type", _1=1)
+    tok = read(changed("gpt2", token_type=types, bos_token_id=None))
+    assert tok.encode("<|im_start|>", special=True) == [1] and 1 not in tok.encode("<|im_start|>")
+
+
 def test_a_tag_of_html_is_no_end_unless_the_file_says_so() -> None:
     texts, types = listed("gpt2", "tokens", "</s>"), listed("gpt2", "token_type")
     for type_, end, expected in ((4, 2, False), (3, 2, True), (1, len(texts) - 1, True)):

@@ -167,7 +167,7 @@ def test_a_head_that_is_stored_beside_a_tied_configuration_is_taken_where_it_dif
         assert opened.tied_head is not differs
         assert np.array_equal(opened.values("lm_head"), head)
         assert np.array_equal(opened.values("embed"), tensors["model.embed_tokens.weight"])
-    assert ("the stored lm_head.weight is taken" in caplog.text) is differs
+    assert ("is not tied, for its lm_head.weight is stored" in caplog.text) is differs
 
 
 def test_unknown_tensors_and_other_dtypes_are_named(tmp_path: Path) -> None:

@@ -172,10 +172,7 @@ class HFCheckpoint(Checkpoint):
             if _are_equal(named["embed"], named["lm_head"]):
                 del named["lm_head"]
             else:
-                _LOG.warning(
-                    "%s: the stored lm_head.weight is taken; %s ties it to the embedding, which differs",
-                    *(self.path.name, CONFIG),
-                )
+                _LOG.warning("%s is not tied, for its lm_head.weight is stored and differs", self.path.name)
         if not self._tied and "lm_head" not in named and self.embedding() is None:
             raise ModelFileError(
                 f"{self.path.name} lacks 'lm_head.weight', and {CONFIG} does not say tie_word_embeddings. "

@@ -80,10 +80,10 @@ class TokenizerFiles:
         absent = sorted(content for content, id_ in ids.items() if id_ >= self._vocab_size)
         if absent:
             marks = {*self._texts("bos"), *self._texts("eos"), *_written_marks(self.chat_template())}
-            if marks.intersection(absent):
+            for needed in sorted(marks.intersection(absent)):
                 raise TokenizerError(
-                    f"The LM head has {self._vocab_size} rows, none for {min(marks.intersection(absent))!r}, "
-                    "which texts or turns need. Use the tokenizer that belongs to the model."
+                    f"The LM head has {self._vocab_size} rows, none for {needed!r}, which texts or turns "
+                    "need. Use the tokenizer that belongs to the model."
                 )
             _LOG.warning("%s: tokens without a row in the LM head are left out: %s", name, ", ".join(absent))
             spec["added_tokens"] = [each for each in added if each["content"] not in absent]
@@ -92,11 +92,10 @@ class TokenizerFiles:
                 spec["model"]["vocab"] = {t: id_ for t, id_ in vocabulary.items() if t not in absent}
             encoder = Encoder(text := _dumped(spec))
         if "[INST]" in ids and "p{N}{1,3}" in json.dumps(spec.get("pre_tokenizer")):
-            _LOG.warning(
-                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and "
-                "numbers become other tokens than in training. Take a newer one, or a GGUF file.",
-                name,
+            wrong = (
+                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and"
             )
+            _LOG.warning(f"{wrong} numbers become other tokens than in training. Take a GGUF file.", name)
         return text, Tokenizer(encoder, vocab_size=self._vocab_size)
 
     def special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
