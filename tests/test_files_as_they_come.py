@@ -424,7 +424,7 @@ def packed(folder: Path) -> None:
     [
         (adapter, "an adapter.*merge it into its base"),
         (adapter_alone, "an adapter.*merge it into its base"),
-        (graphs, r"has onnx/model_q4\.onnx; copy .* to the name model\.onnx or onnx/model\.onnx"),
+        (graphs, r"has onnx/model_q4\.onnx, not model\.onnx or onnx/model\.onnx; rename the graph"),
         (gguf_files, r"GGUF files.*give one of them, such as .*b\.gguf"),
         (without_tokenizer("tekken.json"), r"only tekken\.json.*tokenizer\.json, or a GGUF file"),
         (without_tokenizer("vocab.json", "merges.txt"), r"only vocab\.json and merges\.txt.*save_pretrained"),

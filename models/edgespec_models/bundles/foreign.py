@@ -23,7 +23,7 @@ def what_instead(folder: Path) -> str | None:
     files = [*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")]
     graphs = sorted(file.relative_to(folder).as_posix() for file in files)
     if graphs and (folder / HF_CONFIG).is_file():
-        return f"has {graphs[0]}; copy the graph to run to the name {' or '.join(_OPTIMUM_GRAPHS)}"
+        return f"has {graphs[0]}, not {' or '.join(_OPTIMUM_GRAPHS)}; rename the graph that is to run"
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / HF_CONFIG).is_file():
         return f"is a directory of GGUF files; give one of them, such as {files[0]}"
