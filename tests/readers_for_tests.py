@@ -210,7 +210,7 @@ def sentencepiece(folder: Path) -> Reader:
     def read(data: bytes) -> None:
         path.write_bytes(data)
         with untouched(path), naming(path):
-            text = to_tokenizer_json(path, {3: ("<tool>", True), 400: ("<|im_end|>", True)})
+            text = to_tokenizer_json(path)
             use_tokenizer(Tokenizer.from_json(text), TEXT)
 
     return Reader([trained("bpe"), trained("unigram")], read, CHECKPOINT, path.name)

@@ -163,7 +163,7 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "a context for no pass": (put("context_length", 3), Unsupported, "context_length is 3"),
     "merges of other tokens": (say("ggml.merges", ["a b c"]), ModelFileError, "Merge 0"),
     "a pre-tokenizer of its own": (say("ggml.pre", "martian"), Unsupported, "'martian' is not known"),
-    "an end of text that is no token": (say("ggml.eos_token_id", 10**6), ModelFileError, "eos_token_id"),
+    "an end of text that is no token": (say("ggml.eos_token_id", "2"), ModelFileError, "eos_token_id"),
     "key missing": (lambda m: m.metadata.pop("llama.block_count"), ModelFileError, "block_count"),
     "key of a wrong type": (put("block_count", "two"), ModelFileError, "block_count"),
     "key that is a list": (put("attention.head_count_kv", [2, 2]), ModelFileError, "head_count_kv"),

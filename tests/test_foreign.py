@@ -181,7 +181,7 @@ REFUSED_CONFIGS: tuple[tuple[Callable[[Json], None], type[EdgespecError], str], 
     (set_in(*DECODER, filename="other.onnx"), BundleError, r"other\.onnx"),
     (set_in("model", context_length=0), UnsupportedModelError, "context"),
     (set_in("model", context_length="long"), ModelFileError, "whole number"),
-    (set_in("model", eos_token_id=VOCAB), ModelFileError, "eos_token_id"),
+    (set_in("model", eos_token_id="2"), ModelFileError, "eos_token_id"),
 )
 
 

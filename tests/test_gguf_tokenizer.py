@@ -212,11 +212,61 @@ def test_unused_and_empty_tokens_are_padding() -> None:
     assert tok.matches(read(metadata("gpt2")))
 
 
-def test_what_ends_generation_is_never_read_from_text() -> None:
-    types = listed("gpt2", "token_type", _2=4)  # <|im_end|>, as if a user might type it
-    for end, expected in ((2, []), (None, [2])):
-        ids = read(changed("gpt2", token_type=types, eos_token_id=end)).encode("a<|im_end|>")
-        assert [id_ for id_ in ids if id_ == 2] == expected
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("type_", [0, 1, 4, 5])  # undefined, normal, user defined, unused
+def test_ends_of_turns_are_control_tokens_of_any_type(kind: str, type_: int) -> None:
+    """<|im_end|> and the <|endoftext|> of one vocabulary, the <eos> of the other, that no key names."""
+    types = listed(kind, "token_type", _0=type_ if kind == "gpt2" else 2, _2=type_)
+    source = changed(kind, token_type=types, eos_token_id=None)
+    text = "<|im_end|>" if kind == "gpt2" else "<eos>"
+    tok, spelled = read(source), read(source).encode(f"a{text}")
+    assert special_tokens(source).eos == ((2, 0) if kind == "gpt2" else (2,))
+    assert tok.encode(text, special=True)[-1] == 2 and 2 not in spelled
+    assert tok.bytes_of(spelled).decode().strip() == f"a{text}"
+
+
+@pytest.mark.parametrize("type_", [1, 4])
+def test_marks_that_the_template_writes_are_control_tokens(type_: int) -> None:
+    marks = ("<|turn|>", "<think>", "[INST]", "<tool>")
+    texts = [*listed("gpt2", "tokens"), *marks]
+    types = [*listed("gpt2", "token_type"), *[type_] * len(marks)]
+    template = "{% for m in messages %}<|turn|>[INST]{{ m.content }}{% endfor %}<think>"
+    template += "{% if tools %}<tool>{% endif %}"
+    source = changed("gpt2", tokens=texts[:-1], token_type=types[:-1])
+    source |= {"tokenizer.chat_template": template}
+    tok = read(source)
+    assert [tok.special_id(mark) is not None for mark in marks] == [True, False, True, False]
+    size = len(texts)
+    assert tok.encode("<|turn|>[INST]", special=True) == [size - 4, size - 2]
+    assert not {size - 4, size - 2}.intersection(tok.encode("<|turn|>[INST]"))
+    assert read(source | {"tokenizer.chat_template": "{{ 1 / 0 }}"}).special_id("<|turn|>") is None
+
+
+def test_known_marks_need_no_template() -> None:
+    types = listed("gpt2", "token_type", _1=1)
+    tok = read(changed("gpt2", token_type=types, bos_token_id=None))
+    assert tok.encode("<|im_start|>", special=True) == [1] and 1 not in tok.encode("<|im_start|>")
+
+
+def test_a_tag_of_html_is_no_end_unless_the_file_says_so() -> None:
+    texts, types = listed("gpt2", "tokens", "</s>"), listed("gpt2", "token_type")
+    for type_, end, expected in ((4, 2, False), (3, 2, True), (1, len(texts) - 1, True)):
+        source = changed("gpt2", tokens=texts, token_type=[*types, type_], eos_token_id=end)
+        assert (read(source).special_id("</s>") is not None) is expected
+        assert (len(texts) - 1 in special_tokens(source).eos) is expected
+
+
+def test_an_ordinary_word_that_is_named_as_an_end_stays_text() -> None:
+    tok = read(changed("gpt2", eos_token_id=listed("gpt2", "tokens").index("the")))
+    assert tok.special_id("the") is None and len(tok.encode("the")) == 1
+
+
+def test_a_file_that_does_not_say_how_texts_are_cut_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer_json(metadata("llama"))
+    tokenizer_json(changed("gpt2", pre="default"))
+    assert not caplog.messages
+    tokenizer_json(changed("gpt2", pre=None))
+    assert "lacks tokenizer.ggml.pre" in caplog.text
 
 
 def test_phi_3_drops_the_whitespace_behind_special_tokens() -> None:
@@ -229,16 +279,14 @@ def test_phi_3_drops_the_whitespace_behind_special_tokens() -> None:
 
 
 def test_special_tokens() -> None:
-    found = special_tokens(changed("gpt2", padding_token_id=0, eot_token_id=5))
-    assert (found.bos, found.eos, found.add_bos, found.pad) == (1, (2, 5, 0), False, 0)
+    found = special_tokens(changed("gpt2", padding_token_id="nobody reads it", eot_token_id=5))
+    assert (found.bos, found.eos, found.add_bos) == (1, (2, 5, 0), False)
     found = special_tokens(changed("llama", bos_token_id=None, eos_token_id=None))
-    assert (found.bos, found.eos, found.add_bos, found.pad) == (1, (2,), True, None)
+    assert (found.bos, found.eos, found.add_bos) == (1, (2,), True)
     assert special_tokens(changed("llama", add_bos_token=False)).add_bos is False
     for added in (None, True, False):  # files of Gemma 4 are wrong about it
         assert special_tokens(changed("gemma4", add_bos_token=added)).add_bos is True
     assert special_tokens(changed("gpt2", bos_token_id=None)).bos is None
-    types = listed("gpt2", "token_type", _0=1)  # no control token, so not the end by its text
-    assert special_tokens(changed("gpt2", token_type=types)).eos == (2,)
 
 
 DAMAGED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
@@ -261,7 +309,7 @@ DAMAGED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
         {"scores": [float("nan")] * len(listed("llama", "tokens"))},
     ),
     ("llama", "true or false"): ({"add_space_prefix": "yes"},),
-    ("llama", "must be an id"): ({"unknown_token_id": 10**6},),
+    ("llama", "must be an id"): ({"unknown_token_id": "0"},),
 }
 
 
@@ -272,10 +320,23 @@ def test_damaged_metadata(kind: str, complaint: str) -> None:
             tokenizer_json(changed(kind, **keys))
 
 
-@pytest.mark.parametrize("value", [-1, 10**6, "2", True, 1.5])
+@pytest.mark.parametrize("value", ["2", True, 1.5])
 def test_special_token_ids_are_checked(value: object) -> None:
     with pytest.raises(ModelFileError, match="must be an id"):
         special_tokens(changed("gpt2", eos_token_id=value))
+
+
+@pytest.mark.parametrize("value", [-1, 2**32 - 1, len(listed("llama", "tokens"))])
+def test_ids_that_no_token_has_are_said_and_left_out(value: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert special_tokens(changed("gpt2", bos_token_id=value, eos_token_id=value, eot_token_id=2)).eos == (
+        2,
+        0,
+    )
+    assert f"no token has the tokenizer.ggml.eos_token_id {value}" in caplog.messages
+    found = special_tokens(changed("llama", bos_token_id=value, eos_token_id=value))
+    assert (found.bos, found.eos) == (1, (2,))  # what files of the kind have where they do not say it
+    unknown = changed("llama", unknown_token_id=value)
+    assert json.loads(tokenizer_json(unknown))["model"]["unk_token"] == "<unk>"
 
 
 def test_chat_templates_and_unknown_kinds() -> None:

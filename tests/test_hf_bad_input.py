@@ -26,6 +26,7 @@ from edgespec_models.errors import (
     UnsupportedModelError,
 )
 from edgespec_models.files.facts import Facts
+from edgespec_models.text.tokenizer import SpecialTokens
 from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
 from tests.weights_for_tests import config_of_json
@@ -149,15 +150,24 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         HFCheckpoint(folder)
 
 
-def test_a_tied_head_that_is_stored_too_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_that_is_stored_beside_a_tied_configuration_is_taken_where_it_differs(
+    tmp_path: Path, differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     tensors = weights(config_of("llama_tied"))
-    tensors["lm_head.weight"] = np.full((VOCAB, 64), np.nan, np.float32)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += differs
+    tensors |= {
+        "lm_head.weight": head,
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
     folder = write_checkpoint(tmp_path, config_of("llama_tied"))
     write_safetensors(folder / SINGLE, tensors)
     with HFCheckpoint(folder) as opened:
-        assert opened.tied_head
-        assert np.array_equal(opened.values("lm_head"), opened.values("embed"))
+        assert opened.tied_head is not differs
+        assert np.array_equal(opened.values("lm_head"), head)
+        assert np.array_equal(opened.values("embed"), tensors["model.embed_tokens.weight"])
+    assert ("is not tied, for its lm_head.weight is stored" in caplog.text) is differs
 
 
 def test_unknown_tensors_and_other_dtypes_are_named(tmp_path: Path) -> None:
@@ -218,7 +228,7 @@ def test_special_tokens_come_from_every_file(tmp_path: Path) -> None:
     with HFCheckpoint(folder) as opened:
         special = opened.special_tokens()
         assert special.eos == (2, 9, 7, 0)  # <|im_end|>, the lists, <|endoftext|>
-        assert (special.bos, special.pad, special.add_bos) == (1, 0, False)
+        assert (special.bos, special.add_bos) == (1, False)
         assert opened.chat_template() == "x"
         (folder / "chat_template.jinja").write_text("y", encoding="utf-8")
         assert opened.chat_template() == "y"
@@ -226,11 +236,27 @@ def test_special_tokens_come_from_every_file(tmp_path: Path) -> None:
         assert {file.name for file in opened.files} == {file.name for file in folder.iterdir()}
 
 
-def test_ids_outside_the_vocabulary_are_refused_and_no_tokenizer_config_is_no_error(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, {**config_of("llama"), "eos_token_id": [2, VOCAB]})
+def test_ids_that_no_token_has_are_said_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = {"bos_token_id": -1, "eos_token_id": [2, VOCAB], "pad_token_id": "nobody reads it"}
+    folder = write_checkpoint(tmp_path, config_of("llama") | ids)
     (folder / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
-    with HFCheckpoint(folder) as opened, pytest.raises(ModelFileError, match=r"eos_token_id.*319"):
+    with HFCheckpoint(folder) as opened:
+        assert (
+            opened.special_tokens() == opened.special_tokens() == SpecialTokens(None, (2, 0), add_bos=False)
+        )
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "no token has the bos_token_id -1",
+        f"no token has the eos_token_id {VOCAB}",
+    ]
+    (folder / "generation_config.json").write_text('{"eos_token_id": "2"}', encoding="utf-8")
+    with HFCheckpoint(folder) as opened, pytest.raises(ModelFileError, match="must be an id"):
         opened.special_tokens()
+
+
+def test_no_tokenizer_config_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
     special = HFTokenizer(tmp_path, Facts({}, "config.json"), VOCAB).special_tokens()
     assert (special.bos, special.add_bos) == (None, False)
 

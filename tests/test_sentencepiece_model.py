@@ -24,7 +24,7 @@ TEXTS = (*CORPUS, "", " ", "a", "   runs   of spaces ", "<s>[INST] x </s>", "Ω 
 
 def both(tmp_path: Path, model: bytes) -> tuple[Tokenizer, sentencepiece.SentencePieceProcessor]:
     (tmp_path / "tokenizer.model").write_bytes(model)
-    ours = Tokenizer.from_json(to_tokenizer_json(tmp_path / "tokenizer.model", {}))
+    ours = Tokenizer.from_json(to_tokenizer_json(tmp_path / "tokenizer.model"))
     return ours, sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
@@ -63,10 +63,12 @@ def test_a_directory_with_a_sentencepiece_model_only(tmp_path: Path) -> None:
         "bos_token": {"content": "<s>"},
         "eos_token": "<|done|>",
         "add_bos_token": True,
-        "added_tokens_decoder": {str(size): {"content": "<|done|>", "special": True}},
+        "chat_template": "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(facts), encoding="utf-8")
-    (folder / "added_tokens.json").write_text(json.dumps({"<|user|>": size + 1}), encoding="utf-8")
+    (folder / "added_tokens.json").write_text(
+        json.dumps({"<|user|>": size + 1, "<|done|>": size}), encoding="utf-8"
+    )
     export_model(folder, tmp_path / "out")
     bundle = Bundle(tmp_path / "out")
     special = bundle.manifest.special_tokens
@@ -81,10 +83,10 @@ def test_damaged_and_foreign_models_are_refused(tmp_path: Path) -> None:
     for data in (b"", b"\xff" * 40):
         path.write_bytes(data)
         with pytest.raises(ModelFileError, match=r"tokenizer\.model"):
-            to_tokenizer_json(path, {})
+            to_tokenizer_json(path)
     path.write_bytes(trained("char"))
     with pytest.raises(UnsupportedModelError, match="BPE and Unigram"):
-        to_tokenizer_json(path, {})
+        to_tokenizer_json(path)
 
 
 def test_a_directory_without_any_tokenizer(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import Checked, one_of
-from edgespec_models.storage import bundles_dir, model_name, writing
+from edgespec_models.storage import bundles_dir, is_file, model_name, writing
 
 _RECIPE_MARK = "-r"
 _LONGEST_NAME = 120
@@ -71,9 +72,10 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
         return open_bundle(path)
-    if is_folder or path.suffix == ".gguf":
+    if is_folder or is_file(path) or path.suffix.lower() == ".gguf":
         if not path.exists():
             raise ModelFileError(f"{path} does not exist; give a GGUF file, a bundle or a catalogue name")
+        path = path if is_folder else parts_of(path)[0]
         return open_cached(wanted.folder(name_of(path), mark_of(path))) or path
     entry = find(name)
     return open_cached(wanted.folder(entry.name, entry.mark)) or entry
@@ -130,7 +132,7 @@ def locate(
     named = on_hub(source)
     if named is not None:
         return locate_hub(named, progress), None
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         raise ModelFileError(
             f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
             "'edgespec models' lists"
@@ -170,12 +172,12 @@ def _check_config(folder: Path) -> None:
 
 def name_of(source: Path) -> str:
     """What a checkpoint calls its model."""
-    return model_name(source) if source.is_dir() else source.stem
+    return model_name(source) if source.is_dir() else stem_of(source)
 
 
 def mark_of(source: Path) -> str:
     """Changes when the source does."""
-    listed = [source] if source.is_file() else [*source.iterdir(), *source.glob("*/config.json")]
+    listed = parts_of(source) if source.is_file() else [*source.iterdir(), *source.glob("*/config.json")]
     files = sorted(file for file in listed if file.is_file())
     stats = [(file.name, file.stat()) for file in files]
     key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]

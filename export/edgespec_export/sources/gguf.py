@@ -9,7 +9,7 @@ this needs a fraction of both, and meets damaged files with numpy's errors; test
 import mmap
 import struct
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.gguf_parts import parts_of
+from edgespec_models.files.impostors import refuse_impostor
 
 MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArray[np.generic]
 
@@ -174,6 +176,7 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
 
     def _header(self, cursor: _Cursor) -> tuple[int, int]:
         if cursor.view[:4] != b"GGUF":
+            refuse_impostor(self.path)
             raise cursor.fail(f"it starts with {cursor.view[:4]!r}, not b'GGUF'")
         cursor.at = 4
         version = int(cursor.scalar("<I", "the version"))
@@ -221,3 +224,20 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
                 f"tensor {name!r} ends at byte {offset + tensor.n_bytes:,}: the file is truncated"
             )
         self.tensors[name] = tensor
+
+
+def open_parts(path: Path, stack: ExitStack) -> GGUFFile:
+    """The first file of the model that ``path`` is, or is a part of, with the tensors of all its files.
+
+    ``stack`` closes them. Raises as GGUFFile does, and ModelFileError where a part is missing or misnamed.
+    """
+    files = [stack.enter_context(GGUFFile(part)) for part in parts_of(path)]
+    for number, file in enumerate(files):
+        place, count = file.metadata.get("split.no", 0), file.metadata.get("split.count", 0) or 1
+        if (place, count) != (number, len(files)):
+            raise ModelFileError(
+                f"{file.path.name} says that it is one of {count} parts of a model, number {place} from 0. "
+                "Parts are found by names such as NAME-00001-of-00003.gguf: name all as they were published."
+            )
+        files[0].tensors |= file.tensors
+    return files[0]

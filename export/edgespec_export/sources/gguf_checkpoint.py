@@ -7,7 +7,7 @@ Its keys state what a ``config.json`` states, under other names: github.com/ggml
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -15,13 +15,14 @@ from typing import Final
 from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.gguf import GGUFFile
+from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
-from edgespec_export.sources.hf_config import config_of, logits_factor
+from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.gguf_parts import parts_of, stem_of
 
 GLOBAL = {
     "token_embd.weight": "embed",
@@ -83,6 +84,14 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The facts of a ``config.json``, and the keys that state them here, behind the architecture's name."""
 
+_NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "adapter": "an adapter (LoRA); merge it into its base, as llama.cpp's llama-export-lora does",
+        "mmproj": "a projector, with which a model sees or hears; give the model's own file",
+        "imatrix": "an importance matrix, with which a model is quantized; give the model's own file",
+    }
+)
+"""What a file is, by its ``general.type``, and what to do."""
 _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(head_dim)
 
 
@@ -94,12 +103,12 @@ class _Keys(Facts):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A model in a GGUF file, whose key-value pairs are its ``metadata``."""
+    """A model in a GGUF file or in several, whose key-value pairs are its ``metadata``."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.files, self.model_name = path, (path,), path.stem
+        self.path, self.files, self.model_name = path, tuple(parts_of(path)), stem_of(path)
         with ExitStack() as stack:
-            file = stack.enter_context(GGUFFile(path))
+            file = open_parts(path, stack)
             self.metadata = file.metadata
             family = _family(file)
             self.tensors = named(file, family, GLOBAL, LAYER | dict(family.stacked))
@@ -107,8 +116,9 @@ class GGUFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             self.stack = stack.pop_all()
-        self.tokenizer_json = partial(tokenizer_json, self.metadata, self.config.vocab_size)
-        self.special_tokens = partial(special_tokens, self.metadata)
+        # Cached, so that what they warn of is said once.
+        self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))
+        self.special_tokens = cache(partial(special_tokens, self.metadata))
         self.chat_template = partial(chat_template, self.metadata)
 
     def embedding(self) -> Embedding | None:
@@ -196,7 +206,10 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
 
 
 def _family(file: GGUFFile) -> Family:
-    found = file.metadata.get("general.architecture")
+    found, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+    instead = _NO_MODELS.get("mmproj" if found == "clip" else str(kind))
+    if instead is not None:
+        raise UnsupportedModelError(f"{file.path} is {instead}")
     if found == HEAD.gguf:
         raise RequestError(f"{file.path} {NEEDS_TARGET}")
     if not isinstance(found, str) or found not in GGUF_FAMILIES:
@@ -212,6 +225,8 @@ def named(
     names = {name: own_name(name, r"blk\.", whole, of_layer) for name in file.tensors}
     names |= dict.fromkeys(file.integers)
     surplus = [name for name, own in names.items() if own is None]
+    if any(name.startswith("cls.") for name in surplus):
+        raise UnsupportedModelError(f"{file.path.name} {CLASSIFIES}")
     if surplus:
         raise UnsupportedModelError(
             f"{file.path.name} ({family.gguf}) has {len(surplus)} tensors that edgespec has no use for, such "

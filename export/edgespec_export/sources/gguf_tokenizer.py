@@ -11,6 +11,8 @@ converted to read. Three differences are meant:
 """
 
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,10 +25,11 @@ from edgespec_export.sources.pre_tokenizers import ADD_BOS, CUTS, SAMPLES, WHOLE
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SPACE_SIGN, SpecialTokens
-from edgespec_models.text.tokenizer_files import END_OF_GENERATION
+from edgespec_models.text.tokenizer_files import END_OF_GENERATION, control_texts
 
 Json = dict[str, object]
 _KEYS = "tokenizer.ggml."
+_LOG = logging.getLogger("edgespec")
 
 
 class TokenType(IntEnum):
@@ -42,6 +45,8 @@ class TokenType(IntEnum):
 
 
 _KINDS = ("gpt2", "llama", "gemma4")
+_ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
+_MARK = re.compile(r"<.+>|\[.+\]")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 # What Phi-3's published tokenizer takes the whitespace behind.
 _KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -70,23 +75,26 @@ def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> s
 
 
 def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
-    """BOS, padding, and every token that ends generation: by key, and control tokens by well-known text.
+    """BOS, and every token that ends generation: by key, and control tokens by well-known text.
 
-    Raises as :func:`tokenizer_json` does, and ModelFileError where an id is outside the vocabulary.
+    Ids that no token has are said and left out. Raises as :func:`tokenizer_json` does.
     """
     kind = _kind(metadata)
     vocabulary = _read_vocabulary(metadata)
     sentencepiece = kind == "llama"
     prefixed = kind != "gpt2" or metadata.get("tokenizer.ggml.pre") in ADD_BOS
     size = len(vocabulary.texts)
+    for key in _ENDS:
+        value = metadata.get(f"{_KEYS}{key}")
+        if value is not None and _token_id(metadata, key, size) is None:
+            _LOG.warning("no token has the %s%s %s", _KEYS, key, value)
     eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
-    eos += [_token_id(metadata, key, size) for key in ("eot_token_id", "eom_token_id")]
+    eos += [_token_id(metadata, key, size) for key in _ENDS[2:]]
     eos += [vocabulary.control_id(text) for text in END_OF_GENERATION]
     return SpecialTokens(
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
         add_bos=kind == "gemma4" or _facts(metadata).boolean("add_bos_token", default=prefixed),
-        pad=_token_id(metadata, "padding_token_id", size),
     )
 
 
@@ -146,6 +154,11 @@ def byte_level_cuts(name: str) -> Json:
 
 
 def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
+    if metadata.get(f"{_KEYS}pre") is None:
+        _LOG.warning(
+            "The file lacks tokenizer.ggml.pre, which says how texts are cut: some may become other tokens "
+            "than in training. Take a newer conversion, or the model's Hugging Face directory."
+        )
     name, tokens = _facts(metadata).text("pre", "default"), vocabulary.used()
     cuts = byte_level_cuts(name)
     model = _bpe(tokens, _merges(metadata, tokens)) | {"ignore_merges": name in WHOLE_PIECES}
@@ -221,9 +234,13 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     types = np.full(len(texts), TokenType.NORMAL)
     if key in metadata:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
-    for name in ("bos", "eos", "eot", "eom"):  # some files have it that a user may type these
-        id_ = _token_id(metadata, f"{name}_token_id", len(texts))
-        if id_ is not None and types[id_] == TokenType.USER_DEFINED:
+    named = {_token_id(metadata, key, len(texts)) for key in _ENDS}
+    control = control_texts(chat_template(metadata))
+    for id_ in [id_ for id_, text in enumerate(texts) if id_ in named or text in control]:
+        # Some files have it that a user may type these, or that they are read in pieces.
+        if types[id_] == TokenType.USER_DEFINED or (
+            types[id_] != TokenType.BYTE and _MARK.search(texts[id_])
+        ):
             types[id_] = TokenType.CONTROL
     vocabulary = _Vocabulary(texts, types)
     _refuse_repeats([text for text in texts if text], "token")
@@ -280,6 +297,6 @@ def _token_id(
     value = metadata.get(f"tokenizer.ggml.{name}", default)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ModelFileError(f"tokenizer.ggml.{name} is {value!r}, but must be an id in 0 .. {size - 1}.")
-    return int(value)
+    return int(value) if 0 <= value < size else default if default is not None and default < size else None

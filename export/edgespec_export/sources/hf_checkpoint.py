@@ -5,6 +5,8 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,8 @@ _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
 _POOLED = {"Transformer", "Pooling", "Normalize"}
 _BARE = ("embed_tokens.", "layers.", "norm.")  # models that were saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, or a GGUF file"
+_ROWS = 1024  # that are compared at once
 _LOG = logging.getLogger("edgespec")
 
 _GLOBAL = {
@@ -79,7 +83,7 @@ class HFCheckpoint(Checkpoint):
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
-        self.tokenizer_json, self.special_tokens = tokenizer.json, tokenizer.special_tokens
+        self.tokenizer_json, self.special_tokens = tokenizer.json, cache(tokenizer.special_tokens)
         self.chat_template, self._ending = tokenizer.chat_template, tokenizer.ending
         self.stack = ExitStack()
         with self.stack as opened:
@@ -153,17 +157,22 @@ class HFCheckpoint(Checkpoint):
         for name, file in stored:
             alone = self._alone(name)
             own = own_name(alone, r"model\.layers\.", _GLOBAL, layers)
-            if own == "lm_head" and self._tied:
-                continue
             if own is not None:
                 named[own] = file.tensor(name)
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
         if unknown:
+            packed = any(name.endswith(".qweight") for name in unknown)
+            why = "is not a plain text model of this architecture"
             raise UnsupportedModelError(
                 f"{self.path.name} ({self.config.architecture}) has {len(unknown)} tensors that edgespec has "
-                f"no use for, such as {unknown[0]!r}: it is not a plain text model of this architecture"
+                f"no use for, such as {unknown[0]!r}: it {_PACKED if packed else why}"
             )
+        if self._tied and {"embed", "lm_head"} <= named.keys():
+            if _are_equal(named["embed"], named["lm_head"]):
+                del named["lm_head"]
+            else:
+                _LOG.warning("%s is not tied, for its lm_head.weight is stored and differs", self.path.name)
         if not self._tied and "lm_head" not in named and self.embedding() is None:
             raise ModelFileError(
                 f"{self.path.name} lacks 'lm_head.weight', and {CONFIG} does not say tie_word_embeddings. "
@@ -177,3 +186,11 @@ class HFCheckpoint(Checkpoint):
             if self._eyes and name.startswith(before):
                 return alone + name.removeprefix(before)
         return f"model.{name}" if name.startswith(_BARE) else name
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two matrices have the same bytes."""
+    ends = [*range(0, first.shape[0], _ROWS), first.shape[0]]
+    return (first.shape, first.type) == (second.shape, second.type) and all(
+        np.array_equal(first.read(*span), second.read(*span)) for span in pairwise(ends)
+    )

@@ -15,6 +15,9 @@ from edgespec_models.files.facts import Facts
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
 _LEAST = 1e-6  # that a model is multiplied by: squares and quotients stay finite
 _CHANGES_LOGITS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+CLASSIFIES = (
+    "classifies texts and writes none; use a model that writes, such as the one that it was made from"
+)
 _EXPERTS = ("expert_count", "num_experts", "num_local_experts")
 
 
@@ -148,6 +151,8 @@ def _check_features(facts: Facts, family: Family) -> None:
             f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
             "itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
         )
+    if "Classification" in str(facts.value("architectures")):
+        raise UnsupportedModelError(f"{facts.where} says that the model {CLASSIFIES}")
     gelu = family.fixed.get("activation") == "gelu_tanh"
     key, expected = ("hidden_activation", "gelu_pytorch_tanh") if gelu else ("hidden_act", "silu")
     activation = facts.text(key, expected)

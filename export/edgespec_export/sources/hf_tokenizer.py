@@ -1,16 +1,15 @@
 """The tokenizer, special tokens and chat template of a Hugging Face directory.
 
-``tokenizer.json`` is taken as it is. Where there is only SentencePiece's ``tokenizer.model``, that is
-converted: a protocol buffer (github.com/google/sentencepiece, ``sentencepiece_model.proto``) whose pieces
-have the types and scores that GGUF files repeat, so that BPE models go the way of those
+Where there is no ``tokenizer.json`` but SentencePiece's ``tokenizer.model``, that is converted: a protocol
+buffer (github.com/google/sentencepiece, ``sentencepiece_model.proto``) whose pieces have the types and scores
+that GGUF files repeat, so that BPE models go the way of those
 (:mod:`edgespec_export.sources.gguf_tokenizer`). Unigram models keep their scores (Kudo 2018), and every model
-the normalization that it was trained with. Special tokens and chat template are read by
+the normalization that it was trained with. Added and special tokens and the chat template are read by
 :mod:`edgespec_models.text.tokenizer_files`.
 """
 
 import base64
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,20 @@ from typing import Any
 from edgespec_export.sources.gguf_tokenizer import TokenType, tokenizer_json
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError, require
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.impostors import refuse_impostor
 from edgespec_models.schema import read_text
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
-_TOKENIZER, _SENTENCEPIECE, _ADDED = "tokenizer.json", "tokenizer.model", "added_tokens.json"
+_TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _UNIGRAM, _BPE = 1, 2
+_WAYS_OUT = {
+    "tekken.json": ", only tekken.json, which edgespec does not read. Take a repository of the model with "
+    f"{_TOKENIZER}, or a GGUF file.",
+    "merges.txt": ", only vocab.json and merges.txt. Convert them: transformers' AutoTokenizer"
+    f".from_pretrained(DIR).save_pretrained(DIR) writes {_TOKENIZER}.",
+}
+"""What else a directory may have, and what to do then."""
 _NEVER = -1e9  # the score of a piece that no text contains
 
 
@@ -34,13 +41,13 @@ class HFTokenizer:
     """
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
-        self._folder, self._vocab_size = folder, vocab_size
+        self._folder = folder
         self._beside = TokenizerFiles(folder, model, vocab_size)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Files that may be there."""
-        names = (_TOKENIZER, _SENTENCEPIECE, _ADDED)
+        names = (_TOKENIZER, _SENTENCEPIECE)
         return (*(self._folder / name for name in names), *self._beside.paths)
 
     def json(self) -> str:
@@ -58,13 +65,15 @@ class HFTokenizer:
         if where.is_file():
             text = read_text(where, ModelFileError, "Download or copy it again")
         elif (self._folder / _SENTENCEPIECE).is_file():
-            text = to_tokenizer_json(self._folder / _SENTENCEPIECE, self._added_tokens())
+            text = to_tokenizer_json(self._folder / _SENTENCEPIECE)
         else:
+            others = (name for name in _WAYS_OUT if (self._folder / name).is_file())
             raise ModelFileError(
-                f"{self._folder} has neither {_TOKENIZER} nor {_SENTENCEPIECE}. Download one of them too."
+                f"{self._folder} has neither {_TOKENIZER} nor {_SENTENCEPIECE}"
+                f"{_WAYS_OUT.get(next(others, ''), '. Download one of them too.')}"
             )
         try:
-            return text, Tokenizer.from_json(text, vocab_size=self._vocab_size)
+            return self._beside.complete(text)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}") from error
 
@@ -83,24 +92,9 @@ class HFTokenizer:
         """Jinja source. Raises ModelFileError where it is not a text."""
         return self._beside.chat_template()
 
-    def _added_tokens(self) -> dict[int, tuple[str, bool]]:
-        """Tokens beyond the SentencePiece model: id to text and whether it is a control token."""
-        beside = Facts.read(self._folder / _ADDED)
-        decoder = self._beside.config.section("added_tokens_decoder")
-        added = {beside.integer(text): (text, True) for text in beside.keys}
-        for key in decoder.keys:
-            if not key.isdecimal():
-                raise ModelFileError(f"{decoder.where} has the key {key!r}, which is no id")
-            entry = decoder.section(key)
-            added[int(key)] = (entry.text("content"), entry.boolean("special", default=False))
-        return added
 
-
-def to_tokenizer_json(path: Path, added: Mapping[int, tuple[str, bool]]) -> str:
+def to_tokenizer_json(path: Path) -> str:
     """Convert the SentencePiece model ``path``.
-
-    ``added`` are tokens beside it: id to text and whether it is a control token. Of ids that the model has,
-    what it says itself holds.
 
     Raises:
         ModelFileError: damaged.
@@ -126,7 +120,6 @@ def to_tokenizer_json(path: Path, added: Mapping[int, tuple[str, bool]]) -> str:
     if kind == _UNIGRAM:
         spec["model"] = _unigram(pieces, model.trainer_spec.unk_id)
     _add_normalization(spec, model.normalizer_spec)
-    _add_tokens(spec, {id_: entry for id_, entry in added.items() if id_ >= len(pieces)})
     return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -135,6 +128,7 @@ def _read(path: Path) -> Any:
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
+    refuse_impostor(path)
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
@@ -161,11 +155,3 @@ def _add_normalization(spec: dict[str, Any], normalizer: Any) -> None:
         steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     spec["normalizer"]["normalizers"][:0] = steps
-
-
-def _add_tokens(spec: dict[str, Any], added: Mapping[int, tuple[str, bool]]) -> None:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    spec["added_tokens"] += [
-        {"id": id_, "content": text, **flags, "special": special}
-        for id_, (text, special) in sorted(added.items())
-    ]

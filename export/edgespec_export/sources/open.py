@@ -6,7 +6,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.heads import GGUFHead, HFHead
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
-from edgespec_models.bundles.foreign import is_model
+from edgespec_models.bundles.foreign import is_model, what_instead
 from edgespec_models.errors import ModelFileError
 
 
@@ -25,6 +25,9 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
             f"{source} is a bundle already, or runs as it is; it needs no export. As a head's target "
             "give the file that it was exported from"
         )
+    instead = what_instead(source)
+    if instead is not None:
+        raise ModelFileError(f"{source} {instead}")
     if (source / CONFIG).is_file():
         return HFCheckpoint(source) if target is None else HFHead(source, open_checkpoint(target))
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"

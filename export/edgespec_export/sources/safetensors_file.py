@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.impostors import refuse_impostor
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FORMATS = MappingProxyType({kind.name: kind for kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16)})
@@ -111,6 +112,7 @@ class SafetensorsFile:
 
     def _read_header(self) -> tuple[int, dict[str, Any]]:
         length = int.from_bytes(self._file.read(8), "little")
+        refuse_impostor(self.path)
         if self._size < 8 or length > min(self._size - 8, _MAX_HEADER_BYTES):
             raise self._fail(f"its header takes {length:,} bytes, the file has {self._size:,}")
         try:

@@ -14,6 +14,22 @@ def is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in marks) or _optimum_graph(folder) is not None
 
 
+def what_instead(folder: Path) -> str | None:
+    """What a directory holds that is no model to open or to export, and what to do; None for others."""
+    if any(folder.glob("model*.safetensors")):
+        return None
+    if (folder / "adapter_config.json").is_file():
+        return "is an adapter (LoRA), not a model; merge it into its base, as peft's merge_and_unload does"
+    files = [*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")]
+    graphs = sorted(file.relative_to(folder).as_posix() for file in files)
+    if graphs and (folder / HF_CONFIG).is_file():
+        return f"has {graphs[0]}, not {' or '.join(_OPTIMUM_GRAPHS)}; rename the graph that is to run"
+    files = sorted(folder.glob("*.gguf"))
+    if files and not (folder / HF_CONFIG).is_file():
+        return f"is a directory of GGUF files; give one of them, such as {files[0]}"
+    return None
+
+
 def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
     """Open a bundle, or what onnxruntime-genai's builder, mobius or Optimum wrote.
 
@@ -24,6 +40,9 @@ def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
         UnsupportedModelError: a model that edgespec cannot run.
         EdgespecError: a damaged tokenizer or configuration.
     """
+    instead = None if is_model(path) else what_instead(path)
+    if instead is not None:
+        raise BundleError(f"{path} {instead}")
     if (path / MANIFEST).is_file() or not is_model(path):
         return Bundle(path, verify_digests=verify_digests)
     if verify_digests:

@@ -14,11 +14,11 @@ from typing import cast
 
 from edgespec_models.bundles.bundle import GENAI, GRAPH, HF_CONFIG, TOKENIZER, Bundle, CacheType, Manifest
 from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
-from edgespec_models.errors import BundleError, UnsupportedModelError
+from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.onnx_header import read_header
+from edgespec_models.schema import read_text
 from edgespec_models.text.chat_template import ChatTemplate
-from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
@@ -51,7 +51,10 @@ class ForeignBundle(Bundle):
         self.tensors, shape = judge(self.graph, header, stated)
         self._weight_files = weight_files(self.graph, header)
         self._files = TokenizerFiles(path, facts, shape.vocab_size)
-        self.tokenizer = Tokenizer.from_file(path / TOKENIZER, vocab_size=shape.vocab_size)
+        where = path / TOKENIZER
+        with naming(where):
+            text = read_text(where, TokenizerError, "Download or copy it again")
+            self.tokenizer = self._files.complete(text)[1]
         special = self._files.special_tokens(self.tokenizer)
         weights = count_weights(header)
         self.manifest = Manifest(

@@ -1,4 +1,5 @@
-"""Models on the Hugging Face hub: ``hf:OWNER/REPO`` to a directory, ``hf:OWNER/REPO/FILE.gguf`` to a file.
+"""Models on the Hugging Face hub: ``hf:OWNER/REPO`` to a directory, ``hf:OWNER/REPO/FILE.gguf`` to a file, or
+to one of the parts that a model is split into, which are all fetched.
 
 Fetched are the files an export reads, known by their names: configuration, tokenizer, chat template,
 safetensors. Never code; a pickle only where an EAGLE-3 head is published in no other form, of which torch
@@ -21,6 +22,7 @@ from edgespec_models.downloads.hub_http import fetch_hub, read_hub
 from edgespec_models.downloads.job import Job, alone, file_errors, length, require_space
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.gguf_parts import part_names
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.storage import home, replacing
 
@@ -39,9 +41,10 @@ _TEXTS = (
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _PATH = re.compile(rf"(?:{_PART}/)*{_PART}")  # leads nowhere but down
+_MODEL = re.compile(r"(?!.*(mmproj|imatrix)).*\.gguf", re.IGNORECASE)  # no additions to models
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 _REFERENCE = re.compile(
-    rf"{PREFIX}(?P<repository>{_PART}/{_PART})(?:/(?P<filename>{_PATH.pattern}\.gguf))?"
+    rf"{PREFIX}(?P<repository>{_PART}/{_PART})(?:/(?P<filename>{_PATH.pattern}\.(?i:gguf)))?"
     rf"(?:@(?P<revision>{_REVISION}))?"
 )
 
@@ -148,9 +151,10 @@ class _Listing:
     @property
     def hint(self) -> str:
         """What else of the repository may help, to end a message with."""
-        gguf = sorted(name for name in self.files if name.endswith(".gguf"))
+        gguf = sorted(name for name in self.files if _MODEL.fullmatch(name))
         if gguf:
-            return f". It has GGUF files: name one, such as {gguf[0]}, behind the repository"
+            first = part_names(gguf[0])[0]
+            return f". It has GGUF files: name one, such as {first}, behind the repository"
         return ". Look for another repository of the same model"
 
     def require(self, *names: str) -> tuple[str, ...]:
@@ -201,7 +205,7 @@ def _fetch_all(
     snapshot.mkdir(parents=True, exist_ok=True)
     texts: list[str] = []
     if reference.filename is not None:
-        weights = listing.require(reference.filename)
+        weights = listing.require(*part_names(reference.filename))
     else:
         listing.require(_CONFIG)
         texts = [name for name in _TEXTS if name in listing.files]

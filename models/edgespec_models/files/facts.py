@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from edgespec_models.errors import ModelFileError
+from edgespec_models.files.impostors import refuse_impostor
 
 T = TypeVar("T")
 _LARGEST = 1 << 53  # every whole number below is a float too
@@ -32,10 +33,11 @@ class Facts:
         """The object in a file, empty where there is none; ModelFileError where it is no JSON object."""
         where = str(path)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             return cls({}, where)
         except (OSError, ValueError, RecursionError) as error:
+            refuse_impostor(path)
             raise ModelFileError(f"cannot read {path}: {error}. Download or copy it again.") from error
         if not isinstance(values, dict):
             raise ModelFileError(f"{path} is no JSON object. Download or copy it again.")

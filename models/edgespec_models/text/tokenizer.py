@@ -43,12 +43,13 @@ class SpecialTokens:
     """The control tokens a model's runtime needs, as ids.
 
     ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
+    ``pad`` is in older manifests; nothing reads it.
     """
 
     bos: _Id | None
     eos: tuple[_Id, ...]
     add_bos: bool
-    pad: _Id | None
+    pad: _Id | None = None
 
 
 class Tokenizer:

@@ -1,25 +1,45 @@
-"""Special tokens and chat template, as the files beside a Hugging Face tokenizer state them.
+"""The tokenizer, special tokens and chat template of a Hugging Face directory.
 
-What ends generation: the tokens that ``tokenizer_config.json``, ``generation_config.json`` and the model's
-configuration name, and the well-known ones among the control tokens, as with GGUF files.
+What ends generation: the tokens that ``tokenizer_config.json``, ``special_tokens_map.json``,
+``generation_config.json`` and the model's configuration name, and the well-known ones among the control
+tokens, as with GGUF files.
 """
 
+import json
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from edgespec_models.errors import ModelFileError, TokenizerError
+from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.impostors import refuse_impostor
 from edgespec_models.schema import read_text
+from edgespec_models.text.encoder import Encoder
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 END_OF_GENERATION = (
     *("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>"),
-    *("<|call|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "</s>", "<EOT>", "[EOT]", "[EOS]"),
-    *("<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+    *("<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "</s>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 )
-"""Control tokens that end generation in the models that have them."""
+"""Tokens that end generation in the models that have them as control tokens."""
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_BEGINS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|turn>")
+_KNOWN = frozenset(END_OF_GENERATION) - {"</s>"}  # a tag of HTML, where a file does not say otherwise
+# Tags of thoughts are text.
+_MARK = re.compile(r"<(?!/?(?:\w+:)?think>)[^<>\s]+>|\[(?!/?THINK\])[^\[\]\s]+\]")
+_TURNS = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+_LOG = logging.getLogger("edgespec")
+
+
+def control_texts(template: str | None) -> frozenset[str]:
+    """Texts of control tokens, whatever a file says of them: known ones around turns, and the template's."""
+    return _KNOWN.union(_BEGINS, _written_marks(template))
 
 
 class TokenizerFiles:
@@ -31,26 +51,67 @@ class TokenizerFiles:
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
-        self.paths = tuple(folder / name for name in (_CONFIG, _GENERATION, _TEMPLATE))
-        self.config = Facts.read(folder / _CONFIG)
+        self.paths = tuple(folder / name for name in (_CONFIG, _MAP, _ADDED, _GENERATION, _TEMPLATE))
+        self.config = self._roles = Facts.read(folder / _CONFIG)
         self._id_sources = (Facts.read(folder / _GENERATION), model)
+        self._is_old = self.config.value("added_tokens_decoder") is None
+        if self._is_old:  # older files count, as in transformers
+            config = {key: self.config.value(key) for key in self.config.keys}
+            self._roles = Facts.read(folder / _MAP).over(config)
+
+    def complete(self, text: str) -> tuple[str, Tokenizer]:
+        """The text of a ``tokenizer.json`` together with what stands beside it, and its tokenizer.
+
+        What begins or ends a text or a turn becomes a control token. Added tokens without a row in the LM
+        head are left out. Raises ModelFileError for damaged files, TokenizerError for a ``tokenizer.json``
+        that cannot be read, and where a token that is needed has no row.
+        """
+        refuse_impostor(self._folder / "tokenizer.json")
+        encoder, spec, name = Encoder(text), json.loads(text), self._folder.name
+        listed = spec.get("added_tokens") or []
+        spec["added_tokens"] = added = self._added(listed, encoder.vocabulary())
+        if added != listed:
+            encoder = Encoder(text := _dumped(spec))
+        ids = {content: id_ for id_, (content, _) in encoder.added_tokens().items()}
+        moved = [each for each in added if ids.get(each["content"], each["id"]) != each["id"]]
+        if moved:
+            first, id_ = moved[0]["content"], moved[0]["id"]
+            _LOG.warning("%s: added tokens are numbered anew: %r is %d, not %d", name, first, ids[first], id_)
+        absent = sorted(content for content, id_ in ids.items() if id_ >= self._vocab_size)
+        if absent:
+            marks = {*self._texts("bos"), *self._texts("eos"), *_written_marks(self.chat_template())}
+            for needed in sorted(marks.intersection(absent)):
+                raise TokenizerError(
+                    f"The LM head has {self._vocab_size} rows, none for {needed!r}, which texts or turns "
+                    "need. Use the tokenizer that belongs to the model."
+                )
+            _LOG.warning("%s: tokens without a row in the LM head are left out: %s", name, ", ".join(absent))
+            spec["added_tokens"] = [each for each in added if each["content"] not in absent]
+            vocabulary = spec["model"]["vocab"]
+            if isinstance(vocabulary, dict):  # of a Unigram model, a list without added tokens
+                spec["model"]["vocab"] = {t: id_ for t, id_ in vocabulary.items() if t not in absent}
+            encoder = Encoder(text := _dumped(spec))
+        if "[INST]" in ids and "p{N}{1,3}" in json.dumps(spec.get("pre_tokenizer")):
+            wrong = (
+                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and"
+            )
+            _LOG.warning(f"{wrong} numbers become other tokens than in training. Take a GGUF file.", name)
+        return text, Tokenizer(encoder, vocab_size=self._vocab_size)
 
     def special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
-        """The control tokens.
+        """The control tokens; ids that no token has are said and left out.
 
         Raises:
-            ModelFileError: ids are malformed or out of range.
+            ModelFileError: ids are malformed.
             TokenizerError: the tokenizers library fails.
         """
-        bos = self._first("bos", tokenizer)
+        bos = next(iter([*self._named("bos", tokenizer), *self._listed("bos")]), None)
         eos = [*self._named("eos", tokenizer), *self._listed("eos")]
         eos += [id_ for text in END_OF_GENERATION if (id_ := tokenizer.special_id(text)) is not None]
         add_bos = bos is not None and self.config.boolean(
             "add_bos_token", default=self._begins_with(bos, tokenizer)
         )
-        return SpecialTokens(
-            bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos, pad=self._first("pad", tokenizer)
-        )
+        return SpecialTokens(bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos)
 
     def chat_template(self) -> str | None:
         """Jinja source. Raises ModelFileError where it is not a text."""
@@ -65,31 +126,79 @@ class TokenizerFiles:
             return template
         raise ModelFileError(f"{self.config.where}: chat_template is {type(template).__name__}, not a text")
 
-    def _first(self, role: str, tokenizer: Tokenizer) -> int | None:
-        return next(iter((*self._named(role, tokenizer), *self._listed(role))), None)
+    def _added(self, listed: list[dict[str, Any]], own: dict[str, int]) -> list[dict[str, Any]]:
+        """The added tokens ``listed`` in ``tokenizer.json`` with those beside it; ``own`` are the model's."""
+        added = {each["content"]: dict(each) for each in listed}
+        for token in self._beside():
+            text = token["content"]
+            kept = added.setdefault(text, token | {"id": own.get(text, token["id"])})
+            kept["special"] = kept["special"] or token["special"]
+        named = {*self._texts("bos"), *self._texts("eos")}
+        for text in sorted((named | _KNOWN) & own.keys()):
+            if len(text) > 1:  # else texts could not be spelled without it
+                added.setdefault(text, _entry(own[text], text))
+        for text in (named | control_texts(self.chat_template())) & added.keys():
+            added[text]["special"] = True
+        return list(added.values())
+
+    def _beside(self) -> list[dict[str, Any]]:
+        """The added tokens of other files, by their ids."""
+        decoder, tokens = self.config.section("added_tokens_decoder"), []
+        for key in decoder.keys:
+            if not key.isdecimal():
+                raise ModelFileError(f"{decoder.where} has the key {key!r}, which is no id")
+            entry = decoder.section(key)
+            flags = {flag: entry.boolean(flag, default=False) for flag in _FLAGS}
+            tokens.append(_entry(int(key), entry.text("content")) | flags)
+        if self._is_old:
+            older = Facts.read(self._folder / _ADDED)
+            tokens = [_entry(older.integer(text), text) for text in older.keys]
+        return sorted(tokens, key=lambda token: int(token["id"]))
+
+    def _texts(self, role: str) -> list[str]:
+        """The token that has a role, as its text: none or one."""
+        value = self._roles.value(f"{role}_token")
+        text = value.get("content") if isinstance(value, dict) else value
+        return [text] if isinstance(text, str) else []
 
     def _named(self, role: str, tokenizer: Tokenizer) -> Iterator[int]:
-        """The token that ``tokenizer_config.json`` gives as text, alone or in an object."""
-        value = self.config.value(f"{role}_token")
-        text = value.get("content") if isinstance(value, dict) else value
-        id_ = tokenizer.special_id(text) if isinstance(text, str) else None
-        if id_ is not None:
-            yield id_
+        """The token with a role that a file gives as text."""
+        for text in self._texts(role):
+            ids = tokenizer.special_id(text), tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass"))
+            yield from [id_ for id_ in ids if id_ is not None][:1]
 
     def _listed(self, role: str) -> Iterator[int]:
         """The ids that the generation's and the model's configuration give, one or a list each."""
         for facts in self._id_sources:
             value = facts.value(f"{role}_token_id")
             for id_ in value if isinstance(value, list) else [] if value is None else [value]:
-                if type(id_) is not int or not 0 <= id_ < self._vocab_size:
-                    raise ModelFileError(
-                        f"{facts.where}: {role}_token_id is {value!r}, but must be an id in "
-                        f"0 .. {self._vocab_size - 1}"
-                    )
-                yield id_
+                if type(id_) is not int:
+                    raise ModelFileError(f"{facts.where}: {role}_token_id is {value!r}, but must be an id")
+                if 0 <= id_ < self._vocab_size:
+                    yield id_
+                else:
+                    _LOG.warning("%s: no token has the %s_token_id %d", facts.where, role, id_)
 
     def _begins_with(self, bos: int, tokenizer: Tokenizer) -> bool:
         try:
             return tokenizer.begins_with(bos)
         except TokenizerError as error:
             raise TokenizerError(f"{self._folder}: {error}") from error
+
+
+def _entry(id_: int, text: str) -> dict[str, Any]:
+    return {"id": id_, "content": text, **dict.fromkeys(_FLAGS, False)}
+
+
+def _dumped(spec: dict[str, Any]) -> str:
+    return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
+
+
+def _written_marks(template: str | None) -> frozenset[str]:
+    """What a chat template writes around a plain conversation, in which no tools are called."""
+    from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
+
+    try:
+        return frozenset(_MARK.findall(ChatTemplate(template).render(_TURNS) if template else ""))
+    except EdgespecError:  # a template that wants other conversations, or is damaged
+        return frozenset()

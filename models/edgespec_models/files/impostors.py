@@ -1,0 +1,25 @@
+"""Files that a download or a checkout left in place of a model's own."""
+
+import re
+from pathlib import Path
+
+from edgespec_models.errors import ModelFileError
+
+_LONGEST = 64
+_KINDS = {
+    rb"version https://git-lfs": "a pointer of git-lfs, not the file. Run 'git lfs pull', or download it.",
+    rb"\s*<(?i:!doctype|html|\?xml)": "a web page, not the file. Download it again, from its own address.",
+}
+"""By how they begin: what they are, and the way out."""
+
+
+def refuse_impostor(path: Path) -> None:
+    """Raise ModelFileError where a file is a pointer of git-lfs or a web page; what cannot be read passes."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_LONGEST)
+    except OSError:
+        return
+    for begins, what in _KINDS.items():
+        if re.match(begins, start):
+            raise ModelFileError(f"{path} is {what}")
