@@ -17,6 +17,7 @@ from edgespec.requests.request import (
     Request,
     RequestOptions,
     prompt_tokens,
+    thoughts_tags,
     with_options,
 )
 from edgespec.requests.results import Generation
@@ -216,6 +217,11 @@ class Model(AbstractContextManager["Model"]):
     def drafter_step_s(self) -> float | None:
         """Seconds of a drafter step, as measured at load."""
         return None if self._side is None else self._side.curve.seconds(1)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think before it answers (the option ``thinking``)."""
+        return thoughts_tags(self.target) is not None
 
     @property
     def row_exact(self) -> bool:

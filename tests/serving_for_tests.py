@@ -58,6 +58,7 @@ class ServedModel:
     learned: list[Any] = field(default_factory=list)
     name: str = "served"
     drafter_name: str | None = "small"
+    thinks: bool = True
 
     def __post_init__(self) -> None:
         config = SimpleNamespace(context_length=640)

@@ -13,7 +13,7 @@ import pytest
 from edgespec.requests.results import Record
 from edgespec.serve.messages import MessageAnswer, MessagesBody
 from edgespec.serve.options import ServeOptions
-from edgespec.serve.responses import ResponsesBody
+from edgespec.serve.responses import Kept, ResponsesBody
 from edgespec_models.errors import Busy, Closed, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.calls_for_tests import reader_of
@@ -149,8 +149,8 @@ def test_many_messages_in_a_row_take_no_time() -> None:
     """They become one: four megabytes of them once held up the server for 23 seconds."""
     said = [{"role": "user", "content": "a" * 40}] * 58_000
     began = process_time()
-    bodies = MessagesBody(model="m", messages=said), ResponsesBody(model="m", input=said)
-    for messages in (each.said() for each in bodies):
+    first, second = MessagesBody(model="m", messages=said), ResponsesBody(model="m", input=said)
+    for messages in (first.said(), second.said(Kept())):
         assert messages == [{"role": "user", "content": "\n".join(["a" * 40] * 58_000)}]
     assert process_time() - began < 3
 
@@ -192,17 +192,23 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
     ("more", "told"),
     [
         ({"container": "c"}, "'container' is not known; allowed: model"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type is 'web_search_20250305'"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display is 'omitted'"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
-        ({"output_config": {"effort": "low"}}, "output_config.'effort' is not known; allowed: format"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'; allowed: 'low' or 'medium'"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "edits[0].type is 'clear_t"),
+        ({"thinking": {"type": "enabled"}}, "thinking.type is 'enabled', and toy does not think; leave it"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens is 9, and toy does"),
+        (
+            {"thinking": {"type": "enabled"}, "output_config": {"effort": "low"}},
+            "output_config.effort is 'low', and toy does not think",
+        ),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config format is {'type': 'xml'}; allowed:"),
         ({"system": 3}, "system is 3"),
         ({"system": [{"type": "image"}]}, "system[0].type is 'image'; allowed: 'text'"),
         ({"messages": []}, "messages is"),
         ({"messages": [{"role": "user", "content": []}]}, "messages is []"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role is 'system'; allowed: 'user'"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role is 'tool'; allowed: 'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is None; allowed: a text, or a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type is 'image'; all"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is"),

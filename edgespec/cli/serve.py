@@ -168,6 +168,9 @@ def _key(file: Path | None) -> str | None:
 
 def _log_requests() -> None:
     """One line a request on standard error, and what goes wrong in the server."""
+    from edgespec.serve.bodies import UNUSED, Once
+
+    UNUSED.addFilter(Once())
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     levels = {"edgespec.serve": logging.INFO, "edgespec.models": logging.INFO, "uvicorn": logging.WARNING}
