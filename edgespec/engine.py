@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Unpack
@@ -385,10 +385,15 @@ class Model(AbstractContextManager["Model"]):
         ended: Callable[[Generation], None] = lambda result: None,
         talk: object | None = None,
     ) -> Stream:
-        runner, constraint = self._runner, self._runner.constraint(request)
-        return Stream(
-            Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended, talk), self._worker
+        runner, constraint, read = self._runner, self._runner.constraint(request), cache(prompt)
+        answer = Answer(
+            request,
+            lambda: runner.prepared(read(), request, constraint),
+            ended,
+            talk,
+            tokens=lambda: read().target,
         )
+        return Stream(answer, self._worker)
 
 
 def _made_for(device: str) -> "ExportDevice | None":

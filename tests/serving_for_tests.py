@@ -94,7 +94,7 @@ class ServedModel:
 class ServedStream:
     """An answer of :class:`ServedModel`: the prompt's text behind "re: ", two tokens a record."""
 
-    place, at_once = 0, 1
+    place, at_once, prompt = 0, 1, (7, 3)
 
     def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
         self._model, self._options, self._over, self._has_turn = model, options, False, False

@@ -70,7 +70,7 @@ def test_what_the_library_raises_is_an_error_of_ours_but_ctrl_c_and_exits(
     error: BaseException, kind: type[BaseException], said: str | None
 ) -> None:
     encoder = Encoder(byte_level_json())
-    encoder._core = Mock(**{"encode.side_effect": error})
+    encoder._plain = Mock(**{"encode_batch_fast.side_effect": error})
     with pytest.raises(kind, match=said) as caught:
         encoder.ids("text", special=False)
     assert (caught.value is error) == (kind is type(error))

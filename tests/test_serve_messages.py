@@ -11,6 +11,7 @@ import anthropic
 import pytest
 
 from edgespec.requests.results import Record
+from edgespec.serve.bodies import parse
 from edgespec.serve.messages import MessageAnswer, MessagesBody
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.responses import Kept, ResponsesBody
@@ -72,6 +73,12 @@ def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
     once = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]]
     assert once == ["message_start", *["start", "delta", "stop"] * 4, "message_delta", "message_stop"]
     assert told[0]["message"]["content"] == [] and told[0]["message"]["stop_reason"] is None
+    read = {"input_tokens": 4, "cache_read_input_tokens": 3, "cache_creation_input_tokens": 0}
+    assert told[0]["message"]["usage"] == read | {"output_tokens": 0}
+    assert told[-2]["usage"] == read | {
+        "output_tokens": told[-2]["usage"]["output_tokens"],
+        "output_tokens_details": {"thinking_tokens": 0},
+    }
     pieces = ["", "", "", ""]
     for each in told:
         if each["type"] == "content_block_delta":
@@ -196,7 +203,7 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display is 'omitted'"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'; allowed: 'low' or 'medium'"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "edits[0].type is 'clear_t"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "type is 'clear_t"),
         ({"thinking": {"type": "enabled"}}, "thinking.type is 'enabled', and toy does not think; leave it"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens is 9, and toy does"),
         (
@@ -278,3 +285,32 @@ def test_the_documentation_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
     names = {each.name for body in (ResponsesBody, MessagesBody) for each in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_a_request_as_agents_send_it_is_answered(model: ServedModel, url: str) -> None:
+    """Of a model that does not think: effort and thoughts that are left to it ask for nothing then."""
+    later = {"role": "system", "content": "Agents you may start: none."}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, later]
+    agents: dict[str, Any] = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "thinking": {"type": "adaptive"},
+        "tools": [{"type": "web_search_20250305", "name": "w"}, WEATHER],
+    }
+    for thinks in (True, False):
+        model.thinks = thinks
+        assert ask(url, PATH, asked(turns) | agents).status == 200
+        assert ask(url, COUNT, asked(turns) | agents).status == 200
+    said, options = model.calls[0]
+    assert said == [turns[0], turns[1], later]
+    assert [each["function"]["name"] for each in options["tools"]] == ["weather"]
+    assert [each[1].get("thinking") for each in model.calls] == [True, True, None, None]
+
+
+@pytest.mark.parametrize(
+    ("effort", "thinking"), [("low", 1024), ("medium", 4096), ("high", True), ("max", True)]
+)
+def test_efforts_bound_thoughts(effort: str, thinking: object) -> None:
+    for more in ({}, {"thinking": {"type": "adaptive"}}):
+        body = parse(MessagesBody, asked(output_config={"effort": effort}, **more))
+        assert body.chat().options()["thinking"] is thinking or body.chat().options()["thinking"] == thinking

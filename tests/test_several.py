@@ -24,6 +24,7 @@ from tests.several_for_tests import (
     alone,
     driven,
     facts,
+    reads,
     session,
     several,
     stream,
@@ -103,7 +104,7 @@ def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
         asked, before = stream(one, LONG * 3, max_new_tokens=4), len(target.passes)
         written = [sum(len(record.tokens) for record in taken(each)) for each in running]
         assert written == [3, 2]
-        while asked._answer.begun is False or asked._answer.reading:
+        while reads(asked):
             one.turn()
             assert [sum(len(record.tokens) for record in taken(each)) for each in running] == [1, 1]
         pieces = target.passes[before:]

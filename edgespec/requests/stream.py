@@ -107,6 +107,12 @@ class Stream(
         return self._worker.place(self._answer)
 
     @property
+    def prompt(self) -> tuple[int, int]:
+        """How many tokens the prompt has, and how many of them a cache held; zeros until the request runs."""
+        one = self._answer.prepared
+        return (0, 0) if one is None else one.read
+
+    @property
     def result(self) -> Generation:
         """The finished generation; the partial one of a request that ended early, and why.
 

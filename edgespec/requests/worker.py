@@ -26,11 +26,10 @@ class Answer:
     It ends once, with a result: whole, or as far as it came. It is bounded by the request's tokens, so a
     slow reader does not hold up the model.
 
-    ``prepare`` makes the request ready when its turn comes; None says that it is to wait for others.
-    ``ended`` is told of the result before any reader is. Of those of one ``talk`` one runs at a time, since
-    each goes on behind the last. ``interruption`` is what is to end it early;
-    ``result`` is whole or as far as it came, and None before the end. It is ``reading`` from its beginning
-    until its first token.
+    ``tokens`` are those of its prompt, asked for when its turn comes. ``prepare`` makes it ready; None says
+    that there is no room for it beside others. ``ended`` is told of the result before any reader is. Of those
+    of one ``talk`` one runs at a time, since each goes on behind the last. ``interruption`` is what is to end
+    it early; ``result`` is whole or as far as it came, and None before the end.
     """
 
     def __init__(
@@ -39,11 +38,12 @@ class Answer:
         prepare: Callable[[], "PreparedRequest | None"],
         ended: Callable[[Generation], None] = lambda result: None,
         talk: object | None = None,
+        tokens: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self.request, self.prepare, self._ended, self._talk = request, prepare, ended, talk
+        self.tokens = tokens
         self.prepared: PreparedRequest | None = None
-        self.queued = self.begun = self.reading = False
-        self.queued_s = 0.0
+        self.queued = self.begun = False
         self.interruption: FinishReason | None = None
         self._queued_at = 0.0
         self._deadline: float | None = None
@@ -60,14 +60,14 @@ class Answer:
         if self.request.timeout is not None:
             self._deadline = self._queued_at + self.request.timeout
 
-    def begin(self) -> None:
-        """Its turn has come."""
-        self.begun = self.reading = True
-        self.queued_s = monotonic() - self._queued_at
+    @property
+    def queued_s(self) -> float:
+        """Seconds since it was queued."""
+        return monotonic() - self._queued_at
 
     def postpone(self) -> None:
         """There is no room for it beside those that run: it goes back to the queue."""
-        self.begun = self.reading = False
+        self.begun = False
         with self._changed:
             self._wake()  # its deadline counts again where it is waited for
 
@@ -95,7 +95,6 @@ class Answer:
 
     def put(self, record: Record) -> None:
         """Hand out a record."""
-        self.reading &= not record.tokens
         with self._changed:
             self._records.append(record)
             self._wake()
@@ -184,8 +183,7 @@ class Answer:
 class Worker:
     """Answers what is queued in a thread of its own, at most ``at_once`` requests together.
 
-    ``turn`` takes those that run a pass further. Prompts are read one after the other, so that the first is
-    answered soon, and one like it finds in a cache what that has read.
+    ``turn`` takes those that run a pass further.
 
     The thread begins with a request and ends when none is left, so that an idle model has none, and nothing
     keeps the program from ending: at its end, what runs is ended too.
@@ -246,7 +244,7 @@ class Worker:
             for queue in (self._waiting, self._running):
                 if answer in queue:
                     queue.remove(answer)
-        _abandon(answer)
+        abandon(answer)
 
     def place(self, answer: Answer) -> int:
         """How many requests are before one that waits; 0 for all others."""
@@ -302,7 +300,7 @@ class Worker:
                 answer.interrupt("closed")
         for answer in waiting:
             answer.interrupt("closed")
-            _abandon(answer)
+            abandon(answer)
         if current_thread() is self._thread:
             self._then = then
             return
@@ -357,7 +355,7 @@ class Worker:
             if answer is not None:
                 self._waiting.remove(answer)
                 self._running.append(answer)
-                answer.begin()
+                answer.begun = True
             if not self._running:
                 self._thread = None
                 atexit.unregister(self._leave)
@@ -365,19 +363,19 @@ class Worker:
             return list(self._running)
 
     def _may_begin(self, answer: Answer) -> bool:
-        """Whether there is a place, no prompt is being read, and none runs that has to end first."""
+        """Whether there is a place, and none runs that has to end first."""
         if any(answer.excludes(each) for each in self._running):
             return False
         if self._paused or (self._running and self._is_crowded):
             return False
-        return len(self._running) < self.at_once and not any(each.reading for each in self._running)
+        return len(self._running) < self.at_once
 
     def _sweep(self) -> None:
         """Let go of requests that were dropped while they waited: nobody reads them."""
         dropped = [answer for answer in self._waiting if answer.interruption is not None]
         for answer in dropped:
             self._waiting.remove(answer)
-            _abandon(answer)
+            abandon(answer)
 
     def _leave(self) -> None:
         """The program ends: end the thread while Python still runs."""
@@ -387,8 +385,8 @@ class Worker:
             thread.join()
 
 
-def _abandon(answer: Answer) -> None:
-    """End a request that has not begun."""
+def abandon(answer: Answer) -> None:
+    """End a request of which nothing was read."""
     reason = answer.interruption or "cancelled"
     answer.put(Record("", (), reason))
     answer.end(nothing(reason))

@@ -73,7 +73,7 @@ class Body:
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, within(-(2**63), 2**64 - 1)] | None = None
     # not OpenAI's, but other servers'
     top_k: int | None = None
     min_p: float | None = None
@@ -110,7 +110,8 @@ class _Common(Body):
     def _in_other_words(self) -> dict[str, Any]:
         """Options that are called, or said, in another way here."""
         biases = None if self.logit_bias is None else _by_token(self.logit_bias)
-        return {"max_new_tokens": self.max_tokens, "logit_bias": biases}
+        seed = None if self.seed in (None, -1) else self.seed  # front ends say -1 for none
+        return {"max_new_tokens": self.max_tokens, "logit_bias": biases, "seed": seed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +264,8 @@ async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # pages of other origins can send other kinds without asking
         raise Problem(415, f"the Content-Type is {kind!r:.80}; send application/json", headers=_CLOSE)
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise Problem(415, f"the body is compressed ({coding!r:.80}); send it as it is", headers=_CLOSE)
     try:
         async with asyncio.timeout(options.body_timeout_s):
             data = await _read(request, options.max_request_bytes)

@@ -22,7 +22,7 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
-from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, vectors_json
+from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, Json, vectors_json
 from edgespec.serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
@@ -203,10 +203,14 @@ class _Told:
         """What it adds; None at its end."""
         return asyncio.ensure_future(anext(self._records, None))
 
-    def chunks(self, record: Record) -> list[Mapping[str, Any]]:
+    def chunks(self, record: Record) -> list[Json]:
         """What says so; who speaks is not said before: clients take that for the end of the wait."""
-        said = [] if self._has_begun else [each.begin() for each in self._choices]
-        self._has_begun = True
+        said = list[list[Json]]()
+        if not self._has_begun:
+            self._has_begun = True
+            for each in self._choices:
+                each.prompt = self.stream.prompt
+                said.append(each.begin())
         if record.progress is not None:
             said.append(self._choices[0].reading(record.progress))
         else:
@@ -214,7 +218,7 @@ class _Told:
             said += [each.chunk(record, shown) for each in self._choices]
         return list(chain.from_iterable(said))
 
-    def last(self) -> list[Mapping[str, Any]]:
+    def last(self) -> list[Json]:
         """The last chunks of each choice."""
         return list(chain.from_iterable(each.end(self.stream.result) for each in self._choices))
 
@@ -343,7 +347,7 @@ class _EventStream(StreamingResponse):
             if lines:
                 due = clock() + _SILENCE_S
 
-    def _said(self, told: _Told, record: Record | None) -> list[Mapping[str, Any]]:
+    def _said(self, told: _Told, record: Record | None) -> list[Json]:
         """The chunks of what came."""
         if record is None:
             _check_ended(told.stream.result)

@@ -163,8 +163,8 @@ class MessageAnswer(BlockAnswer):
         return self._message([*map(_content, self.blocks)]) | _ended(answers[0]) | self._cost(answers[0])
 
     def begin(self) -> list[Json]:
-        """The message without content; its end says how many tokens were read."""
-        counts = {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        """The message without content, and how many tokens are read for it."""
+        counts = {"usage": _read(*self.prompt) | {"output_tokens": 0}}
         return [{"type": "message_start", "message": self._message([]) | counts}]
 
     def end(self, answer: Generation) -> list[Json]:
@@ -192,16 +192,16 @@ class MessageAnswer(BlockAnswer):
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None}
 
     def _cost(self, answer: Generation) -> Json:
-        """Input tokens are, as Anthropic counts them, those that no cache held."""
-        stats = answer.stats
-        counts = {
-            "input_tokens": stats.prompt_tokens - stats.cached_tokens,
-            "cache_read_input_tokens": stats.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": len(answer.tokens),
-            "output_tokens_details": {"thinking_tokens": stats.reasoning_tokens},
-        }
-        return {"usage": counts, "edgespec": self._extension(answer)}
+        stats, counts = answer.stats, {"output_tokens": len(answer.tokens)}
+        details = {"output_tokens_details": {"thinking_tokens": stats.reasoning_tokens}}
+        read = _read(stats.prompt_tokens, stats.cached_tokens)
+        return {"usage": read | counts | details, "edgespec": self._extension(answer)}
+
+
+def _read(prompt: int, cached: int) -> Json:
+    """Input tokens are, as Anthropic counts them, those that no cache held."""
+    counts = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+    return {"input_tokens": prompt - cached, **counts}
 
 
 def _content(block: Block) -> Json:

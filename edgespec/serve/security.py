@@ -33,6 +33,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse."""
         if scope["type"] == "http":
+            scope["path"] = scope["path"].rstrip("/") or "/"
             try:
                 self._check(scope)
             except Problem as problem:
