@@ -50,7 +50,11 @@ def serve(
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Also answer web pages of this origin, https://HOST[:PORT]."),
+        typer.Option(
+            metavar="ORIGIN",
+            help="Also answer pages, apps' windows and extensions of this origin: https://HOST[:PORT], "
+            "https://*.example.com, http://localhost:*, tauri://localhost, chrome-extension://ID, null.",
+        ),
     ] = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="How many requests may wait; more are refused with status 429.")

@@ -7,11 +7,12 @@ told by the header Host.
 
 import hmac
 import ipaddress
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgespec.serve.options import ServeOptions
+from edgespec.serve.options import ServeOptions, origin_pattern
 from edgespec.serve.problems import Problem
 
 SCRIPTS = ("page.js", "answer.js", "figures.js", "store.js", "wire.js")
@@ -24,7 +25,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._options = app, options
-        self._origins = frozenset(origin.lower() for origin in options.allow_origins)
+        self._origins = re.compile(origin_pattern(options.allow_origins))
         self._names = frozenset(
             name.strip("[]").lower() for name in ("localhost", options.host, *options.allow_hosts)
         )
@@ -37,7 +38,9 @@ class Gate:
             try:
                 self._check(scope)
             except Problem as problem:
-                await problem.response(scope)(scope, receive, send)
+                response = problem.response(scope)
+                response.headers.update(cors_headers(scope, self._origins))
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -53,10 +56,11 @@ class Gate:
             )
         origin = headers.get("origin")
         own = f"{scope['scheme']}://{hosts[0]}"
-        if origin is not None and origin.lower() not in (own.lower(), *self._origins):
+        if origin is not None and origin.lower() != own.lower() and not self._origins.fullmatch(origin):
             raise Problem(
                 403,
-                f"pages of {origin[:200]!r} may not ask here; start it with --allow-origin to let them",
+                f"{origin[:200]!r} may not ask here; to let it, start the server with --allow-origin "
+                f"{origin[:200]}",
                 "origin_not_allowed",
             )
         if not scope["query_string"].isascii():  # HTTP says so, and Starlette fails
@@ -88,6 +92,12 @@ class Gate:
                 "invalid_api_key",
                 {"WWW-Authenticate": "Bearer"},
             )
+
+
+def cors_headers(scope: Scope, allowed: re.Pattern[str]) -> dict[str, str]:
+    """Headers that let the page that asked read an error, where Starlette's middleware does not see it."""
+    origin = Headers(scope=scope).get("origin", "")
+    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"} if allowed.fullmatch(origin) else {}
 
 
 def _without_port(host: str) -> str:
