@@ -302,14 +302,16 @@ def test_a_page_of_another_origin_reads_answers_and_errors_if_it_is_allowed(brow
     allowed = ServeOptions(port=0, api_key=KEY, allow_origins=("http://127.0.0.1:*",))
     null = ServeOptions(port=0, api_key=KEY, allow_origins=("null",))
     with serving(ServedModel().as_model()) as other, browser.new_context() as context:
-        page, shell = context.new_page(), f"{other}/health"  # which has no policy of its own
-        for options, address, reads in (
-            (allowed, shell, True),
-            (allowed, "data:text/html,<p>an opaque origin", False),
-            (null, "data:text/html,<p>an opaque origin", True),
-            (null, shell, False),
+        page = context.new_page()
+        page.goto(f"{other}/health")  # which has no policy of its own
+        page.set_content("<iframe sandbox=allow-scripts srcdoc=x></iframe>")  # its origin is null
+        until(lambda: len(page.frames) == 2)
+        for options, asks, reads in (
+            (allowed, page.main_frame, True),
+            (allowed, page.frames[1], False),
+            (null, page.frames[1], True),
+            (null, page.main_frame, False),
         ):
             with serving(ServedModel().as_model(), options) as url:
-                page.goto(address)
-                told = [page.evaluate(asking, [f"{url}/v1/chat/completions", key]) for key in (KEY, "x")]
+                told = [asks.evaluate(asking, [f"{url}/v1/chat/completions", key]) for key in (KEY, "x")]
             assert told == ([[200, "re: hi"], [401, "invalid_api_key"]] if reads else [[0, "TypeError"]] * 2)
