@@ -46,10 +46,12 @@ class Stream(
 
     def __exit__(self, *exc: object) -> None:
         self.cancel()
+        self._worker.check_process()
         self._answer.wait_for_end()
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
+        self._worker.check_process()
         while self._answer.result is None:
             self._answer.clear()
             await self._answer.wait_async(None)
@@ -121,7 +123,8 @@ class Stream(
         Raises:
             RequestError: it still runs, or was never read.
         """
-        if self._answer.interruption is not None and self._answer.begun:
+        if self._answer.interruption is not None and self._answer.begun and self._answer.result is None:
+            self._worker.check_process()
             self._answer.wait_for_end()
         if self._answer.result is None:
             raise RequestError("the generation is not finished; read the stream to its end, or cancel it")

@@ -1,6 +1,7 @@
 """Requests between the threads that ask and the one thread that answers them, a few at once."""
 
 import atexit
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -205,14 +206,29 @@ class Worker:
         self._running: list[Answer] = []
         self._turning = self._tidying = False
         self._thread: Thread | None = None
+        self._process = os.getpid()  # which the thread is of
         self._pausing = Lock()  # one at a time
         self._paused = False  # no request begins
         self._between = self._held = False  # no pass begins, for `paused`, and until `resume`
         self._closed = self._is_crowded = False
         self._then: Callable[[], None] | None = None  # once the thread has ended
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the thread is another process's, which was forked while it ran: locks may stay held."""
+        return self._thread is not None and self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """RequestError in a process that was forked while the model answered."""
+        if self.is_orphaned:
+            raise RequestError(
+                "this process was forked while the model answered in its parent, so nothing answers here; "
+                "load the model in this process, or start it otherwise (multiprocessing: 'spawn')"
+            )
+
     def submit(self, answer: Answer) -> None:
         """Queue a request; once."""
+        self.check_process()
         with self._changed:
             if answer.queued:
                 return
@@ -230,13 +246,15 @@ class Worker:
                 thread = Thread(target=self._work, name="edgespec-model", daemon=True)
                 thread.start()  # it waits for the lock
                 atexit.register(self._leave)
-                self._thread = thread
+                self._thread, self._process = thread, os.getpid()
             answer.queue()
             self._waiting.append(answer)
 
     def withdraw(self, answer: Answer, reason: FinishReason) -> None:
         """End a request: now if it has not begun, else as soon as it can."""
         answer.interrupt(reason)
+        if self.is_orphaned:
+            return
         with self._changed:
             if answer.begun or answer.result is not None:
                 return
@@ -248,6 +266,7 @@ class Worker:
 
     def place(self, answer: Answer) -> int:
         """How many requests are before one that waits; 0 for all others."""
+        self.check_process()
         with self._changed:
             if answer not in self._waiting:
                 return 0
@@ -256,6 +275,7 @@ class Worker:
     @contextmanager
     def paused(self, *, between_passes: bool = False) -> Iterator[None]:
         """No request runs within the block: those that run are waited for, or wait too ``between_passes``."""
+        self.check_process()
         if current_thread() is self._thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
         if self._held and self._running and not (between_passes or self._closed):
@@ -274,6 +294,7 @@ class Worker:
 
     def hold(self) -> None:
         """Let no pass begin until :meth:`resume`; one that runs is waited for, but not by itself."""
+        self.check_process()
         with self._changed:
             self._held = True
             self._changed.notify_all()
@@ -282,6 +303,7 @@ class Worker:
 
     def resume(self) -> None:
         """Let passes begin again."""
+        self.check_process()
         with self._changed:
             self._held = False
             self._changed.notify_all()
@@ -289,8 +311,11 @@ class Worker:
     def close(self, then: Callable[[], None]) -> None:
         """Answer nothing any more: end what runs and what waits, and when it is over call ``then``.
 
-        From a request's own thread this returns at once, and ``then`` is called behind the request.
+        From a request's own thread this returns at once, and ``then`` is called behind the request. In a
+        process that was forked meanwhile there is nothing to end.
         """
+        if self.is_orphaned:
+            return
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
