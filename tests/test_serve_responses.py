@@ -195,8 +195,6 @@ def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
         ({"conversation": "conv_1"}, "'conversation' is not known; allowed: model"),
         ({"truncation": "auto"}, "truncation is 'auto'"),
         ({"include": ["message.output_text.logprobs"]}, "include[0] is 'message.output_text.logprobs'"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort is 'low', and toy does not think; leave it out"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id is 'msg_1', which is not here"),
         ({"tools": [{"type": "function"}]}, "tools[0] is {"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type is 'allowed_tools'; all"),
         ({"text": {"format": {"type": "xml"}}}, "text format is {'type': 'xml'}; allowed:"),
@@ -317,3 +315,10 @@ def test_what_changes_no_answer_is_taken_and_told_once(
     assert "requests have tools of the type 'local_shell', which no model here is shown" in messages
     for name in ("conversation", "prompt", "lora_id", "cached"):  # may change it
         assert f"'{name}' is not known" in ask(url, path, body | {name: "x"}).error
+
+
+def test_errors_of_the_model_name_what_the_client_sent() -> None:
+    with toy_model(toy_session()) as model, serving(model) as url:
+        reply = ask(url, PATH, asked() | {"model": "toy", "reasoning": {"effort": "low"}})
+    assert reply.status == 400
+    assert reply.error.startswith("reasoning.effort is 'low', and toy does not think")
