@@ -107,7 +107,7 @@ def test_options_of_a_question_go_before_the_conversations() -> None:
         assert len(talk.ask("Hello", max_new_tokens=3).tokens) == 3
         assert len(talk.ask("Hello").tokens) == NEW
         with pytest.raises(RequestError, match="top_p"):
-            talk.ask("Hello", top_p=0.0)
+            talk.ask("Hello", top_p=-1.0)
         with pytest.raises(RequestError, match="text is ''"):
             talk.ask("")
         with pytest.raises(RequestError, match="max_new_tokens"):

@@ -271,12 +271,12 @@ class Runner:
 
     def _too_long(self, count: int) -> str:
         longest, context = self.session.longest, self.target.config.context_length
-        told = too_long("prompt", count, longest)
         if longest < context and count < context:
             return (
-                f"{told}, the largest bucket of this bundle, which holds the answer too; shorten it, or "
-                f"export the model with --buckets up to {context:,}"
+                f"{too_long('prompt', count, longest)}, the largest bucket of this bundle, which holds the "
+                f"answer too; shorten it, or export the model with --buckets up to {context:,}"
             )
+        told = too_long("prompt", count, context)
         return f"{told}, the model's context, which holds the answer too; shorten it"
 
     def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:

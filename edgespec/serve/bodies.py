@@ -334,14 +334,10 @@ def _no_number(name: str) -> NoReturn:
 
 def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") -> list[Mapping[str, Any]]:
     """The tools of the type ``kind``; others run elsewhere, or take no JSON, and no model is shown them."""
-    own = list[Mapping[str, Any]]()
-    for tool in tools:
-        other = tool.get("type", kind)
-        if other == kind:
-            own.append(tool)
-        else:
-            UNUSED.info("requests have tools of the type %s, which no model here is shown", shown(other))
-    return own
+    kinds = [tool.get("type") or kind for tool in tools]
+    for other in {shown(each) for each in kinds if each != kind}:
+        UNUSED.info("requests have tools of the type %s, which no model here is shown", other)
+    return [tool for tool, each in zip(tools, kinds, strict=True) if each == kind]
 
 
 def _format(wanted: Mapping[str, Any]) -> ResponseFormat | None:
