@@ -399,10 +399,9 @@ def _worded(words: Words) -> Iterator[None]:
 
 def _fitting(options: RequestOptions, model: Model, may_think: bool) -> RequestOptions:
     """``options``, without thoughts where the model has none and may do without."""
-    if may_think and not model.thinks:
-        options = options.copy()
-        options.pop("thinking", None)
-    return options
+    if model.thinks or not may_think:
+        return options
+    return cast(RequestOptions, {**options, "thinking": None})
 
 
 async def _all(asks: Sequence[Ask], options: RequestOptions, words: Words) -> list[Generation]:

@@ -57,18 +57,14 @@ class OutputConfig(Output):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edit:
-    """One of ``context_management``: of earlier thoughts, which templates drop by themselves."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextManagement:
-    """``context_management``."""
+    """``context_management``: of earlier thoughts alone, which templates drop by themselves."""
 
-    edits: Sequence[Edit] = ()
+    edits: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        for at, edit in enumerate(self.edits):
+            field_of(edit, "type", f"edits[{at}]", ("clear_thinking_20251015",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +79,7 @@ class MessagesBody(Body):
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     thinking: Thinking = field(default_factory=Thinking)
     output_config: OutputConfig = field(default_factory=OutputConfig)
-    context_management: ContextManagement | None = None  # changes nothing here
+    context_management: ContextManagement = field(default_factory=ContextManagement)
 
     def chat(self) -> ChatBody:
         """The same request as a chat."""
@@ -192,10 +188,11 @@ class MessageAnswer(BlockAnswer):
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None}
 
     def _cost(self, answer: Generation) -> Json:
-        stats, counts = answer.stats, {"output_tokens": len(answer.tokens)}
-        details = {"output_tokens_details": {"thinking_tokens": stats.reasoning_tokens}}
+        stats = answer.stats
+        details = {"thinking_tokens": stats.reasoning_tokens}
+        counts = {"output_tokens": len(answer.tokens), "output_tokens_details": details}
         read = _read(stats.prompt_tokens, stats.cached_tokens)
-        return {"usage": read | counts | details, "edgespec": self._extension(answer)}
+        return {"usage": read | counts, "edgespec": self._extension(answer)}
 
 
 def _read(prompt: int, cached: int) -> Json:
