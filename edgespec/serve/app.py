@@ -1,7 +1,6 @@
 """The server's paths, and what stands before them."""
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.options import ServeOptions, origin_pattern
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.responses import Responses
-from edgespec.serve.security import SCRIPTS, Gate, cors_headers
+from edgespec.serve.security import SCRIPTS, Gate, readable
 from edgespec_models.errors import EdgespecError, RequestError
 
 _PAGE_HEADERS = {
@@ -182,10 +181,7 @@ class App:
     async def _on_fault(self, request: Request, _: Exception) -> Response:
         """A mistake of edgespec's own; Starlette raises it again, so that the log has it."""
         problem = Problem(500, "the server failed over this request; its log has the reason")
-        response = problem.response(request.scope)
-        origins = re.compile(origin_pattern(self.options.allow_origins))
-        response.headers.update(cors_headers(request.scope, origins))
-        return response
+        return readable(problem, request.scope, self.options)
 
     async def _page_file(self, request: Request) -> Response:
         data, kind = self._page[request.url.path]

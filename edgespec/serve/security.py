@@ -10,6 +10,7 @@ import ipaddress
 import re
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.serve.options import ServeOptions, origin_pattern
@@ -38,9 +39,7 @@ class Gate:
             try:
                 self._check(scope)
             except Problem as problem:
-                response = problem.response(scope)
-                response.headers.update(cors_headers(scope, self._origins))
-                await response(scope, receive, send)
+                await readable(problem, scope, self._options)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -94,10 +93,12 @@ class Gate:
             )
 
 
-def cors_headers(scope: Scope, allowed: re.Pattern[str]) -> dict[str, str]:
-    """Headers that let the page that asked read an error, where Starlette's middleware does not see it."""
-    origin = Headers(scope=scope).get("origin", "")
-    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"} if allowed.fullmatch(origin) else {}
+def readable(problem: Problem, scope: Scope, options: ServeOptions) -> JSONResponse:
+    """A response that pages which are allowed can read, where Starlette's CORS middleware does not see it."""
+    response, origin = problem.response(scope), Headers(scope=scope).get("origin", "")
+    if re.fullmatch(origin_pattern(options.allow_origins), origin):
+        response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
+    return response
 
 
 def _without_port(host: str) -> str:
