@@ -184,7 +184,9 @@ def test_what_another_reads_is_not_read_twice() -> None:
         held = [stream(one, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
         one.turn()
         one.turn()
+        assert held[1]._answer.begun and held[1]._answer.prepared is None
         held[1].cancel()
+        one.turn()
         assert held[1].result.finish_reason == "cancelled"
 
 
