@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Unpack
@@ -17,6 +17,7 @@ from edgespec.requests.request import (
     Request,
     RequestOptions,
     prompt_tokens,
+    thoughts_tags,
     with_options,
 )
 from edgespec.requests.results import Generation
@@ -218,6 +219,11 @@ class Model(AbstractContextManager["Model"]):
         return None if self._side is None else self._side.curve.seconds(1)
 
     @property
+    def thinks(self) -> bool:
+        """Whether the model may think before it answers (the option ``thinking``)."""
+        return thoughts_tags(self.target) is not None
+
+    @property
     def row_exact(self) -> bool:
         """Whether the target's passes give the same bits for any number of rows (then greedy is exact)."""
         return self._session.row_exact
@@ -379,10 +385,15 @@ class Model(AbstractContextManager["Model"]):
         ended: Callable[[Generation], None] = lambda result: None,
         talk: object | None = None,
     ) -> Stream:
-        runner, constraint = self._runner, self._runner.constraint(request)
-        return Stream(
-            Answer(request, lambda: runner.prepared(prompt(), request, constraint), ended, talk), self._worker
+        runner, constraint, read = self._runner, self._runner.constraint(request), cache(prompt)
+        answer = Answer(
+            request,
+            lambda: runner.prepared(read(), request, constraint),
+            ended,
+            talk,
+            tokens=lambda: read().target,
         )
+        return Stream(answer, self._worker)
 
 
 def _made_for(device: str) -> "ExportDevice | None":

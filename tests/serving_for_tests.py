@@ -58,6 +58,7 @@ class ServedModel:
     learned: list[Any] = field(default_factory=list)
     name: str = "served"
     drafter_name: str | None = "small"
+    thinks: bool = True
 
     def __post_init__(self) -> None:
         config = SimpleNamespace(context_length=640)
@@ -93,7 +94,7 @@ class ServedModel:
 class ServedStream:
     """An answer of :class:`ServedModel`: the prompt's text behind "re: ", two tokens a record."""
 
-    place, at_once = 0, 1
+    place, at_once, prompt = 0, 1, (7, 3)
 
     def __init__(self, model: ServedModel, text: str, options: Mapping[str, Any]) -> None:
         self._model, self._options, self._over, self._has_turn = model, options, False, False

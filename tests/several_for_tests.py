@@ -125,6 +125,12 @@ def driven(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySessi
     one.close()
 
 
+def reads(stream: Stream) -> bool:
+    """Whether it waits for its first token."""
+    one = stream._answer.prepared
+    return one is None or not one._steps
+
+
 def stream(one: Driven, prompt: str, **options: Any) -> Stream:
     """One that is queued."""
     return one.queue(one.model.stream(prompt, **options))

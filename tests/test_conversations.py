@@ -107,7 +107,7 @@ def test_options_of_a_question_go_before_the_conversations() -> None:
         assert len(talk.ask("Hello", max_new_tokens=3).tokens) == 3
         assert len(talk.ask("Hello").tokens) == NEW
         with pytest.raises(RequestError, match="top_p"):
-            talk.ask("Hello", top_p=0.0)
+            talk.ask("Hello", top_p=-1.0)
         with pytest.raises(RequestError, match="text is ''"):
             talk.ask("")
         with pytest.raises(RequestError, match="max_new_tokens"):
@@ -117,7 +117,7 @@ def test_options_of_a_question_go_before_the_conversations() -> None:
 def test_what_was_said_may_be_edited_and_outgrow_the_context() -> None:
     with toy_model(toy_session(context=300)) as model:
         talk = model.conversation("Be brief.", max_new_tokens=NEW)
-        with pytest.raises(DoesNotFit, match="context of 300"):
+        with pytest.raises(DoesNotFit, match="> 300 maximum, the model's context"):
             for n in range(100):
                 talk.ask(f"Question {n}, in many words")
         said = len(talk.messages)

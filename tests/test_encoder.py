@@ -1,8 +1,11 @@
 """Where the tokenizers library fails, panics included, there is one error of edgespec's, and life goes on."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 from unittest.mock import Mock
 
@@ -70,7 +73,7 @@ def test_what_the_library_raises_is_an_error_of_ours_but_ctrl_c_and_exits(
     error: BaseException, kind: type[BaseException], said: str | None
 ) -> None:
     encoder = Encoder(byte_level_json())
-    encoder._core = Mock(**{"encode.side_effect": error})
+    encoder._plain = Mock(**{"encode_batch_fast.side_effect": error})
     with pytest.raises(kind, match=said) as caught:
         encoder.ids("text", special=False)
     assert (caught.value is error) == (kind is type(error))
@@ -87,3 +90,31 @@ def test_a_prompt_that_panics_is_an_error_and_the_next_is_answered(tmp_path: Pat
         with pytest.raises(TokenizerError, match="cannot encode the text"):
             model.generate(FATAL, max_new_tokens=4)
         assert model.generate("the quick", max_new_tokens=4, stop_at_eos=False).tokens
+
+
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    """With Python's lock held all streams of a server would stand still meanwhile."""
+    encoder, text = Encoder(byte_level_json()), "the quick brown fox <|im_end|> " * 40_000
+    encoder.ids("a", special=True)
+    gaps, over, last = list[float](), threading.Event(), perf_counter()
+
+    def encode() -> None:
+        encoder.ids(text, special=False)
+        over.set()
+
+    threading.Thread(target=encode).start()
+    began = last
+    while not over.wait(0.001):
+        now = perf_counter()
+        gaps.append(now - last)
+        last = now
+    assert max(gaps) < (perf_counter() - began) / 2
+
+
+def test_control_tokens_are_text_or_not_in_threads_at_once() -> None:
+    encoder, text = Encoder(byte_level_json()), "a<|im_end|>b" * 500
+    wanted = {special: encoder.ids(text, special=special) for special in (True, False)}
+    assert len(wanted[False]) > len(wanted[True])
+    with ThreadPoolExecutor(8) as pool:
+        asked = [(special, pool.submit(encoder.ids, text, special=special)) for special in (True, False) * 50]
+    assert all(told.result() == wanted[special] for special, told in asked)

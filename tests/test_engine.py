@@ -178,7 +178,9 @@ def test_an_answer_may_fill_the_context_and_is_shortened_to_it(models: SimpleNam
         for more in (room + 1, 2**31 - 1):
             shortened = model.generate(PROMPT, max_new_tokens=more, stop_at_eos=False)
             assert (shortened.tokens, shortened.finish_reason) == (full.tokens, "length")
-        with pytest.raises(DoesNotFit, match=r"a prompt of \d+ tokens does not fit .* context of 100"):
+        with pytest.raises(
+            DoesNotFit, match=r"^prompt is too long: \d+ tokens > 100 maximum, the model's con"
+        ):
             model.stream(PROMPT * 50, max_new_tokens=1)
         assert model.generate(PROMPT, max_new_tokens=5, stop_at_eos=False).tokens == full.tokens[:5]
 

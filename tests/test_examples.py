@@ -240,7 +240,7 @@ def test_what_goes_wrong_is_shown(desktop: Any) -> None:
     window = opened(desktop, toy_session(context=64))
     ask(window.chats[0], "long " * 200)
     until(lambda: window.chats[0].button.text() == "Send")
-    assert "does not fit" in said(window.chats[0])[-1]
+    assert "too long" in said(window.chats[0])[-1]
     window.close()
 
     def fails(report: Any) -> edgespec.Model:

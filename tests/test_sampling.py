@@ -67,6 +67,13 @@ def test_the_law_is_that_of_the_definition(
     np.testing.assert_array_equal(logits, before)
 
 
+@given(rows)
+def test_top_p_0_keeps_the_most_likely_token(logits: Row) -> None:
+    """OpenAI takes it, and means this."""
+    kept = distribution(logits, SamplingParams(temperature=1.0, top_p=0.0)) > 0
+    np.testing.assert_array_equal(kept, logits == logits.max())
+
+
 def test_top_p_over_a_wide_flat_vocabulary_is_that_of_the_definition() -> None:
     logits = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
     probs = distribution(logits, SamplingParams(temperature=1.0, top_p=0.9))
@@ -97,13 +104,13 @@ def test_a_row_that_is_no_law_is_refused(bad: float, temperature: float) -> None
 OUT_OF_RANGE = {
     "temperature": (-0.1, math.nan, math.inf),
     "top_k": (-1, 2.5),
-    "top_p": (0.0, 1.1),
+    "top_p": (-0.1, 1.1),
     "min_p": (-0.1, 1.5),
     "repetition_penalty": (0.0,),
     "presence_penalty": (2.1, math.nan),
     "frequency_penalty": (-2.1,),
     "logit_bias": (3,),
-    "seed": (-1, 2**64),
+    "seed": (-(2**63) - 1, 2**64),
 }
 
 

@@ -20,6 +20,7 @@ from edgespec.history.manage import History
 from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
+from tests.models_for_tests import toy_model, toy_session
 from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, said, serving
 from tests.toy import until
 
@@ -120,6 +121,7 @@ def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str
         ({"logit_bias": {"x": 1}}, "its keys are ids of tokens"),
         ({"stream_options": {"usage": True}}, "stream_options.'usage' is not known"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 10**23}, "max_tokens is 1000000000000000000"),
         ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}; allowed:"),
         ({"response_format": {"type": "json_schema"}}, "'json_schema': {'schema': SCHEMA}"),
     ],
@@ -173,6 +175,53 @@ def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, st
     reply = ask(url, CHAT, question(stream=stream))
     choice = events(reply)[-2]["choices"][0] if stream else reply.json["choices"][0]
     assert (choice["finish_reason"], choice["edgespec"]["finish_reason"]) == ("length", "timeout")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"reasoning_effort": "high"}, "reasoning_effort is 'high', and toy does not think; leave it out"),
+        ({"reasoning_effort": "low"}, "reasoning_effort is 'low', and toy does not think; leave it out"),
+        ({"thinking_budget_tokens": 7}, "thinking_budget_tokens is 7, and toy does not think; leave it out"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_what_the_client_sent(stream: bool, more: dict[str, Any], told: str) -> None:
+    with toy_model(toy_session()) as model, serving(model) as url:
+        reply = ask(url, CHAT, question(stream=stream, **more) | {"model": "toy"})
+    assert reply.status == 400 and told in reply.error and "template_args" not in reply.error
+
+
+@pytest.mark.parametrize(("seed", "taken"), [(-1, None), (-7, -7), (0, 0), (2**64 - 1, 2**64 - 1)])
+def test_numbers_are_those_that_openai_takes(
+    model: ServedModel, url: str, seed: int, taken: int | None
+) -> None:
+    """A seed of -1 is none, as front ends mean it."""
+    assert ask(url, CHAT, question(seed=seed, top_p=0)).status == 200
+    assert model.calls[0][1].get("seed") == taken and model.calls[0][1]["top_p"] == 0
+
+
+def test_a_seed_below_0_is_a_seed() -> None:
+    with toy_model(toy_session()) as model:
+        wanted: Any = {"temperature": 2.0, "max_tokens": 30, "n": 2}
+        first, again, other = (model.generate("a", seed=seed, **wanted) for seed in (-7, -7, -9))
+    texts = [[each.text for each in answer.choices] for answer in (first, again, other)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/served", "/health", "/v1/responses", CHAT])
+def test_a_slash_at_the_end_changes_nothing(url: str, path: str) -> None:
+    body = question(input="a") if path == "/v1/responses" else question()
+    if path == "/v1/responses":
+        del body["messages"]
+    sent = body if path in (CHAT, "/v1/responses") else None
+    assert [ask(url, each, sent).status for each in (path, f"{path}/")] == [200, 200]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "br"])
+def test_a_compressed_body_is_refused_as_such(url: str, coding: str) -> None:
+    reply = ask(url, CHAT, b"\x1f\x8b\x08", headers={"Content-Encoding": coding})
+    assert (reply.status, reply.error) == (415, f"the body is compressed ('{coding}'); send it as it is")
 
 
 def test_models_health_and_unknown_paths(url: str) -> None:

@@ -11,9 +11,10 @@ import anthropic
 import pytest
 
 from edgespec.requests.results import Record
+from edgespec.serve.bodies import parse
 from edgespec.serve.messages import MessageAnswer, MessagesBody
 from edgespec.serve.options import ServeOptions
-from edgespec.serve.responses import ResponsesBody
+from edgespec.serve.responses import Kept, ResponsesBody
 from edgespec_models.errors import Busy, Closed, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.calls_for_tests import reader_of
@@ -72,6 +73,12 @@ def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
     once = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]]
     assert once == ["message_start", *["start", "delta", "stop"] * 4, "message_delta", "message_stop"]
     assert told[0]["message"]["content"] == [] and told[0]["message"]["stop_reason"] is None
+    read = {"input_tokens": 4, "cache_read_input_tokens": 3, "cache_creation_input_tokens": 0}
+    assert told[0]["message"]["usage"] == read | {"output_tokens": 0}
+    assert told[-2]["usage"] == read | {
+        "output_tokens": told[-2]["usage"]["output_tokens"],
+        "output_tokens_details": {"thinking_tokens": 0},
+    }
     pieces = ["", "", "", ""]
     for each in told:
         if each["type"] == "content_block_delta":
@@ -149,8 +156,8 @@ def test_many_messages_in_a_row_take_no_time() -> None:
     """They become one: four megabytes of them once held up the server for 23 seconds."""
     said = [{"role": "user", "content": "a" * 40}] * 58_000
     began = process_time()
-    bodies = MessagesBody(model="m", messages=said), ResponsesBody(model="m", input=said)
-    for messages in (each.said() for each in bodies):
+    first, second = MessagesBody(model="m", messages=said), ResponsesBody(model="m", input=said)
+    for messages in (first.said(), second.said(Kept())):
         assert messages == [{"role": "user", "content": "\n".join(["a" * 40] * 58_000)}]
     assert process_time() - began < 3
 
@@ -192,17 +199,23 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
     ("more", "told"),
     [
         ({"container": "c"}, "'container' is not known; allowed: model"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type is 'web_search_20250305'"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display is 'omitted'"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
-        ({"output_config": {"effort": "low"}}, "output_config.'effort' is not known; allowed: format"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'; allowed: 'low' or 'medium'"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "type is 'clear_t"),
+        ({"thinking": {"type": "enabled"}}, "thinking.type is 'enabled', and toy does not think; leave it"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens is 9, and toy does"),
+        (
+            {"thinking": {"type": "enabled"}, "output_config": {"effort": "low"}},
+            "output_config.effort is 'low', and toy does not think",
+        ),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config format is {'type': 'xml'}; allowed:"),
         ({"system": 3}, "system is 3"),
         ({"system": [{"type": "image"}]}, "system[0].type is 'image'; allowed: 'text'"),
         ({"messages": []}, "messages is"),
         ({"messages": [{"role": "user", "content": []}]}, "messages is []"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role is 'system'; allowed: 'user'"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role is 'tool'; allowed: 'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is None; allowed: a text, or a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type is 'image'; all"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is"),
@@ -272,3 +285,32 @@ def test_the_documentation_has_every_field() -> None:
     text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
     names = {each.name for body in (ResponsesBody, MessagesBody) for each in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_a_request_as_agents_send_it_is_answered(model: ServedModel, url: str) -> None:
+    """Of a model that does not think: effort and thoughts that are left to it ask for nothing then."""
+    later = {"role": "system", "content": "Agents you may start: none."}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, later]
+    agents: dict[str, Any] = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "thinking": {"type": "adaptive"},
+        "tools": [{"type": "web_search_20250305", "name": "w"}, WEATHER],
+    }
+    for thinks in (True, False):
+        model.thinks = thinks
+        assert ask(url, PATH, asked(turns) | agents).status == 200
+        assert ask(url, COUNT, asked(turns) | agents).status == 200
+    said, options = model.calls[0]
+    assert said == [turns[0], turns[1], later]
+    assert [each["function"]["name"] for each in options["tools"]] == ["weather"]
+    assert [each[1].get("thinking") for each in model.calls] == [True, True, None, None]
+
+
+@pytest.mark.parametrize(
+    ("effort", "thinking"), [("low", 1024), ("medium", 4096), ("high", True), ("max", True)]
+)
+def test_efforts_bound_thoughts(effort: str, thinking: object) -> None:
+    for more in ({}, {"thinking": {"type": "adaptive"}}):
+        body = parse(MessagesBody, asked(output_config={"effort": effort}, **more))
+        assert body.chat().options()["thinking"] is thinking or body.chat().options()["thinking"] == thinking

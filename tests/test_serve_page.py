@@ -27,7 +27,7 @@ from tests.serving_for_tests import SOURCES, ServedModel, serving, serving_model
 from tests.toy import until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 KEY = "a-key-of-this-test"
 MARKDOWN = "see\n\n# Title\n\nSome **strong** `code`:\n\n```py\nx < 1\n```\n- one\n- two <b>not bold</b>"
 
@@ -286,3 +286,32 @@ def test_what_the_server_refuses_is_told(page: "Page", model: ServedModel, url: 
     model.refusal = Busy("64 requests wait; ask again later")
     enter(page, "#question", "hello")
     page.locator(".turn.error").get_by_text("64 requests wait").wait_for()
+
+
+def test_a_page_of_another_origin_reads_answers_and_errors_if_it_is_allowed(browser: "Browser") -> None:
+    """A real browser hides from pages what has no CORS headers, and tells them of a network error instead."""
+    asking = """async ([url, key]) => {
+        const body = JSON.stringify({model: "served", messages: [{role: "user", content: "hi"}]});
+        const headers = {"Content-Type": "application/json", Authorization: `Bearer ${key}`};
+        try {
+            const reply = await fetch(url, {method: "POST", headers, body});
+            const json = await reply.json();
+            return [reply.status, json.error ? json.error.code : json.choices[0].message.content];
+        } catch (error) { return [0, error.name]; }
+    }"""
+    allowed = ServeOptions(port=0, api_key=KEY, allow_origins=("http://127.0.0.1:*",))
+    null = ServeOptions(port=0, api_key=KEY, allow_origins=("null",))
+    with serving(ServedModel().as_model()) as other, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"{other}/health")  # which has no policy of its own
+        page.set_content("<iframe sandbox=allow-scripts srcdoc=x></iframe>")  # its origin is null
+        until(lambda: len(page.frames) == 2)
+        for options, asks, reads in (
+            (allowed, page.main_frame, True),
+            (allowed, page.frames[1], False),
+            (null, page.frames[1], True),
+            (null, page.main_frame, False),
+        ):
+            with serving(ServedModel().as_model(), options) as url:
+                told = [asks.evaluate(asking, [f"{url}/v1/chat/completions", key]) for key in (KEY, "x")]
+            assert told == ([[200, "re: hi"], [401, "invalid_api_key"]] if reads else [[0, "TypeError"]] * 2)

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from edgespec.serve.bodies import UNUSED, Once
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 from edgespec.serve.responses import Kept
@@ -193,8 +194,7 @@ def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
         ({"background": True}, "background is True; allowed: False"),
         ({"conversation": "conv_1"}, "'conversation' is not known; allowed: model"),
         ({"truncation": "auto"}, "truncation is 'auto'"),
-        ({"include": ["file_search_call.results"]}, "include[0] is 'file_search_call.results'; allowed:"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'; allowed: 'function'"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0] is 'message.output_text.logprobs'"),
         ({"tools": [{"type": "function"}]}, "tools[0] is {"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type is 'allowed_tools'; all"),
         ({"text": {"format": {"type": "xml"}}}, "text format is {'type': 'xml'}; allowed:"),
@@ -252,3 +252,73 @@ def test_a_key_is_needed_for_what_is_kept() -> None:
         id_ = ask(url, PATH, asked(), headers=own).json["id"]
         assert ask(url, f"{PATH}/{id_}").status == 401
         assert ask(url, f"{PATH}/{id_}", headers=own).json["id"] == id_
+
+
+def test_a_reference_stands_for_an_item_that_is_kept(model: ServedModel, client: Any) -> None:
+    """As AI SDK sends what was said: text, thoughts and calls alike."""
+    first = client.responses.create(**asked(f"see {CALL}", tools=[WEATHER]))
+    items = [{"type": "item_reference", "id": each.id} for each in first.output]
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "sunny"}
+    user = {"role": "user", "content": "see"}
+    client.responses.create(**asked([user, *items, result]))
+    client.responses.create(**asked([user, *(each.model_dump() for each in first.output), result]))
+    assert model.calls[1][0] == model.calls[2][0] and len(model.calls[1][0]) == 3
+    unkept = client.responses.create(**asked("one", store=False)).output[0].id
+    for id_ in (unkept, first.output[0].id[:-1] + "9", "msg", None, 3):
+        with pytest.raises(openai.NotFoundError, match=r"input\[1\]\.id is .*, which is not here: responses"):
+            client.responses.create(**asked([user, {"type": "item_reference", "id": id_}]))
+
+
+def test_what_is_referred_to_is_kept_on() -> None:
+    now = [0.0]
+    kept = Kept(seconds=60.0, clock=lambda: now[0])
+    for name in ("aa", "bb"):
+        kept.put({"id": f"resp_{name}", "output": [{"id": f"msg_{name}0000"}]}, [])
+    now[0] = 50.0
+    assert kept.item("msg_aa0000", "x") == {"id": "msg_aa0000"}
+    now[0] = 100.0
+    assert kept.item("msg_aa0000", "x") == {"id": "msg_aa0000"}
+    with pytest.raises(Problem, match="x is 'msg_bb0000', which is not here"):
+        kept.item("msg_bb0000", "x")
+
+
+FOREIGN = ("web_search", "namespace", "custom", "local_shell", "mcp", "computer_use_preview")
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_what_changes_no_answer_is_taken_and_told_once(
+    model: ServedModel, url: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fields that say who asks, and tools that run elsewhere, which the model is not shown."""
+    tools = [{"type": kind, "name": "x"} for kind in FOREIGN]
+    function = {"name": "weather", "parameters": PARAMETERS}
+    own = WEATHER if path == PATH else {"type": "function", "function": function}
+    more = {
+        "client_metadata": {"session_id": "x"},
+        "cache_salt": "s",
+        "trace_id": "t",
+        "tools": [*tools, own],
+    }
+    body = asked() if path == PATH else {"model": "served", "messages": [{"role": "user", "content": "a"}]}
+    told = Once()
+    UNUSED.addFilter(told)
+    try:
+        with caplog.at_level("INFO", logger=UNUSED.name):
+            for _ in range(3):
+                assert ask(url, path, body | more).status == 200
+    finally:
+        UNUSED.removeFilter(told)
+    assert [each["function"]["name"] for each in model.calls[0][1]["tools"]] == ["weather"]
+    messages = [each.getMessage() for each in caplog.records if each.name == UNUSED.name]
+    assert len(messages) == len(set(messages)) == 3 + len(FOREIGN)
+    assert "requests have the field 'client_metadata', which changes no answer here" in messages
+    assert "requests have tools of the type 'local_shell', which no model here is shown" in messages
+    for name in ("conversation", "prompt", "lora_id", "cached"):  # may change it
+        assert f"'{name}' is not known" in ask(url, path, body | {name: "x"}).error
+
+
+def test_errors_of_the_model_name_what_the_client_sent() -> None:
+    with toy_model(toy_session()) as model, serving(model) as url:
+        reply = ask(url, PATH, asked() | {"model": "toy", "reasoning": {"effort": "low"}})
+    assert reply.status == 400
+    assert reply.error.startswith("reasoning.effort is 'low', and toy does not think")

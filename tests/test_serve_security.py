@@ -79,6 +79,73 @@ def test_pages_of_other_origins_are_refused(model: ServedModel, url: str, origin
     assert len(model.calls) == before
 
 
+ALLOWED = {
+    "tauri://localhost": ("tauri://localhost", "tauri://localhos", "xtauri://localhost"),
+    "app://obsidian.md": ("app://obsidian.md", "app://obsidianxmd", "app://obsidian.md.evil"),
+    "chrome-extension://abc": ("chrome-extension://abc", "chrome-extension://abcd", "moz-extension://abc"),
+    "vscode-webview://*": ("vscode-webview://1abc", "vscode-webview://", "vscode-webviewx://1"),
+    "file://": ("file://", "file:///x", "null"),
+    "null": ("null", "nulll", "file://"),
+    "https://*.example.com": ("https://a.b.example.com", "https://example.com", "https://evilexample.com"),
+    "http://localhost:*": (
+        "http://localhost:3000",
+        "http://localhost:3000.evil.example",
+        "http://localhost.x",
+    ),
+    "http://[::1]:*": ("http://[::1]", "http://[::2]", "http://::1"),
+    "https://APP.example:443": ("https://app.example", "https://app.example:444", "http://app.example"),
+}
+
+
+@pytest.mark.parametrize("origin", ALLOWED)
+def test_origins_of_every_scheme_are_allowed_as_they_are_written(origin: str) -> None:
+    allowed, *others = ALLOWED[origin]
+    options: Any = ServeOptions(port=0, allow_origins=(origin,))
+    with serving(ServedModel().as_model(), options) as url:
+        reply = ask(url, CHAT, question(), headers={"Origin": allowed})
+        assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, allowed)
+        for other in others:
+            reply = ask(url, CHAT, question(), headers={"Origin": other})
+            assert reply.status == 403 and f"start the server with --allow-origin {other}" in reply.error
+
+
+WRONG_ORIGINS = ("*", "https://*", "http://*:80", "https://", "https://a/", "https://x*.com", "a b://c", "")
+
+
+@pytest.mark.parametrize("origin", [*WRONG_ORIGINS, "https://bücher.example", "https://a.*.com", "localhost"])
+def test_origins_that_would_match_nothing_or_all_are_refused(origin: str) -> None:
+    with pytest.raises(
+        RequestError, match=r"allow_origins\[0\] is .*; allowed: a text null, or SCHEME://HOST"
+    ):
+        ServeOptions(allow_origins=(origin,))
+
+
+def test_pages_that_are_allowed_can_read_every_error() -> None:
+    """A wrong key, a name, a body, a fault of the server's own; and Chromium may ask for private networks."""
+    page = {"Origin": "tauri://localhost"}
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
+    model = ServedModel()
+    with serving(model.as_model(), ServeOptions(port=0, api_key=KEY, allow_origins=(*page.values(),))) as url:
+        before = ask(url, CHAT, method="OPTIONS", headers=page | asks)
+        assert (before.status, before.headers["access-control-allow-private-network"]) == (200, "true")
+        foreign = ask(url, CHAT, method="OPTIONS", headers=asks | {"Origin": "https://evil.example"})
+        assert foreign.status == 403 and "access-control-allow-private-network" not in foreign.headers
+        own = {"Authorization": f"Bearer {KEY}"}
+        model.calls = None  # type: ignore[assignment]
+        for status, body, more in (
+            (401, question(), {}),
+            (401, question(), {"Authorization": "Bearer x"}),
+            (421, question(), own | {"Host": "evil.example"}),
+            (400, b"{", own),
+            (404, question(model="other"), own),
+            (500, question(), own),
+        ):
+            reply = ask(url, CHAT, body, headers=page | more)
+            assert reply.status == status
+            assert reply.headers["access-control-allow-origin"] == "tauri://localhost"
+            assert "origin" in reply.headers["vary"].lower()
+
+
 def test_the_own_page_and_allowed_ones_are_answered(url: str) -> None:
     own = ask(url, CHAT, question(), headers={"Origin": url})
     assert own.status == 200 and "access-control-allow-origin" not in own.headers

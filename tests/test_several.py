@@ -24,6 +24,7 @@ from tests.several_for_tests import (
     alone,
     driven,
     facts,
+    reads,
     session,
     several,
     stream,
@@ -103,7 +104,7 @@ def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
         asked, before = stream(one, LONG * 3, max_new_tokens=4), len(target.passes)
         written = [sum(len(record.tokens) for record in taken(each)) for each in running]
         assert written == [3, 2]
-        while asked._answer.begun is False or asked._answer.reading:
+        while reads(asked):
             one.turn()
             assert [sum(len(record.tokens) for record in taken(each)) for each in running] == [1, 1]
         pieces = target.passes[before:]
@@ -126,6 +127,67 @@ def test_a_drafter_drafts_for_all_that_run_or_for_the_one_that_it_can_read(one_t
         assert len(target.passes) < 60
         for prompt, each in zip(PROMPTS, streams, strict=False):
             assert facts(each.result) == facts(alone(prompt, max_new_tokens=40))
+
+
+def test_a_short_prompt_is_read_between_pieces_of_a_long_one() -> None:
+    """However long that is: the long one is held up by as many rows as the short one takes."""
+    with driven(chunk=16) as (one, target):
+        long = stream(one, LONG * 4, max_new_tokens=4, speculate=False)
+        for _ in range(3):
+            one.turn()
+        short, before = stream(one, "hi there", max_new_tokens=4, speculate=False), len(target.passes)
+        while reads(short):
+            one.turn()
+        assert len(target.passes) - before <= 1 and reads(long)
+        one.run()
+        assert short.result.stats.queued_s < 1
+        assert facts(long.result) == facts(alone(LONG * 4, max_new_tokens=4))
+        assert facts(short.result) == facts(alone("hi there", max_new_tokens=4))
+        assert max(target.passes) <= 16 + 1  # of which one is a round's
+
+
+def test_a_question_of_a_conversation_does_not_wait_for_a_prompt_either() -> None:
+    with driven(chunk=16) as (one, target):
+        stream(one, LONG * 4, max_new_tokens=4)
+        one.turn()
+        asked, before = one.queue(one.model.conversation().stream("hi", max_new_tokens=2)), len(target.passes)
+        while reads(asked):
+            one.turn()
+        assert len(target.passes) - before <= 6
+        one.run()
+
+
+def test_a_long_prompt_ends_however_many_short_ones_come() -> None:
+    """A quarter of the rows is for the prompt that came first."""
+    with driven(chunk=16) as (one, target):
+        long = stream(one, LONG * 2, max_new_tokens=2, speculate=False)
+        count = 0
+        while reads(long):
+            one.turn()
+            if sum(map(bool, one.model._worker._waiting)) < 2:
+                count += 1
+                stream(one, f"{count} " * 20, max_new_tokens=0, speculate=False)
+        assert len(target.passes) <= 2 + len(LONG * 2) // 4
+        one.run()
+        assert facts(long.result) == facts(alone(LONG * 2, max_new_tokens=2))
+
+
+def test_what_another_reads_is_not_read_twice() -> None:
+    """A short question behind a beginning that is being read waits for that, and takes it over."""
+    with driven(chunk=16) as (one, target):
+        first = stream(one, LONG * 2 + "and then a question of many words " * 4, max_new_tokens=2)
+        one.turn()
+        second = stream(one, LONG * 2 + "why?", max_new_tokens=2)
+        one.run()
+        read = [each.result.stats.prompt_tokens - each.result.stats.cached_tokens for each in (first, second)]
+        assert read[1] < 8 and sum(target.passes) < read[0] + read[1] + 20
+        held = [stream(one, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
+        one.turn()
+        one.turn()
+        assert held[1]._answer.begun and held[1]._answer.prepared is None
+        held[1].cancel()
+        one.turn()
+        assert held[1].result.finish_reason == "cancelled"
 
 
 def taken(told: Stream) -> list[Any]:

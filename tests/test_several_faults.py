@@ -10,14 +10,14 @@ from edgespec.requests import runner as runners
 from edgespec.requests.runner import Runner
 from edgespec.requests.seats import Seats
 from edgespec_models.errors import DeviceError
-from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, stream
+from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, reads, stream
 from tests.toy import ToySession
 
 
 def test_one_for_which_there_is_no_room_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with driven() as (one, _):
         first, second = (stream(one, prompt, max_new_tokens=NEW) for prompt in PROMPTS[:2])
-        while first._answer.reading or not first._answer.begun:
+        while reads(first):
             one.turn()
         monkeypatch.setattr(Runner, "_has_room", lambda *asked: False)
         third = stream(one, PROMPTS[2], max_new_tokens=NEW)
@@ -120,7 +120,7 @@ def test_room_that_fails_empties_all_caches_and_the_others_read_again(
 ) -> None:
     with driven(chunk=16) as (one, _):
         others = [stream(one, prompt, max_new_tokens=40) for prompt in (LONG, PROMPTS[0])]
-        while not others[1]._answer.begun or others[1]._answer.reading:
+        while reads(others[1]):
             one.turn()
 
         def scarce(self: ToySession, capacity: int) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from time import sleep
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -394,3 +396,31 @@ def test_a_program_may_end_while_an_answer_is_written() -> None:
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_forked_while_an_answer_is_written_is_told_so() -> None:
+    """The model's thread stays in the parent: whatever waits for it there would wait without end."""
+    target = Gated()
+    with toy_model(target) as model:
+        stream = model.stream("a", max_new_tokens=8)
+        stream.start()
+        target.arrived.acquire()
+        asks: list[Any] = [lambda: model.generate("b"), stream.run, stream.__exit__, lambda: stream.place]
+        asks += [model.forget, model.trim, model.pause, model.resume]
+        pid = os.fork()
+        if not pid:
+            told = 0
+            try:
+                signal.alarm(20)
+                for ask in asks:
+                    try:
+                        ask()
+                    except RequestError as error:
+                        told += "forked while the model answered" in str(error)
+                model.close()
+            finally:
+                os._exit(told)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(asks)
+        target.open()
+        assert len(stream.run().tokens) == 8

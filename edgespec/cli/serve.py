@@ -50,7 +50,11 @@ def serve(
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Also answer web pages of this origin, https://HOST[:PORT]."),
+        typer.Option(
+            metavar="ORIGIN",
+            help="Also answer pages, apps' windows and extensions of this origin: https://HOST[:PORT], "
+            "https://*.example.com, http://localhost:*, tauri://localhost, chrome-extension://ID, null.",
+        ),
     ] = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="How many requests may wait; more are refused with status 429.")
@@ -168,6 +172,9 @@ def _key(file: Path | None) -> str | None:
 
 def _log_requests() -> None:
     """One line a request on standard error, and what goes wrong in the server."""
+    from edgespec.serve.bodies import UNUSED, Once
+
+    UNUSED.addFilter(Once())
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     levels = {"edgespec.serve": logging.INFO, "edgespec.models": logging.INFO, "uvicorn": logging.WARNING}

@@ -45,7 +45,7 @@ class Verifier:
     def __init__(self, params: SamplingParams, masks: Sequence[RowStep] = ()) -> None:
         self._params = params
         self._steps = [Penalties(params), *masks] if params.changes_rows else list(masks)
-        self._seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
+        self._seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed % 2**64
 
     def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
         """Judge ``draft`` as the continuation of ``tokens``. Rows behind a rejection are not read.

@@ -50,13 +50,13 @@ class SamplingParams(Checked):
 
     temperature: Annotated[float, within(0, 100, " (0 is greedy)")] = 0.0
     top_k: Annotated[int, within(0, 2**31 - 1, " (0 is no limit)")] = 0
-    top_p: Annotated[float, within(None, 1, " (1 is off)", above=0)] = 1.0
+    top_p: Annotated[float, within(0, 1, " (1 is off)")] = 1.0
     min_p: Annotated[float, within(0, 1, " (0 is off)")] = 0.0
     repetition_penalty: Annotated[float, within(0.1, 10, " (1 is off)")] = 1.0
     presence_penalty: Annotated[float, within(-2, 2, " (0 is off)")] = 0.0
     frequency_penalty: Annotated[float, within(-2, 2, " (0 is off)")] = 0.0
     logit_bias: Mapping[_TokenId, Annotated[float, within(-100, 100)]] = field(default_factory=dict)
-    seed: Annotated[int, within(0, 2**64 - 1)] | None = None
+    seed: Annotated[int, within(-(2**63), 2**64 - 1)] | None = None
 
     @property
     def greedy(self) -> bool:

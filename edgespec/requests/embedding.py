@@ -11,7 +11,7 @@ from edgespec.requests.request import Request, encode_text
 from edgespec.requests.results import FinishReason, nothing
 from edgespec.requests.worker import Answer
 from edgespec_models.bundles.layers import graph_name
-from edgespec_models.errors import Cancelled, Closed, DoesNotFit, EdgespecError, RequestError
+from edgespec_models.errors import Cancelled, Closed, DoesNotFit, EdgespecError, RequestError, too_long
 from edgespec_models.schema import checked, length
 from edgespec_runtimes.session import Rows, Session
 
@@ -59,11 +59,6 @@ class EmbeddingRequest(Answer):
         super().__init__(request, lambda: None)
         self._vectors, self._counts = np.empty((len(texts), dimensions), np.float32), tuple(map(len, texts))
         self.unread, self.longest = deque(texts), max(self._counts)
-
-    def begin(self) -> None:
-        """Its turn has come; unlike a prompt it holds up no request behind it."""
-        super().begin()
-        self.reading = False
 
     def put_vector(self, stream: _F32) -> None:
         """Take what leaves the last layer at the end of the first unread text, times the last gain.
@@ -189,6 +184,6 @@ class Embedder:
             tokens.append(self._end)
         if len(tokens) > self._session.longest:
             raise DoesNotFit(
-                f"text {at} has {len(tokens):,} tokens, the model's context {self._session.longest:,}; cut it"
+                f"{too_long(f'text {at}', len(tokens), self._session.longest)}, the model's context; cut it"
             )
         return tokens

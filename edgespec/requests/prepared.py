@@ -99,6 +99,11 @@ class PreparedRequest:
         return self._decoding
 
     @property
+    def read(self) -> tuple[int, int]:
+        """How many tokens the prompt has, and how many of them the KV cache held when it started."""
+        return self._measured["prompt_tokens"], self._measured.get("cached_tokens", 0)
+
+    @property
     def progress(self) -> Record | None:
         """How far a prompt is read that takes several passes; None for others."""
         if self._progress is None:

@@ -322,7 +322,7 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
 
 def answer_place(bundle: Bundle, said: str | Messages, prompt: Sequence[int]) -> "Place | None":
     """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
-    tags = None if isinstance(said, str) else _tags(bundle)
+    tags = None if isinstance(said, str) else thoughts_tags(bundle)
     if tags is None:
         return None
     from edgespec_models.text.thoughts import place_behind
@@ -376,7 +376,7 @@ def begun(bundle: Bundle, ids: list[int]) -> list[int]:
     return [special.bos, *ids] if special.add_bos and special.bos is not None else ids
 
 
-def _tags(bundle: Bundle) -> "Tags | None":
+def thoughts_tags(bundle: Bundle) -> "Tags | None":
     """What the model writes around its thoughts; None where it does not think."""
     from edgespec_models.text.thoughts import tags_of
 
@@ -385,7 +385,7 @@ def _tags(bundle: Bundle) -> "Tags | None":
 
 def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
     """What the chat template is told besides the messages."""
-    tags = None if request.thinking is None else _tags(bundle)
+    tags = None if request.thinking is None else thoughts_tags(bundle)
     switched = {tags.switch: bool(request.thinking)} if tags is not None and tags.switch else {}
     tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
     return {**switched, **request.template_args, **tools}
@@ -393,7 +393,7 @@ def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
 
 def _check_thinking(bundle: Bundle, request: Request) -> None:
     """See that the model can think if it is to, and that it is told once whether it is."""
-    if request.thinking is None or (tags := _tags(bundle)) is None:
+    if request.thinking is None or (tags := thoughts_tags(bundle)) is None:
         if request.thinking:
             raise RequestError(
                 f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"

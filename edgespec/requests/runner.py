@@ -28,7 +28,7 @@ from edgespec.requests.request import (
 from edgespec.requests.seats import Seat, Seats
 from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer
-from edgespec_models.errors import DoesNotFit, RequestError
+from edgespec_models.errors import DoesNotFit, RequestError, too_long
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.memory import machine_memory
@@ -271,13 +271,13 @@ class Runner:
 
     def _too_long(self, count: int) -> str:
         longest, context = self.session.longest, self.target.config.context_length
-        prompt = f"a prompt of {count:,} tokens does not fit"
         if longest < context and count < context:
             return (
-                f"{prompt} the largest bucket of this bundle, {longest:,}, which holds the answer too; "
-                f"shorten it, or export the model with --buckets up to {context:,}"
+                f"{too_long('prompt', count, longest)}, the largest bucket of this bundle, which holds the "
+                f"answer too; shorten it, or export the model with --buckets up to {context:,}"
             )
-        return f"{prompt} the model's context of {context:,}, which holds the answer too; shorten it"
+        told = too_long("prompt", count, context)
+        return f"{told}, the model's context, which holds the answer too; shorten it"
 
     def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:
         """What drafts in a request."""

@@ -46,10 +46,12 @@ class Stream(
 
     def __exit__(self, *exc: object) -> None:
         self.cancel()
+        self._worker.check_process()
         self._answer.wait_for_end()
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
+        self._worker.check_process()
         while self._answer.result is None:
             self._answer.clear()
             await self._answer.wait_async(None)
@@ -107,6 +109,12 @@ class Stream(
         return self._worker.place(self._answer)
 
     @property
+    def prompt(self) -> tuple[int, int]:
+        """How many tokens the prompt has, and how many of them a cache held; zeros until the request runs."""
+        one = self._answer.prepared
+        return (0, 0) if one is None else one.read
+
+    @property
     def result(self) -> Generation:
         """The finished generation; the partial one of a request that ended early, and why.
 
@@ -115,7 +123,8 @@ class Stream(
         Raises:
             RequestError: it still runs, or was never read.
         """
-        if self._answer.interruption is not None and self._answer.begun:
+        if self._answer.interruption is not None and self._answer.begun and self._answer.result is None:
+            self._worker.check_process()
             self._answer.wait_for_end()
         if self._answer.result is None:
             raise RequestError("the generation is not finished; read the stream to its end, or cancel it")

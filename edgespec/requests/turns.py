@@ -6,13 +6,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from edgespec.decoding.draft import Passed, Work
+from edgespec.decoding.loop import Decoding
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.prepared import PreparedRequest
-from edgespec.requests.worker import Answer
+from edgespec.requests.worker import Answer, abandon
+from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
 
 T = TypeVar("T")
+_SHARE = 4  # of the rows that read prompts, so many parts: one is for the first
 
 
 def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
@@ -21,8 +24,11 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
     ``pricing`` is told of how many requests the pass is, and chooses the rows of all their drafts.
     """
     pricing.sequences = max(1, len(answers))
-    running = [(answer, one) for answer in answers if (one := _told(answer, partial(_go_on, answer)))]
-    pricing.sequences = max(1, len(running))
+    running = [
+        (answer, one) for answer in answers if (one := _told(answer, partial(_go_on, answer, answers)))
+    ]
+    reading = sum(one.decoding.unread > 0 for _, one in running)
+    pricing.sequences = max(1, len(running) - max(0, reading - 1))
     drafted = _drafted(running)
     if not drafted:
         return
@@ -32,8 +38,9 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
         each.draft = each.draft.head(count)
     beside = sum(1 + len(each.draft.tokens) for each in decodings if not each.unread)
     session, clock = drafted[0][1].session, drafted[0][1].clock
-    piece = min(session.piece, pricing.piece(beside)) if beside else session.piece
-    asked = [each.rows(piece) for each in decodings]
+    rows = _rows(decodings, min(session.piece, pricing.piece(beside)) if beside else session.piece)
+    drafted = [each for each, most in zip(drafted, rows, strict=True) if most]
+    asked = [each.rows(most) for each, most in zip(decodings, rows, strict=True) if most]
     began = clock()
     try:
         said = session.predict_together(asked)
@@ -46,23 +53,50 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
         _told(answer, partial(_commit, answer, one, predictions, passed))
 
 
-def _go_on(answer: Answer) -> PreparedRequest | None:
-    """The request, started if it is new; None if it is to end now."""
-    one = answer.prepared
-    if one is None:
-        one = answer.prepared = answer.prepare()
+def _go_on(answer: Answer, answers: Sequence[Answer]) -> PreparedRequest | None:
+    """The request, started if it is new; None if it is to end now, or to wait for what others read."""
+    one, reason = answer.prepared, answer.why_end()
+    if one is None and reason is not None:
+        abandon(answer)
+    elif one is None:
+        if _is_being_read(answer, [each.prepared for each in answers if each.prepared and not each.result]):
+            return None
+        waited_s, one = answer.queued_s, answer.prepare()
+        answer.prepared = one
         if one is None:
             answer.postpone()
             return None
-        one.start(answer.queued_s)
+        one.start(waited_s)
         if (progress := one.progress) is not None:
             answer.put(progress)
-    reason = answer.why_end()
-    if reason is None:
-        return one
-    answer.put(one.stop(reason))
-    answer.finish()
-    return None
+    elif reason is not None:
+        answer.put(one.stop(reason))
+        answer.finish()
+    return None if reason else one
+
+
+def _is_being_read(answer: Answer, others: Sequence[PreparedRequest]) -> bool:
+    """Whether others read most of its prompt just now, so that it need not be read twice."""
+    tokens, reading = answer.tokens(), [one for one in others if one.decoding.unread > 0]
+    known = max((one.session.shared_prefix(tokens) for one in others), default=0)
+    coming = max((shared_length(one.tokens, tokens) for one in reading), default=0) - known
+    return coming > 0 and 2 * coming >= len(tokens) - known
+
+
+def _rows(decodings: Sequence[Decoding], piece: int) -> list[int]:
+    """How many rows each may have in a pass that reads ``piece`` tokens of prompts: the shortest goes first.
+
+    A share is for the prompt that came first, so that it ends however many short ones come.
+    """
+    wanted = {
+        at: each.unread + 1 + len(each.draft.tokens) for at, each in enumerate(decodings) if each.unread
+    }
+    rows, left = [0 if at in wanted else piece for at in range(len(decodings))], piece
+    firsts = [(at, max(1, piece // _SHARE)) for at in [*wanted][:1]]
+    for at, most in [*firsts, *((at, piece) for at in sorted(wanted, key=lambda at: wanted[at]))]:
+        more = min(most, left, wanted[at] - rows[at])
+        rows[at], left = rows[at] + more, left - more
+    return rows
 
 
 def _drafted(running: Sequence[tuple[Answer, PreparedRequest]]) -> list[tuple[Answer, PreparedRequest]]:

@@ -1,6 +1,7 @@
 """Requests between the threads that ask and the one thread that answers them, a few at once."""
 
 import atexit
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,11 +27,10 @@ class Answer:
     It ends once, with a result: whole, or as far as it came. It is bounded by the request's tokens, so a
     slow reader does not hold up the model.
 
-    ``prepare`` makes the request ready when its turn comes; None says that it is to wait for others.
-    ``ended`` is told of the result before any reader is. Of those of one ``talk`` one runs at a time, since
-    each goes on behind the last. ``interruption`` is what is to end it early;
-    ``result`` is whole or as far as it came, and None before the end. It is ``reading`` from its beginning
-    until its first token.
+    ``tokens`` are those of its prompt, asked for when its turn comes. ``prepare`` makes it ready; None says
+    that there is no room for it beside others. ``ended`` is told of the result before any reader is. Of those
+    of one ``talk`` one runs at a time, since each goes on behind the last. ``interruption`` is what is to end
+    it early; ``result`` is whole or as far as it came, and None before the end.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class Answer:
         prepare: Callable[[], "PreparedRequest | None"],
         ended: Callable[[Generation], None] = lambda result: None,
         talk: object | None = None,
+        tokens: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self.request, self.prepare, self._ended, self._talk = request, prepare, ended, talk
+        self.tokens = tokens
         self.prepared: PreparedRequest | None = None
-        self.queued = self.begun = self.reading = False
-        self.queued_s = 0.0
+        self.queued = self.begun = False
         self.interruption: FinishReason | None = None
         self._queued_at = 0.0
         self._deadline: float | None = None
@@ -60,14 +61,14 @@ class Answer:
         if self.request.timeout is not None:
             self._deadline = self._queued_at + self.request.timeout
 
-    def begin(self) -> None:
-        """Its turn has come."""
-        self.begun = self.reading = True
-        self.queued_s = monotonic() - self._queued_at
+    @property
+    def queued_s(self) -> float:
+        """Seconds since it was queued."""
+        return monotonic() - self._queued_at
 
     def postpone(self) -> None:
         """There is no room for it beside those that run: it goes back to the queue."""
-        self.begun = self.reading = False
+        self.begun = False
         with self._changed:
             self._wake()  # its deadline counts again where it is waited for
 
@@ -95,7 +96,6 @@ class Answer:
 
     def put(self, record: Record) -> None:
         """Hand out a record."""
-        self.reading &= not record.tokens
         with self._changed:
             self._records.append(record)
             self._wake()
@@ -184,8 +184,7 @@ class Answer:
 class Worker:
     """Answers what is queued in a thread of its own, at most ``at_once`` requests together.
 
-    ``turn`` takes those that run a pass further. Prompts are read one after the other, so that the first is
-    answered soon, and one like it finds in a cache what that has read.
+    ``turn`` takes those that run a pass further.
 
     The thread begins with a request and ends when none is left, so that an idle model has none, and nothing
     keeps the program from ending: at its end, what runs is ended too.
@@ -207,14 +206,29 @@ class Worker:
         self._running: list[Answer] = []
         self._turning = self._tidying = False
         self._thread: Thread | None = None
+        self._process = os.getpid()  # which the thread is of
         self._pausing = Lock()  # one at a time
         self._paused = False  # no request begins
         self._between = self._held = False  # no pass begins, for `paused`, and until `resume`
         self._closed = self._is_crowded = False
         self._then: Callable[[], None] | None = None  # once the thread has ended
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the thread is another process's, which was forked while it ran: locks may stay held."""
+        return self._thread is not None and self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """RequestError in a process that was forked while the model answered."""
+        if self.is_orphaned:
+            raise RequestError(
+                "this process was forked while the model answered in its parent, so nothing answers here; "
+                "load the model in this process, or start it otherwise (multiprocessing: 'spawn')"
+            )
+
     def submit(self, answer: Answer) -> None:
         """Queue a request; once."""
+        self.check_process()
         with self._changed:
             if answer.queued:
                 return
@@ -232,13 +246,15 @@ class Worker:
                 thread = Thread(target=self._work, name="edgespec-model", daemon=True)
                 thread.start()  # it waits for the lock
                 atexit.register(self._leave)
-                self._thread = thread
+                self._thread, self._process = thread, os.getpid()
             answer.queue()
             self._waiting.append(answer)
 
     def withdraw(self, answer: Answer, reason: FinishReason) -> None:
         """End a request: now if it has not begun, else as soon as it can."""
         answer.interrupt(reason)
+        if self.is_orphaned:
+            return
         with self._changed:
             if answer.begun or answer.result is not None:
                 return
@@ -246,10 +262,11 @@ class Worker:
             for queue in (self._waiting, self._running):
                 if answer in queue:
                     queue.remove(answer)
-        _abandon(answer)
+        abandon(answer)
 
     def place(self, answer: Answer) -> int:
         """How many requests are before one that waits; 0 for all others."""
+        self.check_process()
         with self._changed:
             if answer not in self._waiting:
                 return 0
@@ -258,6 +275,7 @@ class Worker:
     @contextmanager
     def paused(self, *, between_passes: bool = False) -> Iterator[None]:
         """No request runs within the block: those that run are waited for, or wait too ``between_passes``."""
+        self.check_process()
         if current_thread() is self._thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
         if self._held and self._running and not (between_passes or self._closed):
@@ -276,6 +294,7 @@ class Worker:
 
     def hold(self) -> None:
         """Let no pass begin until :meth:`resume`; one that runs is waited for, but not by itself."""
+        self.check_process()
         with self._changed:
             self._held = True
             self._changed.notify_all()
@@ -284,6 +303,7 @@ class Worker:
 
     def resume(self) -> None:
         """Let passes begin again."""
+        self.check_process()
         with self._changed:
             self._held = False
             self._changed.notify_all()
@@ -291,8 +311,11 @@ class Worker:
     def close(self, then: Callable[[], None]) -> None:
         """Answer nothing any more: end what runs and what waits, and when it is over call ``then``.
 
-        From a request's own thread this returns at once, and ``then`` is called behind the request.
+        From a request's own thread this returns at once, and ``then`` is called behind the request. In a
+        process that was forked meanwhile there is nothing to end.
         """
+        if self.is_orphaned:
+            return
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
@@ -302,7 +325,7 @@ class Worker:
                 answer.interrupt("closed")
         for answer in waiting:
             answer.interrupt("closed")
-            _abandon(answer)
+            abandon(answer)
         if current_thread() is self._thread:
             self._then = then
             return
@@ -357,7 +380,7 @@ class Worker:
             if answer is not None:
                 self._waiting.remove(answer)
                 self._running.append(answer)
-                answer.begin()
+                answer.begun = True
             if not self._running:
                 self._thread = None
                 atexit.unregister(self._leave)
@@ -365,19 +388,19 @@ class Worker:
             return list(self._running)
 
     def _may_begin(self, answer: Answer) -> bool:
-        """Whether there is a place, no prompt is being read, and none runs that has to end first."""
+        """Whether there is a place, and none runs that has to end first."""
         if any(answer.excludes(each) for each in self._running):
             return False
         if self._paused or (self._running and self._is_crowded):
             return False
-        return len(self._running) < self.at_once and not any(each.reading for each in self._running)
+        return len(self._running) < self.at_once
 
     def _sweep(self) -> None:
         """Let go of requests that were dropped while they waited: nobody reads them."""
         dropped = [answer for answer in self._waiting if answer.interruption is not None]
         for answer in dropped:
             self._waiting.remove(answer)
-            _abandon(answer)
+            abandon(answer)
 
     def _leave(self) -> None:
         """The program ends: end the thread while Python still runs."""
@@ -387,8 +410,8 @@ class Worker:
             thread.join()
 
 
-def _abandon(answer: Answer) -> None:
-    """End a request that has not begun."""
+def abandon(answer: Answer) -> None:
+    """End a request of which nothing was read."""
     reason = answer.interruption or "cancelled"
     answer.put(Record("", (), reason))
     answer.end(nothing(reason))

@@ -53,7 +53,8 @@ def vectors_json(found: Embeddings, model: str, *, base64: bool) -> str:
 class Answer:
     """One response, in the form of an endpoint: whole, or as events.
 
-    ``plain_tokens_per_s`` is what the model writes without speculation.
+    ``plain_tokens_per_s`` is what the model writes without speculation. Of a stream ``prompt`` are the tokens
+    of the prompt, and how many of them a cache held.
     """
 
     done: ClassVar[str] = ""  # what ends a stream
@@ -63,6 +64,7 @@ class Answer:
     plain_tokens_per_s: float
     id: str = field(default_factory=partial(secrets.token_hex, 12), kw_only=True)
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
+    prompt: tuple[int, int] = field(default=(0, 0), kw_only=True)
 
     def whole(self, answers: Sequence[Generation]) -> Json:
         """The response in one piece; each of ``answers`` is to a prompt."""

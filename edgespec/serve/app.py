@@ -23,10 +23,10 @@ from edgespec.serve.bodies import ForgetBody, read_body
 from edgespec.serve.completions import Completions, described
 from edgespec.serve.messages import Messages
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
-from edgespec.serve.options import ServeOptions
+from edgespec.serve.options import ServeOptions, origin_pattern
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.responses import Responses
-from edgespec.serve.security import SCRIPTS, Gate
+from edgespec.serve.security import SCRIPTS, Gate, readable
 from edgespec_models.errors import EdgespecError, RequestError
 
 _PAGE_HEADERS = {
@@ -90,7 +90,7 @@ class App:
             EdgespecError: on_problem,
             HTTPException: on_http_exception,
             ClientDisconnect: _on_disconnect,
-            Exception: _on_fault,
+            Exception: self._on_fault,
         }
         paths = [route.path for route in routes]
         middleware = [
@@ -98,7 +98,8 @@ class App:
             Middleware(Gate, options),
             Middleware(
                 CORSMiddleware,
-                allow_origins=options.allow_origins,
+                allow_origin_regex=origin_pattern(options.allow_origins),
+                allow_private_network=True,  # which Chromium asks for; others are refused before
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],  # nothing rests on cookies, so a page needs the key like anybody
             ),
@@ -177,6 +178,11 @@ class App:
             history.delete()
             return found
 
+    async def _on_fault(self, request: Request, _: Exception) -> Response:
+        """A mistake of edgespec's own; Starlette raises it again, so that the log has it."""
+        problem = Problem(500, "the server failed over this request; its log has the reason")
+        return readable(problem, request.scope, self.options)
+
     async def _page_file(self, request: Request) -> Response:
         data, kind = self._page[request.url.path]
         return Response(data, media_type=kind, headers=_PAGE_HEADERS)
@@ -185,9 +191,3 @@ class App:
 async def _on_disconnect(request: Request, _: Exception) -> Response:
     count_of(request).left = True
     return Response(status_code=CLIENT_LEFT)
-
-
-async def _on_fault(request: Request, _: Exception) -> Response:
-    """A mistake of edgespec's own; Starlette raises it again, so that the log has it."""
-    problem = Problem(500, "the server failed over this request; its log has the reason")
-    return problem.response(request.scope)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from edgespec.requests.results import CallPart, Generation, Record
 from edgespec.serve.answers import Answer, Json
+from edgespec.serve.bodies import without_foreign
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
@@ -17,10 +18,9 @@ Kind = Literal["thinking", "text", "call"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """``text`` of Responses, ``output_config`` of Messages; of verbosity, what changes nothing."""
+    """``format`` of Responses' ``text`` and of Messages' ``output_config``."""
 
     format: Mapping[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None
 
     def __post_init__(self) -> None:
         form = self.format or {"type": "text"}
@@ -136,13 +136,9 @@ def add_call(messages: list[Json], call_id: object, name: object, arguments: obj
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]], kind: str, parameters: str) -> list[Json]:
-    """Tools of the type ``kind``, whose schemas are called ``parameters``, as chats have them.
-
-    RequestError for another type, such as those that run on a vendor's servers.
-    """
+    """Tools of the type ``kind``, whose schemas are called ``parameters``, as chats have them."""
     functions = list[Json]()
-    for at, tool in enumerate(tools):
-        field_of(tool, "type", f"tools[{at}]", (kind,), kind)
+    for tool in without_foreign(tools, kind):
         names = {"name": "name", "description": "description", parameters: "parameters"}
         function = {new: tool[old] for old, new in names.items() if tool.get(old) is not None}
         functions.append({"type": "function", "function": function})

@@ -1,12 +1,13 @@
 """Requests' bodies: JSON of bounded size that arrives in bounded time, in OpenAI's words and in edgespec's.
 
 A field that changes the answer and that edgespec lacks is refused, as is a field that nobody knows, so that
-no client takes its effect for granted. Fields that change nothing are taken and not looked at; their type is
-:data:`typing.Any` below. docs/server.md has the table.
+no client takes its effect for granted. Fields that cannot change an answer are taken and named in the log:
+those below of the type :data:`typing.Any`, and any whose name says so. docs/server.md has the table.
 """
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,13 +20,39 @@ from edgespec.requests.request import RequestOptions
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import length, lone_surrogate, read, within
+from edgespec_models.schema import length, lone_surrogate, read, shown, within
 
 T = TypeVar("T")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _EFFORTS = {"none": False, "minimal": 256, "low": 1024, "medium": 4096}  # others have no limit
+_THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort")
+_MOST = 2**31 - 1  # tokens
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # of characters, perhaps of whole ones
 _LARGE = 64 << 10  # bytes of a body; smaller ones are read at once, whatever waits for threads
+_ASIDE = re.compile(
+    r"user|store|betas?|prediction|priority|service_tier|inference_geo|id_slot|stream_options"
+    r"|(.*_)?metadata|(safety|client|request|session|trace|user)_id(entifier)?"
+    r"|(.*_)?cache_(control|key|options|prompt|retention|salt)|max_tool_calls|web_search_options"
+)
+"""Names of fields that say who asks, how it is billed or kept, or what tools that run elsewhere may do."""
+UNUSED = logging.getLogger("edgespec.serve.unused")
+"""Is told of what was taken and not used, at each request; :class:`Once` leaves out repetitions."""
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
+
+
+class Once(logging.Filter):
+    """Lets a message through once, and no more than ``most`` different ones."""
+
+    def __init__(self, most: int = 1000) -> None:
+        super().__init__()
+        self._told, self._most = set[str](), most
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether this was not told before."""
+        before, message = len(self._told), record.getMessage()
+        if before < self._most:
+            self._told.add(message)
+        return len(self._told) > before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +73,7 @@ class Body:
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, within(-(2**63), 2**64 - 1)] | None = None
     # not OpenAI's, but other servers'
     top_k: int | None = None
     min_p: float | None = None
@@ -54,13 +81,7 @@ class Body:
     # edgespec's own
     speculate: bool | None = None
     prompt_cache: bool | None = None
-    # change nothing here
-    user: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    metadata: Any = None  # which responses repeat
 
     def shared(self) -> dict[str, Any]:
         """The fields that are here, for a body of another kind."""
@@ -72,14 +93,11 @@ class _Common(Body):
     """What chat and text completions share."""
 
     stream_options: StreamOptions = field(default_factory=StreamOptions)
-    max_tokens: Annotated[int, within(1)] | None = None
+    max_tokens: Annotated[int, within(1, _MOST)] | None = None
     logit_bias: Mapping[str, float] | None = None
     stop: str | Sequence[str] | None = None
     n: Annotated[int, within(1, 16)] = 1
     return_progress: bool = False  # llama.cpp's
-    # change nothing here
-    store: Any = None
-    prediction: Any = None
 
     def options(self) -> RequestOptions:
         """What the model is asked for, besides the prompt."""
@@ -92,7 +110,8 @@ class _Common(Body):
     def _in_other_words(self) -> dict[str, Any]:
         """Options that are called, or said, in another way here."""
         biases = None if self.logit_bias is None else _by_token(self.logit_bias)
-        return {"max_new_tokens": self.max_tokens, "logit_bias": biases}
+        seed = None if self.seed in (None, -1) else self.seed  # front ends say -1 for none
+        return {"max_new_tokens": self.max_tokens, "logit_bias": biases, "seed": seed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +119,7 @@ class ChatBody(_Common):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[Sequence[Mapping[str, Any]], length(1)]
-    max_completion_tokens: Annotated[int, within(1)] | None = None
+    max_completion_tokens: Annotated[int, within(1, _MOST)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, within(0, 20)] = 0
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -108,7 +127,7 @@ class ChatBody(_Common):
     parallel_tool_calls: bool | None = None
     response_format: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     # other servers', too: tokens of thoughts
     thinking_budget: Annotated[int, within(0)] | None = None
     thinking_budget_tokens: Annotated[int, within(0)] | None = None
@@ -119,11 +138,17 @@ class ChatBody(_Common):
         return {
             **_Common._in_other_words(self),
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
-            "tools": self.tools or None,
+            "tools": without_foreign(self.tools or ()) or None,
             "template_args": self.chat_template_kwargs,
             "thinking": self._thinking(),
             "response_format": None if self.response_format is None else _format(self.response_format),
         }
+
+    def words(self) -> dict[str, str]:
+        """What clients call what errors of a model name."""
+        said = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
+        asked = {f"thinking is {self._thinking()}": f"{said} is {shown(getattr(self, said))}"}
+        return asked | {"template_args": "chat_template_kwargs"}
 
     def _thinking(self) -> bool | int | None:
         """Whether the model is to think, or for how many tokens; a number goes before an effort."""
@@ -142,7 +167,7 @@ class CompletionBody(_Common):
 
     prompt: str | Annotated[Sequence[str], length(1, 64)]
     suffix: str | None = None
-    max_tokens: Annotated[int, within(0)] | None = None
+    max_tokens: Annotated[int, within(0, _MOST)] | None = None
     logprobs: Annotated[int, within(0, 5)] | None = None
     echo: bool = False
     # one value only: the others would change the answer
@@ -171,7 +196,6 @@ class EmbeddingBody:
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     instruction: str | None = None  # edgespec's own
-    user: Any = None
 
     def __post_init__(self) -> None:
         if len({isinstance(each, int) for each in self.input}) > 1:
@@ -201,13 +225,11 @@ class InfillBody(Body):
     input_suffix: str
     prompt: str = ""  # of the prefix, what stands on the cursor's line
     input_extra: Sequence[InfillFile] = ()
-    n_predict: Annotated[int, within(-1)] = -1
+    n_predict: Annotated[int, within(-1, _MOST)] = -1
     stop: str | Sequence[str] = ()
     response_fields: Sequence[str] = ()
     max_lines: Annotated[int, within(1)] | None = None  # edgespec's own
     # change nothing here
-    cache_prompt: Any = None
-    id_slot: Any = None
     n_indent: Any = None
     samplers: Any = None
     t_max_predict_ms: Any = None
@@ -242,6 +264,8 @@ async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # pages of other origins can send other kinds without asking
         raise Problem(415, f"the Content-Type is {kind!r:.80}; send application/json", headers=_CLOSE)
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise Problem(415, f"the body is compressed ({coding!r:.80}); send it as it is", headers=_CLOSE)
     try:
         async with asyncio.timeout(options.body_timeout_s):
             data = await _read(request, options.max_request_bytes)
@@ -269,7 +293,12 @@ def _json(data: bytes) -> dict[str, Any]:
 
 def parse(cls: type[T], body: Mapping[str, Any]) -> T:
     """A request of the form ``cls``; null is no field. RequestError for the first field that is wrong."""
+    kind: Any = cls
     given = {name: value for name, value in body.items() if value is not None}
+    for name in given.keys() - {each.name for each in fields(kind)}:
+        if _ASIDE.fullmatch(name):
+            UNUSED.info("requests have the field %s, which changes no answer here", shown(name))
+            del given[name]
     return read(cls, given, "the request", RequestError, "docs/server.md has a table of the fields")
 
 
@@ -301,6 +330,14 @@ def _unread(value: object) -> str:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") -> list[Mapping[str, Any]]:
+    """The tools of the type ``kind``; others run elsewhere, or take no JSON, and no model is shown them."""
+    kinds = [tool.get("type") or kind for tool in tools]
+    for other in {shown(each) for each in kinds if each != kind}:
+        UNUSED.info("requests have tools of the type %s, which no model here is shown", other)
+    return [tool for tool, each in zip(tools, kinds, strict=True) if each == kind]
 
 
 def _format(wanted: Mapping[str, Any]) -> ResponseFormat | None:

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from time import monotonic
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, TypeVar, Unpack, cast
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,12 +22,12 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
-from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, vectors_json
+from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, Json, vectors_json
 from edgespec.serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
-from edgespec_models.errors import Busy, Cancelled, EdgespecError
+from edgespec_models.errors import Busy, Cancelled, EdgespecError, RequestError
 from edgespec_models.progress import Progress as LoadProgress
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
@@ -35,6 +37,9 @@ Ask = Callable[..., Stream]
 Asks = Callable[[Model], Sequence[Ask]]
 Form = Callable[..., Answer]
 """Makes an answer in the form of an endpoint, of what :func:`described` says."""
+Words = Mapping[str, str]
+"""An endpoint's names of options, by those that errors have."""
+NO_WORDS: Words = MappingProxyType({})
 _AT_ONCE_S = 0.2
 """How long the headers wait for what goes wrong with a request."""
 _SILENCE_S = 5.0
@@ -94,15 +99,38 @@ class Completions:
 
         return await self._respond(request, asked, asks, partial(InfillAnswer, fields=body.response_fields))
 
-    async def converse(self, request: Request, body: ChatBody, form: Form) -> Response:
-        """Answer a conversation in the form of an endpoint."""
-        messages = body.conversation()
-        return await self._respond(request, body, lambda model: [partial(model.stream_chat, messages)], form)
+    async def converse(
+        self,
+        request: Request,
+        body: ChatBody,
+        form: Form,
+        *,
+        words: Words = NO_WORDS,
+        may_think: bool = False,
+    ) -> Response:
+        """Answer a conversation in the form of an endpoint.
 
-    async def count_tokens(self, request: Request, body: ChatBody) -> int:
+        ``words`` are the endpoint's for those of chats, in errors. With ``may_think`` a model that does not
+        think answers without thoughts, instead of refusing to.
+        """
+        messages, words = body.conversation(), {**body.words(), **words}
+
+        def asks(model: Model) -> Sequence[Ask]:
+            def ask(**options: Unpack[RequestOptions]) -> Stream:
+                return model.stream_chat(messages, **_fitting(options, model, may_think))
+
+            return [ask]
+
+        return await self._respond(request, body, asks, form, words)
+
+    async def count_tokens(
+        self, request: Request, body: ChatBody, *, words: Words = NO_WORDS, may_think: bool = False
+    ) -> int:
         """How many tokens the model would read."""
         model, _ = await self.model(request, body)
-        return await asyncio.to_thread(model.count_tokens, body.conversation(), **body.options())
+        options = _fitting(body.options(), model, may_think)
+        with _worded({**body.words(), **words}):
+            return await asyncio.to_thread(model.count_tokens, body.conversation(), **options)
 
     async def read(self, cls: type[T], request: Request) -> T:
         """What a request carries; see :func:`read_body`."""
@@ -132,12 +160,17 @@ class Completions:
         return model, max(0.001, round(allowed - (monotonic() - started), 3))
 
     async def _respond(
-        self, request: Request, body: ChatBody | CompletionBody, asks: Asks, form: Form
+        self,
+        request: Request,
+        body: ChatBody | CompletionBody,
+        asks: Asks,
+        form: Form,
+        words: Words = NO_WORDS,
     ) -> Response:
         options = cast(RequestOptions, {"max_new_tokens": self._options.max_new_tokens, **body.options()})
         if body.stream:
             load = partial(self._use, request, body)
-            events = _EventStream(count_of(request), body, load, asks, form, options)
+            events = _EventStream(count_of(request), body, load, asks, form, options, words)
             try:
                 await _while_connected(request, events.begin())
             except BaseException:
@@ -145,7 +178,7 @@ class Completions:
                 raise
             return events
         model, options["timeout"] = await self.model(request, body)
-        answers = await _while_connected(request, _all(asks(model), options))
+        answers = await _while_connected(request, _all(asks(model), options, words))
         count = count_of(request)
         for each in {id(choice.stats): choice for answer in answers for choice in answer.choices}.values():
             count.tokens += len(each.tokens)  # greedy choices are one answer several times
@@ -170,10 +203,14 @@ class _Told:
         """What it adds; None at its end."""
         return asyncio.ensure_future(anext(self._records, None))
 
-    def chunks(self, record: Record) -> list[Mapping[str, Any]]:
+    def chunks(self, record: Record) -> list[Json]:
         """What says so; who speaks is not said before: clients take that for the end of the wait."""
-        said = [] if self._has_begun else [each.begin() for each in self._choices]
-        self._has_begun = True
+        said = list[list[Json]]()
+        if not self._has_begun:
+            self._has_begun = True
+            for each in self._choices:
+                each.prompt = self.stream.prompt
+                said.append(each.begin())
         if record.progress is not None:
             said.append(self._choices[0].reading(record.progress))
         else:
@@ -181,7 +218,7 @@ class _Told:
             said += [each.chunk(record, shown) for each in self._choices]
         return list(chain.from_iterable(said))
 
-    def last(self) -> list[Mapping[str, Any]]:
+    def last(self) -> list[Json]:
         """The last chunks of each choice."""
         return list(chain.from_iterable(each.end(self.stream.result) for each in self._choices))
 
@@ -201,10 +238,12 @@ class _EventStream(StreamingResponse):
         asks: Asks,
         form: Form,
         options: RequestOptions,
+        words: Words,
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
         super().__init__(self._lines(), media_type="text/event-stream", headers=headers)
         self._count, self._asks, self._form, self._options = count, asks, form, options
+        self._words = words
         self._answer = form(body.model, None, 0.0)  # of no model yet: all it can say is what went wrong
         self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
         self._streams: Sequence[Sequence[Stream]] = ()
@@ -244,7 +283,8 @@ class _EventStream(StreamingResponse):
         model, self._options["timeout"] = self._loading.result()
         answer = self._answer = self._form(*described(self._answer.model, model))
         options, asks = self._options, self._asks(model)
-        self._streams = await asyncio.to_thread(lambda: [asked(options, ask) for ask in asks])
+        with _worded(self._words):
+            self._streams = await asyncio.to_thread(lambda: [asked(options, ask) for ask in asks])
         every = [*chain.from_iterable(self._streams)]
         same = len(asks) * options.get("n", 1) // len(every)  # choices that are one answer
         choices = (answer.choices(range(at, at + same)) for at in range(0, len(every) * same, same))
@@ -307,7 +347,7 @@ class _EventStream(StreamingResponse):
             if lines:
                 due = clock() + _SILENCE_S
 
-    def _said(self, told: _Told, record: Record | None) -> list[Mapping[str, Any]]:
+    def _said(self, told: _Told, record: Record | None) -> list[Json]:
         """The chunks of what came."""
         if record is None:
             _check_ended(told.stream.result)
@@ -345,11 +385,31 @@ def _line(value: Mapping[str, Any]) -> str:
     return f"{name}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def _all(asks: Sequence[Ask], options: RequestOptions) -> list[Generation]:
+@contextmanager
+def _worded(words: Words) -> Iterator[None]:
+    """Have errors name what the client sent instead of what a model calls it."""
+    try:
+        yield
+    except RequestError as error:
+        message = str(error)
+        for name, word in words.items():
+            message = message.replace(name, word)
+        raise type(error)(message) from error
+
+
+def _fitting(options: RequestOptions, model: Model, may_think: bool) -> RequestOptions:
+    """``options``, without thoughts where the model has none and may do without."""
+    if model.thinks or not may_think:
+        return options
+    return cast(RequestOptions, {**options, "thinking": None})
+
+
+async def _all(asks: Sequence[Ask], options: RequestOptions, words: Words) -> list[Generation]:
     """The answers to all prompts; if one cannot be had, none is."""
 
     async def one(ask: Ask) -> Generation:
-        streams = await asyncio.to_thread(asked, options, ask)  # a long prompt takes a while to encode
+        with _worded(words):
+            streams = await asyncio.to_thread(asked, options, ask)  # a long prompt takes a while to encode
         return await answers_async(options, streams)
 
     tasks = [asyncio.ensure_future(one(ask)) for ask in asks]

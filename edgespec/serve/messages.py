@@ -11,13 +11,17 @@ from starlette.responses import JSONResponse, Response
 from edgespec.requests.results import Generation
 from edgespec.serve.answers import Json
 from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
-from edgespec.serve.bodies import Body, ChatBody
+from edgespec.serve.bodies import Body, ChatBody, Effort
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, within
 
-_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPPED = {"stop": "end_turn", "tool_calls": "tool_use"}  # any other is a limit: of tokens, of time
 _PIECES = {
@@ -46,18 +50,36 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig(Output):
+    """``output_config``; the effort bounds thoughts, if the model has any."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextManagement:
+    """``context_management``: of earlier thoughts alone, which templates drop by themselves."""
+
+    edits: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        for at, edit in enumerate(self.edits):
+            field_of(edit, "type", f"edits[{at}]", ("clear_thinking_20251015",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesBody(Body):
     """Body of ``POST /v1/messages`` and of ``POST /v1/messages/count_tokens``."""
 
     messages: Annotated[Sequence[Mapping[str, Any]], length(1)]
     system: str | Sequence[Mapping[str, Any]] = ""
-    max_tokens: Annotated[int, within(1)] | None = None
+    max_tokens: Annotated[int, within(1, 2**31 - 1)] | None = None
     stop_sequences: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     thinking: Thinking = field(default_factory=Thinking)
-    output_config: Output = field(default_factory=Output)
-    cache_control: Any = None  # changes nothing here
+    output_config: OutputConfig = field(default_factory=OutputConfig)
+    context_management: ContextManagement = field(default_factory=ContextManagement)
 
     def chat(self) -> ChatBody:
         """The same request as a chat."""
@@ -71,10 +93,28 @@ class MessagesBody(Body):
             tools=functions_of(self.tools, "custom", "input_schema"),
             tool_choice=_CHOICES.get(choice.type, named),
             parallel_tool_calls=None if single is None else not single,
-            reasoning_effort=self.thinking.type and ("none" if self.thinking.type == "disabled" else "high"),
+            reasoning_effort=self._effort(),
             thinking_budget=self.thinking.budget_tokens,
             response_format=self.output_config.format,
         )
+
+    def _effort(self) -> Effort | None:
+        """``reasoning_effort``; without a word the model's template decides."""
+        if self.thinking.type == "disabled":
+            return "none"
+        effort: Effort | None = "xhigh" if self.output_config.effort == "max" else self.output_config.effort
+        return effort or (self.thinking.type and "high")
+
+    def asking(self) -> dict[str, Any]:
+        """What ``converse`` is told besides: a model has to think only where ``thinking`` is ``enabled``."""
+        wish = self.output_config.effort
+        wished = f"output_config.effort is {wish!r}" if wish else "thinking.type is 'enabled'"
+        words = {
+            "thinking_budget": "thinking.budget_tokens",
+            f"reasoning_effort is {self._effort()!r}": wished,
+            "response_format": "output_config.format",
+        }
+        return {"may_think": self.thinking.type != "enabled", "words": words}
 
     def said(self) -> list[Json]:
         """The system's text and the messages, as a chat's."""
@@ -119,8 +159,8 @@ class MessageAnswer(BlockAnswer):
         return self._message([*map(_content, self.blocks)]) | _ended(answers[0]) | self._cost(answers[0])
 
     def begin(self) -> list[Json]:
-        """The message without content; its end says how many tokens were read."""
-        counts = {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        """The message without content, and how many tokens are read for it."""
+        counts = {"usage": _read(*self.prompt) | {"output_tokens": 0}}
         return [{"type": "message_start", "message": self._message([]) | counts}]
 
     def end(self, answer: Generation) -> list[Json]:
@@ -148,16 +188,17 @@ class MessageAnswer(BlockAnswer):
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None}
 
     def _cost(self, answer: Generation) -> Json:
-        """Input tokens are, as Anthropic counts them, those that no cache held."""
         stats = answer.stats
-        counts = {
-            "input_tokens": stats.prompt_tokens - stats.cached_tokens,
-            "cache_read_input_tokens": stats.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": len(answer.tokens),
-            "output_tokens_details": {"thinking_tokens": stats.reasoning_tokens},
-        }
-        return {"usage": counts, "edgespec": self._extension(answer)}
+        details = {"thinking_tokens": stats.reasoning_tokens}
+        counts = {"output_tokens": len(answer.tokens), "output_tokens_details": details}
+        read = _read(stats.prompt_tokens, stats.cached_tokens)
+        return {"usage": read | counts, "edgespec": self._extension(answer)}
+
+
+def _read(prompt: int, cached: int) -> Json:
+    """Input tokens are, as Anthropic counts them, those that no cache held."""
+    counts = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+    return {"input_tokens": prompt - cached, **counts}
 
 
 def _content(block: Block) -> Json:
@@ -188,9 +229,10 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """``POST /v1/messages``."""
         body = await self._completions.read(MessagesBody, request)
-        return await self._completions.converse(request, body.chat(), MessageAnswer)
+        return await self._completions.converse(request, body.chat(), MessageAnswer, **body.asking())
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""
         body = await self._completions.read(MessagesBody, request)
-        return JSONResponse({"input_tokens": await self._completions.count_tokens(request, body.chat())})
+        count = await self._completions.count_tokens(request, body.chat(), **body.asking())
+        return JSONResponse({"input_tokens": count})

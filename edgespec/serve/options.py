@@ -1,7 +1,9 @@
 """How a model is served: where, for whom, and with which limits."""
 
 import ipaddress
+import re
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -9,7 +11,16 @@ from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.schema import check_fields, form, length, within
 
 _Key = Annotated[str, form(r"[!-~]{8,1000}", "of 8 to 1,000 printable ASCII characters, without spaces")]
-_Origin = Annotated[str, form(r"https?://[^/\s]+", "of the form https://HOST[:PORT], without a path")]
+_WEB = r"(?!(?i:https?)://\*?(:|$))"  # pages of every host are not meant
+_PLACE = r"(\*|(\*\.)?[\w.-]+|\[[\da-fA-F:.]+\]|)(:(\d+|\*))?"
+_Origin = Annotated[
+    str,
+    form(
+        rf"(?a:null|{_WEB}[A-Za-z][\w+.-]*://{_PLACE})",
+        "null, or SCHEME://HOST[:PORT] in ASCII and without a path; the port may be *, the host begin with "
+        "*. or, where the scheme is neither http nor https, be *",
+    ),
+]
 _HostName = Annotated[str, form(r"[^/:\s]+|\[[^/\s]+\]", "a name or an address, without a port")]
 
 
@@ -22,7 +33,8 @@ class ServeOptions:
         port: the port; 0 takes one that is free.
         api_key: what requests have to carry as bearer token; None lets everybody ask who reaches the address.
         allow_hosts: further names by which clients may call the server (the header ``Host``).
-        allow_origins: web pages that may ask besides the server's own (the header ``Origin``).
+        allow_origins: pages, windows of apps and extensions that may ask besides the server's own page (the
+            header ``Origin``).
         max_request_bytes: a longer request is refused.
         timeout_s: a request that takes longer, waiting included, ends with what was written until then.
         body_timeout_s: a request has to arrive in this time.
@@ -48,6 +60,21 @@ class ServeOptions:
                 f"{self.host} can be reached from other machines: give a key that requests have to carry "
                 "(--api-key-file FILE, or the environment variable EDGESPEC_API_KEY), or stay at 127.0.0.1"
             )
+
+
+def origin_pattern(origins: Iterable[str]) -> str:
+    """A regular expression for origins as browsers write them, of those that the options allow."""
+    patterns = list[str]()
+    for origin in origins:
+        scheme, mark, place = origin.partition("://")
+        host, port = re.fullmatch(r"(\[.*\]|[^:]*):?(.*)", place).groups()  # type: ignore[union-attr]
+        name = re.escape(host.removeprefix("*."))
+        name = r"[\w.-]+" if host == "*" else rf"([\w-]+\.)+{name}" if host.startswith("*.") else name
+        usual = port in ("", {"http": "80", "https": "443"}.get(scheme.lower()))  # which browsers leave out
+        patterns.append(
+            re.escape(scheme + mark) + name + ("" if usual else r"(:\d+)?" if port == "*" else f":{port}")
+        )
+    return f"(?ai:{'|'.join(patterns)})" if patterns else r"(?!)"
 
 
 def is_loopback(host: str) -> bool:

@@ -16,15 +16,19 @@ from starlette.responses import JSONResponse, Response
 from edgespec.requests.results import Generation
 from edgespec.serve.answers import Json, usage
 from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
-from edgespec.serve.bodies import Body, ChatBody
+from edgespec.serve.bodies import Body, ChatBody, Effort
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
-from edgespec_models.schema import length, shown, within
+from edgespec_models.schema import form, length, shown, within
 
 KEPT_BYTES, KEPT_S = 64 * 2**20, 3600.0
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
+_INCLUDED = form(
+    r"reasoning\.encrypted_content|\w+_call\.\w.*", "'reasoning.encrypted_content', or of a call"
+)
+_WORDS = {"reasoning_effort": "reasoning.effort", "response_format": "text.format"}
 _STEMS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 _SAID_AGAIN = (
@@ -37,9 +41,16 @@ _SAID_AGAIN = (
 class Reasoning:
     """``reasoning``; thoughts come whole, whatever summary is asked for."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Any = None
     generate_summary: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text(Output):
+    """``text``; of verbosity, what changes nothing."""
+
+    verbosity: Literal["medium"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +59,10 @@ class ResponsesBody(Body):
 
     input: str | Annotated[Sequence[Mapping[str, Any]], length(1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, within(1)] | None = None
+    max_output_tokens: Annotated[int, within(1, 2**31 - 1)] | None = None
     previous_response_id: str | None = None
     store: bool = True
-    text: Output = field(default_factory=Output)
+    text: Text = field(default_factory=Text)
     reasoning: Reasoning = field(default_factory=Reasoning)
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"
@@ -60,10 +71,7 @@ class ResponsesBody(Body):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
-    include: Sequence[Literal["reasoning.encrypted_content"]] = ()  # thoughts come as text
-    # change nothing here
-    stream_options: Any = None
-    prompt_cache_options: Any = None
+    include: Sequence[Annotated[str, _INCLUDED]] = ()  # thoughts come as text
 
     def chat(self, messages: Sequence[Json]) -> ChatBody:
         """The same request as a chat about ``messages``."""
@@ -83,13 +91,14 @@ class ResponsesBody(Body):
             reasoning_effort=self.reasoning.effort,
         )
 
-    def said(self) -> list[Json]:
-        """The input as a chat's messages."""
+    def said(self, kept: "Kept") -> list[Json]:
+        """The input as a chat's messages; references are to items of what is ``kept``."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages = list[Json]()
         for at, item in enumerate(self.input):
-            _add_item(messages, item, f"input[{at}]")
+            where, is_kept = f"input[{at}]", item.get("type") == "item_reference"
+            _add_item(messages, kept.item(item.get("id"), f"{where}.id") if is_kept else item, where)
         return messages
 
 
@@ -127,14 +136,28 @@ class Kept:
         """Both again; Problem, status 404, where they are not there, and why that may be."""
         self._drop()
         if id_ not in self._kept:
-            raise Problem(
-                404,
-                f"{where} is {shown(id_)}, which is not here: responses are kept for {self._seconds:g} s, "
-                f"{self._most:,} bytes of them, unless store is false, and until the server ends; send the "
-                "whole conversation as input",
-                "response_not_found",
-            )
+            raise self._missing(id_, where)
         return self._kept[id_][2:]
+
+    def item(self, id_: object, where: str) -> Json:
+        """An item of a response, which is kept so long from now on; raises as :meth:`get` does."""
+        self._drop()
+        of = f"resp_{str(id_).rpartition('_')[2][:-4]}"  # see ResponseAnswer._id
+        if of in self._kept:
+            self._kept[of] = (self._clock(), *self._kept.pop(of)[1:])
+            for item in self._kept[of][2]["output"]:
+                if item["id"] == id_:
+                    return dict(item)
+        raise self._missing(id_, where)
+
+    def _missing(self, id_: object, where: str) -> Problem:
+        return Problem(
+            404,
+            f"{where} is {shown(id_)}, which is not here: responses are kept for {self._seconds:g} s, "
+            f"{self._most:,} bytes of them, unless store is false, and until the server ends; send the "
+            "whole conversation as input",
+            "response_not_found",
+        )
 
     def delete(self, id_: str) -> None:
         """Forget what is there."""
@@ -266,9 +289,9 @@ class Responses:
         before, asked = list[Json](), body.previous_response_id
         if asked is not None:
             _, before = self.kept.get(asked, "previous_response_id")
-        messages = [*before, *body.said()]
+        messages = [*before, *body.said(self.kept)]
         form = partial(ResponseAnswer, body=body, messages=messages, kept=self.kept)
-        return await self._completions.converse(request, body.chat(messages), form)
+        return await self._completions.converse(request, body.chat(messages), form, words=_WORDS)
 
     async def one(self, request: Request) -> Response:
         """``GET`` and ``DELETE /v1/responses/ID``."""

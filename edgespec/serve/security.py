@@ -7,11 +7,13 @@ told by the header Host.
 
 import hmac
 import ipaddress
+import re
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgespec.serve.options import ServeOptions
+from edgespec.serve.options import ServeOptions, origin_pattern
 from edgespec.serve.problems import Problem
 
 SCRIPTS = ("page.js", "answer.js", "figures.js", "store.js", "wire.js")
@@ -24,7 +26,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._options = app, options
-        self._origins = frozenset(origin.lower() for origin in options.allow_origins)
+        self._origins = re.compile(origin_pattern(options.allow_origins))
         self._names = frozenset(
             name.strip("[]").lower() for name in ("localhost", options.host, *options.allow_hosts)
         )
@@ -33,10 +35,11 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse."""
         if scope["type"] == "http":
+            scope["path"] = scope["path"].rstrip("/") or "/"
             try:
                 self._check(scope)
             except Problem as problem:
-                await problem.response(scope)(scope, receive, send)
+                await readable(problem, scope, self._options)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -52,10 +55,11 @@ class Gate:
             )
         origin = headers.get("origin")
         own = f"{scope['scheme']}://{hosts[0]}"
-        if origin is not None and origin.lower() not in (own.lower(), *self._origins):
+        if origin is not None and origin.lower() != own.lower() and not self._origins.fullmatch(origin):
             raise Problem(
                 403,
-                f"pages of {origin[:200]!r} may not ask here; start it with --allow-origin to let them",
+                f"{origin[:200]!r} may not ask here; to let it, start the server with --allow-origin "
+                f"{origin[:200]}",
                 "origin_not_allowed",
             )
         if not scope["query_string"].isascii():  # HTTP says so, and Starlette fails
@@ -87,6 +91,14 @@ class Gate:
                 "invalid_api_key",
                 {"WWW-Authenticate": "Bearer"},
             )
+
+
+def readable(problem: Problem, scope: Scope, options: ServeOptions) -> JSONResponse:
+    """A response that pages which are allowed can read, where Starlette's CORS middleware does not see it."""
+    response, origin = problem.response(scope), Headers(scope=scope).get("origin", "")
+    if re.fullmatch(origin_pattern(options.allow_origins), origin):
+        response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
+    return response
 
 
 def _without_port(host: str) -> str:

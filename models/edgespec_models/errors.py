@@ -75,6 +75,11 @@ class DoesNotFit(RequestError):  # noqa: N818 - says what is the case
     """A prompt is longer than what the model can hold. Shorten it; a conversation, by its oldest messages."""
 
 
+def too_long(what: str, tokens: int, most: int) -> str:
+    """How messages about a full context begin: programs look for Anthropic's words, some for its numbers."""
+    return f"{what} is too long: {tokens} tokens > {most} maximum"
+
+
 class Busy(RequestError):  # noqa: N818
     """As many requests wait for the model as may. Ask again later, or raise ``LoadOptions.max_waiting``."""
 

@@ -8,8 +8,7 @@ Rust code fails, it aborts the process, and nothing can be done about that.
 
 import json
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,11 +53,14 @@ class Encoder:
         affix = AFFIX.search(text)
         if affix:
             raise TokenizerError(f"The tokenizer.json has a {affix[1]}, which edgespec does not read.")
-        self._lock = threading.Lock()
         with _guarded("Not a readable tokenizer.json", "Export it again"):
             self._core = tokenizers.Tokenizer.from_str(text)
             self._core.no_truncation()
             self._core.no_padding()
+            self._plain = _twin(self._core) or tokenizers.Tokenizer.from_str(text)
+            self._plain.no_truncation()
+            self._plain.no_padding()
+            self._plain.encode_special_tokens = True  # as text
 
     @property
     @_guarded(_VOCABULARY, _AGAIN)
@@ -109,14 +111,16 @@ class Encoder:
     @_guarded(_TEXT, _TRY)
     def ids(self, text: str, *, special: bool) -> list[int]:
         """Encode, with ``special`` control tokens too; RequestError for no str, and for a lone surrogate."""
-        ids: list[int] = self._encoding(text, special=special).ids
-        return ids
+        core = self._core if special else self._plain
+        return _ids(core.encode_batch_fast, text)[0]
 
     @_guarded(_TEXT, _TRY)
-    def spans(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Ids of all tokens, special ones included, and where in ``text`` each begins and ends."""
-        encoding = self._encoding(text, special=True)
-        return list(zip(encoding.ids, encoding.offsets, strict=True))
+    def spans(self, text: str, of: frozenset[int]) -> list[tuple[int, int]]:
+        """Where in ``text`` tokens of these ids, special ones included, begin and end."""
+        if of.isdisjoint(self.ids(text, special=True)):  # without places, in half the time
+            return []
+        ids, encoding = _ids(self._core.encode_batch, text)
+        return [encoding.token_to_chars(at) or (0, 0) for at, id_ in enumerate(ids) if id_ in of]
 
     @_guarded("The tokenizers library cannot apply the tokenizer.json's own template", _AGAIN)
     def framed(self, text: str) -> list[int]:
@@ -124,12 +128,29 @@ class Encoder:
         ids: list[int] = self._core.encode(text, add_special_tokens=True).ids
         return ids
 
-    def _encoding(self, text: str, *, special: bool) -> tokenizers.Encoding:
-        # The switch is a property of the shared encoder, so one text at a time.
-        with self._lock:
-            self._core.encode_special_tokens = not special
-            try:
-                return self._core.encode(text, add_special_tokens=False)
-            except (UnicodeEncodeError, TypeError) as error:
-                wrong = lone_surrogate(text) if isinstance(text, str) else f" is {shown(text)}, not a str"
-                raise RequestError(f"the text to encode{wrong or f' is refused: {error}'}") from error
+
+def _ids(
+    encode: Callable[..., Sequence[tokenizers.Encoding]], text: str
+) -> tuple[list[int], tokenizers.Encoding]:
+    """What a text is encoded to, as a batch of one: other threads of Python run meanwhile."""
+    try:
+        (encoding,) = encode([text], add_special_tokens=False)
+    except (UnicodeEncodeError, TypeError) as error:
+        wrong = lone_surrogate(text) if isinstance(text, str) else f" is {shown(text)}, not a str"
+        raise RequestError(f"the text to encode{wrong or f' is refused: {error}'}") from error
+    ids: list[int] = encoding.ids
+    return ids, encoding
+
+
+def _twin(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+    """Another over the same vocabulary, which takes no memory; None where added tokens get other ids.
+
+    Whether the text of control tokens is one is a switch of the whole, which threads cannot share.
+    """
+    twin, added = tokenizers.Tokenizer(core.model), core.get_added_tokens_decoder()
+    for part in ("normalizer", "pre_tokenizer"):
+        if getattr(core, part) is not None:
+            setattr(twin, part, getattr(core, part))
+    for _, token in sorted(added.items()):
+        (twin.add_special_tokens if token.special else twin.add_tokens)([token])
+    return twin if twin.get_added_tokens_decoder() == added else None

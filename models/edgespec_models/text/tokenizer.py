@@ -189,8 +189,7 @@ class Tokenizer:
 
     def special_spans(self, text: str) -> list[tuple[int, int]]:
         """Where ``text`` holds the text of special tokens: (start, stop) in characters, in order."""
-        found = self._encoder.spans(text)
-        return [span for id_, span in found if id_ in self._special_ids and text[slice(*span)]]
+        return [span for span in self._encoder.spans(text, self._special_ids) if text[slice(*span)]]
 
     def id_of_bytes(self, data: bytes) -> int | None:
         """The ordinary token with exactly these bytes; a byte token only where there is no other."""
