@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.grammar import Grammars, Lark
+from edgespec.decoding.grammar import Compilable, Grammars
 from edgespec.requests.answer_reading import AnswerReader
-from edgespec.requests.tool_calls import calls_grammar, check_tools, format_of
+from edgespec.requests.tool_calls import Calls, check_tools, format_of
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags
@@ -265,9 +265,9 @@ FORCED = [
 ]
 
 
-def follows(grammar: str, text: str) -> bool:
+def follows(wanted: Compilable, text: str) -> bool:
     """Whether a text is what a grammar wants, and may end."""
-    constraint, read = Grammars(TOKENIZER, [END]).constraint(Lark(grammar)), list[int]()
+    constraint, read = Grammars(TOKENIZER, [END]).constraint(wanted), list[int]()
     constraint.begin([])
     for token in TOKENIZER.encode(text, special=True):
         if constraint.completes(read) or token not in constraint.allowed(read):
@@ -292,7 +292,7 @@ def test_grammars_want_calls_whose_arguments_fit(form: str, write: Write) -> Non
         "$defs": {"Size": {"enum": ["big", 1]}},
     }
     made: dict[str, Any] = {"type": "function", "function": {"name": "make", "parameters": parameters}}
-    one, more = (calls_grammar(shown, [made, REST], TOKENIZER, several=each) for each in (False, True))
+    one, more = (Calls(shown, [made, REST], TOKENIZER, several=each) for each in (False, True))
     right: list[Call] = [
         ("make", {"text": 'a <b> "c" </param\n', "many": 3}),
         ("make", {"text": "", "size": "big", "many": -1}),

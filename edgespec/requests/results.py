@@ -3,7 +3,8 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Literal
 
 from edgespec.decoding.draft import Progress, Remarks, Step
@@ -35,6 +36,11 @@ class TokenRecord:
     again: int = 0
 
 
+def choice_id(id_: str, index: int) -> str:
+    """The identifier of a call in the answer with that index, of several to one prompt."""
+    return sha256(f"{id_} {index}".encode()).hexdigest()[: len(id_)] if index else id_
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A function that the model asks to have called.
@@ -49,6 +55,10 @@ class ToolCall:
     id: str
     name: str
     arguments: Mapping[str, Any]
+
+    def of_choice(self, index: int) -> "ToolCall":
+        """The same call in another of several answers, with an identifier of its own."""
+        return replace(self, id=choice_id(self.id, index))
 
     def to_message(self) -> dict[str, Any]:
         """The call as an item of ``tool_calls`` in an assistant's message."""
@@ -149,6 +159,8 @@ class GenerationStats:
         rolled_back: which parts of what the history holds misled and were put back, since the request before,
             and why.
         placement: on which devices target and drafter ran, and why there.
+        schema_problems: what a whole answer, or its calls, break of what no grammar holds of their schemas,
+            and what of that was not checked.
     """
 
     prompt_tokens: int = 0
@@ -174,6 +186,7 @@ class GenerationStats:
     used_ahead: int = 0
     queued_s: float = 0.0
     reasoning_tokens: int = 0
+    schema_problems: tuple[str, ...] = ()
 
     @property
     def tpot_s(self) -> float:

@@ -242,4 +242,8 @@ def together(given: Sequence[Generation], options: RequestOptions) -> Generation
     request = Request.of(options)
     if request.sampling.greedy and first.finish_reason not in _ENDED_EARLY:
         others = [first] * (request.n - 1)
+    others = [
+        replace(each, tool_calls=tuple(call.of_choice(at) for call in each.tool_calls))
+        for at, each in enumerate(others, 1)
+    ]
     return replace(first, others=tuple(others)) if others else first

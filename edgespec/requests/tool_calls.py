@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from edgespec.decoding.grammar import SPACING
-from edgespec.requests.call_values import allowed_values, kinds_of, listed, plain, property_of, table
+from edgespec.decoding.grammar import Compilable, Grammar
+from edgespec.decoding.schemas import PreparedSchema
+from edgespec.requests.call_values import (
+    allowed_values,
+    kinds_of,
+    listed,
+    plain,
+    properties_of,
+    property_of,
+    required_of,
+    table,
+)
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 from edgespec_models.text.tokenizer import Tokenizer
@@ -57,20 +67,37 @@ def must_call(
     return found
 
 
-def calls_grammar(
-    form: "Form", tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool
-) -> str:
-    """A grammar, as :class:`edgespec.decoding.grammar.Lark` takes it, of a call of one of ``tools``.
+@dataclass(frozen=True, slots=True)
+class Calls(Compilable):
+    """Calls of ``tools`` in the form of a model, whose arguments fit; or an ``answer``, if there is one.
 
-    With ``several`` it is one call or more, if the form has more. Arguments fit the parameters of ``tools``;
-    control tokens are written as such.
+    With ``several`` it is one call or more, if the form has more. Beside an answer a call may be JSON without
+    tags, as many models write it. Control tokens are written as such.
     """
-    before, between, after = (each and _written(each, tokenizer) for each in form.around)
-    more = f"({between} call)*" if several and between else ""
-    calls = " | ".join(form.call(tool["function"]) for tool in tools)
-    return (
-        f"start: {before} call {more} {after}\ncall: {calls}\nargs: {_written('[ARGS]', tokenizer)}\n{_FREE}"
-    )
+
+    form: "Form"
+    tools: Sequence[Mapping[str, Any]]
+    tokenizer: Tokenizer
+    several: bool = False
+    answer: Compilable | None = None
+
+    def grammar(self) -> Grammar:
+        """For llguidance."""
+        functions = [tool["function"] for tool in self.tools]
+        schemas = {each["name"]: _prepared(each) for each in functions}
+        before, between, after = (each and _written(each, self.tokenizer) for each in self.form.around)
+        more = f"({between} call)*" if self.several and between else ""
+        calls = " | ".join(self.form.call(each, schemas[each["name"]]) for each in functions)
+        start = f"{before} call {more} {after}"
+        rules = [f"call: {calls}", f"args: {_written('[ARGS]', self.tokenizer)}", _FREE]
+        answer = Grammar([]) if self.answer is None else self.answer.grammar()
+        if answer.parts:
+            start += " | bare | @answer"
+            bare = (_in_json(each, schemas[each["name"]]) for each in functions)
+            rules.append(f"bare: {'call' if self.form.call is _in_json else ' | '.join(bare)}")
+        text = "\n".join([f"start: {start}", *rules])
+        named = [{**part, "name": "answer"} for part in answer.parts]
+        return Grammar([{"lark_grammar": text}, *named], {**answer.schemas, **schemas})
 
 
 def with_calls_as_text(source: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -106,40 +133,49 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: object, of: Mapping[str, Any]) -> str:
-    """JSON of a schema, which may refer to the definitions of ``of``."""
-    defined = {key: of[key] for key in ("$defs", "definitions") if key in of}
-    return f"%json {json.dumps({'x-guidance': SPACING, **table(schema), **defined}, default=dict)}"
+def _prepared(function: Function) -> PreparedSchema:
+    """The schema of a function's arguments, which are an object; RequestError where it is no JSON."""
+    given = table(function.get("parameters"))
+    parameters = {"type": "object", **(given or {"additionalProperties": False})}
+    try:
+        return PreparedSchema(parameters, strict=function.get("strict") is True)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(
+            f"the parameters of the tool {function['name']!r:.80} are no JSON ({error}); give a JSON schema"
+        ) from error
 
 
-def _in_json(function: Function, key: str = "arguments") -> str:
-    schemas = {"name": {"const": function["name"]}, key: _parameters(function)}
-    whole = {"type": "object", "properties": schemas, "required": [*schemas], "additionalProperties": False}
-    return _json(whole, schemas[key])
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps(schema)}"
 
 
-def _in_args(function: Function) -> str:
-    parameters = _parameters(function)
-    return f"{_quoted(function['name'])} args {_json(parameters, parameters)}"
+def _in_json(function: Function, arguments: PreparedSchema, key: str = "arguments") -> str:
+    head = f'{{"name": {_quoted(function["name"])}, "{key}": '
+    return f'{_quoted(head)} {_json(arguments.grammar)} "}}"'
 
 
-def _in_xml(function: Function) -> str:
-    parameters, parts = _parameters(function), [_quoted(f"<function={function['name']}>\n")]
-    for key, schema in table(parameters.get("properties")).items():
+def _in_args(function: Function, arguments: PreparedSchema) -> str:
+    return f"{_quoted(function['name'])} args {_json(arguments.grammar)}"
+
+
+def _in_xml(function: Function, _: PreparedSchema) -> str:
+    parameters, parts = table(function.get("parameters")), [_quoted(f"<function={function['name']}>\n")]
+    required, whole = required_of(parameters), "#/$defs/parameters"
+    for key, schema in properties_of(parameters).items():
         end = _quoted("\n</parameter>\n")
         own = property_of(parameters, key)
         if values := allowed_values(own):
             value = f"({' | '.join(_quoted(plain(each)) for each in values)}) {end}"
+        elif "string" in (kinds_of(own) or {"string"}):
+            value = "FREE"
         else:
-            is_free = "string" in (kinds_of(own) or {"string"})
-            value = "FREE" if is_free else f"{_json(schema, parameters)} {end}"
+            held = PreparedSchema(schema, root=whole).grammar
+            if '"$ref": ' in json.dumps(held):
+                held["$defs"] = {"parameters": PreparedSchema(parameters, root=whole).grammar}
+            value = f"{_json(held)} {end}"
         part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-        parts.append(part if key in listed(parameters.get("required")) else f"({part})?")
+        parts.append(part if key in required else f"({part})?")
     return " ".join([*parts, _quoted("</function>")])
-
-
-def _parameters(function: Function) -> Mapping[str, Any]:
-    return table(function.get("parameters")) or {"type": "object", "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +188,19 @@ class Form:
         tags: any of them begins calls.
         around: what is written before the first call, between two, and behind the last; between is None
             where the model writes one call only.
-        call: makes a grammar's rule of a call of a function.
+        call: makes a grammar's rule of a call of a function, with the schema of its arguments.
     """
 
     name: str
     shows: str
     tags: tuple[str, ...]
     around: tuple[str, str | None, str]
-    call: Callable[[Function], str] = _in_json
+    call: Callable[[Function, PreparedSchema], str] = _in_json
 
     @property
     def close(self) -> str:
         """The tag behind calls, if any; it may be missing."""
         return self.around[2].strip("\n]")
-
-    @property
-    def bare(self) -> bool:
-        """Whether an answer may begin with a call, without a tag; it may be other JSON as well."""
-        return not self.around[0]
 
 
 _FREE: Final = 'FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\\n"'
