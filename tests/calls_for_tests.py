@@ -117,12 +117,12 @@ def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **optio
 
 
 def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall], list[CallPart]]:
-    """What is shown of an answer that comes in ``pieces``, its calls, and their parts as they came."""
+    """What is text of an answer that comes in ``pieces``, its calls, and their parts as they came."""
     reader, shown, parts = reader_of(SHOWN[form], **options), "", list[CallPart]()
     for at, piece in enumerate([*pieces, ""]):
         more, new = reader.push(piece, final=at == len(pieces))
         shown, parts = shown + more, parts + new
-    return shown, reader.calls, parts
+    return shown + reader.cut, reader.calls, parts
 
 
 def joined(parts: Sequence[CallPart]) -> list[tuple[str, str, str]]:

@@ -42,7 +42,7 @@ HALVES = (
     r'{"a\ud800": ["\ud83d\ude00", "\udc00b"], "b": "0123456789\ud83d\ude00\ud83d"}'  # of characters are none
 )
 HALVED = {"a\ufffd": ["😀", "\ufffdb"], "b": "0123456789😀\ufffd"}
-Calls = list[tuple[str, Any]]
+Called = list[tuple[str, Any]]
 
 
 def called(arguments: str) -> str:
@@ -114,7 +114,7 @@ def test_a_template_tells_its_form(form: str) -> None:
         ("xml", "<tool_call>\n<function=do_it>\n<param=text>\nx", None, []),
     ],
 )  # fmt: skip
-def test_calls_are_read(form: str, text: str, content: str | None, calls: Calls | int) -> None:
+def test_calls_are_read(form: str, text: str, content: str | None, calls: Called | int) -> None:
     said, found, _ = read(form, [text])
     assert said == (text if content is None else content)
     assert len(found) == calls if isinstance(calls, int) else [(c.name, c.arguments) for c in found] == calls

@@ -59,7 +59,7 @@ class JsonSchema(Checked):
     Annotations and unknown formats are ignored. Keywords that a grammar cannot hold, such as ``uniqueItems``,
     are checked behind the answer as far as that is possible: see ``schema_problems`` of
     :class:`~edgespec.requests.results.GenerationStats`. llguidance's options may stand in the schema as
-    ``x-guidance`` and replace that spacing: with ``{"whitespace_flexible": True}`` the model spaces as it likes.
+    ``x-guidance`` and replace that spacing: with ``{"whitespace_flexible": True}`` the model spaces freely.
 
     Attributes:
         schema: the schema, as an object or as text.

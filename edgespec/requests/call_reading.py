@@ -109,12 +109,15 @@ class CallReader:
         """Take the text before the next tag, which is noted, or before what may begin one."""
         text, tags = self._text, self._form.tags
         found = re.search("|".join(map(re.escape, tags)), text)
-        begun = [] if final else [len(text) - max(begun_at_end(text, tag) for tag in tags)]
+        held = len(text) if final else len(text) - max(begun_at_end(text, tag) for tag in tags)
         if not self._is_tagged:
-            found = min(filter(None, (found, self._without_tag(text))), key=re.Match.start, default=None)
-            may_begin = [_MAY_BE_FENCED.search(text), self._is_beginning and _MAY_BEGIN.search(text)]
-            begun += [each.start() for each in may_begin if each and not final]
-        start = min([len(text), *begun]) if found is None else found.start()
+            bare = self._without_tag(text)
+            if bare and bare.end() < held and (found is None or bare.start() < found.start()):
+                found = bare
+            if not final:
+                may_begin = _MAY_BE_FENCED.search(text), self._is_beginning and _MAY_BEGIN.search(text)
+                held = min([held, *(each.start() for each in may_begin if each)])
+        start = held if found is None else found.start()
         self._is_beginning = self._is_beginning and not text[:start].strip()
         self._is_tagged = self._is_tagged or (found is not None and found[0] in tags)
         self._text, self._tag = text[start:], None if found is None else found[0]
@@ -264,7 +267,7 @@ class _Block:
             if not self._take("="):
                 self._at = start
             self._python()
-        self.settled = self._at
+        self.settled = self._at if self._calls else 0
 
     def _function(self) -> None:
         """``name>``, then ``<parameter=key>value</parameter>`` for each argument, a line each."""

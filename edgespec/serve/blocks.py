@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from edgespec.requests.results import CallPart, Generation, Record
 from edgespec.serve.answers import Answer, Json
+from edgespec.serve.bodies import response_format
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
@@ -23,13 +24,8 @@ class Output:
     verbosity: Literal["medium"] | None = None
 
     def __post_init__(self) -> None:
-        form = self.format or {"type": "text"}
-        formed = form.get("type") == "json_schema" and isinstance(form.get("schema"), Mapping)
-        if not formed and form.get("type") not in ("text", "json_object"):
-            raise RequestError(
-                f"format is {shown(form)}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
-                "{'type': 'json_schema', 'schema': SCHEMA}"
-            )
+        if self.format is not None:
+            response_format(self.format, "format")
 
 
 @dataclass(slots=True)
@@ -143,7 +139,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]], kind: str, parameters: str)
     functions = list[Json]()
     for at, tool in enumerate(tools):
         field_of(tool, "type", f"tools[{at}]", (kind,), kind)
-        names = {"name": "name", "description": "description", parameters: "parameters"}
+        names = {**{key: key for key in ("name", "description", "strict")}, parameters: "parameters"}
         function = {new: tool[old] for old, new in names.items() if tool.get(old) is not None}
         functions.append({"type": "function", "function": function})
     return functions
