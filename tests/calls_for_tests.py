@@ -104,9 +104,20 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("functools", _list("functools", "")),
     ("llama3", _list("", "", _python)),
     ("llama3", lambda calls: "; ".join(_object(call, "parameters") for call in calls)),
+    ("llama3", lambda calls: "\n".join(_object(call, "parameters") for call in calls)),
     ("llama3", lambda calls: "<|python_tag|>" + "; ".join(_object(call, "parameters") for call in calls)),
 )
 """Names of forms, and ways to write calls in them."""
+
+
+def fenced(calls: Sequence[Call]) -> str:
+    """Calls as models write them in any form."""
+    return "```json\n" + "\n".join(map(_object, calls)) + "\n```"
+
+
+def bare(calls: Sequence[Call]) -> str:
+    """The same without a fence."""
+    return _list("\n", "\n")(calls)
 
 
 def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **options: Any) -> CallReader:

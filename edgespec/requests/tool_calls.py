@@ -87,14 +87,14 @@ class Calls(Compilable):
         schemas = {each["name"]: _prepared(each) for each in functions}
         before, between, after = (each and _written(each, self.tokenizer) for each in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
-        calls = " | ".join(self.form.call(each, schemas[each["name"]]) for each in functions)
+        calls = " | ".join(map(self.form.call, functions))
         start = f"{before} call {more} {after}"
         rules = [f"call: {calls}", f"args: {_written('[ARGS]', self.tokenizer)}", _FREE]
         answer = Grammar([]) if self.answer is None else self.answer.grammar()
         if answer.parts:
             start += " | bare | @answer"
-            bare = (_in_json(each, schemas[each["name"]]) for each in functions)
-            rules.append(f"bare: {'call' if self.form.call is _in_json else ' | '.join(bare)}")
+            bare = "call" if self.form.call is _in_json else " | ".join(map(_in_json, functions))
+            rules.append(f"bare: {bare}")
         text = "\n".join([f"start: {start}", *rules])
         named = [{**part, "name": "answer"} for part in answer.parts]
         return Grammar([{"lark_grammar": text}, *named], {**answer.schemas, **schemas})
@@ -133,12 +133,13 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _prepared(function: Function) -> PreparedSchema:
+def _prepared(function: Function, root: str = "#") -> PreparedSchema:
     """The schema of a function's arguments, which are an object; RequestError where it is no JSON."""
-    given = table(function.get("parameters"))
-    parameters = {"type": "object", **(given or {"additionalProperties": False})}
+    parameters = table(function.get("parameters")) or {"additionalProperties": False}
+    if "$ref" not in parameters:
+        parameters = {"type": "object", **parameters}
     try:
-        return PreparedSchema(parameters, strict=function.get("strict") is True)
+        return PreparedSchema(parameters, strict=function.get("strict") is True, root=root)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
             f"the parameters of the tool {function['name']!r:.80} are no JSON ({error}); give a JSON schema"
@@ -149,16 +150,17 @@ def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def _in_json(function: Function, arguments: PreparedSchema, key: str = "arguments") -> str:
-    head = f'{{"name": {_quoted(function["name"])}, "{key}": '
-    return f'{_quoted(head)} {_json(arguments.grammar)} "}}"'
+def _in_json(function: Function, key: str = "arguments") -> str:
+    schemas = {"name": {"const": function["name"]}, key: _prepared(function, f"#/properties/{key}").grammar}
+    whole = {"type": "object", "properties": schemas, "required": [*schemas], "additionalProperties": False}
+    return _json({"x-guidance": schemas[key]["x-guidance"], **whole})
 
 
-def _in_args(function: Function, arguments: PreparedSchema) -> str:
-    return f"{_quoted(function['name'])} args {_json(arguments.grammar)}"
+def _in_args(function: Function) -> str:
+    return f"{_quoted(function['name'])} args {_json(_prepared(function).grammar)}"
 
 
-def _in_xml(function: Function, _: PreparedSchema) -> str:
+def _in_xml(function: Function) -> str:
     parameters, parts = table(function.get("parameters")), [_quoted(f"<function={function['name']}>\n")]
     required, whole = required_of(parameters), "#/$defs/parameters"
     for key, schema in properties_of(parameters).items():
@@ -188,14 +190,14 @@ class Form:
         tags: any of them begins calls.
         around: what is written before the first call, between two, and behind the last; between is None
             where the model writes one call only.
-        call: makes a grammar's rule of a call of a function, with the schema of its arguments.
+        call: makes a grammar's rule of a call of a function.
     """
 
     name: str
     shows: str
     tags: tuple[str, ...]
     around: tuple[str, str | None, str]
-    call: Callable[[Function, PreparedSchema], str] = _in_json
+    call: Callable[[Function], str] = _in_json
 
     @property
     def close(self) -> str:
