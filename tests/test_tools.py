@@ -405,7 +405,7 @@ def test_beside_a_format_an_answer_may_be_a_call(form: str, write: Write) -> Non
     shown = format_of(SHOWN[form])
     assert shown is not None
     answers: list[tuple[Compilable, str]] = [
-        (JsonSchema({"type": "object", "properties": {"a": {"type": "integer"}}}), '{"a": 1}'),
+        (JsonSchema({"properties": {"a": {"type": "integer"}}, "additionalProperties": False}), '{"a": 1}'),
         (AnyJson(), '{"b": [1]}'),
         (Choice(["yes", "no"]), "no"),
         (Regex("[0-9]+"), "12"),

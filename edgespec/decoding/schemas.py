@@ -24,6 +24,13 @@ _IDLE: Final[Mapping[str, Sequence[object]]] = {
     **dict.fromkeys(("uniqueItems", "not"), (False,)),
 }
 """Keywords that no grammar holds, and the values with which they change nothing."""
+_KEYWORDS: Final = {
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "x-guidance", "allOf", "anyOf", "oneOf"),
+    *("type", "enum", "const", "format", "pattern", "minLength", "maxLength", "multipleOf", "minimum"),
+    *("maximum", "exclusiveMinimum", "exclusiveMaximum", "properties", "patternProperties", "required"),
+    *("additionalProperties", "minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
+    *("minItems", "maxItems", *_IDLE),
+}
 _COUNTS: Final = ("minProperties", "maxProperties")
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 _ANNOTATIONS: Final = {
@@ -107,6 +114,13 @@ class PreparedSchema:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.partition("/")[0] == "#":
             schema["$ref"] = self._root + reference[1:]
+        if reference is not None:  # beside which llguidance minds what it does not know
+            again = (
+                {"type"}
+                if pointed(self._schema, {"$ref": reference}).get("type") == schema.get("type")
+                else ()
+            )
+            schema = {key: each for key, each in schema.items() if key in _KEYWORDS and key not in again}
         if schema.get("unevaluatedProperties") is False and not _COMBINING & schema.keys():
             schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
         if isinstance(names := schema.get("propertyNames"), dict):

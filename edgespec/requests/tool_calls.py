@@ -152,8 +152,9 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 def _in_json(function: Function, key: str = "arguments") -> str:
     schemas = {"name": {"const": function["name"]}, key: _prepared(function, f"#/properties/{key}").grammar}
+    options = schemas[key].pop("x-guidance")  # which have to stand outermost
     whole = {"type": "object", "properties": schemas, "required": [*schemas], "additionalProperties": False}
-    return _json({"x-guidance": schemas[key]["x-guidance"], **whole})
+    return _json({"x-guidance": options, **whole})
 
 
 def _in_args(function: Function) -> str:
@@ -173,7 +174,8 @@ def _in_xml(function: Function) -> str:
         else:
             held = PreparedSchema(schema, root=whole).grammar
             if '"$ref": ' in json.dumps(held):
-                held["$defs"] = {"parameters": PreparedSchema(parameters, root=whole).grammar}
+                held["$defs"] = {"parameters": _prepared(function, whole).grammar}
+                del held["$defs"]["parameters"]["x-guidance"]
             value = f"{_json(held)} {end}"
         part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
         parts.append(part if key in required else f"({part})?")
