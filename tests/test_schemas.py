@@ -68,7 +68,8 @@ def test_grammars_hold_what_they_can(schema: Schema, right: object, wrong: objec
     ("schema", "right", "wrong", "broken"),
     [
         (UNIQUE, [1, 2], [1, 2, 1], "uniqueItems at #"),
-        ({"type": "object", "properties": {"a": UNIQUE}}, {"a": [1]}, {"a": [1, 1]}, "uniqueItems at #/properties/a"),
+        ({"type": "object", "properties": {"a": UNIQUE}}, {"a": [1]}, {"a": [1, 1]},
+         "uniqueItems at #/properties/a"),
         ({"type": "array", "contains": {"const": 1}, "maxContains": 1}, [1, 2], [2], "contains at #"),
         ({"type": "integer", "not": {"multipleOf": 2}}, 3, 4, "not at #"),
         (CONDITION, {"a": True, "b": 1}, {"a": True}, "required at #/then"),

@@ -91,6 +91,8 @@ def test_a_template_tells_its_form(form: str) -> None:
         ("hermes", ADD, None, []),  # no tool of that name
         ("hermes", BARE, "", [DONE]),
         ("hermes", f"\n{BARE}\n", "", [DONE]),
+        ("hermes", f"{{{BARE}}}", "", [DONE]),
+        ("hermes", f"<tool_call>\n{{{BARE}}}\n</tool_call>", "", [DONE]),
         ("hermes", f"```json\n{BARE}\n```", "", [DONE]),
         ("hermes", f"I call:\n```\n[{BARE}, {BARE}]\n```\nso.", "I call:\nso.", [DONE, DONE]),
         ("hermes", f"```json\n{BARE}\n{BARE}\n```", "", [DONE, DONE]),

@@ -229,6 +229,8 @@ class _Block:
         Behind a tag they may be missing, and other keys be there.
         """
         call, is_bare, is_whole = self._begin(), not self.tag.strip() or self.is_fenced, False
+        is_doubled = self._take("{{")  # as some templates show braces, and models then write them
+        self._at -= is_doubled
         for _ in self._items("{", "}"):
             key = self._key()
             if key == "name" and not call.name:
@@ -246,6 +248,8 @@ class _Block:
         if is_bare and not is_whole:
             raise ValueError("no arguments")
         self._end(call)
+        if is_doubled and self._take("}"):
+            self.settled = self._at
 
     def _named(self) -> None:
         """``name[CALL_ID]id[ARGS]{..}``; only the name has to be there."""
