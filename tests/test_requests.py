@@ -296,9 +296,8 @@ def test_a_call_can_be_required(tmp_path: Path, source: str, options: dict[str, 
             assert call.arguments["colour"] in ("red", "green") and call.arguments["coats"] in (1, 2)
         twice = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"const": 1}, "uniqueItems": True}
         form = edgespec.JsonSchema(twice)
-        answer = model.chat(
-            ASK, tools=[BOUNDED], tool_choice="required", response_format=form, max_tokens=300
-        )
+        wanted: Any = {"response_format": form, "max_tokens": 300}
+        answer = model.chat(ASK, tools=[BOUNDED], tool_choice="required", **wanted)
         assert answer.tool_calls and answer.stats.schema_problems == ()
         for tools in ([BOUNDED], ()):
             answer = model.chat(ASK, tools=tools, **wanted)

@@ -6,7 +6,7 @@ left out of its grammar. What can be checked of them is checked when the answer 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 Schema = dict[str, Any]
@@ -45,7 +45,7 @@ _BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiv
 _FARTHEST: Final = 9 * 10**18
 """llguidance compiles no bound beyond it. A nearer one takes its place: what fits that fits the schema."""
 _MOST_REFERENCES: Final = 10_000  # that a check follows; a hostile schema can ask for any number
-_UNSURE: Final = re.compile(r'"(?:pattern|patternProperties|format)": ')
+_UNSURE: Final = re.compile(r'"(?:pattern|patternProperties|additionalProperties|format)": ')
 _REGEX: Final = re.compile(
     r"\\u(?P<high>[dD][89abAB]\w\w)\\u[dD][c-fC-F]\w\w|\\c(?P<control>[a-zA-Z])|\\[pPux]\{[^}]*\}|\\."
     r"|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?(?P<look><?[=!])|\(\?>|[()]|\{\d+(?:,\d*)?\}|.",
@@ -99,11 +99,12 @@ class PreparedSchema:
 
     def problems(self, value: object) -> Iterator[str]:
         """What ``value``, which the grammar let be written, breaks of the rest; what cannot be checked."""
-        sure = list(filter(self._is_sure, self.unheld))
-        yield from (f"{each} is not held" for each in self.unheld if each not in sure)
+        unsure = {each.keyword for each in self.unheld if not self._can_check(each)}
+        yield from (f"{each} is not held" for each in self.unheld if each.keyword in unsure)
+        sure = [each for each in self.unheld if each.keyword not in unsure]
         if sure:
             try:
-                yield from [f"the answer breaks {each}" for each in _broken(self._checked_part(), value)]
+                yield from [f"the answer breaks {each}" for each in _broken(self._schema, value, unsure)]
             except Exception:  # noqa: BLE001 - schemas come from elsewhere, and no answer is lost for them
                 yield from (f"{each} could not be checked" for each in sure)
 
@@ -115,12 +116,7 @@ class PreparedSchema:
         if isinstance(reference, str) and reference.partition("/")[0] == "#":
             schema["$ref"] = self._root + reference[1:]
         if reference is not None:  # beside which llguidance minds what it does not know
-            again = (
-                {"type"}
-                if pointed(self._schema, {"$ref": reference}).get("type") == schema.get("type")
-                else ()
-            )
-            schema = {key: each for key, each in schema.items() if key in _KEYWORDS and key not in again}
+            schema = {key: each for key, each in schema.items() if key in _KEYWORDS}
         if schema.get("unevaluatedProperties") is False and not _COMBINING & schema.keys():
             schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
         if isinstance(names := schema.get("propertyNames"), dict):
@@ -158,30 +154,11 @@ class PreparedSchema:
             self.unheld.append(Unheld(place, "oneOf", schema["oneOf"]))
         return schema
 
-    def _is_sure(self, part: Unheld) -> bool:
-        """Whether a check can tell: of patterns it cannot, since those of strangers may take forever."""
+    def _can_check(self, part: Unheld) -> bool:
+        """Whether a check can tell; of patterns it cannot, since those of strangers may take forever."""
         text = json.dumps(part.value)
         depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
-        unsure = _UNSURE.search(json.dumps(self._schema) if depends else text)
-        return part.value is not None and not unsure
-
-    def _checked_part(self) -> Any:
-        """The schema without what cannot be checked."""
-        unsure = {(each.place, each.keyword) for each in self.unheld if not self._is_sure(each)}
-
-        def change(schema: Schema, place: str) -> Schema:
-            kept = {key: each for key, each in schema.items() if (place, key) not in unsure}
-            if "oneOf" in schema and "oneOf" not in kept:
-                kept["allOf"] = [*kept.get("allOf", ()), {"anyOf": schema["oneOf"]}]
-            if "patternProperties" in kept:  # the grammar holds all that is said of further properties
-                for key in ("patternProperties", "additionalProperties", "unevaluatedProperties"):
-                    kept.pop(key, None)
-            drop = [
-                key for key in kept if key == "pattern" or (key in _BOUNDS and isinstance(kept[key], bool))
-            ]
-            return {key: each for key, each in kept.items() if key not in drop}
-
-        return _copied(self._schema, "#", change)
+        return part.value is not None and not _UNSURE.search(json.dumps(self._schema) if depends else text)
 
 
 def pointed(root: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -236,9 +213,6 @@ def _name_properties(schema: Schema, names: Mapping[str, Any]) -> None:
         return
     if rules.keys() == {"pattern"}:
         named = {"patternProperties": {rules["pattern"]: others}}
-    elif rules and rules.keys() <= {"minLength", "maxLength"}:
-        length = f"^[\\s\\S]{{{rules.get('minLength', 0)},{rules.get('maxLength', '')}}}$"
-        named = {"patternProperties": {length: others}}
     elif rules.keys() in ({"enum"}, {"const"}):
         named = {"properties": dict.fromkeys(map(str, rules.get("enum") or [rules.get("const")]), others)}
     if bool(named) == bool(rules) and not (named and {"properties", "patternProperties"} & schema.keys()):
@@ -278,34 +252,30 @@ def _compiles(pattern: str) -> bool:
     return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
-def _broken(schema: Any, value: object) -> list[str]:
-    """Keywords that a value breaks, and where in the schema they stand."""
+def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]:
+    """Keywords that a value breaks, and where in the schema they stand; ``unsure`` ones are not looked at."""
     from jsonschema import Draft202012Validator, ValidationError, validators
     from referencing.jsonschema import EMPTY_REGISTRY  # nothing is fetched
 
     kind, left = validators.validator_for(schema, default=Draft202012Validator), [_MOST_REFERENCES]
 
-    def bounded(keyword: str) -> Callable[..., Any]:
-        def follow(*arguments: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise RecursionError
-            return kind.VALIDATORS[keyword](*arguments)
-
-        return follow
+    def follow(validator: Any, reference: Any, *place: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RecursionError
+        return kind.VALIDATORS["$ref"](validator, reference, *place)
 
     def unique(_: Any, wanted: object, items: Any, __: Any) -> Iterator[ValidationError]:
         texts = [json.dumps(each, sort_keys=True) for each in items] if isinstance(items, list) else []
         if wanted is True and len({*texts}) < len(texts):  # jsonschema's own may take the square of the time
             yield ValidationError("not unique")
 
-    own = {key: bounded(key) for key in ("$ref", "$dynamicRef") if key in kind.VALIDATORS}
-    validator = validators.extend(kind, own | {"uniqueItems": unique})(schema, registry=EMPTY_REGISTRY)
-    found = {
-        f"{error.validator} at {'/'.join(['#', *map(str, [*error.absolute_schema_path][:-1])])}"
-        for error in validator.iter_errors(value)
-    }
-    return sorted(found)
+    left_out = dict.fromkeys((*unsure, "pattern", "patternProperties", "additionalProperties", "$dynamicRef"))
+    own = {**left_out, "$ref": follow, "uniqueItems": unique}
+    validator = validators.extend(kind, own)(schema, registry=EMPTY_REGISTRY)
+    errors = (each for each in validator.iter_errors(value) if each.validator not in _BOUNDS)
+    paths = {error: "/".join(["#", *map(str, [*error.absolute_schema_path][:-1])]) for error in errors}
+    return sorted({f"{error.validator} at {path}" for error, path in paths.items()})
 
 
 def _plain(value: object) -> object:
