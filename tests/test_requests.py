@@ -299,8 +299,8 @@ def test_a_call_can_be_required(tmp_path: Path, source: str, options: dict[str, 
         wanted: Any = {"response_format": form, "max_tokens": 300}
         answer = model.chat(ASK, tools=[BOUNDED], tool_choice="required", **wanted)
         assert answer.tool_calls and answer.stats.schema_problems == ()
-        for tools in ([BOUNDED], ()):
-            answer = model.chat(ASK, tools=tools, **wanted)
+        for given in ([BOUNDED], ()):
+            answer = model.chat(ASK, tools=given, **wanted)
             assert answer.tool_calls or answer.content == "[1, 1]"
             broken = () if answer.tool_calls else ("the answer breaks uniqueItems at #",)
             assert answer.stats.schema_problems == broken

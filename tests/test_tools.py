@@ -379,7 +379,7 @@ REFERRING: dict[str, Any] = {
 }
 REFERRING["properties"]["at"] |= {"additionalProperties": False, "$defs": {"a/b": {"type": "boolean"}}}
 REFERRED: dict[str, Any] = {"$ref": "#/$defs/Whole", "$defs": {"Whole": REFERRING, **REFERRING["$defs"]}}
-LEAF = {"at": {"x": 1}, "to": {"x": 2}}
+LEAF: dict[str, Any] = {"at": {"x": 1}, "to": {"x": 2}}
 
 
 @pytest.mark.parametrize("parameters", [REFERRING, REFERRED], ids=["itself", "by reference"])
@@ -391,10 +391,14 @@ def test_references_within_a_tools_schema_hold(form: str, write: Write, paramete
         parameters = json.loads(json.dumps(REFERRED).replace("#/properties", "#/$defs/Whole/properties"))
     tool: dict[str, Any] = {"type": "function", "function": {"name": "draw", "parameters": parameters}}
     wanted = Calls(shown, [tool], TOKENIZER)
-    right = LEAF | {"leaf": True}
+    right: dict[str, Any] = LEAF | {"leaf": True}
     if parameters is not REFERRED:
         right |= {"below": [LEAF], "size": "1"}
-    wrong = [LEAF | {"to": {"y": 2}}, LEAF | {"below": [{"name": "draw"}]}, LEAF | {"leaf": 1}]
+    wrong: list[dict[str, Any]] = [
+        LEAF | {"to": {"y": 2}},
+        LEAF | {"below": [{"name": "draw"}]},
+        LEAF | {"leaf": 1},
+    ]
     assert follows(wanted, write([("draw", right)]))
     assert not any(follows(wanted, write([("draw", each)])) for each in wrong)
     reader = reader_of(SHOWN[form], [tool])
