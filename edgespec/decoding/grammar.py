@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec.decoding.sampling import RowStep
-from edgespec.decoding.schemas import PreparedSchema
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import Checked, form, length
 from edgespec_models.text.tokenizer import Tokenizer
@@ -26,6 +25,7 @@ from edgespec_runtimes.kv_cache import shared_length
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from edgespec.decoding.schemas import PreparedSchema
 
 _LONGEST: Final = 262_144
 """Characters of a format, at most."""
@@ -44,7 +44,7 @@ class Grammar:
     """
 
     parts: Sequence[Mapping[str, Any]]
-    schemas: Mapping[str, PreparedSchema] = field(default_factory=dict)
+    schemas: Mapping[str, "PreparedSchema"] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -75,6 +75,8 @@ class JsonSchema(Checked):
         Raises:
             RequestError: the schema is not a JSON object.
         """
+        from edgespec.decoding.schemas import PreparedSchema
+
         try:
             schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
             if not isinstance(schema, Mapping):
@@ -198,7 +200,7 @@ class Constraint(RowStep, Protocol):
     :class:`Grammar` has them.
     """
 
-    schemas: Mapping[str, PreparedSchema] = MappingProxyType({})
+    schemas: Mapping[str, "PreparedSchema"] = MappingProxyType({})
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether nothing can follow ``tokens``, all that are committed, but a token that ends the text."""
@@ -220,7 +222,7 @@ class GrammarConstraint(Constraint):
     """
 
     def __init__(
-        self, matcher: "LLMatcher", ends: Collection[int], schemas: Mapping[str, PreparedSchema]
+        self, matcher: "LLMatcher", ends: Collection[int], schemas: Mapping[str, "PreparedSchema"]
     ) -> None:
         self._matcher, self._ends, self.schemas = matcher, ends, schemas
         self._prompt_length: int | None = None
@@ -348,7 +350,7 @@ class Grammars:
         self._tell(schemas)
         return constraint
 
-    def _tell(self, schemas: Mapping[str, PreparedSchema]) -> None:
+    def _tell(self, schemas: Mapping[str, "PreparedSchema"]) -> None:
         """Refuse schemas that are to be held whole and are not; log what is not held, once."""
         for name, schema in schemas.items():
             if schema.strict and schema.unheld:
@@ -395,7 +397,7 @@ def _called(name: str) -> str:
     return f"the schema of the tool {name!r:.80}" if name else "the response_format"
 
 
-def _said_of(schema: PreparedSchema) -> tuple[bool, list[str]]:
+def _said_of(schema: "PreparedSchema") -> tuple[bool, list[str]]:
     """Whether llguidance refuses a schema alone, and what it says."""
     from llguidance import LLMatcher
 
@@ -404,7 +406,7 @@ def _said_of(schema: PreparedSchema) -> tuple[bool, list[str]]:
     return is_wrong, list(said)
 
 
-def _refused(schemas: Mapping[str, PreparedSchema], error: str) -> RequestError:
+def _refused(schemas: Mapping[str, "PreparedSchema"], error: str) -> RequestError:
     """A grammar that does not compile, or leads nowhere: with the schema that is the cause, if one is."""
     for name, schema in schemas.items():
         is_wrong, said = _said_of(schema)

@@ -81,8 +81,9 @@ class PreparedSchema:
     """
 
     def __init__(self, schema: Mapping[str, Any], *, strict: bool = False, root: str = "#") -> None:
-        self._schema: Schema = json.loads(json.dumps(schema, allow_nan=False, default=_plain))
-        self._root, self.strict = root, strict
+        text = json.dumps(schema, allow_nan=False, default=_plain)
+        self._schema: Schema = json.loads(text)
+        self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
         self.unheld = list[Unheld]()
         held = _copied(self._schema, "#", self._held)
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
@@ -158,7 +159,7 @@ class PreparedSchema:
         """Whether a check can tell; of patterns it cannot, since those of strangers may take forever."""
         text = json.dumps(part.value)
         depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
-        return part.value is not None and not _UNSURE.search(json.dumps(self._schema) if depends else text)
+        return part.value is not None and not (_UNSURE.search(text) or (depends and self._is_unsure))
 
 
 def pointed(root: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
