@@ -12,6 +12,16 @@ from edgespec_models.errors import RequestError
 from tests.test_grammar import BYTE, GRAMMARS, spelled
 
 Schema = dict[str, Any]
+BESIDE: Schema = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "array", "uniqueItems": True, "items": {"type": "string", "pattern": "^[ab]$"}},
+        "b": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
+        "c": {"type": "string", "pattern": "(?=x).y?"},
+    },
+    "patternProperties": {"^x": {"type": "null"}},
+    "additionalProperties": False,
+}
 UNIQUE: Schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 NUMBER: Schema = {"type": "number"}
 CONDITION: Schema = {
@@ -89,6 +99,17 @@ def test_what_no_grammar_holds_is_checked_behind_the_answer(
     assert writes(schema, right) and writes(schema, wrong)
     assert problems(schema, right) == []
     assert problems(schema, wrong) == [f"the answer breaks {broken}"]
+
+
+def test_a_check_says_nothing_of_what_the_grammar_holds() -> None:
+    value = {"a": ["a", "b"], "b": 0.5, "c": "x", "x": None}
+    assert writes(BESIDE, value)
+    named = "pattern at #/properties/c is not held"
+    assert problems(BESIDE, value) == [named]
+    assert problems(BESIDE, value | {"a": ["b", "b"]}) == [
+        named,
+        "the answer breaks uniqueItems at #/properties/a",
+    ]
 
 
 @pytest.mark.parametrize(

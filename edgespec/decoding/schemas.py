@@ -254,7 +254,7 @@ def _compiles(pattern: str) -> bool:
 
 
 def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]:
-    """Keywords that a value breaks, and where in the schema they stand; ``unsure`` ones are not looked at."""
+    """Keywords that a value breaks, and where in the schema they stand; ``unsure`` ones are left out."""
     from jsonschema import Draft202012Validator, ValidationError, validators
     from referencing.jsonschema import EMPTY_REGISTRY  # nothing is fetched
 
@@ -271,8 +271,8 @@ def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]
         if wanted is True and len({*texts}) < len(texts):  # jsonschema's own may take the square of the time
             yield ValidationError("not unique")
 
-    left_out = dict.fromkeys((*unsure, "pattern", "patternProperties", "additionalProperties", "$dynamicRef"))
-    own = {**left_out, "$ref": follow, "uniqueItems": unique}
+    held = (*unsure, "pattern", "patternProperties", "additionalProperties", "$dynamicRef")
+    own = {**dict.fromkeys(held, lambda *_: ()), "$ref": follow, "uniqueItems": unique}
     validator = validators.extend(kind, own)(schema, registry=EMPTY_REGISTRY)
     errors = (each for each in validator.iter_errors(value) if each.validator not in _BOUNDS)
     paths = {error: "/".join(["#", *map(str, [*error.absolute_schema_path][:-1])]) for error in errors}

@@ -49,11 +49,6 @@ class AnswerReader:
         return self._streams[0].stop_string
 
     @property
-    def cut_call(self) -> str:
-        """The text of a call that broke off, of which parts were given out: what streams do not say again."""
-        return "" if self._calls is None else self._calls.cut
-
-    @property
     def ended(self) -> bool:
         """Whether what follows is not read: a stop string, the last call, or a fill's end came."""
         over = self._streams[0].stopped or (self._calls is not None and self._calls.complete)

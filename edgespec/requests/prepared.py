@@ -154,7 +154,8 @@ class PreparedRequest:
             self._reader.stop_string,
             tokens,
             tuple(self._reader.called),
-            "".join(record.content for record in self._records) + self._reader.cut_call,
+            "".join(record.content for record in self._records)
+            + ("" if self.calls is None else self.calls.cut),
             thoughts=thoughts,
             prompt=self._records[0].prompt if self._records else (),
         )

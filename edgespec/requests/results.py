@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -55,10 +55,6 @@ class ToolCall:
     id: str
     name: str
     arguments: Mapping[str, Any]
-
-    def of_choice(self, index: int) -> "ToolCall":
-        """The same call in another of several answers, with an identifier of its own."""
-        return replace(self, id=choice_id(self.id, index))
 
     def to_message(self) -> dict[str, Any]:
         """The call as an item of ``tool_calls`` in an assistant's message."""
