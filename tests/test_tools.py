@@ -366,6 +366,7 @@ def test_grammars_want_calls_whose_arguments_fit(form: str, write: Write) -> Non
 
 
 REFERRING: dict[str, Any] = {
+    "$id": "https://example.com/draw.json",
     "type": "object",
     "properties": {
         "at": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
@@ -378,7 +379,8 @@ REFERRING: dict[str, Any] = {
     "$defs": {"Size": {"enum": ["1", "big"]}},
 }
 REFERRING["properties"]["at"] |= {"additionalProperties": False, "$defs": {"a/b": {"type": "boolean"}}}
-REFERRED: dict[str, Any] = {"$ref": "#/$defs/Whole", "$defs": {"Whole": REFERRING, **REFERRING["$defs"]}}
+WHOLE = {key: each for key, each in REFERRING.items() if key != "$id"}
+REFERRED: dict[str, Any] = {"$ref": "#/$defs/Whole", "$defs": {"Whole": WHOLE, **WHOLE["$defs"]}}
 LEAF: dict[str, Any] = {"at": {"x": 1}, "to": {"x": 2}}
 
 

@@ -88,6 +88,8 @@ class PreparedSchema:
         held = _copied(self._schema, "#", self._held)
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
         options = self.grammar.get("x-guidance", SPACING)
+        if root != "#":
+            self.grammar.pop("$id", None)  # references would be led into it
         self.grammar["x-guidance"] = _LENIENT | options if isinstance(options, dict) else options
 
     def warned(self, warnings: Sequence[str]) -> None:
@@ -185,7 +187,7 @@ def _step(at: object, name: str) -> object:
     return at.get(name) if isinstance(at, Mapping) else None
 
 
-def escaped(name: str) -> str:
+def _escaped(name: str) -> str:
     """A property's name in a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
@@ -197,7 +199,7 @@ def _copied(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> An
     copy = dict(schema)
     for key, value in schema.items():
         if key in _TABLES and isinstance(value, dict):
-            copy[key] = {k: _copied(v, f"{place}/{key}/{escaped(k)}", change) for k, v in value.items()}
+            copy[key] = {k: _copied(v, f"{place}/{key}/{_escaped(k)}", change) for k, v in value.items()}
         elif key in _LISTS and isinstance(value, list):
             copy[key] = [_copied(each, f"{place}/{key}/{at}", change) for at, each in enumerate(value)]
         elif key in _WITHIN:
