@@ -104,9 +104,20 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("functools", _list("functools", "")),
     ("llama3", _list("", "", _python)),
     ("llama3", lambda calls: "; ".join(_object(call, "parameters") for call in calls)),
+    ("llama3", lambda calls: "\n".join(_object(call, "parameters") for call in calls)),
     ("llama3", lambda calls: "<|python_tag|>" + "; ".join(_object(call, "parameters") for call in calls)),
 )
 """Names of forms, and ways to write calls in them."""
+
+
+def fenced(calls: Sequence[Call]) -> str:
+    """Calls as models write them in any form."""
+    return "```json\n" + "\n".join(map(_object, calls)) + "\n```"
+
+
+def bare(calls: Sequence[Call]) -> str:
+    """The same without a fence."""
+    return _list("\n", "\n")(calls)
 
 
 def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **options: Any) -> CallReader:
@@ -117,12 +128,12 @@ def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **optio
 
 
 def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall], list[CallPart]]:
-    """What is shown of an answer that comes in ``pieces``, its calls, and their parts as they came."""
+    """What is text of an answer that comes in ``pieces``, its calls, and their parts as they came."""
     reader, shown, parts = reader_of(SHOWN[form], **options), "", list[CallPart]()
     for at, piece in enumerate([*pieces, ""]):
         more, new = reader.push(piece, final=at == len(pieces))
         shown, parts = shown + more, parts + new
-    return shown, reader.calls, parts
+    return shown + reader.cut, reader.calls, parts
 
 
 def joined(parts: Sequence[CallPart]) -> list[tuple[str, str, str]]:

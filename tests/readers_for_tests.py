@@ -19,7 +19,7 @@ from edgespec.cli import inspect
 from edgespec.history.manage import History
 from edgespec.requests.call_reading import CallReader
 from edgespec.requests.request import Request
-from edgespec.requests.tool_calls import calls_grammar, check_tools, format_of
+from edgespec.requests.tool_calls import Calls, check_tools, format_of
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions
 from edgespec_export.sources.checkpoint import Checkpoint
@@ -319,7 +319,7 @@ def tools(_: Path) -> Reader:
         )
         shown = [reader.push(answer[at : at + 5])[0] for at in range(0, len(answer), 5)]
         shown += reader.push("", final=True)[0]
-        calls_grammar(form, given, toy_tokenizer(), several=True)
+        Calls(form, given, toy_tokenizer(), several=True).grammar()
         json.dumps([shown, *(each.to_message() for each in reader.calls)], ensure_ascii=False).encode()
 
     seeds = [packed({"form": form, "tools": TOOLS, "answer": text}) for form, text in answers.items()]

@@ -107,7 +107,7 @@ BAD: list[tuple[Callable[[], ResponseFormat], str]] = [
     (lambda: JsonSchema({"$ref": "https://example.com/schema"}), "example.com"),
     (lambda: JsonSchema({"x-guidance": 3}), "cannot be followed"),
     (lambda: JsonSchema({"type": "integer", "minimum": 3, "maximum": 1}), "cannot be followed"),
-    (lambda: JsonSchema({"pattern": "(?=a)", "type": "string"}), "cannot be followed"),
+    (lambda: JsonSchema({"pattern": "(?=a)", "type": "string"}, strict=True), "strictly: .*pattern at #;"),
     (lambda: Regex("(a"), "cannot be followed"),
     (lambda: Regex("(?<=a)b"), "cannot be followed"),
     (lambda: Lark("begin: 1"), "cannot be followed"),

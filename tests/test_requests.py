@@ -294,5 +294,17 @@ def test_a_call_can_be_required(tmp_path: Path, source: str, options: dict[str, 
             (call,) = answers[0].tool_calls
             assert call.name == "paint" and answers[0].content == ""
             assert call.arguments["colour"] in ("red", "green") and call.arguments["coats"] in (1, 2)
-        with pytest.raises(RequestError, match="both say what the answer is"):
-            model.chat(ASK, tools=[BOUNDED], tool_choice="required", response_format=edgespec.AnyJson())
+        twice = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"const": 1}, "uniqueItems": True}
+        form = edgespec.JsonSchema(twice)
+        wanted: Any = {"response_format": form, "max_tokens": 300}
+        answer = model.chat(ASK, tools=[BOUNDED], tool_choice="required", **wanted)
+        assert answer.tool_calls and answer.stats.schema_problems == ()
+        for given in ([BOUNDED], ()):
+            answer = model.chat(ASK, tools=given, **wanted)
+            assert answer.tool_calls or answer.content == "[1, 1]"
+            broken = () if answer.tool_calls else ("the answer breaks uniqueItems at #",)
+            assert answer.stats.schema_problems == broken
+        assert not answer.tool_calls
+        stream = model.stream_chat(ASK, tools=[BOUNDED], tool_choice="required", max_tokens=20)
+        shown = "".join(record.content for record in stream.records())
+        assert stream.result.content.startswith(shown) and not stream.result.tool_calls

@@ -1,6 +1,7 @@
 """What the server shows of an answer: calls of tools as they come, and every character by its token."""
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Record, TokenRecord
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import ask, events, question, said, serving, tokenizer
+from tests.serving_for_tests import ask, events, named_events, question, said, serving, tokenizer
 from tests.templates_for_tests import HERMES
 
 CHAT = "/v1/chat/completions"
@@ -57,6 +58,128 @@ def test_calls_come_in_openais_form_streamed_or_not(url: str) -> None:
     for *head, pieces in calls:
         assert head[1:] == ["function", "weather"] and len(pieces) > 3
         assert json.loads("".join(pieces)) == ARGUMENTS
+
+
+def test_a_call_in_a_fence_is_a_call_in_all_apis_streamed_or_not(url: str) -> None:
+    call = '{"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}}'
+    text = f"see\n```json\n{call}\n```"
+    answers = calls_by_api(url, text)
+    assert len(answers) == 6
+    for content, calls in answers:
+        assert content.strip() == "re: see"
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", ARGUMENTS)]
+
+
+def test_a_call_that_was_cut_is_said_once_in_all_apis(url: str) -> None:
+    """As text; but what a stream gave out as a call is not said again."""
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bo'
+    for at, (content, calls) in enumerate(calls_by_api(url, text)):
+        if at % 2:
+            (cut,) = calls
+            assert content.strip() == "re:" and cut == ("weather", '{"city": "Bo')
+        else:
+            assert content == f"re: {text}" and calls == []
+
+
+def calls_by_api(url: str, text: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The content and the calls of an answer, by each API, whole and streamed."""
+    function = WEATHER["function"]
+    answers = list[tuple[str, list[tuple[str, str]]]]()
+    whole = ask(url, CHAT, question(text, tools=[WEATHER])).json["choices"][0]["message"]
+    functions = [call["function"] for call in whole.get("tool_calls", ())]
+    answers.append((whole["content"] or "", [(each["name"], each["arguments"]) for each in functions]))
+    content, parts = "", dict[int, tuple[str, str]]()
+    for chunk in events(ask(url, CHAT, question(text, tools=[WEATHER], stream=True)))[:-1]:
+        delta = chunk["choices"][0]["delta"]
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            name, arguments = parts.get(part["index"], (part["function"].get("name"), ""))
+            parts[part["index"]] = (name, arguments + part["function"]["arguments"])
+    answers.append((content, [*parts.values()]))
+    body: dict[str, Any] = {"model": "served", "input": text, "tools": [{"type": "function", **function}]}
+    items = ask(url, "/v1/responses", body).json["output"]
+    stream = named_events(ask(url, "/v1/responses", body | {"stream": True}))
+    for each in (items, stream[-1]["response"]["output"]):
+        content = "".join(item["content"][0]["text"] for item in each if item["type"] == "message")
+        calls = [(item["name"], item["arguments"]) for item in each if item["type"] == "function_call"]
+        answers.append((content, calls))
+    tool = {"name": "weather", "input_schema": function["parameters"]}
+    body = {"model": "served", "messages": [{"role": "user", "content": text}], "tools": [tool]}
+    blocks = ask(url, "/v1/messages", body).json["content"]
+    content = "".join(block["text"] for block in blocks if block["type"] == "text")
+    used = [block for block in blocks if block["type"] == "tool_use"]
+    answers.append((content, [(block["name"], json.dumps(block["input"])) for block in used]))
+    content, calls = "", []
+    for event in named_events(ask(url, "/v1/messages", body | {"stream": True})):
+        block, delta = event.get("content_block", {}), event.get("delta", {})
+        content += delta.get("text", "")
+        if block.get("type") == "tool_use":
+            calls.append((block["name"], ""))
+        if "partial_json" in delta:
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta["partial_json"])
+    answers.append((content, calls))
+    return answers
+
+
+def test_identifiers_of_calls_differ_between_choices(url: str) -> None:
+    asked = question(CALL, tools=[WEATHER], n=3)
+    whole = [choice["message"]["tool_calls"][0]["id"] for choice in ask(url, CHAT, asked).json["choices"]]
+    streamed = dict[int, str]()
+    for chunk in events(ask(url, CHAT, asked | {"stream": True}))[:-1]:
+        for choice in chunk["choices"]:
+            for part in choice["delta"].get("tool_calls", ()):
+                streamed |= {choice["index"]: part["id"]} if "id" in part else {}
+    assert whole == [streamed[at] for at in range(3)] and len({*whole}) == 3
+    assert all(len(each) == 9 and each.isalnum() for each in whole)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "wrong"),
+    [
+        ({"type": "json_object", "schema": SCHEMA}, None),
+        ({"type": "json_object", "json_schema": {"schema": SCHEMA}}, None),
+        ({"type": "json_schema", "schema": SCHEMA, "name": "n", "strict": True}, None),
+        ({"type": "json_schema", "json_schema": {"name": "n", "description": "d", "schema": SCHEMA}}, None),
+        ({"type": "json_object", "nonsense": 1}, "the unknown field 'nonsense'"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": SCHEMA, "nonsense": 1}},
+            "the unknown field 'nonsense'",
+        ),
+        ({"type": "text", "schema": SCHEMA}, "the unknown field 'schema'"),
+        ({"type": "json_object", "schema": 3}, "json_object.*; allowed"),
+        ({"type": "json_schema", "json_schema": 3}, "json_schema.*; allowed"),
+    ],
+)
+def test_a_form_is_followed_or_refused(form: dict[str, Any], wrong: str | None) -> None:
+    model = toy_model(toy_session(context=2000))
+    model.target.chat_template = ChatTemplate(HERMES.replace("think>", "plan>"))  # which does not think
+    asked = {"model": "toy", "max_tokens": 40}
+    hi = [{"role": "user", "content": "hi"}]
+    bodies = [(CHAT, asked | {"messages": hi, "response_format": form})]
+    if "json_schema" not in form:
+        bodies.append(("/v1/responses", {"model": "toy", "input": "hi", "text": {"format": form}}))
+        bodies.append(("/v1/messages", asked | {"messages": hi, "output_config": {"format": form}}))
+    with serving(model) as url:
+        for path, body in bodies:
+            reply = ask(url, path, body)
+            if wrong is not None:
+                assert reply.status == 400 and re.search(f"format (has|is).*{wrong}", reply.error)
+                continue
+            answer = reply.json
+            text = (
+                answer["choices"][0]["message"]["content"]
+                if path == CHAT
+                else (answer.get("output") or [answer])[0]["content"][0]["text"]
+            )
+            assert json.loads(text) in ({"a": "x"}, {"a": "y"})
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

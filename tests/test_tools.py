@@ -1,27 +1,31 @@
 """Tools through the model's template, and calls read out of answers, in each form that models write."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.grammar import Grammars, Lark
+from edgespec.decoding.grammar import AnyJson, Choice, Compilable, Grammars, JsonSchema, Lark, Regex
 from edgespec.requests.answer_reading import AnswerReader
-from edgespec.requests.tool_calls import calls_grammar, check_tools, format_of
+from edgespec.requests.tool_calls import Calls, check_tools, format_of
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.calls_for_tests import (
+    DO,
     PIECES,
     REST,
     WRITERS,
     Call,
     Write,
+    bare,
     calls,
     cut,
+    fenced,
     joined,
     read,
     reader_of,
@@ -34,6 +38,7 @@ CONTROL = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]
 TOKENIZER = Tokenizer.from_json(byte_level_json(specials=CONTROL))
 (END,) = TOKENIZER.encode("<|im_end|>", special=True)
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
+BARE = '{"name": "do_it", "arguments": {"number": 1}}'
 DONE = ("do_it", {"number": 1})
 ASK = [{"role": "user", "content": "1 + 2?"}]
 
@@ -42,7 +47,7 @@ HALVES = (
     r'{"a\ud800": ["\ud83d\ude00", "\udc00b"], "b": "0123456789\ud83d\ude00\ud83d"}'  # of characters are none
 )
 HALVED = {"a\ufffd": ["😀", "\ufffdb"], "b": "0123456789😀\ufffd"}
-Calls = list[tuple[str, Any]]
+Called = list[tuple[str, Any]]
 
 
 def called(arguments: str) -> str:
@@ -83,7 +88,26 @@ def test_a_template_tells_its_form(form: str) -> None:
         ("hermes", called('{"a": 1e999}'), None, []),
         ("hermes", called('"[1]"'), None, []),
         ("hermes", called('{"a": ' + "[" * 99 + "]" * 99 + "}"), None, []),
-        ("hermes", ADD, None, []),
+        ("hermes", ADD, None, []),  # no tool of that name
+        ("hermes", BARE, "", [DONE]),
+        ("hermes", f"\n{BARE}\n", "", [DONE]),
+        ("hermes", f"{{{BARE}}}", "", [DONE]),
+        ("hermes", f"<tool_call>\n{{{BARE}}}\n</tool_call>", "", [DONE]),
+        ("hermes", f"```json\n{BARE}\n```", "", [DONE]),
+        ("hermes", f"I call:\n```\n[{BARE}, {BARE}]\n```\nso.", "I call:\nso.", [DONE, DONE]),
+        ("hermes", f"```json\n{BARE}\n{BARE}\n```", "", [DONE, DONE]),
+        ("hermes", f"```json\n{BARE}", "", [DONE]),
+        ("hermes", f"See:\n{BARE}", None, []),
+        ("hermes", f"see ```{BARE}```", None, []),
+        ("hermes", '{"name": "rest"}', None, []),
+        ("hermes", '{"name": "rest", "arguments": [1]}', None, []),
+        ("hermes", '{"name": "rest", "arguments": {}, "why": 1}', None, []),
+        ("hermes", '{"type": "function", "name": "rest", "arguments": {}}', "", [("rest", {})]),
+        ("hermes", '{"name": "Ada", "age": 36}', None, []),
+        ("hermes", f"```python\nx = {BARE}\n```", None, []),
+        ("hermes", f"{called('{}')}\n```json\n{BARE}\n```", f"```json\n{BARE}\n```", [("f", {})]),
+        ("llama3", f"```json\n{BARE}\n```", "", [DONE]),
+        ("smollm3", "<code>\n</code>", None, []),
         ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1}', "", [("add", {"a": 1})]),
         ("mistral", f"[TOOL_CALLS] [{ADD}, {{", ", {", 1),
         ("mistral", "[TOOL_CALLS] [1, 2", None, []),
@@ -114,7 +138,7 @@ def test_a_template_tells_its_form(form: str) -> None:
         ("xml", "<tool_call>\n<function=do_it>\n<param=text>\nx", None, []),
     ],
 )  # fmt: skip
-def test_calls_are_read(form: str, text: str, content: str | None, calls: Calls | int) -> None:
+def test_calls_are_read(form: str, text: str, content: str | None, calls: Called | int) -> None:
     said, found, _ = read(form, [text])
     assert said == (text if content is None else content)
     assert len(found) == calls if isinstance(calls, int) else [(c.name, c.arguments) for c in found] == calls
@@ -139,7 +163,7 @@ around = st.sampled_from(["", "Let me see. ", "é\n", "I say:\n\n"])
 @pytest.mark.parametrize(("form", "write"), WRITERS)
 @given(calls, around, st.sampled_from(["", " Done.", "\nso "]), st.data())
 def test_what_a_model_writes_is_read_as_it_comes(
-    form: str, write: Write, given: Calls, before: str, behind: str, data: st.DataObject
+    form: str, write: Write, given: Called, before: str, behind: str, data: st.DataObject
 ) -> None:
     before = "" if form == "llama3" else before
     text = before + write(given) + behind
@@ -153,10 +177,38 @@ def test_what_a_model_writes_is_read_as_it_comes(
 
 
 @settings(deadline=None)
+@pytest.mark.parametrize("form", [*SHOWN])
+@given(calls, st.sampled_from([bare, fenced]), st.sampled_from(["", " Done.", "\nso "]), st.data())
+def test_calls_without_a_tag_are_read_in_every_form(
+    form: str, given: Called, write: Write, behind: str, data: st.DataObject
+) -> None:
+    text = write(given) + behind
+    shown, found, parts = read(form, data.draw(cut(text)))
+    assert [(call.name, call.arguments) for call in found] == given
+    assert [(name, json.loads(arguments)) for _, name, arguments in joined(parts)] == given
+    assert shown.strip() == behind.strip()
+    assert_the_same_in_pieces(form, text, data.draw(cut(text)))
+    damaged = text[: data.draw(st.integers(0, len(text)))]
+    assert_the_same_in_pieces(form, damaged, data.draw(cut(damaged)))
+
+
+@pytest.mark.parametrize(
+    "text", [f"See. <tool_call>{ADD[:40]}", f'```json\n{"{"}"name": "do_it", "arguments": {"{"}"text": "a']
+)
+def test_a_call_that_was_cut_is_said_once(text: str) -> None:
+    reader = reader_of(HERMES)
+    shown, parts = reader.push(text, final=True)
+    assert parts and not reader.calls
+    assert shown + reader.cut == text and shown in ("See.", "")
+    unnamed, parts = reader_of(HERMES).push(text[:20], final=True)
+    assert (unnamed, parts) == (text[:20], [])
+
+
+@settings(deadline=None)
 @pytest.mark.parametrize(("form", "write"), WRITERS)
 @given(calls, texts, st.data())
 def test_what_is_damaged_is_text_and_comes_the_same_in_pieces(
-    form: str, write: Write, given: Calls, noise: str, data: st.DataObject
+    form: str, write: Write, given: Called, noise: str, data: st.DataObject
 ) -> None:
     text = write(given)
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
@@ -198,7 +250,7 @@ def test_arguments_are_given_out_as_they_become_certain(form: str, begun: str, g
 @pytest.mark.parametrize(("form", "write"), [WRITERS[0], WRITERS[7], WRITERS[8], WRITERS[13]])
 @given(calls, st.sampled_from(["", "\n\n"]), st.data())
 def test_calls_behind_thoughts_are_read_and_those_within_are_not(
-    form: str, write: Write, given: Calls, space: str, data: st.DataObject
+    form: str, write: Write, given: Called, space: str, data: st.DataObject
 ) -> None:
     """Tags of calls that are control tokens come right behind thoughts too."""
     written = write(given)
@@ -265,9 +317,9 @@ FORCED = [
 ]
 
 
-def follows(grammar: str, text: str) -> bool:
+def follows(wanted: Compilable, text: str) -> bool:
     """Whether a text is what a grammar wants, and may end."""
-    constraint, read = Grammars(TOKENIZER, [END]).constraint(Lark(grammar)), list[int]()
+    constraint, read = Grammars(TOKENIZER, [END]).constraint(wanted), list[int]()
     constraint.begin([])
     for token in TOKENIZER.encode(text, special=True):
         if constraint.completes(read) or token not in constraint.allowed(read):
@@ -292,7 +344,7 @@ def test_grammars_want_calls_whose_arguments_fit(form: str, write: Write) -> Non
         "$defs": {"Size": {"enum": ["big", 1]}},
     }
     made: dict[str, Any] = {"type": "function", "function": {"name": "make", "parameters": parameters}}
-    one, more = (calls_grammar(shown, [made, REST], TOKENIZER, several=each) for each in (False, True))
+    one, more = (Calls(shown, [made, REST], TOKENIZER, several=each) for each in (False, True))
     right: list[Call] = [
         ("make", {"text": 'a <b> "c" </param\n', "many": 3}),
         ("make", {"text": "", "size": "big", "many": -1}),
@@ -311,6 +363,93 @@ def test_grammars_want_calls_whose_arguments_fit(form: str, write: Write) -> Non
     assert not follows(one, write(right[:2]))
     assert follows(more, write(right)) is (form != "llama3")
     assert not follows(more, write([right[0], wrong[0]]))
+
+
+REFERRING: dict[str, Any] = {
+    "$id": "https://example.com/draw.json",
+    "type": "object",
+    "properties": {
+        "at": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        "to": {"$ref": "#/properties/at"},
+        "leaf": {"$ref": "#/properties/at/$defs/a~1b"},
+        "below": {"type": "array", "items": {"$ref": "#"}},
+        "size": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+    },
+    "required": ["at", "to"],
+    "$defs": {"Size": {"enum": ["1", "big"]}},
+}
+REFERRING["properties"]["at"] |= {"additionalProperties": False, "$defs": {"a/b": {"type": "boolean"}}}
+WHOLE = {key: each for key, each in REFERRING.items() if key != "$id"}
+REFERRED: dict[str, Any] = {"$ref": "#/$defs/Whole", "$defs": {"Whole": WHOLE, **WHOLE["$defs"]}}
+LEAF: dict[str, Any] = {"at": {"x": 1}, "to": {"x": 2}}
+
+
+@pytest.mark.parametrize("parameters", [REFERRING, REFERRED], ids=["itself", "by reference"])
+@pytest.mark.parametrize(("form", "write"), FORCED)
+def test_references_within_a_tools_schema_hold(form: str, write: Write, parameters: dict[str, Any]) -> None:
+    shown = format_of(SHOWN[form])
+    assert shown is not None
+    if parameters is REFERRED:
+        parameters = json.loads(json.dumps(REFERRED).replace("#/properties", "#/$defs/Whole/properties"))
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "draw", "parameters": parameters}}
+    wanted = Calls(shown, [tool], TOKENIZER)
+    right: dict[str, Any] = LEAF | {"leaf": True}
+    if parameters is not REFERRED:
+        right |= {"below": [LEAF], "size": "1"}
+    wrong: list[dict[str, Any]] = [
+        LEAF | {"to": {"y": 2}},
+        LEAF | {"below": [{"name": "draw"}]},
+        LEAF | {"leaf": 1},
+    ]
+    assert follows(wanted, write([("draw", right)]))
+    assert not any(follows(wanted, write([("draw", each)])) for each in wrong)
+    reader = reader_of(SHOWN[form], [tool])
+    reader.push(write([("draw", right)]), final=True)
+    assert [call.arguments for call in reader.calls] == [right]
+
+
+@pytest.mark.parametrize(("form", "write"), FORCED)
+def test_beside_a_format_an_answer_may_be_a_call(form: str, write: Write) -> None:
+    shown = format_of(SHOWN[form])
+    assert shown is not None
+    answers: list[tuple[Compilable, str]] = [
+        (JsonSchema({"properties": {"a": {"type": "integer"}}, "additionalProperties": False}), '{"a": 1}'),
+        (AnyJson(), '{"b": [1]}'),
+        (Choice(["yes", "no"]), "no"),
+        (Regex("[0-9]+"), "12"),
+        (Lark('start: "a" rest\nrest: "b"'), "ab"),
+    ]
+    for answer, text in answers:
+        wanted = Calls(shown, [DO, REST], TOKENIZER, True, answer)
+        assert follows(wanted, text)
+        assert follows(wanted, write([("rest", {})]))
+        assert follows(wanted, '{"name": "rest", "arguments": {}}')
+        assert not follows(wanted, "see " + text)
+        assert isinstance(answer, AnyJson) or not follows(wanted, write([("sleep", {})]))
+
+
+def test_a_tool_whose_schema_cannot_be_followed_is_named() -> None:
+    form = format_of(HERMES)
+    assert form is not None
+
+    def refusal(parameters: object, **more: Any) -> str:
+        tool: Any = {"type": "function", "function": {"name": "odd", "parameters": parameters, **more}}
+        with pytest.raises(RequestError) as caught:
+            Grammars(TOKENIZER, [END]).constraint(Calls(form, [REST, tool], TOKENIZER))
+        return str(caught.value)
+
+    unfit = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}},
+        "required": ["a"],
+    }
+    assert re.match("the schema of the tool 'odd' cannot be followed: .*'a'", refusal(unfit))
+    unique = {"properties": {"a/b": {"type": "array", "uniqueItems": True}}}
+    said = refusal(unique, strict=True)
+    assert (
+        "tool 'odd' cannot be followed strictly: no grammar holds uniqueItems at #/properties/a~1b;" in said
+    )
+    assert "the parameters of the tool 'odd' are no JSON" in refusal({"const": {1, 2}})
 
 
 def test_a_conversation_with_calls_goes_through_the_template() -> None:

@@ -5,10 +5,12 @@ which tokens may come next behind every text; a :class:`GrammarConstraint` follo
 """
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import numpy as np
@@ -23,42 +25,64 @@ from edgespec_runtimes.kv_cache import shared_length
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from edgespec.decoding.schemas import PreparedSchema
 
 _LONGEST: Final = 262_144
 """Characters of a format, at most."""
-SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""What ``json.dumps`` writes. Models know it well, and unlike free whitespace it cannot go on forever."""
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
 
+_LOG: Final = logging.getLogger("edgespec")
 _Text = Annotated[str, form(r"(?s)[^\ud800-\udfff]*", "without lone surrogates")]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What llguidance compiles: grammars, of which the first is the answer's, others have names.
+
+    ``schemas`` are those within, by the name of the tool whose arguments each is for, or "" for the answer.
+    """
+
+    parts: Sequence[Mapping[str, Any]]
+    schemas: Mapping[str, "PreparedSchema"] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """As llguidance reads it."""
+        return json.dumps({"grammars": self.parts}, allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema(Checked):
     """JSON that fits a schema, on one line, spaced as ``json.dumps`` does; properties come in its order.
 
-    llguidance says which parts of JSON Schema it knows; what it does not know is an error. Its options may
-    stand in the schema as ``x-guidance`` and replace that spacing: with ``{"whitespace_flexible": True}`` the
-    model spaces as it likes.
+    Annotations and unknown formats are ignored. Keywords that a grammar cannot hold, such as ``uniqueItems``,
+    are checked behind the answer as far as that is possible: see ``schema_problems`` of
+    :class:`~edgespec.requests.results.GenerationStats`. llguidance's options may stand in the schema as
+    ``x-guidance`` and replace that spacing: with ``{"whitespace_flexible": True}`` the model spaces freely.
 
     Attributes:
         schema: the schema, as an object or as text.
+        strict: refuse a schema that the grammar does not hold whole.
     """
 
     schema: Mapping[str, Any] | str
+    strict: bool = False
 
-    def grammar(self) -> str:
+    def grammar(self) -> Grammar:
         """For llguidance.
 
         Raises:
             RequestError: the schema is not a JSON object.
         """
+        from edgespec.decoding.schemas import PreparedSchema
+
         try:
             schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
             if not isinstance(schema, Mapping):
                 raise TypeError(f"it is a {type(schema).__name__}")
-            return _grammars({"json_schema": {"x-guidance": SPACING, **schema}})
+            prepared = PreparedSchema(schema, strict=self.strict)
+            return Grammar([{"json_schema": prepared.grammar}], {"": prepared})
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the schema is no JSON object ({error}); give one, or its text") from error
 
@@ -67,7 +91,7 @@ class JsonSchema(Checked):
 class AnyJson:
     """A JSON object of any shape, on one line; for any JSON at all there is ``JsonSchema({})``."""
 
-    def grammar(self) -> str:
+    def grammar(self) -> Grammar:
         """For llguidance."""
         return JsonSchema({"type": "object"}).grammar()
 
@@ -83,7 +107,7 @@ class Regex(Checked):
 
     pattern: _Text
 
-    def grammar(self) -> str:
+    def grammar(self) -> Grammar:
         """For llguidance."""
         from llguidance import regex_to_lark
 
@@ -101,9 +125,9 @@ class Lark(Checked):
 
     text: _Text
 
-    def grammar(self) -> str:
+    def grammar(self) -> Grammar:
         """For llguidance."""
-        return _grammars({"lark_grammar": self.text})
+        return Grammar([{"lark_grammar": self.text}])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +136,20 @@ class Choice(Checked):
 
     texts: Annotated[Sequence[_Text], length(1)]
 
-    def grammar(self) -> str:
+    def grammar(self) -> Grammar:
         """For llguidance."""
         texts = " | ".join(json.dumps(text) for text in self.texts)
         return Lark(f"start: TEXT\nTEXT: {texts}").grammar()  # thousands of texts are cheap in a terminal
 
 
 ResponseFormat = JsonSchema | Regex | Lark | Choice | AnyJson
+
+
+class Compilable(Protocol):
+    """What an answer may be: a :data:`ResponseFormat`, calls of tools, or either."""
+
+    def grammar(self) -> Grammar:
+        """For llguidance. RequestError where it makes none."""
 
 
 class Allowed:
@@ -165,8 +196,11 @@ class Allowed:
 class Constraint(RowStep, Protocol):
     """What one request's answer may be: a :class:`RowStep` that may be asked for more.
 
-    It follows the committed tokens and reads proposals behind them. One thread at a time.
+    It follows the committed tokens and reads proposals behind them. One thread at a time. ``schemas`` are as
+    :class:`Grammar` has them.
     """
+
+    schemas: Mapping[str, "PreparedSchema"] = MappingProxyType({})
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether nothing can follow ``tokens``, all that are committed, but a token that ends the text."""
@@ -187,8 +221,10 @@ class GrammarConstraint(Constraint):
     ``matcher`` is llguidance's, behind the empty text. The tokens ``ends`` end a text.
     """
 
-    def __init__(self, matcher: "LLMatcher", ends: Collection[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    def __init__(
+        self, matcher: "LLMatcher", ends: Collection[int], schemas: Mapping[str, "PreparedSchema"]
+    ) -> None:
+        self._matcher, self._ends, self.schemas = matcher, ends, schemas
         self._prompt_length: int | None = None
         self._committed: list[int] = []
         self._ended = False
@@ -267,9 +303,7 @@ class GrammarConstraint(Constraint):
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            said = self._matcher.get_error().removesuffix("<non-verbose/>").strip()
-            said = said.replace("NoExtensionBias", "no text of this vocabulary fits it")
-            raise RequestError(f"the response_format cannot be followed: {said[:1000]}")
+            raise _refused(self.schemas, self._matcher.get_error())
 
 
 class Grammars:
@@ -280,10 +314,11 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, eos: Sequence[int]) -> None:
         self._tokenizer, self._eos, self._lock = tokenizer, tuple(eos), Lock()
+        self._told = set[str]()  # keywords that the log has
         # llguidance wants an end: a model without one gets an id that it cannot write.
         self._ends = frozenset(eos or (tokenizer.vocab_size,))
 
-    def constraint(self, wanted: ResponseFormat) -> GrammarConstraint:
+    def constraint(self, wanted: Compilable) -> GrammarConstraint:
         """What one request's answer may be.
 
         Raises:
@@ -295,7 +330,8 @@ class Grammars:
             raise RequestError(
                 'response_format needs the package llguidance: pip install "edgespec[structured]"'
             ) from error
-        text = wanted.grammar()
+        grammar = wanted.grammar()
+        text, schemas = grammar.text, grammar.schemas
         if len(text) > _LONGEST:
             raise RequestError(
                 f"the response_format has {len(text)} characters; allowed: {_LONGEST}; give a shorter one"
@@ -305,9 +341,30 @@ class Grammars:
         limits = LLParserLimits(
             max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False
         )
-        constraint = GrammarConstraint(LLMatcher(vocabulary, text, log_level=0, limits=limits), self._ends)
+        matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
+        constraint = GrammarConstraint(matcher, self._ends, schemas)
         constraint.try_out()
+        if matcher.get_grammar_warnings():
+            for each in schemas.values():
+                each.warned(_said_of(each)[1])
+        self._tell(schemas)
         return constraint
+
+    def _tell(self, schemas: Mapping[str, "PreparedSchema"]) -> None:
+        """Refuse schemas that are to be held whole and are not; log what is not held, once."""
+        for name, schema in schemas.items():
+            if schema.strict and schema.unheld:
+                raise RequestError(
+                    f"{_called(name)} cannot be followed strictly: no grammar holds "
+                    f"{', '.join(map(str, schema.unheld))}; leave it out, or strict"
+                )
+        new = {each.keyword for schema in schemas.values() for each in schema.unheld} - self._told
+        if new:
+            self._told |= new
+            _LOG.warning(
+                "schemas have %s, which no grammar holds; stats.schema_problems says what an answer breaks",
+                ", ".join(sorted(new)),
+            )
 
     @cached_property
     def _vocabulary(self) -> "LLTokenizer":
@@ -335,12 +392,26 @@ class _GrammarTokens:
         return self._tokenizer.encode_bytes(text.encode())
 
 
-def _grammars(grammar: Mapping[str, Any]) -> str:
-    """As llguidance reads them: a list, here of one."""
-    return json.dumps({"grammars": [grammar]}, allow_nan=False, default=_plain)
+def _called(name: str) -> str:
+    """What the schema of a tool is called in messages, or that of the answer."""
+    return f"the schema of the tool {name!r:.80}" if name else "the response_format"
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is no type of JSON")
+def _said_of(schema: "PreparedSchema") -> tuple[bool, list[str]]:
+    """Whether llguidance refuses a schema alone, and what it says."""
+    from llguidance import LLMatcher
+
+    text = Grammar([{"json_schema": schema.grammar}]).text
+    is_wrong, said = LLMatcher.validate_grammar_with_warnings(text)
+    return is_wrong, list(said)
+
+
+def _refused(schemas: Mapping[str, "PreparedSchema"], error: str) -> RequestError:
+    """A grammar that does not compile, or leads nowhere: with the schema that is the cause, if one is."""
+    for name, schema in schemas.items():
+        is_wrong, said = _said_of(schema)
+        if is_wrong:
+            return RequestError(f"{_called(name)} cannot be followed: {' '.join(said)[:1000]}")
+    error = error.removesuffix("<non-verbose/>").strip()
+    error = error.replace("NoExtensionBias", "no text of this vocabulary fits it")
+    return RequestError(f"the response_format cannot be followed: {error[:1000]}")

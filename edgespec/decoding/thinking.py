@@ -45,6 +45,7 @@ class ThoughtsFirst(Constraint):
         self._thoughts = self._all_but(ends)  # before a grammar's text
         self._begin, self._opens = self._anything, self._opening[0]
         if grammar is not None:
+            self.schemas = grammar.schemas
             grammar.begin(())
             self._begin = grammar.allowed(())
             if self._opens in self._begin:  # what may begin both is the grammar's

@@ -1,8 +1,10 @@
 """Tool calls read out of an answer while it is written.
 
 Text before a tag is shown as it comes. From a tag on it is held; names and arguments are given out as soon as
-they are certain, and what turns out to be no call is text. Arguments become JSON, whatever they are written
-in: JSON itself, Python's literals, or texts between tags, whose types the tool's schema says.
+they are certain, and what turns out to be no call is text. Many models leave out the tag: where none came,
+JSON with the name of a known tool and its arguments is a call too, where the answer begins or in a fence.
+Arguments become JSON, whatever they are written in: JSON itself, Python's literals, or texts between tags,
+whose types the tool's schema says.
 """
 
 import hashlib
@@ -33,6 +35,11 @@ _ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates i
 _WORD: Final = re.compile(r"[\w.-]*")
 _SPACE: Final = re.compile(r"\s*")
 _END: Final = "</parameter>"
+_FENCE: Final = r"[ \t]*```\w*\s*"
+_BEGINS: Final = re.compile(rf"\A\s*(?:{_FENCE})?(?=[{{[])")  # an answer
+_FENCED: Final = re.compile(rf"\n{_FENCE}(?=[{{[])")
+_MAY_BEGIN: Final = re.compile(r"\A\s*(?:`{1,2}|```\w*\s*)\Z")
+_MAY_BE_FENCED: Final = re.compile(r"\n[ \t]*(?:`{0,2}|```\w*\s*)\Z")
 
 
 class CallReader:
@@ -47,12 +54,14 @@ class CallReader:
     ) -> None:
         self.calls: list[ToolCall] = []
         """Those that are whole."""
+        self.cut = ""
+        """The text of the last, which is not whole, if parts of it were given out."""
         self._form, self._tools, self._single = form, tools, single
         self._seed = hashlib.sha256(repr(list(prompt)).encode())
         self._text = ""  # which is not known yet to be text or a call
         self._space = ""  # which is shown if text follows
         self._says = False
-        self._may_begin = form.bare
+        self._is_beginning, self._is_tagged = True, False
         self._tag: str | None = None  # at the text's beginning
         self._index = 0  # of the first call behind it
         self._given: list[int] = []  # how much of the arguments of each
@@ -78,9 +87,14 @@ class CallReader:
                 if self._tag is None:
                     break
             block = _Block(self._text, self._tools, self._tag)
-            goes_on = block.read(self._form.close)
+            goes_on = block.read("```" if block.is_fenced else self._form.close)
             parts += self._parts(block)
             if goes_on and not final:
+                break
+            self._is_beginning = False
+            if goes_on and len(self._given) > self._whole:
+                self.cut = self._shown(self._text[block.settled :]) + self._space
+                self._text = self._space = ""
                 break
             end = block.settled or len(self._tag) or 1
             if not block.settled:
@@ -94,13 +108,24 @@ class CallReader:
     def _before_tag(self, final: bool) -> str:
         """Take the text before the next tag, which is noted, or before what may begin one."""
         text, tags = self._text, self._form.tags
-        bare = r"\A\s*(?=[{[])|" if self._may_begin else ""
-        found = re.search(bare + "|".join(map(re.escape, tags)), text)
-        self._may_begin = self._may_begin and not text.strip()
-        held = 0 if final else max(begun_at_end(text, tag) for tag in tags)
-        start = len(text) - held if found is None else found.start()
+        found = re.search("|".join(map(re.escape, tags)), text)
+        held = len(text) if final else len(text) - max(begun_at_end(text, tag) for tag in tags)
+        if not self._is_tagged:
+            bare = self._without_tag(text)
+            if bare and bare.end() < held and (found is None or bare.start() < found.start()):
+                found = bare
+            if not final:
+                may_begin = _MAY_BE_FENCED.search(text), self._is_beginning and _MAY_BEGIN.search(text)
+                held = min([held, *(each.start() for each in may_begin if each)])
+        start = held if found is None else found.start()
+        self._is_beginning = self._is_beginning and not text[:start].strip()
+        self._is_tagged = self._is_tagged or (found is not None and found[0] in tags)
         self._text, self._tag = text[start:], None if found is None else found[0]
         return text[:start]
+
+    def _without_tag(self, text: str) -> re.Match[str] | None:
+        """What begins JSON that may be a call."""
+        return (_BEGINS.search(text) if self._is_beginning else None) or _FENCED.search(text)
 
     def _shown(self, text: str) -> str:
         """What can be shown now: of an answer with calls, space at its ends is no part."""
@@ -157,6 +182,11 @@ class _Block:
     _at: int = field(init=False, default=0)
 
     @property
+    def is_fenced(self) -> bool:
+        """Whether a fence is the tag."""
+        return "```" in self.tag
+
+    @property
     def certain(self) -> list[_Call]:
         """The calls whose arguments have begun; a program's only when it is known to be nothing else."""
         calls = self._calls if self.tag != "<code>" or self.settled else []
@@ -194,19 +224,32 @@ class _Block:
             self._named()
 
     def _object(self) -> None:
-        """``{"name": .., "arguments": {..}}``; arguments may be missing, or written as JSON within JSON."""
-        call = self._begin()
+        """``{"name": .., "arguments": {..}}``; arguments may be written as JSON within JSON.
+
+        Behind a tag they may be missing, and other keys be there.
+        """
+        call, is_bare, is_whole = self._begin(), not self.tag.strip() or self.is_fenced, False
+        is_doubled = self._take("{{")  # as some templates show braces, and models then write them
+        self._at -= is_doubled
         for _ in self._items("{", "}"):
             key = self._key()
             if key == "name" and not call.name:
                 self._call_it(call, json.loads(self._value()))
             elif key not in ("arguments", "parameters") or call.text:
+                if is_bare and key not in ("type", "id"):
+                    raise ValueError("other JSON")
                 json.loads(self._value())
+                continue
             elif self._next() == '"':
                 _Block(json.loads(self._value()), {}, "")._members(call)
             else:
                 self._members(call)
+            is_whole = is_whole or key != "name"
+        if is_bare and not is_whole:
+            raise ValueError("no arguments")
         self._end(call)
+        if is_doubled and self._take("}"):
+            self.settled = self._at
 
     def _named(self) -> None:
         """``name[CALL_ID]id[ARGS]{..}``; only the name has to be there."""
@@ -228,7 +271,7 @@ class _Block:
             if not self._take("="):
                 self._at = start
             self._python()
-        self.settled = self._at
+        self.settled = self._at if self._calls else 0
 
     def _function(self) -> None:
         """``name>``, then ``<parameter=key>value</parameter>`` for each argument, a line each."""
@@ -270,7 +313,8 @@ class _Block:
         return self._calls[-1]
 
     def _call_it(self, call: _Call, name: object) -> None:
-        known = self.tag.strip() in ("", "<code>")  # where the answer may be other JSON, or another program
+        # the answer may be other JSON, or another program
+        known = self.tag.strip() in ("", "<code>") or self.is_fenced
         if not isinstance(name, str) or not name or (known and name not in self.tools):
             raise ValueError("no name of a function")
         call.name = json.loads(dumped(name))

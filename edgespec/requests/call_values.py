@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from edgespec.decoding.schemas import pointed
+
+_MOST_PARTS: Final = 64  # of one schema
 _DEEPEST: Final = 64  # lists and tables within each other, as in messages
 _STRING: Final = r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'"""
 _TOKEN: Final = re.compile(rf"""{_STRING}|[][{{}}(),:;"']""", re.DOTALL)
@@ -21,9 +24,8 @@ class MoreError(Exception):
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str]:
     """The types that a JSON schema names."""
-    parts = (schema, *(table(each) for key in ("anyOf", "oneOf") for each in listed(schema.get(key))))
-    named = (each.get("type") for each in parts)
-    return {kind for each in named for kind in listed(each) or [each] if isinstance(kind, str)}
+    named = schema.get("type")
+    return {kind for kind in listed(named) or [named] if isinstance(kind, str)}
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
@@ -31,12 +33,42 @@ def is_text(schema: Mapping[str, Any]) -> bool:
     return kinds_of(schema) <= {"string"} and not allowed_values(schema)
 
 
+def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The schemas of a function's arguments, by name; also those that its schema refers to."""
+    tables = (table(part.get("properties")) for part in _parts(parameters, parameters, ("allOf",)))
+    return {name: table(schema) for each in tables for name, schema in each.items()}
+
+
+def required_of(parameters: Mapping[str, Any]) -> set[str]:
+    """The arguments that have to be there."""
+    parts = _parts(parameters, parameters, ("allOf",))
+    return {name for part in parts for name in listed(part.get("required"))}
+
+
 def property_of(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The schema of an argument, itself and not a reference; empty without one."""
-    schema = table(table(parameters.get("properties")).get(name))
-    referred = str(schema.get("$ref", "")).rpartition("/")[2]
-    defined = table(parameters.get("$defs") or parameters.get("definitions"))
-    return table(defined.get(referred)) if referred else schema
+    """The types of an argument, and its values if they are few, whatever its schema refers to."""
+    schema = properties_of(parameters).get(name, {})
+    parts = _parts(parameters, schema, ("allOf", "anyOf", "oneOf"))
+    narrow = [part for part in parts if kinds_of(part) or allowed_values(part)]
+    values = [
+        value for part in narrow for value in allowed_values(part) or [None] * (kinds_of(part) == {"null"})
+    ]
+    few = all(allowed_values(part) or kinds_of(part) == {"null"} for part in narrow)
+    kinds = {kind for part in narrow for kind in kinds_of(part)}
+    return {"type": sorted(kinds), "enum": values if few and values != [None] else []}
+
+
+def _parts(
+    parameters: Mapping[str, Any], schema: Mapping[str, Any], combining: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """A schema, what it refers to, and the schemas that it combines."""
+    parts, left = list[Mapping[str, Any]](), [schema]
+    while left and len(parts) < _MOST_PARTS:
+        part = pointed(parameters, left.pop(0))
+        if not any(part is each for each in parts):
+            parts.append(part)
+            left += [table(each) for key in combining for each in listed(part.get(key))]
+    return parts
 
 
 def allowed_values(schema: Mapping[str, Any]) -> Sequence[Any]:

@@ -1,6 +1,8 @@
 """A request that was made ready: rounds in, records out, and the result as far as it came."""
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -147,14 +149,35 @@ class PreparedRequest:
             "".join(record.text for record in self._records),
             tuple(token.id for token in tokens),
             self._reason or "error",
-            statistics(self._steps, remarks, **self._measured, reasoning_tokens=len(thoughts)),
+            statistics(
+                self._steps,
+                remarks,
+                **self._measured,
+                reasoning_tokens=len(thoughts),
+                schema_problems=self._schema_problems(),
+            ),
             self._reader.stop_string,
             tokens,
             tuple(self._reader.called),
-            "".join(record.content for record in self._records),
+            "".join(record.content for record in self._records)
+            + ("" if self.calls is None else self.calls.cut),
             thoughts=thoughts,
             prompt=self._records[0].prompt if self._records else (),
         )
+
+    def _schema_problems(self) -> tuple[str, ...]:
+        """What a whole answer, or its calls, break of schemas that the grammar does not hold whole."""
+        schemas = {} if self.constraint is None else self.constraint.schemas
+        if self._reason not in ("stop", "tool_calls") or not any(each.unheld for each in schemas.values()):
+            return ()
+        values = [(call.name, call.arguments) for call in self._reader.called]
+        if not values:
+            with suppress(ValueError, RecursionError):  # a stop string may have ended it
+                values = [("", json.loads("".join(record.text for record in self._records)))]
+        found = [
+            problem for name, value in values if name in schemas for problem in schemas[name].problems(value)
+        ]
+        return tuple(dict.fromkeys(found))
 
     def _record(self, step: Step) -> Record:
         """What a round adds."""

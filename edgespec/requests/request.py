@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar
 
 from edgespec.decoding.draft import Drafter, Progress
-from edgespec.decoding.grammar import AnyJson, Choice, JsonSchema, Lark, Regex, ResponseFormat
+from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
@@ -100,9 +100,9 @@ class Request:
         template_args: what the model's chat template is told besides, such as ``enable_thinking``.
         thinking: whether the model thinks before it answers, or for how many tokens at most, behind which its
             thoughts are closed; None leaves it to the chat template.
-        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`, behind thoughts.
-            Where it has become that it ends; where ``max_new_tokens`` or ``stop`` end it, it may be a part of
-            that only.
+        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`, behind thoughts, and
+            if it calls no tools. Where it has become that it ends; where ``max_new_tokens`` or ``stop`` end
+            it, it may be a part of that only.
         sampling: how tokens are chosen.
 
     Raises:
@@ -137,8 +137,7 @@ class Request:
             from edgespec.requests.tool_calls import check_tools, must_call  # of use to tools alone
 
             check_tools(self.tools)
-            if must_call(self.tools, self.tool_choice) and self.response_format is not None:
-                raise RequestError("tool_choice and response_format both say what the answer is; give one")
+            must_call(self.tools, self.tool_choice)
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
             raise RequestError(
                 f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True or "
@@ -341,15 +340,20 @@ def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "Cal
     return CallReader(form, tools, prompt, single=request.parallel_tool_calls is False)
 
 
-def answer_format(bundle: Bundle, request: Request) -> ResponseFormat | None:
-    """What the answer to ``request`` has to be: its format, or a call that it has to make, if any."""
-    form = None if request.tool_choice in ("auto", "none") else _form(bundle)
-    if form is None:
-        return request.response_format
-    from edgespec.requests.tool_calls import calls_grammar, must_call
+def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
+    """What the answer to ``request`` has to be, if anything: a call that is a must, its format, or either.
 
-    called = must_call(request.tools, request.tool_choice)
-    return Lark(calls_grammar(form, called, bundle.tokenizer, several=bool(request.parallel_tool_calls)))
+    The format is that of an answer that calls nothing.
+    """
+    form = _form(bundle) if request.tools and request.tool_choice != "none" else None
+    if form is None or (request.tool_choice == "auto" and request.response_format is None):
+        return request.response_format
+    from edgespec.requests.tool_calls import Calls, must_call
+
+    if called := must_call(request.tools, request.tool_choice):
+        return Calls(form, called, bundle.tokenizer, bool(request.parallel_tool_calls))
+    several = request.parallel_tool_calls is not False
+    return Calls(form, request.tools, bundle.tokenizer, several, request.response_format)
 
 
 def _form(bundle: Bundle) -> "Form | None":

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import Any, Literal
 
 from edgespec.decoding.draft import Progress, Remarks, Step
@@ -33,6 +34,11 @@ class TokenRecord:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     again: int = 0
+
+
+def choice_id(id_: str, index: int) -> str:
+    """The identifier of a call in the answer with that index, of several to one prompt."""
+    return sha256(f"{id_} {index}".encode()).hexdigest()[: len(id_)] if index else id_
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,8 @@ class GenerationStats:
         rolled_back: which parts of what the history holds misled and were put back, since the request before,
             and why.
         placement: on which devices target and drafter ran, and why there.
+        schema_problems: what a whole answer, or its calls, break of what no grammar holds of their schemas,
+            and what of that was not checked.
     """
 
     prompt_tokens: int = 0
@@ -174,6 +182,7 @@ class GenerationStats:
     used_ahead: int = 0
     queued_s: float = 0.0
     reasoning_tokens: int = 0
+    schema_problems: tuple[str, ...] = ()
 
     @property
     def tpot_s(self) -> float:

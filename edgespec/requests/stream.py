@@ -7,7 +7,7 @@ from typing import Final
 from weakref import finalize
 
 from edgespec.requests.request import Request, RequestOptions
-from edgespec.requests.results import Generation, Record
+from edgespec.requests.results import Generation, Record, choice_id
 from edgespec.requests.worker import LOOK_S, Answer, Worker
 from edgespec_models.errors import Busy, RequestError
 
@@ -251,4 +251,8 @@ def together(given: Sequence[Generation], options: RequestOptions) -> Generation
     request = Request.of(options)
     if request.sampling.greedy and first.finish_reason not in _ENDED_EARLY:
         others = [first] * (request.n - 1)
+    others = [
+        replace(each, tool_calls=tuple(replace(c, id=choice_id(c.id, at)) for c in each.tool_calls))
+        for at, each in enumerate(others, 1)
+    ]
     return replace(first, others=tuple(others)) if others else first

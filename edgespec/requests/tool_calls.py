@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from edgespec.decoding.grammar import SPACING
-from edgespec.requests.call_values import allowed_values, kinds_of, listed, plain, property_of, table
+from edgespec.decoding.grammar import Compilable, Grammar
+from edgespec.decoding.schemas import PreparedSchema
+from edgespec.requests.call_values import (
+    allowed_values,
+    kinds_of,
+    listed,
+    plain,
+    properties_of,
+    property_of,
+    required_of,
+    table,
+)
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 from edgespec_models.text.tokenizer import Tokenizer
@@ -57,20 +67,37 @@ def must_call(
     return found
 
 
-def calls_grammar(
-    form: "Form", tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool
-) -> str:
-    """A grammar, as :class:`edgespec.decoding.grammar.Lark` takes it, of a call of one of ``tools``.
+@dataclass(frozen=True, slots=True)
+class Calls(Compilable):
+    """Calls of ``tools`` in the form of a model, whose arguments fit; or an ``answer``, if there is one.
 
-    With ``several`` it is one call or more, if the form has more. Arguments fit the parameters of ``tools``;
-    control tokens are written as such.
+    With ``several`` it is one call or more, if the form has more. Beside an answer a call may be JSON without
+    tags, as many models write it. Control tokens are written as such.
     """
-    before, between, after = (each and _written(each, tokenizer) for each in form.around)
-    more = f"({between} call)*" if several and between else ""
-    calls = " | ".join(form.call(tool["function"]) for tool in tools)
-    return (
-        f"start: {before} call {more} {after}\ncall: {calls}\nargs: {_written('[ARGS]', tokenizer)}\n{_FREE}"
-    )
+
+    form: "Form"
+    tools: Sequence[Mapping[str, Any]]
+    tokenizer: Tokenizer
+    several: bool = False
+    answer: Compilable | None = None
+
+    def grammar(self) -> Grammar:
+        """For llguidance."""
+        functions = [tool["function"] for tool in self.tools]
+        schemas = {each["name"]: _prepared(each) for each in functions}
+        before, between, after = (each and _written(each, self.tokenizer) for each in self.form.around)
+        more = f"({between} call)*" if self.several and between else ""
+        calls = " | ".join(map(self.form.call, functions))
+        start = f"{before} call {more} {after}"
+        rules = [f"call: {calls}", f"args: {_written('[ARGS]', self.tokenizer)}", _FREE]
+        answer = Grammar([]) if self.answer is None else self.answer.grammar()
+        if answer.parts:
+            start += " | bare | @answer"
+            bare = "call" if self.form.call is _in_json else " | ".join(map(_in_json, functions))
+            rules.append(f"bare: {bare}")
+        text = "\n".join([f"start: {start}", *rules])
+        named = [{**part, "name": "answer"} for part in answer.parts]
+        return Grammar([{"lark_grammar": text}, *named], {**answer.schemas, **schemas})
 
 
 def with_calls_as_text(source: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -106,40 +133,53 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: object, of: Mapping[str, Any]) -> str:
-    """JSON of a schema, which may refer to the definitions of ``of``."""
-    defined = {key: of[key] for key in ("$defs", "definitions") if key in of}
-    return f"%json {json.dumps({'x-guidance': SPACING, **table(schema), **defined}, default=dict)}"
+def _prepared(function: Function, root: str = "#") -> PreparedSchema:
+    """The schema of a function's arguments, which are an object; RequestError where it is no JSON."""
+    parameters = table(function.get("parameters")) or {"additionalProperties": False}
+    if "$ref" not in parameters:
+        parameters = {"type": "object", **parameters}
+    try:
+        return PreparedSchema(parameters, strict=function.get("strict") is True, root=root)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(
+            f"the parameters of the tool {function['name']!r:.80} are no JSON ({error}); give a JSON schema"
+        ) from error
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps(schema)}"
 
 
 def _in_json(function: Function, key: str = "arguments") -> str:
-    schemas = {"name": {"const": function["name"]}, key: _parameters(function)}
+    schemas = {"name": {"const": function["name"]}, key: _prepared(function, f"#/properties/{key}").grammar}
+    options = schemas[key].pop("x-guidance")  # which have to stand outermost
     whole = {"type": "object", "properties": schemas, "required": [*schemas], "additionalProperties": False}
-    return _json(whole, schemas[key])
+    return _json({"x-guidance": options, **whole})
 
 
 def _in_args(function: Function) -> str:
-    parameters = _parameters(function)
-    return f"{_quoted(function['name'])} args {_json(parameters, parameters)}"
+    return f"{_quoted(function['name'])} args {_json(_prepared(function).grammar)}"
 
 
 def _in_xml(function: Function) -> str:
-    parameters, parts = _parameters(function), [_quoted(f"<function={function['name']}>\n")]
-    for key, schema in table(parameters.get("properties")).items():
+    parameters, parts = table(function.get("parameters")), [_quoted(f"<function={function['name']}>\n")]
+    required, whole = required_of(parameters), "#/$defs/parameters"
+    for key, schema in properties_of(parameters).items():
         end = _quoted("\n</parameter>\n")
         own = property_of(parameters, key)
         if values := allowed_values(own):
             value = f"({' | '.join(_quoted(plain(each)) for each in values)}) {end}"
+        elif "string" in (kinds_of(own) or {"string"}):
+            value = "FREE"
         else:
-            is_free = "string" in (kinds_of(own) or {"string"})
-            value = "FREE" if is_free else f"{_json(schema, parameters)} {end}"
+            held = PreparedSchema(schema, root=whole).grammar
+            if '"$ref": ' in json.dumps(held):
+                held["$defs"] = {"parameters": _prepared(function, whole).grammar}
+                del held["$defs"]["parameters"]["x-guidance"]
+            value = f"{_json(held)} {end}"
         part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-        parts.append(part if key in listed(parameters.get("required")) else f"({part})?")
+        parts.append(part if key in required else f"({part})?")
     return " ".join([*parts, _quoted("</function>")])
-
-
-def _parameters(function: Function) -> Mapping[str, Any]:
-    return table(function.get("parameters")) or {"type": "object", "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +205,6 @@ class Form:
     def close(self) -> str:
         """The tag behind calls, if any; it may be missing."""
         return self.around[2].strip("\n]")
-
-    @property
-    def bare(self) -> bool:
-        """Whether an answer may begin with a call, without a tag; it may be other JSON as well."""
-        return not self.around[0]
 
 
 _FREE: Final = 'FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\\n"'

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from edgespec.decoding.draft import Progress
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.embedding import Embeddings
-from edgespec.requests.results import Generation, Record, TokenRecord
+from edgespec.requests.results import Generation, Record, TokenRecord, choice_id
 from edgespec.serve.problems import Problem
 from edgespec_models.text.tokenizer import Tokenizer
 
@@ -189,7 +189,8 @@ class ChatAnswer(_Completion):
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """A piece of the thoughts, of the text, of calls of tools, or of several of these."""
-        calls = [part.to_message() for part in record.calls]
+        parts = (replace(each, id=each.id and choice_id(each.id, self.index)) for each in record.calls)
+        calls = [part.to_message() for part in parts]
         said = {"reasoning_content": record.reasoning, "content": record.content, "tool_calls": calls}
         delta = {name: piece for name, piece in said.items() if piece}
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])

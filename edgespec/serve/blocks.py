@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from edgespec.requests.results import CallPart, Generation, Record
 from edgespec.serve.answers import Answer, Json
-from edgespec.serve.bodies import without_foreign
+from edgespec.serve.bodies import response_format, without_foreign
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
@@ -23,13 +23,8 @@ class Output:
     format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        form = self.format or {"type": "text"}
-        formed = form.get("type") == "json_schema" and isinstance(form.get("schema"), Mapping)
-        if not formed and form.get("type") not in ("text", "json_object"):
-            raise RequestError(
-                f"format is {shown(form)}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
-                "{'type': 'json_schema', 'schema': SCHEMA}"
-            )
+        if self.format is not None:
+            response_format(self.format, "format")
 
 
 @dataclass(slots=True)
@@ -139,7 +134,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]], kind: str, parameters: str)
     """Tools of the type ``kind``, whose schemas are called ``parameters``, as chats have them."""
     functions = list[Json]()
     for tool in without_foreign(tools, kind):
-        names = {"name": "name", "description": "description", parameters: "parameters"}
+        names = {**{key: key for key in ("name", "description", "strict")}, parameters: "parameters"}
         function = {new: tool[old] for old, new in names.items() if tool.get(old) is not None}
         functions.append({"type": "function", "function": function})
     return functions

@@ -141,7 +141,9 @@ class ChatBody(_Common):
             "tools": without_foreign(self.tools or ()) or None,
             "template_args": self.chat_template_kwargs,
             "thinking": self._thinking(),
-            "response_format": None if self.response_format is None else _format(self.response_format),
+            "response_format": None
+            if self.response_format is None
+            else response_format(self.response_format),
         }
 
     def words(self) -> dict[str, str]:
@@ -340,18 +342,23 @@ def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") 
     return [tool for tool, each in zip(tools, kinds, strict=True) if each == kind]
 
 
-def _format(wanted: Mapping[str, Any]) -> ResponseFormat | None:
-    kind = wanted.get("type")
-    schema = wanted.get("json_schema", wanted)  # Responses and Messages have its fields beside the type
-    if kind == "text":
+def response_format(wanted: Mapping[str, Any], name: str = "response_format") -> ResponseFormat | None:
+    """The form of an answer, in the words of ``name``; None is a text. RequestError for what is not known."""
+    kind, within = wanted.get("type"), wanted.get("json_schema")
+    known = {"type"} if kind == "text" else {"type", "json_schema", "schema", "strict", "name", "description"}
+    parts = wanted if within is None else within  # Responses and Messages have its fields beside the type
+    schema = parts.get("schema") if isinstance(parts, Mapping) else None
+    unknown = [*(wanted.keys() - known), *(parts.keys() - known if isinstance(parts, Mapping) else ())]
+    if not unknown and kind == "text":
         return None
-    if kind == "json_object":
+    if not unknown and kind == "json_object" and schema is None and within is None:
         return AnyJson()
-    if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
-        return JsonSchema(schema["schema"])
+    if not unknown and kind in ("json_object", "json_schema") and isinstance(schema, Mapping):
+        return JsonSchema(schema, strict=parts.get("strict") is True)
+    told = f" has the unknown field {min(map(str, unknown))!r:.80}" if unknown else f" is {wanted!r:.200}"
     raise RequestError(
-        f"response_format is {wanted!r:.200}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
-        "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}"
+        f"{name}{told}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
+        "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}, or the schema beside the type"
     )
 
 

@@ -1,0 +1,287 @@
+"""JSON schemas as generators write them: what a grammar holds of one, and a check of the rest.
+
+llguidance holds most of JSON Schema. The keywords that it lacks only narrow what JSON may be, so they are
+left out of its grammar. What can be checked of them is checked when the answer is there.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+Schema = dict[str, Any]
+SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""What ``json.dumps`` writes. Models know it well, and unlike free whitespace it cannot go on forever."""
+_LENIENT: Final = {"lenient": True, "coerce_one_of": True}  # llguidance then warns of what it leaves out
+_TABLES: Final = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_WITHIN: Final = ("items", "additionalProperties", "additionalItems")
+_IDLE: Final[Mapping[str, Sequence[object]]] = {
+    **dict.fromkeys(("contains", "minContains", "maxContains", "if"), ()),
+    **dict.fromkeys(("then", "else", "propertyNames"), (True, {})),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+    **dict.fromkeys(("uniqueItems", "not"), (False,)),
+}
+"""Keywords that no grammar holds, and the values with which they change nothing."""
+_KEYWORDS: Final = {
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "x-guidance", "allOf", "anyOf", "oneOf"),
+    *("type", "enum", "const", "format", "pattern", "minLength", "maxLength", "multipleOf", "minimum"),
+    *("maximum", "exclusiveMinimum", "exclusiveMaximum", "properties", "patternProperties", "required"),
+    *("additionalProperties", "minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
+    *("minItems", "maxItems", *_IDLE),
+}
+_COUNTS: Final = ("minProperties", "maxProperties")
+_COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
+_ANNOTATIONS: Final = {
+    "type",
+    "format",
+    "title",
+    "description",
+    "default",
+    "examples",
+}  # of a property's name
+_BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+_FARTHEST: Final = 9 * 10**18
+"""llguidance compiles no bound beyond it. A nearer one takes its place: what fits that fits the schema."""
+_MOST_REFERENCES: Final = 10_000  # that a check follows; a hostile schema can ask for any number
+_UNSURE: Final = re.compile(r'"(?:pattern|patternProperties|additionalProperties|format)": ')
+_REGEX: Final = re.compile(
+    r"\\u(?P<high>[dD][89abAB]\w\w)\\u[dD][c-fC-F]\w\w|\\c(?P<control>[a-zA-Z])|\\[pPux]\{[^}]*\}|\\."
+    r"|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?(?P<look><?[=!])|\(\?>|[()]|\{\d+(?:,\d*)?\}|.",
+    re.DOTALL,
+)
+_SPELLED: Final = {r"\b": "", r"\B": "", "(?>": "(?:", r"\Z": r"\z", r"\0": r"\x00", "{": r"\{"}
+_WIDER: Final = (r"\b", r"\B", "(?>")
+
+
+class Unheld(NamedTuple):
+    """A keyword that the grammar does not hold, and where in the schema it stands."""
+
+    place: str
+    keyword: str
+    value: object = None
+
+    def __str__(self) -> str:
+        return f"{self.keyword} at {self.place}"
+
+
+class PreparedSchema:
+    """A schema as a grammar holds it.
+
+    ``root`` is where it stands in the schema that llguidance is given; its references are led there.
+
+    Attributes:
+        grammar: for llguidance.
+        strict: whether it is to be held whole, or refused.
+        unheld: what is not held, and only perhaps checked.
+
+    Raises:
+        TypeError, ValueError, RecursionError: it is no JSON.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], *, strict: bool = False, root: str = "#") -> None:
+        text = json.dumps(schema, allow_nan=False, default=_plain)
+        self._schema: Schema = json.loads(text)
+        self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
+        self.unheld = list[Unheld]()
+        held = _copied(self._schema, "#", self._held)
+        self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
+        options = self.grammar.get("x-guidance", SPACING)
+        if root != "#":
+            self.grammar.pop("$id", None)  # references would be led into it
+        self.grammar["x-guidance"] = _LENIENT | options if isinstance(options, dict) else options
+
+    def warned(self, warnings: Sequence[str]) -> None:
+        """Note what llguidance said that it leaves out."""
+        for warning in warnings:
+            if warning.startswith("oneOf"):
+                _copied(self._schema, "#", self._note_one_of)
+            elif not warning.startswith("Unknown format"):  # formats are annotations
+                self.unheld.append(Unheld("#", warning))
+
+    def problems(self, value: object) -> Iterator[str]:
+        """What ``value``, which the grammar let be written, breaks of the rest; what cannot be checked."""
+        unsure = {each.keyword for each in self.unheld if not self._can_check(each)}
+        yield from (f"{each} is not held" for each in self.unheld if each.keyword in unsure)
+        sure = [each for each in self.unheld if each.keyword not in unsure]
+        if sure:
+            try:
+                yield from [f"the answer breaks {each}" for each in _broken(self._schema, value, unsure)]
+            except Exception:  # noqa: BLE001 - schemas come from elsewhere, and no answer is lost for them
+                yield from (f"{each} could not be checked" for each in sure)
+
+    def _held(self, schema: Schema, place: str) -> Schema | bool:
+        """What a grammar holds of one schema, whose parts are done."""
+        if schema.get("not") in (True, {}):
+            return False
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.partition("/")[0] == "#":
+            schema["$ref"] = self._root + reference[1:]
+        if reference is not None:  # beside which llguidance minds what it does not know
+            schema = {key: each for key, each in schema.items() if key in _KEYWORDS}
+        if schema.get("unevaluatedProperties") is False and not _COMBINING & schema.keys():
+            schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
+        if isinstance(names := schema.get("propertyNames"), dict):
+            _name_properties(schema, pointed(self._schema, names))
+        optional = {*(schema.get("properties") or ())} - {*(schema.get("required") or ())}
+        uncounted = _COUNTS if optional else ()
+        for key in [each for each in schema if each in _IDLE or each in uncounted]:
+            other = key in ("then", "else") and "if" not in schema
+            idle = other or (key == "if" and not {"then", "else"} & schema.keys())
+            if not idle and schema[key] not in _IDLE.get(key, ()):
+                self.unheld.append(Unheld(place, key, schema[key]))
+        schema = {key: each for key, each in schema.items() if key not in _IDLE and key not in uncounted}
+        for key, sign in _BOUNDS.items():
+            bound = schema.get(key)
+            if isinstance(bound, int | float) and sign * bound > _FARTHEST:
+                schema[key] = sign * _FARTHEST
+        if isinstance(schema.get("pattern"), str):
+            self._hold_pattern(schema, place)
+        if isinstance(patterns := schema.get("patternProperties"), dict):
+            held = {_regex(each)[0]: part for each, part in patterns.items()}
+            if any(not _regex(each)[1] for each in patterns):
+                self.unheld.append(Unheld(place, "patternProperties"))
+            schema["patternProperties"] = {each: part for each, part in held.items() if each is not None}
+        return schema
+
+    def _hold_pattern(self, schema: Schema, place: str) -> None:
+        pattern, is_same = _regex(schema.pop("pattern"))
+        if not is_same:
+            self.unheld.append(Unheld(place, "pattern"))
+        if pattern is not None:
+            schema["pattern"] = pattern
+
+    def _note_one_of(self, schema: Schema, place: str) -> Schema:
+        if "oneOf" in schema:
+            self.unheld.append(Unheld(place, "oneOf", schema["oneOf"]))
+        return schema
+
+    def _can_check(self, part: Unheld) -> bool:
+        """Whether a check can tell; of patterns it cannot, since those of strangers may take forever."""
+        text = json.dumps(part.value)
+        depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
+        return part.value is not None and not (_UNSURE.search(text) or (depends and self._is_unsure))
+
+
+def pointed(root: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a schema refers to within ``root`` by a JSON pointer, or itself; empty if nothing is there."""
+    from urllib.parse import unquote
+
+    for _ in range(32):  # references to references
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        at: Any = root
+        for part in unquote(reference).split("/")[1:]:
+            at = _step(at, part.replace("~1", "/").replace("~0", "~"))
+        if not reference.startswith("#") or not isinstance(at, Mapping):
+            break
+        schema = at
+    return {}
+
+
+def _step(at: object, name: str) -> object:
+    if isinstance(at, list | tuple) and name.isdecimal() and int(name) < len(at):
+        return at[int(name)]
+    return at.get(name) if isinstance(at, Mapping) else None
+
+
+def _escaped(name: str) -> str:
+    """A property's name in a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _copied(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> Any:
+    """A copy with what ``change`` makes of each schema that is part of it; what negates or decides stays."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    for key, value in schema.items():
+        if key in _TABLES and isinstance(value, dict):
+            copy[key] = {k: _copied(v, f"{place}/{key}/{_escaped(k)}", change) for k, v in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            copy[key] = [_copied(each, f"{place}/{key}/{at}", change) for at, each in enumerate(value)]
+        elif key in _WITHIN:
+            copy[key] = _copied(value, f"{place}/{key}", change)
+    return change(copy, place)
+
+
+def _name_properties(schema: Schema, names: Mapping[str, Any]) -> None:
+    """Say ``propertyNames`` in words that a grammar holds, if there are such."""
+    rules = {key: each for key, each in names.items() if key not in _ANNOTATIONS}
+    others = schema.get("additionalProperties", True)
+    named: Schema = {}
+    if names.get("type", "string") != "string":
+        return
+    if rules.keys() == {"pattern"}:
+        named = {"patternProperties": {rules["pattern"]: others}}
+    elif rules.keys() in ({"enum"}, {"const"}):
+        named = {"properties": dict.fromkeys(map(str, rules.get("enum") or [rules.get("const")]), others)}
+    if bool(named) == bool(rules) and not (named and {"properties", "patternProperties"} & schema.keys()):
+        del schema["propertyNames"]
+        schema |= named and {**named, "additionalProperties": False}
+
+
+def _regex(pattern: str) -> tuple[str | None, bool]:
+    """A pattern as llguidance takes it, and whether that is the same; None where nothing else is left.
+
+    Assertions are left out, such as look-ahead and edges of words, which allows more.
+    """
+    if _compiles(pattern):
+        return pattern, True
+    parts, groups, is_same = list[str](), list[int | None](), True
+    for token in _REGEX.finditer(pattern):
+        text = token[0]
+        is_same = is_same and text not in _WIDER and not token["look"]
+        if text.startswith("("):
+            groups.append(len(parts) if token["look"] else None)
+        elif text == ")" and groups and (start := groups.pop()) is not None:
+            del parts[start:]
+            continue
+        if token["high"]:
+            text = f"\\u{{{ord(json.loads(chr(34) + text + chr(34))):x}}}"
+        elif token["control"]:
+            text = f"\\x{ord(token['control']) % 32:02x}"
+        parts.append(_SPELLED.get(text, text))
+    spelled = "".join(parts)
+    return (spelled, is_same) if _compiles(spelled) else (None, False)
+
+
+def _compiles(pattern: str) -> bool:
+    from llguidance import LLMatcher
+
+    schema = {"type": "string", "pattern": pattern}
+    return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]:
+    """Keywords that a value breaks, and where in the schema they stand; ``unsure`` ones are left out."""
+    from jsonschema import Draft202012Validator, ValidationError, validators
+    from referencing.jsonschema import EMPTY_REGISTRY  # nothing is fetched
+
+    kind, left = validators.validator_for(schema, default=Draft202012Validator), [_MOST_REFERENCES]
+
+    def follow(validator: Any, reference: Any, *place: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RecursionError
+        return kind.VALIDATORS["$ref"](validator, reference, *place)
+
+    def unique(_: Any, wanted: object, items: Any, __: Any) -> Iterator[ValidationError]:
+        texts = [json.dumps(each, sort_keys=True) for each in items] if isinstance(items, list) else []
+        if wanted is True and len({*texts}) < len(texts):  # jsonschema's own may take the square of the time
+            yield ValidationError("not unique")
+
+    held = (*unsure, "pattern", "patternProperties", "additionalProperties", "$dynamicRef")
+    own = {**dict.fromkeys(held, lambda *_: ()), "$ref": follow, "uniqueItems": unique}
+    validator = validators.extend(kind, own)(schema, registry=EMPTY_REGISTRY)
+    errors = (each for each in validator.iter_errors(value) if each.validator not in _BOUNDS)
+    paths = {error: "/".join(["#", *map(str, [*error.absolute_schema_path][:-1])]) for error in errors}
+    return sorted({f"{error.validator} at {path}" for error, path in paths.items()})
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
