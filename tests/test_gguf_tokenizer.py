@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgespec.drafting.bridge import ByteBridge
 from edgespec_export.sources.gguf import GGUFFile
-from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.pre_tokenizers import CUTS, SAMPLES
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.text.tokenizer import Tokenizer
@@ -279,10 +279,10 @@ def test_special_token_ids_are_checked(value: object) -> None:
 
 
 def test_chat_templates_and_unknown_kinds() -> None:
-    assert chat_template({}) is None
-    assert chat_template({"tokenizer.chat_template": "{{ x }}"}) == "{{ x }}"
+    assert chat_templates({}) == {}
+    assert chat_templates({"tokenizer.chat_template": "{{ x }}"}) == {"default": "{{ x }}"}
     with pytest.raises(ModelFileError, match="int"):
-        chat_template({"tokenizer.chat_template": 3})
+        chat_templates({"tokenizer.chat_template": 3})
     with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama"):
         tokenizer_json(changed("gpt2", model="rwkv"))
     with pytest.raises(UnsupportedModelError, match=r"'martian'.*smollm.*llama-bpe.*qwen2.*Hugging Face"):

@@ -219,9 +219,9 @@ def test_special_tokens_come_from_every_file(tmp_path: Path) -> None:
         special = opened.special_tokens()
         assert special.eos == (2, 9, 7, 0)  # <|im_end|>, the lists, <|endoftext|>
         assert (special.bos, special.pad, special.add_bos) == (1, 0, False)
-        assert opened.chat_template() == "x"
+        assert opened.chat_templates() == {"default": "x"}
         (folder / "chat_template.jinja").write_text("y", encoding="utf-8")
-        assert opened.chat_template() == "y"
+        assert opened.chat_templates() == {"default": "y"}
     with HFCheckpoint(folder) as opened:
         assert {file.name for file in opened.files} == {file.name for file in folder.iterdir()}
 

@@ -33,6 +33,7 @@ def generate(
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
     prompt_cache: options.PromptCache = True,
+    chat_template: options.ChatTemplate = None,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
     as_json: options.JsonFlag = False,

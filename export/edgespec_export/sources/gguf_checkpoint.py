@@ -16,7 +16,7 @@ from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TAR
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
-from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import config_of, logits_factor
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
@@ -109,7 +109,7 @@ class GGUFCheckpoint(Checkpoint):
             self.stack = stack.pop_all()
         self.tokenizer_json = partial(tokenizer_json, self.metadata, self.config.vocab_size)
         self.special_tokens = partial(special_tokens, self.metadata)
-        self.chat_template = partial(chat_template, self.metadata)
+        self.chat_templates = partial(chat_templates, self.metadata)
 
     def embedding(self) -> Embedding | None:
         """As the file's keys say."""

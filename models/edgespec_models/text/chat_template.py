@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -21,7 +22,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
 from edgespec_models.errors import EdgespecError, RequestError, TokenizerError
-from edgespec_models.schema import shown
+from edgespec_models.schema import read_text, shown
 from edgespec_models.text.marked_text import mark, unmark
 from edgespec_models.text.template_files import DEFAULT
 from edgespec_models.text.template_sandbox import LONGEST_SOURCE, Sandbox, limited
@@ -245,6 +246,16 @@ class ChatTemplate:
         return _environment().parse(self.source)
 
 
+def read_template(path: Path) -> str:
+    """The Jinja source in a user's file; RequestError where that cannot be read, or is not valid."""
+    source = read_text(path, RequestError, "Give a file with a chat template in Jinja", encoding="utf-8-sig")
+    try:
+        ChatTemplate(source)
+    except TokenizerError as error:
+        raise RequestError(f"{path}: {error}") from error
+    return source
+
+
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of ``messages``, whose contents and calls are checked; RequestError where one is malformed.
 
@@ -340,7 +351,7 @@ def _arguments(given: object, form: _Reads) -> object:
 def _calling(arguments: object, is_long: bool) -> list[dict[str, Any]]:
     """A conversation in which a tool was called, for which nothing was said; perhaps it went on."""
     call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    ask = {"role": "user", "content": "a"}
+    ask: dict[str, Any] = {"role": "user", "content": "a"}
     calls = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}]
     result = {"role": "tool", "content": "b", "tool_call_id": "call12345", "name": "f"}
     return [*calls, result, {"role": "assistant", "content": "c"}, ask] if is_long else calls

@@ -10,6 +10,7 @@ from pathlib import Path
 from edgespec_models.errors import ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import read_text
+from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, templates
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 END_OF_GENERATION = (
@@ -19,7 +20,8 @@ END_OF_GENERATION = (
 )
 """Control tokens that end generation in the models that have them."""
 
-_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+_CONFIG, _GENERATION, _TEMPLATES = "tokenizer_config.json", "generation_config.json", "chat_template.json"
+OTHER_TEMPLATES = "additional_chat_templates"
 
 
 class TokenizerFiles:
@@ -31,7 +33,14 @@ class TokenizerFiles:
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
-        self.paths = tuple(folder / name for name in (_CONFIG, _GENERATION, _TEMPLATE))
+        names = (
+            _CONFIG,
+            _GENERATION,
+            FILE,
+            _TEMPLATES,
+            *(f"{OTHER_TEMPLATES}/{name}.jinja" for name in NAMED),
+        )
+        self.paths = tuple(folder / name for name in names)
         self.config = Facts.read(folder / _CONFIG)
         self._id_sources = (Facts.read(folder / _GENERATION), model)
 
@@ -52,18 +61,25 @@ class TokenizerFiles:
             bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos, pad=self._first("pad", tokenizer)
         )
 
-    def chat_template(self) -> str | None:
-        """Jinja source. Raises ModelFileError where it is not a text."""
-        where = self._folder / _TEMPLATE
-        if where.is_file():
-            return read_text(where, ModelFileError, "Download or copy it again")
-        template = self.config.value("chat_template")
-        if isinstance(template, list):  # several by name
-            objects = (entry for entry in template if isinstance(entry, dict))
-            template = next((e.get("template") for e in objects if e.get("name") == "default"), None)
-        if template is None or isinstance(template, str):
-            return template
-        raise ModelFileError(f"{self.config.where}: chat_template is {type(template).__name__}, not a text")
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja source by name, of the first place that has any; ModelFileError where one is not a text."""
+        files = {DEFAULT: FILE} | {name: f"{OTHER_TEMPLATES}/{name}.jinja" for name in NAMED}
+        paths = {name: self._folder / file for name, file in files.items()}
+        found: dict[str, object] = {
+            name: read_text(path, ModelFileError, "Download or copy it again")
+            for name, path in paths.items()
+            if path.is_file()
+        }
+        if DEFAULT not in found:
+            for facts in (self.config, Facts.read(self._folder / _TEMPLATES)):
+                value = facts.value("chat_template")
+                if isinstance(value, list):  # several by name
+                    objects = [entry for entry in value if isinstance(entry, dict)]
+                    value = {str(entry.get("name")): entry.get("template") for entry in objects}
+                if value is not None:
+                    stated = value if isinstance(value, dict) else {DEFAULT: value}
+                    return templates(stated | found, facts.where)
+        return templates(found, str(self._folder))
 
     def _first(self, role: str, tokenizer: Tokenizer) -> int | None:
         return next(iter((*self._named(role, tokenizer), *self._listed(role))), None)
