@@ -281,6 +281,9 @@ def test_special_token_ids_are_checked(value: object) -> None:
 def test_chat_templates_and_unknown_kinds() -> None:
     assert chat_templates({}) == {}
     assert chat_templates({"tokenizer.chat_template": "{{ x }}"}) == {"default": "{{ x }}"}
+    keys = {"tokenizer.chat_template": "x", "tokenizer.chat_template.tool_use": "y"}
+    assert chat_templates(keys | {"tokenizer.chat_template.other": "z"}) == {"default": "x", "tool_use": "y"}
+    assert chat_templates({"tokenizer.chat_template.rag": "z"}) == {"default": "z", "rag": "z"}
     with pytest.raises(ModelFileError, match="int"):
         chat_templates({"tokenizer.chat_template": 3})
     with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama"):
