@@ -167,23 +167,24 @@ def test_prompts_may_be_tokens_or_texts_whose_control_tokens_are_meant(target: P
             assert tokens[0] == model.target.tokenizer.special_id("<|im_start|>") != spelled[0]
             assert model.detokenize(tokens) == text and len(tokens) < len(spelled)
             meant = model.generate(text, special=True, max_tokens=9)
-            given = model.generate([*map(np.int64, tokens)], max_tokens=9)  # type: ignore[arg-type]
+            given = model.generate([*map(np.int64, tokens)], max_tokens=9)  # type: ignore[list-item]
             assert meant.tokens == given.tokens == model.generate(tokens, max_tokens=9).tokens
             assert meant.stats.prompt_tokens == model.count_tokens(tokens) == len(tokens)
             assert model.count_tokens(text, special=True) == len(tokens)
             assert model.generate(text, max_tokens=1).stats.prompt_tokens == len(spelled)
-            said = "allowed: a text, or the model's ids, 0 to 403"
-            for wrong in ([404], [1, -1]):
-                with pytest.raises(RequestError, match=said):
-                    model.generate(wrong)
-            for wrong in ([], [True], ["a"], [1, "a"], 3):
+            wrongs: list[Any] = [[404], [1, -1], [], [True], ["a"], [1, "a"], 3]
+            for wrong in wrongs:
                 with pytest.raises(RequestError, match="prompt"):
-                    model.generate(wrong)  # type: ignore[arg-type]
+                    model.generate(wrong)
             with pytest.raises(RequestError, match="use chat"):
                 model.generate(tokens, tools=TOOLS)
-            for refused in (lambda: model.chat(ASK, special=True), lambda: model.generate([1], special=True)):
+            refused: list[Callable[[], object]] = [
+                lambda: model.chat(ASK, special=True),
+                lambda: model.generate([1], special=True),
+            ]
+            for ask in refused:
                 with pytest.raises(RequestError, match="special is for prompts that are texts"):
-                    refused()
+                    ask()
 
 
 def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
@@ -202,7 +203,10 @@ def test_tools_go_into_the_template_that_is_for_them(target: Path) -> None:
         named = ChatTemplate("{{ messages[0].content }}", named={"tool_use": HERMES})
         model.target.chat_template = named
         assert model.count_tokens(ASK, tools=TOOLS) > 100 > model.count_tokens(ASK)
-        calls = [*ASK, {"role": "assistant", "tool_calls": [edgespec.ToolCall("a", "add", {}).to_message()]}]
+        calls: list[Any] = [
+            *ASK,
+            {"role": "assistant", "tool_calls": [edgespec.ToolCall("a", "add", {}).to_message()]},
+        ]
         assert model.count_tokens(calls) == model.count_tokens(ASK)  # written into the content
         assert model.chat(ASK, tools=TOOLS, max_tokens=3).finish_reason == "length"
 

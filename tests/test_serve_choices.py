@@ -187,7 +187,8 @@ def test_prompts_of_tokens_and_of_markup() -> None:
         assert answers(tokens, echo=True)[0] == ["user\nHi" + meant[0][0]]  # control tokens are no text
         scored = ask(url, TEXT, plain | {"prompt": tokens, "echo": True, "logprobs": 0}).json["choices"][0]
         assert scored["logprobs"]["text_offset"][len(tokens)] == len("user\nHi")
-        for wrong in ([1, "a"], [[1], 2], ["a"] * 65, [404], [[]], [True], [1.5]):
+        wrongs: list[Any] = [[1, "a"], [[1], 2], ["a"] * 65, [404], [[]], [True], [1.5]]
+        for wrong in wrongs:
             reply = ask(url, TEXT, plain | {"prompt": wrong})
             assert (reply.status, "prompt" in reply.json["error"]["message"]) == (400, True)
 
