@@ -102,9 +102,10 @@ def test_a_template_may_be_put_into_a_bundle_or_given_to_it(folder: Path) -> Non
     bundle.use_template(folder / "own.txt")
     assert bundle.chat_template is not None and bundle.chat_template.render(ask) == "hi<|im_end|>"
     (folder / "own.txt").write_text("{% for %}", encoding="utf-8")
-    for name, said in {"own.txt": "own.txt: The chat template is not valid", "no.txt": "Jinja"}.items():
-        with pytest.raises(RequestError, match=said):
-            bundle.use_template(folder / name)
+    with pytest.raises(TokenizerError, match=r"own.txt: The chat template is not valid"):
+        bundle.use_template(folder / "own.txt")
+    with pytest.raises(RequestError, match=r"no.txt.*Give a file"):
+        bundle.use_template(folder / "no.txt")
 
 
 @pytest.mark.parametrize("name", [GRAPH, f"{GRAPH}.data", TOKENIZER])

@@ -306,8 +306,7 @@ def drafter_tokens(bundle: Bundle, said: Said, request: Request) -> list[int]:
 
 def given_ids(said: object) -> list[int] | None:
     """A prompt that is token ids; None for others."""
-    is_ids = not isinstance(said, str) and isinstance(said, Sequence) and said and isinstance(said[0], int)
-    return [*cast(Sequence[int], said)] if is_ids else None
+    return [*said] if isinstance(said, list | tuple) and said and isinstance(said[0], int) else None
 
 
 def encode_text(bundle: Bundle, text: str, *, special: bool = False) -> list[int]:

@@ -308,7 +308,7 @@ class Bundle:
         return self._compile(found, self.path / TEMPLATE) if DEFAULT in found else None
 
     def use_template(self, file: Path) -> None:
-        """Take the chat template in ``file`` in place of the model's own; RequestError if there is none."""
+        """Take the chat template in ``file`` in place of the model's own; raises as reading it does."""
         from edgespec_models.text.chat_template import read_template
 
         self.chat_template = self._compile({DEFAULT: read_template(file)}, file)

@@ -21,7 +21,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from edgespec_models.errors import EdgespecError, RequestError, TokenizerError
+from edgespec_models.errors import EdgespecError, RequestError, TokenizerError, naming
 from edgespec_models.schema import read_text, shown
 from edgespec_models.text.marked_text import mark, unmark
 from edgespec_models.text.template_files import DEFAULT
@@ -149,9 +149,7 @@ class ChatTemplate:
             return mark(text, tokenizer.special_spans(text, own))
 
         text, places = unmark(chosen._made(messages, arguments, spelled))
-        return (
-            tokenizer.encode_marked(text, places, marks) if places else tokenizer.encode(text, special=True)
-        )
+        return tokenizer.encode_marked(text, places, marks)
 
     def _made(
         self,
@@ -247,12 +245,10 @@ class ChatTemplate:
 
 
 def read_template(path: Path) -> str:
-    """The Jinja source in a user's file; RequestError where that cannot be read, or is not valid."""
+    """The Jinja source in a user's file; RequestError where it cannot be read, TokenizerError if invalid."""
     source = read_text(path, RequestError, "Give a file with a chat template in Jinja", encoding="utf-8-sig")
-    try:
+    with naming(path):
         ChatTemplate(source)
-    except TokenizerError as error:
-        raise RequestError(f"{path}: {error}") from error
     return source
 
 

@@ -132,7 +132,8 @@ class Tokenizer:
         """
         ids, begin, end = list[int](), 0, 0  # of what is encoded, and of the last token that stays
         cuts: list[int] | None = None  # of a stretch between two of those with spelled ones in it
-        for start, stop, id_ in (*self._spans(text, marks), (len(text), len(text), None)):
+        spans = [*self._spans(text, marks), (len(text), len(text), None)] if spelled else []
+        for start, stop, id_ in spans:
             if not spelled.isdisjoint(range(start, stop)):
                 cuts = [*(cuts or ()), *(() if id_ in self._special_ids else ((start + stop) // 2,))]
             elif id_ is None or id_ in self._special_ids:
