@@ -175,7 +175,11 @@ def name_of(source: Path) -> str:
 
 def mark_of(source: Path) -> str:
     """Changes when the source does."""
-    listed = [source] if source.is_file() else [*source.iterdir(), *source.glob("*/config.json")]
+    listed = (
+        [source]
+        if source.is_file()
+        else [*source.iterdir(), *source.glob("*/config.json"), *source.glob("*/*.jinja")]
+    )
     files = sorted(file for file in listed if file.is_file())
     stats = [(file.name, file.stat()) for file in files]
     key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]

@@ -23,7 +23,7 @@ from edgespec_models.errors import DownloadError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.storage import home, replacing
-from edgespec_models.text.template_files import NAMED
+from edgespec_models.text.template_files import AS_JSON, BESIDE
 
 PREFIX = "hf:"
 """What names of models on the hub begin with."""
@@ -32,11 +32,7 @@ _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensor
 _PICKLE = "pytorch_model.bin"
 _TEXTS = (
     *(_CONFIG, _INDEX, "generation_config.json", "tokenizer.json", "tokenizer.model"),
-    *(
-        "chat_template.jinja",
-        "chat_template.json",
-        *(f"additional_chat_templates/{name}.jinja" for name in NAMED),
-    ),
+    *(AS_JSON, *BESIDE.values()),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("modules.json", "1_Pooling/config.json"),
 )

@@ -190,12 +190,10 @@ class ChatTemplate:
         ask = {"role": "user", "content": _PROBE}
         as_text, as_parts = (_PROBE in self._tried(_Reads(parts), ask) for parts in (False, True))
         usual = _Reads(parts=as_parts and not as_text)
+        forms = [usual._replace(none=none, texts=texts) for texts in (False, True) for none in (True, False)]
+        as_python, as_json = str({"a": _PROBE}), json.dumps({"a": _PROBE})
         for is_long in (True, False):  # which templates take that refuse the other
-            forms = [
-                usual._replace(none=none, texts=texts) for texts in (False, True) for none in (True, False)
-            ]
             made = {form: self._tried(form, *_calling({"a": _PROBE}, is_long)) for form in forms}
-            as_python, as_json = str({"a": _PROBE}), json.dumps({"a": _PROBE})
             good = {
                 form: text.count("None")  # which a template prints that cannot do without a content
                 for form, text in made.items()

@@ -7,6 +7,9 @@ from edgespec_models.errors import ModelFileError
 
 DEFAULT, NAMED = "default", ("tool_use", "rag")
 FILE: Final = "chat_template.jinja"
+AS_JSON: Final = "chat_template.json"
+BESIDE: Final = {DEFAULT: FILE} | {name: f"additional_chat_templates/{name}.jinja" for name in NAMED}
+"""Files of a Hugging Face directory, by name."""
 
 
 def file_of(name: str) -> str:

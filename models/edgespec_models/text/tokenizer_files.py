@@ -10,7 +10,7 @@ from pathlib import Path
 from edgespec_models.errors import ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import read_text
-from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, templates
+from edgespec_models.text.template_files import AS_JSON, BESIDE, DEFAULT, templates
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 END_OF_GENERATION = (
@@ -20,8 +20,7 @@ END_OF_GENERATION = (
 )
 """Control tokens that end generation in the models that have them."""
 
-_CONFIG, _GENERATION, _TEMPLATES = "tokenizer_config.json", "generation_config.json", "chat_template.json"
-OTHER_TEMPLATES = "additional_chat_templates"
+_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 
 
 class TokenizerFiles:
@@ -33,13 +32,7 @@ class TokenizerFiles:
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
-        names = (
-            _CONFIG,
-            _GENERATION,
-            FILE,
-            _TEMPLATES,
-            *(f"{OTHER_TEMPLATES}/{name}.jinja" for name in NAMED),
-        )
+        names = (_CONFIG, _GENERATION, AS_JSON, *BESIDE.values())
         self.paths = tuple(folder / name for name in names)
         self.config = Facts.read(folder / _CONFIG)
         self._id_sources = (Facts.read(folder / _GENERATION), model)
@@ -63,15 +56,13 @@ class TokenizerFiles:
 
     def chat_templates(self) -> dict[str, str]:
         """Jinja source by name, of the first place that has any; ModelFileError where one is not a text."""
-        files = {DEFAULT: FILE} | {name: f"{OTHER_TEMPLATES}/{name}.jinja" for name in NAMED}
-        paths = {name: self._folder / file for name, file in files.items()}
         found: dict[str, object] = {
-            name: read_text(path, ModelFileError, "Download or copy it again")
-            for name, path in paths.items()
-            if path.is_file()
+            name: read_text(self._folder / file, ModelFileError, "Download or copy it again")
+            for name, file in BESIDE.items()
+            if (self._folder / file).is_file()
         }
         if DEFAULT not in found:
-            for facts in (self.config, Facts.read(self._folder / _TEMPLATES)):
+            for facts in (self.config, Facts.read(self._folder / AS_JSON)):
                 value = facts.value("chat_template")
                 if isinstance(value, list):  # several by name
                     objects = [entry for entry in value if isinstance(entry, dict)]
