@@ -19,6 +19,9 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
+    special: Annotated[
+        bool, typer.Option("--special", help="The same, and control tokens that it spells are meant.")
+    ] = False,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -53,7 +56,9 @@ def generate(
         model = options.load_model(context, progress)
     with model:
         request = options.request_options(context)
-        if raw or model.target.chat_template is None:
+        if special:
+            stream = model.stream(text, special=True, **request)
+        elif raw or model.target.chat_template is None:
             stream = model.stream(text, **request)
         else:
             stream = model.stream_chat([{"role": "user", "content": text}], **request)
