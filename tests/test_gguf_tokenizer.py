@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgespec.drafting.bridge import ByteBridge
 from edgespec_export.sources.gguf import GGUFFile
-from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.pre_tokenizers import CUTS, SAMPLES
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.text.tokenizer import Tokenizer
@@ -340,10 +340,13 @@ def test_ids_that_no_token_has_are_said_and_left_out(value: int, caplog: pytest.
 
 
 def test_chat_templates_and_unknown_kinds() -> None:
-    assert chat_template({}) is None
-    assert chat_template({"tokenizer.chat_template": "{{ x }}"}) == "{{ x }}"
+    assert chat_templates({}) == {}
+    assert chat_templates({"tokenizer.chat_template": "{{ x }}"}) == {"default": "{{ x }}"}
+    keys = {"tokenizer.chat_template": "x", "tokenizer.chat_template.tool_use": "y"}
+    assert chat_templates(keys | {"tokenizer.chat_template.other": "z"}) == {"default": "x", "tool_use": "y"}
+    assert chat_templates({"tokenizer.chat_template.rag": "z"}) == {"default": "z", "rag": "z"}
     with pytest.raises(ModelFileError, match="int"):
-        chat_template({"tokenizer.chat_template": 3})
+        chat_templates({"tokenizer.chat_template": 3})
     with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama"):
         tokenizer_json(changed("gpt2", model="rwkv"))
     with pytest.raises(UnsupportedModelError, match=r"'martian'.*smollm.*llama-bpe.*qwen2.*Hugging Face"):

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from edgespec_export.sources.pre_tokenizers import ADD_BOS, CUTS, SAMPLES, WHOLE_PIECES
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
+from edgespec_models.text.template_files import DEFAULT, NAMED, templates
 from edgespec_models.text.tokenizer import SPACE_SIGN, SpecialTokens
 from edgespec_models.text.tokenizer_files import END_OF_GENERATION, control_texts
 
@@ -98,12 +99,11 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     )
 
 
-def chat_template(metadata: Mapping[str, object]) -> str | None:
-    """The file's chat template (Jinja source), or None. Raises ModelFileError where it is not a text."""
-    template = metadata.get("tokenizer.chat_template")
-    if template is None or isinstance(template, str):
-        return template
-    raise ModelFileError(f"tokenizer.chat_template is {type(template).__name__}, not a text.")
+def chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
+    """The file's chat templates (Jinja source) by name. Raises ModelFileError where one is not a text."""
+    key = "tokenizer.chat_template"
+    named = {name: metadata.get(f"{key}.{name}") for name in NAMED}
+    return templates({DEFAULT: metadata.get(key), **named}, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     if key in metadata:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
     named = {_token_id(metadata, key, len(texts)) for key in _ENDS}
-    control = control_texts(chat_template(metadata))
+    control = control_texts(chat_templates(metadata))
     for id_ in [id_ for id_, text in enumerate(texts) if id_ in named or text in control]:
         # Some files have it that a user may type these, or that they are read in pieces.
         if types[id_] == TokenType.USER_DEFINED or (
