@@ -14,9 +14,10 @@ from edgespec.requests.request import (
     Hole,
     Messages,
     Prompt,
+    PromptInput,
     Request,
     RequestOptions,
-    Said,
+    ids_of,
     no_template,
     prompt_tokens,
     thoughts_tags,
@@ -272,7 +273,7 @@ class Model(AbstractContextManager["Model"]):
     @checked
     def stream(
         self,
-        prompt: Annotated[str, length(1)] | Annotated[Sequence[int], length(1)],
+        prompt: Annotated[str | Sequence[int], length(1)],
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
@@ -281,6 +282,8 @@ class Model(AbstractContextManager["Model"]):
     @with_options
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Stream:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
+        if isinstance(messages, str) or ids_of(messages) is not None:
+            raise RequestError(f"messages is {shown(messages)}; allowed: a list of messages, or use generate")
         return self._stream(messages, options)
 
     @with_options
@@ -345,7 +348,7 @@ class Model(AbstractContextManager["Model"]):
         return asked.found((await Stream(asked, self._worker).run_async()).finish_reason)
 
     @with_options
-    def count_tokens(self, said: Said, **options: Unpack[RequestOptions]) -> int:
+    def count_tokens(self, said: PromptInput, **options: Unpack[RequestOptions]) -> int:
         """How many tokens the model reads of a prompt or a conversation, as a request's statistics say."""
         return len(prompt_tokens(self.target, said, Request.of(options)))
 
@@ -372,7 +375,7 @@ class Model(AbstractContextManager["Model"]):
             most = tokenizer.vocab_size - 1
             raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
-    def _stream(self, said: Said | Hole, options: RequestOptions) -> Stream:
+    def _stream(self, said: PromptInput | Hole, options: RequestOptions) -> Stream:
         """A request whose prompt is read now, so that what is wrong with it shows at once."""
         request = Request.one(options)
         prompt = self._runner.prompt(said, request)

@@ -227,18 +227,23 @@ def test_ends_of_turns_are_control_tokens_of_any_type(kind: str, type_: int) -> 
 
 @pytest.mark.parametrize("type_", [1, 4])
 def test_marks_that_the_template_writes_are_control_tokens(type_: int) -> None:
-    marks = ("<|turn|>", "<think>", "[INST]", "<tool>")
+    marks = ("<|system|>", "<|turn|>", "<think>", "[INST]", "<tool>")
     texts = [*listed("gpt2", "tokens"), *marks]
     types = [*listed("gpt2", "token_type"), *[type_] * len(marks)]
-    template = "{% for m in messages %}<|turn|>[INST]{{ m.content }}{% endfor %}<think>"
+    template = "{% for m in messages %}{% if m.role == 'system' %}<|system|>{% else %}<|turn|>{% endif %}"
+    template += "[INST]{{ m.content }}{% endfor %}<think>"
     template += "{% if tools %}<tool>{% endif %}"
     source = changed("gpt2", tokens=texts[:-1], token_type=types[:-1])
     source |= {"tokenizer.chat_template": template}
     tok = read(source)
-    assert [tok.special_id(mark) is not None for mark in marks] == [True, False, True, False]
+    assert [tok.special_id(mark) is not None for mark in marks] == [True, True, False, True, False]
     size = len(texts)
     assert tok.encode("<|turn|>[INST]", special=True) == [size - 4, size - 2]
     assert not {size - 4, size - 2}.intersection(tok.encode("<|turn|>[INST]"))
+    without = read(
+        source | {"tokenizer.chat_template": "{{ raise_exception('') if messages[3] }}" + template}
+    )
+    assert [without.special_id(mark) is not None for mark in marks[:2]] == [False, True]
     assert read(source | {"tokenizer.chat_template": "{{ 1 / 0 }}"}).special_id("<|turn|>") is None
 
 

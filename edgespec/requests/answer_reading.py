@@ -130,14 +130,12 @@ class TextStream:
 
     def push(self, tokens: Iterable[int]) -> str:
         """Take tokens, return the text that can be shown now. Raises TokenizerError for an unknown id."""
-        text, shown = "", list[int]()
+        text = ""
         for token in tokens:
-            if token in self._spelled or not self._tokenizer.is_special(token):
-                shown.append(token)
-            elif self.stops:
-                text += self.push_bytes(self._tokenizer.bytes_of(shown))
-                text, shown = text + self._push_special(self._tokenizer.token_bytes(token)), []
-        return text + self.push_bytes(self._tokenizer.bytes_of(shown))
+            data = self._tokenizer.token_bytes(token)
+            is_text = token in self._spelled or not self._tokenizer.is_special(token)
+            text += self.push_bytes(data) if is_text else self._push_special(data)
+        return text
 
     def _push_special(self, name: bytes) -> str:
         """The text before a stop string that a special token completes; nothing without one."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Ji
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``."""
 
-Said = str | Sequence[int] | Messages
+PromptInput = str | Sequence[int] | Messages
 """A prompt: a text or token ids to continue, or a conversation to answer."""
 
 P = ParamSpec("P")
@@ -258,7 +258,7 @@ class Prompt(NamedTuple):
     hole: Hole | None = None
 
 
-def prompt_tokens(bundle: Bundle, said: Said, request: Request) -> list[int]:
+def prompt_tokens(bundle: Bundle, said: PromptInput, request: Request) -> list[int]:
     """What a target reads: a text or tokens to continue, or a conversation to answer.
 
     Raises:
@@ -267,7 +267,7 @@ def prompt_tokens(bundle: Bundle, said: Said, request: Request) -> list[int]:
     """
     if request.max_lines is not None:
         raise RequestError("max_lines is for fills; use fill, or leave it out")
-    given = given_ids(said)
+    given = ids_of(said)
     if request.special and not isinstance(said, str):
         raise RequestError("special is for prompts that are texts; leave it out")
     if isinstance(said, str) or given is not None:
@@ -277,8 +277,8 @@ def prompt_tokens(bundle: Bundle, said: Said, request: Request) -> list[int]:
                 "use chat"
             )
         ids = encode_text(bundle, str(said), special=request.special) if given is None else given
-        if max(ids, default=0) >= bundle.tokenizer.vocab_size or min(ids, default=0) < 0:
-            most = bundle.tokenizer.vocab_size - 1
+        most = bundle.tokenizer.vocab_size - 1
+        if not all(type(id_) is int and 0 <= id_ <= most for id_ in ids):
             raise RequestError(f"prompt is {shown(said)}; allowed: a text, or the model's ids, 0 to {most}")
     else:
         _check_thinking(bundle, request)
@@ -288,7 +288,7 @@ def prompt_tokens(bundle: Bundle, said: Said, request: Request) -> list[int]:
     return ids
 
 
-def drafter_tokens(bundle: Bundle, said: Said, request: Request) -> list[int]:
+def drafter_tokens(bundle: Bundle, said: PromptInput, request: Request) -> list[int]:
     """What a drafter reads: what its template cannot take is left out, for it only guesses."""
     if isinstance(said, str):
         return encode_text(bundle, said, special=request.special)
@@ -303,7 +303,7 @@ def drafter_tokens(bundle: Bundle, said: Said, request: Request) -> list[int]:
     return encode_text(bundle, "".join(f"{message.get('content')}\n\n" for message in messages))
 
 
-def given_ids(said: object) -> list[int] | None:
+def ids_of(said: object) -> list[int] | None:
     """A prompt that is token ids; None for others."""
     return [*said] if isinstance(said, list | tuple) and said and isinstance(said[0], int) else None
 
@@ -341,7 +341,7 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     return _chat(bundle, template, messages, arguments)
 
 
-def answer_place(bundle: Bundle, said: Said, prompt: Sequence[int]) -> "Place | None":
+def answer_place(bundle: Bundle, said: PromptInput, prompt: Sequence[int]) -> "Place | None":
     """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
     tags = None if isinstance(said, str) else thoughts_tags(bundle)
     if tags is None:

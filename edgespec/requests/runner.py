@@ -17,13 +17,13 @@ from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
     Hole,
     Prompt,
+    PromptInput,
     Request,
-    Said,
     answer_format,
     answer_place,
     call_reader,
     drafter_tokens,
-    given_ids,
+    ids_of,
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
@@ -123,7 +123,7 @@ class Runner:
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, said: Said | Hole, request: Request) -> Prompt:
+    def prompt(self, said: PromptInput | Hole, request: Request) -> Prompt:
         """Read a prompt."""
         hole = None
         if isinstance(said, Hole):
@@ -133,7 +133,7 @@ class Runner:
             said = hole.prefix
         else:
             tokens = prompt_tokens(self.target, said, request)
-        if given_ids(said) is not None:  # a drafter of another vocabulary reads their text
+        if ids_of(said) is not None:  # a drafter of another vocabulary reads their text
             said = self.target.tokenizer.decode(tokens, skip_special=False)
             request = replace(request, special=True)
         if len(tokens) >= self.session.longest:

@@ -299,4 +299,4 @@ def _token_id(
         return None
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ModelFileError(f"tokenizer.ggml.{name} is {value!r}, but must be an id in 0 .. {size - 1}.")
-    return int(value) if 0 <= value < size else default if default is not None and default < size else None
+    return next((int(id_) for id_ in (value, default) if id_ is not None and 0 <= id_ < size), None)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
@@ -126,7 +126,7 @@ class ChatTemplate:
                 conversation or does not show the tool calls in it.
             TokenizerError: the template fails or breaks out of its sandbox.
         """
-        return self.taking(arguments)._made(messages, arguments, lambda text, role: text, now)
+        return self.taking(arguments)._made(messages, arguments, lambda role, text: text, now)
 
     def encode(
         self,
@@ -144,7 +144,7 @@ class ChatTemplate:
         chosen = self.taking(arguments)
         marks = tokenizer.marks_in(chosen.source)
 
-        def spelled(text: str, role: str | None) -> str:
+        def spelled(role: str | None, text: str) -> str:
             own = frozenset[int]() if role == "assistant" else marks
             return mark(text, tokenizer.special_spans(text, own))
 
@@ -155,13 +155,13 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
-        spelled: Callable[[str, str | None], str],
+        spelled: Callable[[str | None, str], str],
         now: datetime | None = None,
     ) -> str:
-        """The text of a conversation; of the texts in it what ``spelled`` makes of them and the role."""
+        """The text of a conversation whose texts are replaced by what ``spelled`` makes of role and text."""
         checked, others = self._checked(messages, arguments)
-        written = [_with_texts(each, lambda text: spelled(text, each["role"])) for each in checked]  # noqa: B023
-        return self._render(written, _with_texts(others, lambda text: spelled(text, None)), now)
+        written = [_with_texts(each, partial(spelled, each["role"])) for each in checked]
+        return self._render(written, _with_texts(others, partial(spelled, None)), now)
 
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
@@ -311,7 +311,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where} calls {shown(name)}; allowed: the name of a function")
-    return call | {"type": "function", "function": function | {"arguments": function.get("arguments")}}
+    return call | {"type": "function"}
 
 
 def _shape(message: dict[str, Any], form: _Reads) -> dict[str, Any]:
@@ -322,24 +322,25 @@ def _shape(message: dict[str, Any], form: _Reads) -> dict[str, Any]:
     elif not isinstance(content, list) and not (content is None and form.none):
         content = [{"type": "text", "text": content or ""}] if form.parts else content or ""
     calls = [
-        call | {"function": call["function"] | {"arguments": _arguments(call["function"]["arguments"], form)}}
+        call | {"function": function | {"arguments": _arguments(function.get("arguments"), form)}}
         for call in message.get("tool_calls", ())
+        for function in [call["function"]]
     ]
     return message | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _arguments(given: object, form: _Reads) -> object:
+def _arguments(stated: object, form: _Reads) -> object:
     """A call's arguments; models write broken ones, with which a conversation has to go on."""
-    table = given or {}
+    table = stated = stated or {}
     if isinstance(table, str):
         try:
             table = _plain(json.loads(table, parse_constant=_no_number), "")
         except (ValueError, RecursionError, RequestError):
             table = None
-    text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+    text = stated if isinstance(stated, str) else json.dumps(stated, ensure_ascii=False)
     if not isinstance(table, dict):
         return text if form.any_text else {}
-    return (text or "{}") if form.texts else table
+    return text if form.texts else table
 
 
 def _calling(arguments: object, is_long: bool) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ splits and strips what the stand-ins stand for.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from edgespec_models.errors import RequestError
@@ -20,14 +20,14 @@ _FROM: Final = {stand_in: code for code, stand_in in _TO.items()}
 _ANY: Final = re.compile(f"[{STAND_INS}]")
 
 
-def mark(text: str, spans: list[tuple[int, int]]) -> str:
-    """``text`` with stand-ins in these spans. RequestError where it holds some already."""
+def mark(text: str, spans: Iterable[tuple[int, int, int]]) -> str:
+    """``text`` with stand-ins in spans of (start, stop, id); RequestError where it holds some already."""
     if has_marks(text):
         raise RequestError(
             "A message holds a character from U+18A21 to U+18A7E, which edgespec marks text with. Remove it."
         )
     parts, end = list[str](), 0
-    for start, stop in spans:
+    for start, stop, _ in spans:
         parts += text[end:start], text[start:stop].translate(_TO)
         end = stop
     return marked("".join([*parts, text[end:]]))

@@ -133,7 +133,7 @@ class Tokenizer:
         """
         ids, begin, end = list[int](), 0, 0  # of what is encoded, and of the last token that stays
         cuts: list[int] | None = None  # of a stretch between two of those with spelled ones in it
-        spans = [*self._spans(text, marks), (len(text), len(text), None)] if spelled else []
+        spans = [*self.special_spans(text, marks), (len(text), len(text), None)] if spelled else []
         for start, stop, id_ in spans:
             if not spelled.isdisjoint(range(start, stop)):
                 cuts = [*(cuts or ()), *(() if id_ in self._special_ids else ((start + stop) // 2,))]
@@ -224,17 +224,13 @@ class Tokenizer:
         """The special tokens to fill in the middle, and those around files, by their texts."""
         return {text: id_ for text, id_ in self._specials.items() if _FIM.fullmatch(text)}
 
-    def special_spans(self, text: str, marks: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
-        """Where ``text`` holds the text of special tokens, or of the added ``marks``: start and stop, in
-        characters, in order."""
-        return [(start, stop) for start, stop, _ in self._spans(text, marks)]
+    def special_spans(self, text: str, marks: frozenset[int] = frozenset()) -> list[tuple[int, int, int]]:
+        """Where special tokens and the added ``marks`` stand in ``text``: start, stop (characters) and id."""
+        return [span for span in self._encoder.spans(text, self._special_ids | marks) if span[0] < span[1]]
 
     def marks_in(self, template: str) -> frozenset[int]:
         """Added tokens that are not special and whose text a chat template holds, such as ``<think>``."""
         return frozenset(id_ for text, id_ in self._marks.items() if text in template)
-
-    def _spans(self, text: str, marks: frozenset[int]) -> list[tuple[int, int, int]]:
-        return [span for span in self._encoder.spans(text, self._special_ids | marks) if span[0] < span[1]]
 
     def id_of_bytes(self, data: bytes) -> int | None:
         """The ordinary token with exactly these bytes; a byte token only where there is no other."""

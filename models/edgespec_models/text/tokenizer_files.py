@@ -16,7 +16,7 @@ from typing import Any
 from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.impostors import refuse_impostor
-from edgespec_models.schema import read_text
+from edgespec_models.schema import read_text, shown
 from edgespec_models.text.encoder import Encoder
 from edgespec_models.text.template_files import AS_JSON, BESIDE, DEFAULT, templates
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -35,7 +35,7 @@ _BEGINS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_head
 _KNOWN = frozenset(END_OF_GENERATION) - {"</s>"}  # a tag of HTML, where a file does not say otherwise
 # Tags of thoughts are text.
 _MARK = re.compile(r"<(?!/?(?:\w+:)?think>)[^<>\s]+>|\[(?!/?THINK\])[^\[\]\s]+\]")
-_TURNS = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+_TURNS = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
 _LOG = logging.getLogger("edgespec")
 
 
@@ -76,29 +76,31 @@ class TokenizerFiles:
         if added != listed:
             encoder = Encoder(text := _dumped(spec))
         ids = {content: id_ for id_, (content, _) in encoder.added_tokens().items()}
-        moved = [each for each in added if ids.get(each["content"], each["id"]) != each["id"]]
+        moved = [token for token in added if ids.get(token["content"], token["id"]) != token["id"]]
         if moved:
             first, id_ = moved[0]["content"], moved[0]["id"]
             _LOG.warning("%s: added tokens are numbered anew: %r is %d, not %d", name, first, ids[first], id_)
-        absent = sorted(content for content, id_ in ids.items() if id_ >= self._vocab_size)
+        absent = {content for content, id_ in ids.items() if id_ >= self._vocab_size}
         if absent:
             marks = {*self._texts("bos"), *self._texts("eos"), *_written_marks(self.chat_templates())}
-            for needed in sorted(marks.intersection(absent)):
+            for needed in sorted(marks & absent):
                 raise TokenizerError(
                     f"The LM head has {self._vocab_size} rows, none for {needed!r}, which texts or turns "
                     "need. Use the tokenizer that belongs to the model."
                 )
-            _LOG.warning("%s: tokens without a row in the LM head are left out: %s", name, ", ".join(absent))
-            spec["added_tokens"] = [each for each in added if each["content"] not in absent]
+            texts = shown(sorted(absent))
+            _LOG.warning("%s: tokens without a row in the LM head are left out: %s", name, texts)
+            spec["added_tokens"] = [token for token in added if token["content"] not in absent]
             vocabulary = spec["model"]["vocab"]
             if isinstance(vocabulary, dict):  # of a Unigram model, a list without added tokens
                 spec["model"]["vocab"] = {t: id_ for t, id_ in vocabulary.items() if t not in absent}
             encoder = Encoder(text := _dumped(spec))
         if "[INST]" in ids and "p{N}{1,3}" in json.dumps(spec.get("pre_tokenizer")):
-            wrong = (
-                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and"
+            _LOG.warning(
+                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and "
+                "numbers become other tokens than in training. Take a GGUF file.",
+                name,
             )
-            _LOG.warning(f"{wrong} numbers become other tokens than in training. Take a GGUF file.", name)
         return text, Tokenizer(encoder, vocab_size=self._vocab_size)
 
     def special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
@@ -172,8 +174,9 @@ class TokenizerFiles:
     def _named(self, role: str, tokenizer: Tokenizer) -> Iterator[int]:
         """The token with a role that a file gives as text."""
         for text in self._texts(role):
-            ids = tokenizer.special_id(text), tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass"))
-            yield from [id_ for id_ in ids if id_ is not None][:1]
+            id_ = tokenizer.special_id(text)
+            id_ = tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass")) if id_ is None else id_
+            yield from () if id_ is None else (id_,)
 
     def _listed(self, role: str) -> Iterator[int]:
         """The ids that the generation's and the model's configuration give, one or a list each."""
@@ -208,6 +211,8 @@ def _written_marks(sources: Mapping[str, str]) -> set[str]:
 
     marks = set[str]()
     for source in sources.values():
-        with suppress(EdgespecError):  # a template that wants other conversations, or is damaged
-            marks.update(_MARK.findall(ChatTemplate(source).render(_TURNS)))
+        with suppress(EdgespecError):  # a template that is damaged, or knows no system
+            template = ChatTemplate(source)
+            marks.update(_MARK.findall(template.render(_TURNS[1:])))
+            marks.update(_MARK.findall(template.render(_TURNS)))
     return marks
