@@ -176,11 +176,11 @@ def test_prompts_may_be_tokens_or_texts_whose_control_tokens_are_meant(target: P
             for wrong in wrongs:
                 with pytest.raises(RequestError, match="prompt"):
                     model.generate(wrong)
-            for wrong in ([404], [True], [1, "a"]):
-                with pytest.raises(RequestError, match="prompt is .*; allowed: a text, or the model's ids"):
+            for wrong in (*wrongs[:2], [True], [1, "a"]):
+                with pytest.raises(RequestError, match=r"prompt is .*; allowed: a text, or the model's ids"):
                     model.count_tokens(wrong)
             for no_messages in ("What?", tokens):
-                with pytest.raises(RequestError, match="messages is .*use generate"):
+                with pytest.raises(RequestError, match=r"messages is .*use generate"):
                     model.chat(no_messages)  # type: ignore[arg-type]
             with pytest.raises(RequestError, match="use chat"):
                 model.generate(tokens, tools=TOOLS)
