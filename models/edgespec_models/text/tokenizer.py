@@ -33,7 +33,7 @@ _Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _FIM = re.compile(r"<[|｜]?fim.\w+[|｜]?>|\[(PREFIX|SUFFIX|MIDDLE)\]|<\|?(repo|file)_?(name|sep\w*)\|?>")
 """Control tokens to fill in the middle, which some files do not call special."""
-_MARK = re.compile(r"[<\[]\S+[>\]]")
+MARK = re.compile(r"[<\[]\S+[>\]]")
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = (byte for byte in range(256) if byte not in _VISIBLE)
 _ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in enumerate(_HIDDEN)}
@@ -66,7 +66,7 @@ class Tokenizer:
         own, added = encoder.vocabulary(), encoder.added_tokens()
         self._specials = {t: id_ for id_, (t, special) in added.items() if special or _FIM.fullmatch(t)}
         ordinary = {t: id_ for id_, (t, _) in added.items() if t not in self._specials}
-        self._marks = {text: id_ for text, id_ in ordinary.items() if _MARK.fullmatch(text)}
+        self._marks = {text: id_ for text, id_ in ordinary.items() if MARK.fullmatch(text)}
         unknown = encoder.unknown_token()
         self._unknown = encoder.id_of(unknown, added=False) if unknown else None
         if unknown and self._unknown is None:
@@ -131,8 +131,9 @@ class Tokenizer:
         That becomes ordinary tokens of the same text, as does the text of added tokens with the ids
         ``marks``. Raises as :meth:`encode` does.
         """
-        ids, begin, end = list[int](), 0, 0  # of what is encoded, and of the last token that stays
-        cuts: list[int] | None = None  # of a stretch between two of those with spelled ones in it
+        # Encoded is all before ``begin``; ``end`` is that of the last special token that stays one.
+        ids, begin, end = list[int](), 0, 0
+        cuts: list[int] | None = None  # behind ``end``: within marks that are spelled; None if nothing is
         spans = [*self.special_spans(text, marks), (len(text), len(text), None)] if spelled else []
         for start, stop, id_ in spans:
             if not spelled.isdisjoint(range(start, stop)):

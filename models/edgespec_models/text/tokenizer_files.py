@@ -146,7 +146,7 @@ class TokenizerFiles:
         named = {*self._texts("bos"), *self._texts("eos")}
         for text in sorted((named | _KNOWN) & own.keys()):
             if len(text) > 1:  # else texts could not be spelled without it
-                added.setdefault(text, _entry(own[text], text))
+                added.setdefault(text, added_token(own[text], text))
         for text in (named | control_texts(self.chat_templates())) & added.keys():
             added[text]["special"] = True
         return list(added.values())
@@ -159,10 +159,10 @@ class TokenizerFiles:
                 raise ModelFileError(f"{decoder.where} has the key {key!r}, which is no id")
             entry = decoder.section(key)
             flags = {flag: entry.boolean(flag, default=False) for flag in _FLAGS}
-            tokens.append(_entry(int(key), entry.text("content")) | flags)
+            tokens.append(added_token(int(key), entry.text("content")) | flags)
         if self._is_old:
             older = Facts.read(self._folder / _ADDED)
-            tokens = [_entry(older.integer(text), text) for text in older.keys]
+            tokens = [added_token(older.integer(text), text) for text in older.keys]
         return sorted(tokens, key=lambda token: int(token["id"]))
 
     def _texts(self, role: str) -> list[str]:
@@ -197,7 +197,8 @@ class TokenizerFiles:
             raise TokenizerError(f"{self._folder}: {error}") from error
 
 
-def _entry(id_: int, text: str) -> dict[str, Any]:
+def added_token(id_: int, text: str) -> dict[str, Any]:
+    """An added token of a ``tokenizer.json``, which is not special."""
     return {"id": id_, "content": text, **dict.fromkeys(_FLAGS, False)}
 
 
