@@ -267,16 +267,16 @@ def prompt_tokens(bundle: Bundle, said: PromptInput, request: Request) -> list[i
     """
     if request.max_lines is not None:
         raise RequestError("max_lines is for fills; use fill, or leave it out")
-    given = ids_of(said)
+    ids = ids_of(said)
     if request.special and not isinstance(said, str):
         raise RequestError("special is for prompts that are texts; leave it out")
-    if isinstance(said, str) or given is not None:
+    if isinstance(said, str) or ids is not None:
         if request.tools or request.template_args or request.thinking is not None:
             raise RequestError(
                 "tools, template_args and thinking are for a model's chat template, in which a text is not; "
                 "use chat"
             )
-        ids = encode_text(bundle, str(said), special=request.special) if given is None else given
+        ids = encode_text(bundle, str(said), special=request.special) if ids is None else ids
         most = bundle.tokenizer.vocab_size - 1
         if not all(type(id_) is int and 0 <= id_ <= most for id_ in ids):
             raise RequestError(f"prompt is {shown(said)}; allowed: a text, or the model's ids, 0 to {most}")

@@ -163,15 +163,11 @@ class ChatBody(_Common):
         return [{key: value for key, value in each.items() if value is not None} for each in self.messages]
 
 
-def check_texts(field: str, given: str | Sequence[Any]) -> None:
-    """See that a list is one of tokens, or one of texts."""
-    if len({isinstance(each, int) for each in given}) > 1:
+def texts_in(field: str, value: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
+    """Texts, one or several; numbers are the tokens of one. RequestError for tokens beside texts."""
+    if len({isinstance(item, int) for item in value}) > 1:
         raise RequestError(f"{field} has tokens beside texts; a list of numbers is one text")
-
-
-def texts_in(given: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
-    """Texts, one or several; numbers are the tokens of one."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    return [value] if isinstance(value, str) or isinstance(value[0], int) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +184,6 @@ class CompletionBody(_Common):
     best_of: Literal[1] | None = None
 
     def __post_init__(self) -> None:
-        check_texts("prompt", self.prompt)
         if len(self.prompts()) > 64:
             raise RequestError(f"prompt has {len(self.prompts())} texts; allowed: at most 64")
         if self.suffix and self.echo and self.logprobs is not None:
@@ -201,7 +196,7 @@ class CompletionBody(_Common):
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
         """The prompts, one or several; numbers are the tokens of one."""
-        return texts_in(self.prompt)
+        return texts_in("prompt", self.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +210,11 @@ class EmbeddingBody:
     instruction: str | None = None  # edgespec's own
 
     def __post_init__(self) -> None:
-        check_texts("input", self.input)
+        self.texts()
 
     def texts(self) -> Sequence[str | Sequence[int]]:
         """The texts, one or several; numbers are the tokens of one."""
-        return texts_in(self.input)
+        return texts_in("input", self.input)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

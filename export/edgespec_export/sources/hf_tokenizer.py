@@ -43,6 +43,7 @@ class HFTokenizer:
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
         self._folder = folder
         self._beside = TokenizerFiles(folder, model, vocab_size)
+        self.chat_templates = self._beside.chat_templates
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -87,10 +88,6 @@ class HFTokenizer:
         if end is None and self._beside.config.boolean("add_eos_token", default=False):
             end = next(iter(self.special_tokens().eos), None)
         return end
-
-    def chat_templates(self) -> dict[str, str]:
-        """Jinja source by name. Raises ModelFileError where it is not a text."""
-        return self._beside.chat_templates()
 
 
 def to_tokenizer_json(path: Path) -> str:
