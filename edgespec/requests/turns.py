@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from statistics import fmean
 from typing import Any, TypeVar
 
 from edgespec.decoding.draft import Passed, Work
@@ -29,6 +30,7 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
     ]
     reading = sum(one.decoding.unread > 0 for _, one in running)
     pricing.sequences = max(1, len(running) - max(0, reading - 1))
+    pricing.context = fmean(one.session.attended for _, one in running) if running else 0.0
     drafted = _drafted(running)
     if not drafted:
         return
