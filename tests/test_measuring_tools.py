@@ -96,7 +96,7 @@ def test_recorded_answers_are_replayed(
 
 
 def test_prices_that_know_a_context_lose_less_behind_it(tmp_path: Path) -> None:
-    """Drafts are seldom right, and rows are dear there: who knows that drafts less from the first round on."""
+    """Drafts are seldom right and rows are dear, so who knows that drafts less from the first round on."""
     target = open_bundle(_chatting(tmp_path / "t", 0))
     words = [20 + number % 7 for number in random.Random(0).choices(range(1000), k=60)]
     seconds = {}
