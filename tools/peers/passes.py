@@ -3,8 +3,8 @@
 A peer is a folder with ``llama-batched-bench`` and ``llama-bench``: llama.cpp's own, or any that speaks its
 options, named as ``NAME=FOLDER`` or ``NAME=FOLDER:OPTION,OPTION`` (``ik=ik_llama.cpp/build/bin:-rtr``). It
 decodes n sequences at once, whose n rows all have logits, as a verification's have. edgespec runs passes of n
-tokens. Medians over rounds; a round takes every program once. ``--behind TOKENS`` measures edgespec alone behind
-a longer text. ``--neighbour CORE`` keeps that core busy meanwhile.
+tokens. Medians over rounds; a round takes every program once. ``--behind TOKENS`` measures edgespec alone
+behind a longer text. ``--neighbour CORE`` keeps that core busy meanwhile.
 
 Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --bundle DIR
 [--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]
