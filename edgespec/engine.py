@@ -14,8 +14,11 @@ from edgespec.requests.request import (
     Hole,
     Messages,
     Prompt,
+    PromptInput,
     Request,
     RequestOptions,
+    ids_of,
+    no_template,
     prompt_tokens,
     thoughts_tags,
     with_options,
@@ -96,6 +99,8 @@ def load(
     opening = partial(open_model, weights=options.weights, progress=progress)
     made_for = _made_for(device), _made_for(drafter_device)  # before a model is pulled
     target_bundle = opening(target, "target", device=made_for[0])
+    if options.chat_template is not None:
+        target_bundle.use_template(options.chat_template)
     placement = placed(target_bundle, device)
     if drafter == "auto":
         from edgespec.loading.drafters import choose
@@ -229,9 +234,10 @@ class Model(AbstractContextManager["Model"]):
         return self._session.row_exact
 
     @with_options
-    def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Generation:
         """Continue ``prompt`` and return the whole result; see :class:`edgespec.RequestOptions`.
 
+        Token ids are read as they are, and no BOS token is put before them.
         An answer that would not fit the context behind the prompt ends where the context does.
 
         Raises:
@@ -252,7 +258,9 @@ class Model(AbstractContextManager["Model"]):
         return answers(options, asked(options, partial(self.stream_chat, messages)))
 
     @with_options
-    async def generate_async(self, prompt: str, **options: Unpack[RequestOptions]) -> Generation:
+    async def generate_async(
+        self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
+    ) -> Generation:
         """Like :meth:`generate`, in an event loop; cancelling the task ends the answer within a pass."""
         return await answers_async(options, asked(options, partial(self.stream, prompt)))
 
@@ -263,13 +271,19 @@ class Model(AbstractContextManager["Model"]):
 
     @with_options
     @checked
-    def stream(self, prompt: Annotated[str, length(1)], **options: Unpack[RequestOptions]) -> Stream:
+    def stream(
+        self,
+        prompt: Annotated[str | Sequence[int], length(1)],
+        **options: Unpack[RequestOptions],
+    ) -> Stream:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
         return self._stream(prompt, options)
 
     @with_options
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Stream:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
+        if isinstance(messages, str) or ids_of(messages) is not None:
+            raise RequestError(f"messages is {shown(messages)}; allowed: a list of messages, or use generate")
         return self._stream(messages, options)
 
     @with_options
@@ -307,7 +321,7 @@ class Model(AbstractContextManager["Model"]):
             RequestError: an option out of range, or the model has no chat template.
         """
         if self.target.chat_template is None:
-            raise RequestError(f"{self.name} has no chat template; use generate, or another model")
+            raise RequestError(no_template(self.name))
         Request.one(defaults)
         from edgespec.requests.conversation import Conversation
 
@@ -334,19 +348,19 @@ class Model(AbstractContextManager["Model"]):
         return asked.found((await Stream(asked, self._worker).run_async()).finish_reason)
 
     @with_options
-    def count_tokens(self, said: str | Messages, **options: Unpack[RequestOptions]) -> int:
-        """How many tokens the model reads of a text or a conversation, as a request's statistics say."""
+    def count_tokens(self, said: PromptInput, **options: Unpack[RequestOptions]) -> int:
+        """How many tokens the model reads of a prompt or a conversation, as a request's statistics say."""
         return len(prompt_tokens(self.target, said, Request.of(options)))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text`` alone: without a BOS token, and the text of a control token as ordinary text.
+    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of ``text`` alone, without a BOS token; control tokens in it only with ``special``.
 
         Raises:
             RequestError: ``text`` is not one, or holds lone surrogates.
         """
         if not isinstance(text, str):
             raise RequestError(f"text is {shown(text)}; allowed: a text")
-        return self.target.tokenizer.encode(text)
+        return self.target.tokenizer.encode(text, special=special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, control tokens spelled out; what is not valid UTF-8 becomes U+FFFD.
@@ -361,7 +375,7 @@ class Model(AbstractContextManager["Model"]):
             most = tokenizer.vocab_size - 1
             raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
-    def _stream(self, said: str | Messages | Hole, options: RequestOptions) -> Stream:
+    def _stream(self, said: PromptInput | Hole, options: RequestOptions) -> Stream:
         """A request whose prompt is read now, so that what is wrong with it shows at once."""
         request = Request.one(options)
         prompt = self._runner.prompt(said, request)

@@ -113,7 +113,7 @@ def table(data: bytes) -> dict[str, Any]:
 
 def read_checkpoint(checkpoint: Checkpoint) -> None:
     """All that an export reads of facts and tokenizer, and a row of every tensor."""
-    special, template = checkpoint.special_tokens(), checkpoint.chat_template()
+    special, template = checkpoint.special_tokens(), checkpoint.chat_templates().get("default")
     tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=checkpoint.config.vocab_size)
     assert all(id_ < tokenizer.vocab_size for id_ in (*special.eos, special.bos or 0))
     use_tokenizer(tokenizer, "a b")

@@ -21,7 +21,7 @@ from edgespec_models.bundles.bundle import (
     FileRecord,
     Manifest,
 )
-from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError
+from edgespec_models.errors import BundleError, RequestError, TokenizerError, UnsupportedModelError
 from edgespec_runtimes.cpu import CpuSession
 from tests.native_for_tests import Edit, edit_manifest
 from tests.tokenizers_for_tests import byte_level_json
@@ -88,6 +88,24 @@ def test_template_and_report_are_optional_and_templates_told_what_ends_a_text(fo
         edit_manifest(folder, lambda m: m["special_tokens"].update(eos=eos))  # noqa: B023 - called at once
         template = Bundle(folder).chat_template
         assert template is not None and template.render([{"role": "user", "content": "hi"}]) == shown
+
+
+def test_a_template_may_be_put_into_a_bundle_or_given_to_it(folder: Path) -> None:
+    ask = [{"role": "user", "content": "hi"}]
+    (folder / TEMPLATE).write_text("default", encoding="utf-8")
+    (folder / "chat_template.tool_use.jinja").write_text("{{ tools }}", encoding="utf-8")
+    bundle = Bundle(folder)
+    template = bundle.chat_template
+    assert template is not None and template.render(ask) == "default"
+    assert template.render(ask, {"tools": "t"}) == "t"
+    (folder / "own.txt").write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}{{ eos_token }}")
+    bundle.use_template(folder / "own.txt")
+    assert bundle.chat_template is not None and bundle.chat_template.render(ask) == "hi<|im_end|>"
+    (folder / "own.txt").write_text("{% for %}", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"own.txt: The chat template is not valid"):
+        bundle.use_template(folder / "own.txt")
+    with pytest.raises(RequestError, match=r"no.txt.*Give a file"):
+        bundle.use_template(folder / "no.txt")
 
 
 @pytest.mark.parametrize("name", [GRAPH, f"{GRAPH}.data", TOKENIZER])

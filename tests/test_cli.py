@@ -101,6 +101,9 @@ def test_generate_streams_text_and_puts_the_cost_on_standard_error(use: Use) -> 
     assert loaded == [("t", None, 2)]
     options = model.calls[0][1]
     assert (options["stop"], options["seed"], options["speculate"]) == (("X",), 4, True)
+    assert run("generate", "t", "<|im_start|>", "--special").exit_code == 0
+    prompt, options = model.calls[1]
+    assert (prompt, options["special"]) == ("<|im_start|>", True)
 
 
 @pytest.mark.parametrize("command", ["bench", "demo", "cost"])

@@ -46,7 +46,7 @@ def test_a_panic_is_a_tokenizer_error_whatever_is_asked(cut: dict[str, Any]) -> 
         with pytest.raises(TokenizerError, match=says):
             ask()
     if cut is BACKTRACKS:
-        assert tokenizer.special_spans("x<|im_end|>") == [(1, 11)]  # the next text is encoded
+        assert tokenizer.special_spans("x<|im_end|>") == [(1, 11, 2)]  # the next text is encoded
 
 
 def test_a_template_of_no_token_is_a_tokenizer_error(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_an_added_token_without_a_row_is_left_out(
     export_model(folder, tmp_path / "out")
     tok = Bundle(tmp_path / "out").tokenizer
     assert tok.matches(Tokenizer.from_json(text))
-    assert "tokens without a row in the LM head are left out: <image>" in caplog.text
+    assert "tokens without a row in the LM head are left out: ['<image>']" in caplog.text
 
 
 def test_a_directory_that_runs_as_it_is_leaves_them_out_too(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgespec.drafting.bridge import ByteBridge
 from edgespec_export.sources.gguf import GGUFFile
-from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.pre_tokenizers import CUTS, SAMPLES
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.text.tokenizer import Tokenizer
@@ -227,18 +227,23 @@ def test_ends_of_turns_are_control_tokens_of_any_type(kind: str, type_: int) -> 
 
 @pytest.mark.parametrize("type_", [1, 4])
 def test_marks_that_the_template_writes_are_control_tokens(type_: int) -> None:
-    marks = ("<|turn|>", "<think>", "[INST]", "<tool>")
+    marks = ("<|system|>", "<|turn|>", "<think>", "[INST]", "<tool>")
     texts = [*listed("gpt2", "tokens"), *marks]
     types = [*listed("gpt2", "token_type"), *[type_] * len(marks)]
-    template = "{% for m in messages %}<|turn|>[INST]{{ m.content }}{% endfor %}<think>"
+    template = "{% for m in messages %}{% if m.role == 'system' %}<|system|>{% else %}<|turn|>{% endif %}"
+    template += "[INST]{{ m.content }}{% endfor %}<think>"
     template += "{% if tools %}<tool>{% endif %}"
     source = changed("gpt2", tokens=texts[:-1], token_type=types[:-1])
     source |= {"tokenizer.chat_template": template}
     tok = read(source)
-    assert [tok.special_id(mark) is not None for mark in marks] == [True, False, True, False]
+    assert [tok.special_id(mark) is not None for mark in marks] == [True, True, False, True, False]
     size = len(texts)
     assert tok.encode("<|turn|>[INST]", special=True) == [size - 4, size - 2]
     assert not {size - 4, size - 2}.intersection(tok.encode("<|turn|>[INST]"))
+    without = read(
+        source | {"tokenizer.chat_template": "{{ raise_exception('') if messages[3] }}" + template}
+    )
+    assert [without.special_id(mark) is not None for mark in marks[:2]] == [False, True]
     assert read(source | {"tokenizer.chat_template": "{{ 1 / 0 }}"}).special_id("<|turn|>") is None
 
 
@@ -340,10 +345,13 @@ def test_ids_that_no_token_has_are_said_and_left_out(value: int, caplog: pytest.
 
 
 def test_chat_templates_and_unknown_kinds() -> None:
-    assert chat_template({}) is None
-    assert chat_template({"tokenizer.chat_template": "{{ x }}"}) == "{{ x }}"
+    assert chat_templates({}) == {}
+    assert chat_templates({"tokenizer.chat_template": "{{ x }}"}) == {"default": "{{ x }}"}
+    keys = {"tokenizer.chat_template": "x", "tokenizer.chat_template.tool_use": "y"}
+    assert chat_templates(keys | {"tokenizer.chat_template.other": "z"}) == {"default": "x", "tool_use": "y"}
+    assert chat_templates({"tokenizer.chat_template.rag": "z"}) == {"default": "z", "rag": "z"}
     with pytest.raises(ModelFileError, match="int"):
-        chat_template({"tokenizer.chat_template": 3})
+        chat_templates({"tokenizer.chat_template": 3})
     with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama"):
         tokenizer_json(changed("gpt2", model="rwkv"))
     with pytest.raises(UnsupportedModelError, match=r"'martian'.*smollm.*llama-bpe.*qwen2.*Hugging Face"):

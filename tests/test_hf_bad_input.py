@@ -27,6 +27,7 @@ from edgespec_models.errors import (
 )
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens
+from edgespec_models.text.tokenizer_files import TokenizerFiles
 from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.tokenizers_for_tests import byte_level_json
 from tests.weights_for_tests import config_of_json
@@ -229,11 +230,40 @@ def test_special_tokens_come_from_every_file(tmp_path: Path) -> None:
         special = opened.special_tokens()
         assert special.eos == (2, 9, 7, 0)  # <|im_end|>, the lists, <|endoftext|>
         assert (special.bos, special.add_bos) == (1, False)
-        assert opened.chat_template() == "x"
+        assert opened.chat_templates() == {"default": "x"}
         (folder / "chat_template.jinja").write_text("y", encoding="utf-8")
-        assert opened.chat_template() == "y"
+        assert opened.chat_templates() == {"default": "y"}
     with HFCheckpoint(folder) as opened:
         assert {file.name for file in opened.files} == {file.name for file in folder.iterdir()}
+
+
+def test_chat_templates_come_from_the_first_place_that_has_any(tmp_path: Path) -> None:
+    beside = TokenizerFiles(tmp_path, Facts({}, "config.json"), VOCAB)
+    assert beside.chat_templates() == {}
+
+    def write(name: str, value: object) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+
+    def found() -> dict[str, str]:
+        return TokenizerFiles(tmp_path, Facts({}, "config.json"), VOCAB).chat_templates()
+
+    write("chat_template.json", {"chat_template": "a"})
+    assert found() == {"default": "a"}
+    write("additional_chat_templates/rag.jinja", "b")
+    assert found() == {"default": "a", "rag": "b"}
+    named = [{"name": "tool_use", "template": "c"}, {"name": "else", "template": "d"}]
+    write("tokenizer_config.json", {"chat_template": named})
+    assert found() == {"default": "c", "tool_use": "c", "rag": "b"}  # none is called default
+    write("tokenizer_config.json", {"chat_template": [*named, {"name": "default", "template": "e"}]})
+    assert found() == {"default": "e", "tool_use": "c", "rag": "b"}
+    write("chat_template.jinja", "f")
+    assert found() == {"default": "f", "rag": "b"}
+    write("tokenizer_config.json", {"chat_template": [{"name": "default", "template": 3}]})
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelFileError, match="chat template 'default' is int"):
+        found()
 
 
 def test_ids_that_no_token_has_are_said_and_left_out(

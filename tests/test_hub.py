@@ -100,10 +100,12 @@ def test_no_reference_leads_out_of_its_folder(text: str) -> None:
 
 def test_a_checkpoint_comes_whole_and_nothing_else(hub: Hub, home: Path) -> None:
     seen: list[Progress] = []
+    hub.files |= {"chat_template.json": b"{}", "additional_chat_templates/tool_use.jinja": b"x"}
     place = pull_hub(SAFETENSORS, progress=seen.append)
     assert place == home.parent / "hub" / "models--someone--Tiny-1.5B" / "snapshots" / hub.commit
     wanted = hub.files.keys() - UNWANTED.keys() - {"q/tiny.gguf"}
-    assert {file.name for file in place.iterdir()} == wanted
+    files = {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()}
+    assert files == wanted
     assert all((place / name).read_bytes() == hub.files[name] for name in wanted)
     assert hub.fetched[-2:] == SHARDS
     total = sum(len(hub.files[name]) for name in SHARDS)

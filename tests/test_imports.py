@@ -10,7 +10,7 @@ import pytest
 import edgespec
 from tests.native_for_tests import tiny_native
 
-LOADED, ANSWERING = 51, 30
+LOADED, ANSWERING = 52, 30
 """Modules of edgespec's packages that a load and an answer import, and those whose code runs in an answer."""
 UNUSED = (
     *("edgespec.history", "edgespec.learning", "edgespec.loading.first_use", "edgespec.requests.tool_calls"),

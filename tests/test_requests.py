@@ -15,6 +15,7 @@ from edgespec import LoadOptions, Model, RequestOptions
 from edgespec.loading import opening
 from edgespec.requests.request import Request, encode_chat
 from edgespec_models.errors import RequestError
+from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
@@ -155,6 +156,65 @@ def test_tokens_are_counted_as_requests_read_them(model: Model) -> None:
             model.detokenize(wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="text is 3"):
         model.tokenize(3)  # type: ignore[arg-type]
+
+
+def test_prompts_may_be_tokens_or_texts_whose_control_tokens_are_meant(target: Path, drafter: Path) -> None:
+    text = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    for each in (None, drafter):
+        with edgespec.load(target, each, options=OPTIONS) as model:
+            tokens = model.tokenize(text, special=True)
+            spelled = model.tokenize(text)
+            assert tokens[0] == model.target.tokenizer.special_id("<|im_start|>") != spelled[0]
+            assert model.detokenize(tokens) == text and len(tokens) < len(spelled)
+            meant = model.generate(text, special=True, max_tokens=9)
+            given = model.generate([*map(np.int64, tokens)], max_tokens=9)  # type: ignore[list-item]
+            assert meant.tokens == given.tokens == model.generate(tokens, max_tokens=9).tokens
+            assert meant.stats.prompt_tokens == model.count_tokens(tokens) == len(tokens)
+            assert model.count_tokens(text, special=True) == len(tokens)
+            assert model.generate(text, max_tokens=1).stats.prompt_tokens == len(spelled)
+            wrongs: list[Any] = [[404], [1, -1], [], [True], ["a"], [1, "a"], 3]
+            for wrong in wrongs:
+                with pytest.raises(RequestError, match="prompt"):
+                    model.generate(wrong)
+            for wrong in (*wrongs[:2], [True], [1, "a"]):
+                with pytest.raises(RequestError, match=r"prompt is .*; allowed: a text, or the model's ids"):
+                    model.count_tokens(wrong)
+            for no_messages in ("What?", tokens):
+                with pytest.raises(RequestError, match=r"messages is .*use generate"):
+                    model.chat(no_messages)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="use chat"):
+                model.generate(tokens, tools=TOOLS)
+            refused: list[Callable[[], object]] = [
+                lambda: model.chat(ASK, special=True),
+                lambda: model.generate([1], special=True),
+            ]
+            for ask in refused:
+                with pytest.raises(RequestError, match="special is for prompts that are texts"):
+                    ask()
+
+
+def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
+    folder = tiny_native(tmp_path / "target").path
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0].content }}!", encoding="utf-8")
+    with edgespec.load(folder, None, options=LoadOptions(chat_template=own)) as model:
+        assert model.count_tokens(ASK) == model.count_tokens(ASK[0]["content"] + "!")
+    with pytest.raises(RequestError, match=r"cannot read .*no.jinja"):
+        edgespec.load(folder, None, options=LoadOptions(chat_template=tmp_path / "no.jinja"))
+
+
+def test_tools_go_into_the_template_that_is_for_them(target: Path) -> None:
+    with edgespec.load(target, None, options=OPTIONS) as model:
+        named = ChatTemplate("{{ messages[0].content }}", named={"tool_use": HERMES})
+        model.target.chat_template = named
+        assert model.count_tokens(ASK, tools=TOOLS) > 100 > model.count_tokens(ASK)
+        calls: list[Any] = [
+            *ASK,
+            {"role": "assistant", "tool_calls": [edgespec.ToolCall("a", "add", {}).to_message()]},
+        ]
+        assert model.count_tokens(calls) == model.count_tokens(ASK)  # written into the content
+        assert model.chat(ASK, tools=TOOLS, max_tokens=3).finish_reason == "length"
 
 
 def test_template_arguments_reach_the_template(model: Model) -> None:

@@ -168,3 +168,39 @@ def test_the_command_says_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch) 
         CliRunner().invoke(app, ["serve", "t", "--port", "0", *more])
     assert [options.parallel for options in given] == [4, 7]
     assert CliRunner().invoke(app, ["serve", "t", "--parallel", "0"]).exit_code == 2
+
+
+def test_prompts_of_tokens_and_of_markup() -> None:
+    text, plain = "<|im_start|>user\nHi<|im_end|>", {"model": "toy", "max_tokens": 6}
+    with several() as model, serving(model) as url:
+        tokens = model.tokenize(text, special=True)
+
+        def answers(prompt: Any, **more: Any) -> tuple[list[str], int]:
+            reply = ask(url, TEXT, plain | {"prompt": prompt} | more).json
+            return [each["text"] for each in reply["choices"]], reply["usage"]["prompt_tokens"]
+
+        meant = answers(text, special=True)
+        assert meant == answers(tokens) and meant[1] == len(tokens)
+        assert answers([tokens, [5]])[0][0] == answers([text, "x"], special=True)[0][0] == meant[0][0]
+        assert answers(text)[1] == len(model.tokenize(text)) > len(tokens)
+        assert answers(text, special=True, echo=True) == answers(tokens, echo=True)
+        assert answers(tokens, echo=True)[0] == ["user\nHi" + meant[0][0]]  # control tokens are no text
+        scored = ask(url, TEXT, plain | {"prompt": tokens, "echo": True, "logprobs": 0}).json["choices"][0]
+        assert scored["logprobs"]["text_offset"][len(tokens)] == len("user\nHi")
+        wrongs: list[Any] = [[1, "a"], [[1], 2], ["a"] * 65, [404], [[]], [True], [1.5]]
+        for wrong in wrongs:
+            reply = ask(url, TEXT, plain | {"prompt": wrong})
+            assert (reply.status, "prompt" in reply.json["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason", "written"),
+    [(None, "length", 6), ("<|im_start|>", "stop", 1), ("<|im_", "length", 6)],
+)
+def test_control_tokens_that_are_stop_strings_stop(stop: str | None, reason: str, written: int) -> None:
+    body = {"model": "toy", "prompt": "def", "max_tokens": 6, "logit_bias": {"1": 100}}
+    with toy_model(ToySession(markov_logits(0, VOCAB), VOCAB)) as model, serving(model) as url:
+        reply = ask(url, TEXT, body | ({} if stop is None else {"stop": [stop]})).json
+    choice = reply["choices"][0]
+    assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == (reason, written)
+    assert (choice["text"], choice["edgespec"]["stop"]) == ("", stop if written == 1 else None)

@@ -83,7 +83,7 @@ def test_special_tokens_contribute_no_text() -> None:
     tok = tokenizer()
     end = tok.special_id("<|im_end|>")
     assert end is not None
-    stream = TextStream(tok, stop=["<|im_end|>"])
+    stream = TextStream(tok, stop=["|im_end|"])
     assert stream.push([*tok.encode("a"), end]) + stream.finish() == "a"
     assert not stream.stopped
 
@@ -94,3 +94,17 @@ def test_bad_stop_strings(stop: str | list[str]) -> None:
         Request.of({"stop": stop})
     with pytest.raises(TokenizerError):
         TextStream(tokenizer()).push([10**6])
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_control_token_ends_the_text_if_it_is_a_stop_string(size: int) -> None:
+    tok = tokenizer()
+    end, start = tok.special_id("<|im_end|>"), tok.special_id("<|im_start|>")
+    assert end is not None and start is not None
+    tokens = [*tok.encode("ab\n"), start, *tok.encode("c\n"), end, *tok.encode("d")]
+    for stop, text in {"<|im_end|>": "ab\nc\n", "\n<|im_end|>": "ab\nc", "b\n<|im_start|>": "a"}.items():
+        stream = TextStream(tok, stop=["no", stop])
+        assert ("".join(chunked(stream, tokens, size)), stream.stop_string) == (text, stop)
+    for stop in ("|>", "x<|im_end|>", "<|endoftext|>"):  # texts that control tokens are not, or others
+        stream = TextStream(tok, stop=[stop])
+        assert ("".join(chunked(stream, tokens, size)), stream.stopped) == ("ab\nc\nd", False)

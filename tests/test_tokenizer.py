@@ -175,7 +175,7 @@ def test_decoding() -> None:
 def test_special_spans() -> None:
     text = "é<|im_end|> <tool><|im_end|>"
     spans = tokenizer("bytes").special_spans(text)
-    assert [text[start:stop] for start, stop in spans] == ["<|im_end|>", "<|im_end|>"]
+    assert [text[start:stop] for start, stop, _ in spans] == ["<|im_end|>", "<|im_end|>"]
 
 
 def test_padding_rows_are_empty() -> None:

@@ -44,6 +44,7 @@ def chat(
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
     prompt_cache: options.PromptCache = True,
+    chat_template: options.ChatTemplate = None,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
     as_json: Annotated[
@@ -66,7 +67,8 @@ def chat(
     with model:
         if model.target.chat_template is None:
             raise RequestError(
-                f"{model.name} has no chat template; use 'edgespec generate', or another model"
+                f"{model.name} has no chat template; give one (--chat-template), use 'edgespec generate', or "
+                "another model"
             )
         request = options.request_options(context)
 

@@ -7,7 +7,7 @@ import typer
 
 from edgespec.cli.console import note, print_json, progress_bars, say, size
 from edgespec.cli.inspect import show_report
-from edgespec.cli.options import JsonFlag
+from edgespec.cli.options import ChatTemplate, JsonFlag
 from edgespec_models.bundles.static_graphs import CHIPS
 from edgespec_models.errors import RequestError
 
@@ -126,6 +126,7 @@ def export(
             f"Known: {', '.join(CHIPS)}.",
         ),
     ] = None,
+    chat_template: ChatTemplate = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -167,7 +168,7 @@ def export(
     if via == "optimum":
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
-        words |= {"--alignment": alignment, "--target": target}
+        words |= {"--alignment": alignment, "--target": target, "--chat-template": chat_template}
         words |= {"--kv": kv, "--role": role == "drafter"}
         words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
@@ -191,6 +192,7 @@ def export(
             trim=_trim_size(trim_vocab),
             calibration=tuple(calibration or ()),
             calibrate_with=tuple(calibrate_with or ()),
+            chat_template=chat_template,
         )
         report = export_model(file, out, options=options, progress=progress)
     if as_json:

@@ -19,6 +19,9 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
+    special: Annotated[
+        bool, typer.Option("--special", help="The same, and control tokens that it spells are meant.")
+    ] = False,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -33,6 +36,7 @@ def generate(
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
     prompt_cache: options.PromptCache = True,
+    chat_template: options.ChatTemplate = None,
     history: options.HistoryName = None,
     training_share: options.TrainingShare = 0.0,
     as_json: options.JsonFlag = False,
@@ -52,8 +56,8 @@ def generate(
         model = options.load_model(context, progress)
     with model:
         request = options.request_options(context)
-        if raw or model.target.chat_template is None:
-            stream = model.stream(text, **request)
+        if raw or special or model.target.chat_template is None:
+            stream = model.stream(text, **request | {"special": special})
         else:
             stream = model.stream_chat([{"role": "user", "content": text}], **request)
         if as_json:

@@ -89,6 +89,14 @@ PromptCache = Annotated[
         "again; 'edgespec cache' shows and clears it.",
     ),
 ]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="A file with a chat template in Jinja, in place of the one that the model has, if any.",
+    ),
+]
 TrainingShare = Annotated[
     float,
     typer.Option(
@@ -131,7 +139,7 @@ def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     from edgespec.loading.opening import LoadOptions
 
     given = context.params | named
-    limited = ("threads", "instructions", "training_share", "max_waiting", "parallel")
+    limited = ("threads", "instructions", "training_share", "max_waiting", "parallel", "chat_template")
     limits = {name: given[name] for name in limited if name in given}
     if not given.get("prompt_cache"):  # commands without the option measure what it would falsify
         limits["prompt_cache_bytes"] = 0

@@ -79,6 +79,7 @@ def serve(
     device: options.Device = "auto",
     drafter_device: options.DrafterDevice = "auto",
     prompt_cache: options.PromptCache = True,
+    chat_template: options.ChatTemplate = None,
     memory: Annotated[
         float | None,
         typer.Option(

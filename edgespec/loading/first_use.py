@@ -177,7 +177,8 @@ def name_of(source: Path) -> str:
 
 def mark_of(source: Path) -> str:
     """Changes when the source does."""
-    listed = parts_of(source) if source.is_file() else [*source.iterdir(), *source.glob("*/config.json")]
+    beside = [*source.glob("*/config.json"), *source.glob("*/*.jinja")]
+    listed = parts_of(source) if source.is_file() else [*source.iterdir(), *beside]
     files = sorted(file for file in listed if file.is_file())
     stats = [(file.name, file.stat()) for file in files]
     key = [str(source.resolve()), *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]

@@ -66,6 +66,7 @@ class LoadOptions(Checked):
         prompt_cache_bytes: disk for keys and values of prompts that were read, which later processes need not
             read again; the least recently used go first. None is 2 GB, or a tenth of the disk's free space if
             that is less. 0 neither reads nor writes any. ``docs/security.md`` says who can read them.
+        chat_template: a file with a chat template in Jinja for the target, which has none or a wrong one.
     """
 
     threads: Threads = 0
@@ -81,6 +82,7 @@ class LoadOptions(Checked):
     parallel: Annotated[int, within(1, 64)] = 4
     cache_bytes: Annotated[int, within(0, 2**60)] = 256 << 20
     prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
+    chat_template: Path | None = None
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:
         """What a session on the CPU is told of them."""

@@ -107,8 +107,8 @@ class TextStream:
 
     The pieces joined equal ``tokenizer.decode`` of all tokens, up to the first stop string. That is the
     one completed first, and the longest of those completed by the same byte, however the tokens were
-    grouped into pushes. Special tokens contribute no text, but for those ``spelled``. Push committed tokens
-    only: text that was handed out is not taken back.
+    grouped into pushes. Special tokens contribute no text, but for those ``spelled``, and complete the stop
+    strings that end with their text. Push committed tokens only: text that was handed out is not taken back.
     """
 
     def __init__(
@@ -130,8 +130,22 @@ class TextStream:
 
     def push(self, tokens: Iterable[int]) -> str:
         """Take tokens, return the text that can be shown now. Raises TokenizerError for an unknown id."""
-        shown = (each for each in tokens if each in self._spelled or not self._tokenizer.is_special(each))
-        return self.push_bytes(self._tokenizer.bytes_of(shown))
+        text = ""
+        for token in tokens:
+            data = self._tokenizer.token_bytes(token)
+            is_text = token in self._spelled or not self._tokenizer.is_special(token)
+            text += self.push_bytes(data) if is_text else self._push_special(data)
+        return text
+
+    def _push_special(self, name: bytes) -> str:
+        """The text before a stop string that a special token completes; nothing without one."""
+        whole = self._held + name
+        ended = [stop for stop in self.stops if stop.endswith(name) and whole.endswith(stop)]
+        if self.stopped or not ended:
+            return ""
+        stop = max(ended, key=len)
+        self.stop_string, self._held = self.stops[stop], b""
+        return self._decoder.decode(whole.removesuffix(stop), final=True)
 
     def push_bytes(self, data: bytes) -> str:
         """The same of bytes."""

@@ -40,6 +40,8 @@ def fill_tokens(bundle: Bundle, hole: Hole, request: Request, longest: int) -> t
     """
     if request.tools or request.template_args or request.thinking is not None:
         raise RequestError("tools, template_args and thinking are for chats; use chat, or leave them out")
+    if request.special:
+        raise RequestError("special is for prompts that are texts; leave it out")
     tokenizer, ids = bundle.tokenizer, bundle.tokenizer.fim_ids
     marks = {kind: ids[text] for kind, texts in _MARKS.items() for text in texts if text in ids}
     if not {"prefix", "suffix"} <= marks.keys():

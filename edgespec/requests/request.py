@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
 
 from edgespec.decoding.draft import Drafter, Progress
 from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, Lark, Regex, ResponseFormat
@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Ji
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``."""
 
+PromptInput = str | Sequence[int] | Messages
+"""A prompt: a text or token ids to continue, or a conversation to answer."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -40,6 +43,7 @@ class RequestOptions(TypedDict, total=False):
     max_lines: int | None
     stop: str | Sequence[str]
     stop_at_eos: bool
+    special: bool
     speculate: bool
     drafter: Drafter | None
     prompt_cache: bool
@@ -80,6 +84,7 @@ class Request:
         max_lines: of a fill, with that of the cursor.
         stop: a text, or several, that end the answer and are no part of it.
         stop_at_eos: end where the model says that it has finished.
+        special: control tokens that a prompt of text spells are meant as such; off, they are ordinary text.
         speculate: False decodes without drafts; the answer is the same.
         drafter: drafts in this request, in place of the model's own drafter; None leaves it to that.
         prompt_cache: False neither keeps this request's text on disk nor looks for it there.
@@ -113,6 +118,7 @@ class Request:
     max_lines: Annotated[int, within(1)] | None = None
     stop: tuple[_Stop, ...] = ()
     stop_at_eos: bool = True
+    special: bool = False
     speculate: bool = True
     drafter: Drafter | None = None
     prompt_cache: bool = True
@@ -252,8 +258,8 @@ class Prompt(NamedTuple):
     hole: Hole | None = None
 
 
-def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
-    """What a target reads: a text to continue, or a conversation to answer.
+def prompt_tokens(bundle: Bundle, said: PromptInput, request: Request) -> list[int]:
+    """What a target reads: a text or tokens to continue, or a conversation to answer.
 
     Raises:
         RequestError: nothing is said, or not in a way that the model's chat template takes; tools or template
@@ -261,39 +267,55 @@ def prompt_tokens(bundle: Bundle, said: str | Messages, request: Request) -> lis
     """
     if request.max_lines is not None:
         raise RequestError("max_lines is for fills; use fill, or leave it out")
-    if isinstance(said, str):
+    given = ids_of(said)
+    if request.special and not isinstance(said, str):
+        raise RequestError("special is for prompts that are texts; leave it out")
+    if isinstance(said, str) or given is not None:
         if request.tools or request.template_args or request.thinking is not None:
             raise RequestError(
                 "tools, template_args and thinking are for a model's chat template, in which a text is not; "
                 "use chat"
             )
-        ids = encode_text(bundle, said)
+        ids = encode_text(bundle, str(said), special=request.special) if given is None else given
+        most = bundle.tokenizer.vocab_size - 1
+        if not all(type(id_) is int and 0 <= id_ <= most for id_ in ids):
+            raise RequestError(f"prompt is {shown(said)}; allowed: a text, or the model's ids, 0 to {most}")
     else:
         _check_thinking(bundle, request)
-        ids = encode_chat(bundle, said, _arguments(bundle, request))
+        ids = encode_chat(bundle, cast(Messages, said), _arguments(bundle, request))
     if not ids:
         raise RequestError("the prompt is empty; give at least one character")
     return ids
 
 
-def drafter_tokens(bundle: Bundle, said: str | Messages, request: Request) -> list[int]:
+def drafter_tokens(bundle: Bundle, said: PromptInput, request: Request) -> list[int]:
     """What a drafter reads: what its template cannot take is left out, for it only guesses."""
     if isinstance(said, str):
-        return encode_text(bundle, said)
-    template = bundle.chat_template
+        return encode_text(bundle, said, special=request.special)
+    messages, template = cast(Messages, said), bundle.chat_template
     if template is not None:
         try:
             arguments = _arguments(bundle, request)
             known = {name: each for name, each in arguments.items() if name in template.arguments}
-            return _chat(bundle, template, said, known)
+            return _chat(bundle, template, messages, known)
         except (RequestError, TokenizerError):  # it knows fewer roles, or no tool calls
             pass
-    return encode_text(bundle, "".join(f"{message.get('content')}\n\n" for message in said))
+    return encode_text(bundle, "".join(f"{message.get('content')}\n\n" for message in messages))
 
 
-def encode_text(bundle: Bundle, text: str) -> list[int]:
-    """Tokens of ``text``, begun as the model's texts are."""
-    return begun(bundle, bundle.tokenizer.encode(text))
+def ids_of(said: object) -> list[int] | None:
+    """A prompt that is token ids; None for others."""
+    return [*said] if isinstance(said, list | tuple) and said and isinstance(said[0], int) else None
+
+
+def encode_text(bundle: Bundle, text: str, *, special: bool = False) -> list[int]:
+    """Tokens of ``text``, begun as the model's texts are; with ``special`` its control tokens are meant."""
+    return begun(bundle, bundle.tokenizer.encode(text, special=special))
+
+
+def no_template(name: str) -> str:
+    """What is wrong where a model has no chat template."""
+    return f"{name} has no chat template; give one (chat_template), use generate, or another model"
 
 
 def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any] | None = None) -> list[int]:
@@ -304,7 +326,7 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     """
     template = bundle.chat_template
     if template is None:
-        raise RequestError(f"{bundle.manifest.name} has no chat template; use generate, or another model")
+        raise RequestError(no_template(bundle.manifest.name))
     arguments = arguments or {}
     if "tools" in arguments and "tools" not in template.arguments:
         raise RequestError(
@@ -319,7 +341,7 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     return _chat(bundle, template, messages, arguments)
 
 
-def answer_place(bundle: Bundle, said: str | Messages, prompt: Sequence[int]) -> "Place | None":
+def answer_place(bundle: Bundle, said: PromptInput, prompt: Sequence[int]) -> "Place | None":
     """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
     tags = None if isinstance(said, str) else thoughts_tags(bundle)
     if tags is None:
@@ -360,24 +382,26 @@ def _form(bundle: Bundle) -> "Form | None":
     """How the model writes calls; None where that is not known."""
     from edgespec.requests.tool_calls import format_of
 
-    return None if bundle.chat_template is None else format_of(bundle.chat_template.source)
+    template = bundle.chat_template
+    return None if template is None else format_of(template.taking(("tools",)).source)
 
 
 def _chat(
     bundle: Bundle, template: "ChatTemplate", messages: Messages, arguments: Mapping[str, Any]
 ) -> list[int]:
-    if "tool_calls" not in template.source:
+    if "tool_calls" not in template.taking(arguments).source:
         from edgespec.requests.tool_calls import with_calls_as_text
 
-        messages = with_calls_as_text(template.source, messages)
-    ids = template.encode(messages, bundle.tokenizer, arguments)
-    return ids if ids[:1] == [bundle.manifest.special_tokens.bos] else begun(bundle, ids)
+        messages = with_calls_as_text(template.taking(("tools",)).source, messages)
+    return begun(bundle, template.encode(messages, bundle.tokenizer, arguments))
 
 
 def begun(bundle: Bundle, ids: list[int]) -> list[int]:
     """``ids`` as the model's texts begin: behind BOS, where they do."""
     special = bundle.manifest.special_tokens
-    return [special.bos, *ids] if special.add_bos and special.bos is not None else ids
+    if not special.add_bos or special.bos is None or ids[:1] == [special.bos]:
+        return ids
+    return [special.bos, *ids]
 
 
 def thoughts_tags(bundle: Bundle) -> "Tags | None":

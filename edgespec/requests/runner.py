@@ -16,13 +16,14 @@ from edgespec.loading.opening import Loaded, LoadOptions, Running
 from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
     Hole,
-    Messages,
     Prompt,
+    PromptInput,
     Request,
     answer_format,
     answer_place,
     call_reader,
     drafter_tokens,
+    ids_of,
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
@@ -122,7 +123,7 @@ class Runner:
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, said: str | Messages | Hole, request: Request) -> Prompt:
+    def prompt(self, said: PromptInput | Hole, request: Request) -> Prompt:
         """Read a prompt."""
         hole = None
         if isinstance(said, Hole):
@@ -132,6 +133,9 @@ class Runner:
             said = hole.prefix
         else:
             tokens = prompt_tokens(self.target, said, request)
+        if ids_of(said) is not None:  # a drafter of another vocabulary reads their text
+            said = self.target.tokenizer.decode(tokens, skip_special=False)
+            request = replace(request, special=True)
         if len(tokens) >= self.session.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None

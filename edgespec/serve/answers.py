@@ -113,7 +113,7 @@ class _Completion(Answer):
     """A completion's fields, which all chunks share; of one choice, if it is streamed.
 
     ``written`` is the number of its characters that were sent. There are ``n`` choices for each prompt;
-    ``echoed`` are the prompts, if choices begin with theirs.
+    ``echoed`` are the prompts, if choices begin with theirs, ``special`` as for requests.
     """
 
     done = "data: [DONE]\n\n"
@@ -125,7 +125,8 @@ class _Completion(Answer):
     index: int = 0
     written: int = 0
     n: int = 1
-    echoed: Sequence[str] = ()
+    echoed: Sequence[str | Sequence[int]] = ()
+    special: bool = False
 
     def whole(self, answers: Sequence[Generation]) -> Json:
         """The response in one piece; each of ``answers`` is to a prompt."""
@@ -249,7 +250,11 @@ class CompletionAnswer(_Completion):
 
     @property
     def _echo(self) -> str:
-        return self.echoed[self.index // self.n] if self.echoed else ""
+        said = self.echoed[self.index // self.n] if self.echoed else ""
+        if isinstance(said, str) and not self.special:
+            return said
+        ids = self.tokenizer.encode(said, special=True) if isinstance(said, str) else said
+        return self.tokenizer.decode(ids)  # control tokens are no text, here as in answers
 
     def _length(self, token: TokenRecord) -> int:
         """Characters of the text that begin in a token."""

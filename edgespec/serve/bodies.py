@@ -163,11 +163,23 @@ class ChatBody(_Common):
         return [{key: value for key, value in each.items() if value is not None} for each in self.messages]
 
 
+def check_texts(field: str, given: str | Sequence[Any]) -> None:
+    """See that a list is one of tokens, or one of texts."""
+    if len({isinstance(each, int) for each in given}) > 1:
+        raise RequestError(f"{field} has tokens beside texts; a list of numbers is one text")
+
+
+def texts_in(given: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
+    """Texts, one or several; numbers are the tokens of one."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(_Common):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | Annotated[Sequence[str], length(1, 64)]
+    prompt: str | Annotated[Sequence[int | str | Sequence[int]], length(1)]
+    special: bool = False  # edgespec's own
     suffix: str | None = None
     max_tokens: Annotated[int, within(0, _MOST)] | None = None
     logprobs: Annotated[int, within(0, 5)] | None = None
@@ -176,6 +188,9 @@ class CompletionBody(_Common):
     best_of: Literal[1] | None = None
 
     def __post_init__(self) -> None:
+        check_texts("prompt", self.prompt)
+        if len(self.prompts()) > 64:
+            raise RequestError(f"prompt has {len(self.prompts())} texts; allowed: at most 64")
         if self.suffix and self.echo and self.logprobs is not None:
             raise RequestError("echo with logprobs scores a prompt, and a fill has none; leave out suffix")
 
@@ -184,9 +199,9 @@ class CompletionBody(_Common):
         logprobs = {"logprobs": wanted, "top_logprobs": self.logprobs}
         return _Common._in_other_words(self) | logprobs | {"prompt_logprobs": wanted if self.echo else None}
 
-    def prompts(self) -> list[str]:
-        """The prompts, one or several."""
-        return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """The prompts, one or several; numbers are the tokens of one."""
+        return texts_in(self.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +215,11 @@ class EmbeddingBody:
     instruction: str | None = None  # edgespec's own
 
     def __post_init__(self) -> None:
-        if len({isinstance(each, int) for each in self.input}) > 1:
-            raise RequestError("input has tokens beside texts; a list of numbers is one text")
+        check_texts("input", self.input)
 
     def texts(self) -> Sequence[str | Sequence[int]]:
         """The texts, one or several; numbers are the tokens of one."""
-        is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
-        return cast(Sequence[str | Sequence[int]], [self.input] if is_one else self.input)
+        return texts_in(self.input)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,8 @@ class Completions:
             return [partial(ask, prompt) for prompt in body.prompts()]
 
         echoed = body.prompts() if body.echo else ()
-        form = partial(CompletionAnswer, logprobs=body.logprobs is not None, n=body.n, echoed=echoed)
+        scores = body.logprobs is not None
+        form = partial(CompletionAnswer, logprobs=scores, n=body.n, echoed=echoed, special=body.special)
         return await self._respond(request, body, asks, form)
 
     async def embed(self, request: Request) -> Response:

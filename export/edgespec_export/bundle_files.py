@@ -9,8 +9,10 @@ from typing import Any
 
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.bundle import MANIFEST, REPORT, TEMPLATE, TOKENIZER, FileRecord, Manifest
+from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileRecord, Manifest
 from edgespec_models.errors import ModelFileError
+from edgespec_models.text.chat_template import read_template
+from edgespec_models.text.template_files import DEFAULT, file_of
 from edgespec_runtimes.memory import peak_memory_bytes
 
 _FOUND = ("parity", "row_exact", "trim", "static", "activations", "weights")
@@ -18,13 +20,16 @@ _FOUND = ("parity", "row_exact", "trim", "static", "activations", "weights")
 left out, the graphs take any shape, they compute in float32."""
 
 
-def write_texts(checkpoint: Checkpoint, folder: Path) -> None:
-    """The tokenizer, and the chat template if there is one; ModelFileError for text that is no UTF-8."""
-    texts = {TOKENIZER: checkpoint.tokenizer_json(), TEMPLATE: checkpoint.chat_template()}
+def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> None:
+    """The tokenizer, and chat templates: that of the file ``template``, or the checkpoint's.
+
+    Raises ModelFileError for text that is no UTF-8, RequestError for a file that holds no template.
+    """
+    own = checkpoint.chat_templates() if template is None else {DEFAULT: read_template(template)}
+    texts = {TOKENIZER: checkpoint.tokenizer_json()} | {file_of(name): text for name, text in own.items()}
     for name, text in texts.items():
         try:
-            if text is not None:
-                (folder / name).write_text(text, encoding="utf-8", newline="\n")
+            (folder / name).write_text(text, encoding="utf-8", newline="\n")
         except UnicodeEncodeError as error:
             raise ModelFileError(f"what {name} is made of is not valid UTF-8. Download it again.") from error
 

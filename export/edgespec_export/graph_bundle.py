@@ -82,7 +82,7 @@ def _write(
     with open_checkpoint(source, target) if target else open_aligned(source, aligned) as checkpoint:
         kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
         config, special = checkpoint.config, checkpoint.special_tokens()
-        write_texts(checkpoint, folder)
+        write_texts(checkpoint, folder, options.chat_template)
         digest, plan = checkpoint.digest(progress), _plan(checkpoint, options, settled)
         if kept is not None:
             np.save(folder / HEAD_TOKENS, kept)

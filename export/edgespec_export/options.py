@@ -38,6 +38,7 @@ class ExportOptions(Checked):
             are rounded.
         chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
+        chat_template: a file with a chat template in Jinja, in place of the source's.
         target: of an EAGLE-3 head (arXiv 2503.01840), which drafts from what its target computes: the GGUF
             file or Hugging Face directory of that.
     """
@@ -56,6 +57,7 @@ class ExportOptions(Checked):
     chip: str | None = None
     alignment: Path | None = None
     target: Path | None = None
+    chat_template: Path | None = None
 
     @property
     def native(self) -> bool:

@@ -55,7 +55,7 @@ class Task:
 def tasks(args: argparse.Namespace) -> list[Task]:
     """The prompts, in the GGUF's own chat template if it has one."""
     with GGUFCheckpoint(args.gguf) as checkpoint:
-        source = checkpoint.chat_template()
+        source = checkpoint.chat_templates().get("default")
     # No BOS in the text: every runtime adds its own.
     template = None if source is None else ChatTemplate(source)
     chosen = select(load_prompts(args.prompts) if args.prompts else builtin_prompts(), args.limit)

@@ -41,7 +41,7 @@ def build_for_device(
     with open_checkpoint(source) as checkpoint:
         config = checkpoint.config
         graphs = planned(options.device, buckets_for(config.context_length, options.buckets))
-        write_texts(checkpoint, folder)
+        write_texts(checkpoint, folder, options.chat_template)
         digest = checkpoint.digest(progress)
         tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
         texts = _texts(tokenizer, checkpoint.special_tokens(), options.calibration)

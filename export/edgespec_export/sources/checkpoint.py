@@ -41,7 +41,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         tensors: what there is, by edgespec's names.
         tokenizer_json: gives the text of a ``tokenizer.json``; raises as opening does, and TokenizerError.
         special_tokens: gives BOS, padding and what ends generation; raises as opening does.
-        chat_template: gives Jinja source, or None; raises as opening does.
+        chat_templates: gives Jinja source by name; raises as opening does.
         head_tokens: where the LM head has rows for a part of the tokens, those, ascending.
         stack: holds the open files.
         changes: what a bundle's provenance says of changes to the files' weights.
@@ -55,7 +55,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     tensors: Mapping[str, Tensor]
     tokenizer_json: Callable[[], str]
     special_tokens: Callable[[], SpecialTokens]
-    chat_template: Callable[[], str | None]
+    chat_templates: Callable[[], Mapping[str, str]]
     head_tokens: npt.NDArray[np.int32] | None = None
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
@@ -77,7 +77,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def take_texts(self, other: "Checkpoint") -> None:
         """Have the tokenizer and the chat template of another checkpoint."""
         self.tokenizer_json, self.special_tokens = other.tokenizer_json, other.special_tokens
-        self.chat_template = other.chat_template
+        self.chat_templates = other.chat_templates
 
     def embedding(self) -> Embedding | None:
         """How it makes vectors of texts; None where its files do not say that it pools the last token."""

@@ -16,7 +16,7 @@ from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TAR
 from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
-from edgespec_export.sources.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
+from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
@@ -119,7 +119,7 @@ class GGUFCheckpoint(Checkpoint):
         # Cached, so that what they warn of is said once.
         self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))
         self.special_tokens = cache(partial(special_tokens, self.metadata))
-        self.chat_template = partial(chat_template, self.metadata)
+        self.chat_templates = partial(chat_templates, self.metadata)
 
     def embedding(self) -> Embedding | None:
         """As the file's keys say."""

@@ -12,7 +12,6 @@ converted to read. Three differences are meant:
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,8 +23,9 @@ import numpy.typing as npt
 from edgespec_export.sources.pre_tokenizers import ADD_BOS, CUTS, SAMPLES, WHOLE_PIECES
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
-from edgespec_models.text.tokenizer import SPACE_SIGN, SpecialTokens
-from edgespec_models.text.tokenizer_files import END_OF_GENERATION, control_texts
+from edgespec_models.text.template_files import DEFAULT, NAMED, templates
+from edgespec_models.text.tokenizer import MARK, SPACE_SIGN, SpecialTokens
+from edgespec_models.text.tokenizer_files import END_OF_GENERATION, added_token, control_texts
 
 Json = dict[str, object]
 _KEYS = "tokenizer.ggml."
@@ -46,7 +46,6 @@ class TokenType(IntEnum):
 
 _KINDS = ("gpt2", "llama", "gemma4")
 _ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
-_MARK = re.compile(r"<.+>|\[.+\]")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 # What Phi-3's published tokenizer takes the whitespace behind.
 _KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -98,12 +97,11 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     )
 
 
-def chat_template(metadata: Mapping[str, object]) -> str | None:
-    """The file's chat template (Jinja source), or None. Raises ModelFileError where it is not a text."""
-    template = metadata.get("tokenizer.chat_template")
-    if template is None or isinstance(template, str):
-        return template
-    raise ModelFileError(f"tokenizer.chat_template is {type(template).__name__}, not a text.")
+def chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
+    """The file's chat templates (Jinja source) by name. Raises ModelFileError where one is not a text."""
+    key = "tokenizer.chat_template"
+    named = {name: metadata.get(f"{key}.{name}") for name in NAMED}
+    return templates({DEFAULT: metadata.get(key), **named}, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +124,9 @@ class _Vocabulary:
 
     def added_tokens(self, *, strip_right: bool) -> list[Json]:
         """Tokens found in the text before anything else looks at it."""
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        special = {TokenType.CONTROL, TokenType.UNKNOWN}
-        found = self.of_type(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
-        tokens = [
-            {"id": id_, "content": self.texts[id_], **flags, "special": int(self.types[id_]) in special}
-            for id_ in found
-        ]
+        ids = self.of_type(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+        typed = set(self.of_type(TokenType.USER_DEFINED))
+        tokens = [added_token(id_, self.texts[id_]) | {"special": id_ not in typed} for id_ in ids]
         for token in tokens if strip_right else ():
             token["rstrip"] = token["content"] not in _KEEPS_SPACE
         return tokens
@@ -235,12 +229,11 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
     if key in metadata:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
     named = {_token_id(metadata, key, len(texts)) for key in _ENDS}
-    control = control_texts(chat_template(metadata))
+    control = control_texts(chat_templates(metadata))
+    # Some files have it that a user may type these, or that they are read in pieces.
     for id_ in [id_ for id_, text in enumerate(texts) if id_ in named or text in control]:
-        # Some files have it that a user may type these, or that they are read in pieces.
-        if types[id_] == TokenType.USER_DEFINED or (
-            types[id_] != TokenType.BYTE and _MARK.search(texts[id_])
-        ):
+        is_mark = MARK.search(texts[id_]) and types[id_] != TokenType.BYTE
+        if is_mark or types[id_] == TokenType.USER_DEFINED:
             types[id_] = TokenType.CONTROL
     vocabulary = _Vocabulary(texts, types)
     _refuse_repeats([text for text in texts if text], "token")
@@ -299,4 +292,4 @@ def _token_id(
         return None
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ModelFileError(f"tokenizer.ggml.{name} is {value!r}, but must be an id in 0 .. {size - 1}.")
-    return int(value) if 0 <= value < size else default if default is not None and default < size else None
+    return next((int(id_) for id_ in (value, default) if id_ is not None and 0 <= id_ < size), None)

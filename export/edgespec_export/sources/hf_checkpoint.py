@@ -84,7 +84,7 @@ class HFCheckpoint(Checkpoint):
         self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         self.tokenizer_json, self.special_tokens = tokenizer.json, cache(tokenizer.special_tokens)
-        self.chat_template, self._ending = tokenizer.chat_template, tokenizer.ending
+        self.chat_templates, self._ending = tokenizer.chat_templates, tokenizer.ending
         self.stack = ExitStack()
         with self.stack as opened:
             self.tensors = self._name(self._stored())

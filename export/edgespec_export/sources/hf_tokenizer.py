@@ -88,9 +88,9 @@ class HFTokenizer:
             end = next(iter(self.special_tokens().eos), None)
         return end
 
-    def chat_template(self) -> str | None:
-        """Jinja source. Raises ModelFileError where it is not a text."""
-        return self._beside.chat_template()
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja source by name. Raises ModelFileError where it is not a text."""
+        return self._beside.chat_templates()
 
 
 def to_tokenizer_json(path: Path) -> str:

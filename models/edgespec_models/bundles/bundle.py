@@ -6,7 +6,7 @@
                        fixed shapes (:mod:`static_graphs`) over the same file of weights, and
                        ``model-CxN.context.onnx`` with ``model-CxN.context_qnn.bin`` where compiled for a chip
 ``tokenizer.json``     as the `tokenizers` library reads it
-``chat_template.jinja`` where the model has one
+``chat_template.jinja`` where the model has one, ``chat_template.NAME.jinja`` for tools or documents
 ``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
 ``report.json``        what the export measured, the parity check included
 
@@ -31,6 +31,7 @@ from edgespec_models.bundles.static_graphs import ExportDevice, Form, StaticGrap
 from edgespec_models.errors import BundleError, naming
 from edgespec_models.schema import form, length, parse, read, read_text, shown, within
 from edgespec_models.storage import is_file
+from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
-TEMPLATE, REPORT, HEAD_TOKENS = "chat_template.jinja", "report.json", "head_tokens.npy"
+TEMPLATE, REPORT, HEAD_TOKENS = FILE, "report.json", "head_tokens.npy"
 GENAI, HF_CONFIG = "genai_config.json", "config.json"
 """What marks directories of other exporters."""
 FORMAT_VERSION = 3
@@ -297,20 +298,29 @@ class Bundle:
 
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
-        """The chat template; None for models without one."""
-        if TEMPLATE not in self.manifest.files:
-            return None
-        where = self.path / TEMPLATE
-        return self._compile(read_text(where, BundleError, "Export the model again"), where)
+        """The chat template; None for models without one. One that was put here later is taken too."""
+        paths = {name: self.path / file_of(name) for name in (DEFAULT, *NAMED)}
+        found = {
+            name: read_text(path, BundleError, "Export the model again")
+            for name, path in paths.items()
+            if is_file(path)
+        }
+        return self._compile(found, self.path / TEMPLATE) if DEFAULT in found else None
 
-    def _compile(self, template: str, where: Path) -> "ChatTemplate":
+    def use_template(self, file: Path) -> None:
+        """Take the chat template in ``file`` in place of the model's own; raises as reading it does."""
+        from edgespec_models.text.chat_template import read_template
+
+        self.chat_template = self._compile({DEFAULT: read_template(file)}, file)
+
+    def _compile(self, sources: Mapping[str, str], where: Path) -> "ChatTemplate":
         from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
 
         special, tokenizer = self.manifest.special_tokens, self.tokenizer
         bos = "" if special.bos is None else tokenizer.token_bytes(special.bos).decode(errors="replace")
         eos = "" if not special.eos else tokenizer.token_bytes(special.eos[0]).decode(errors="replace")
         with naming(where):
-            return ChatTemplate(template, bos=bos, eos=eos)
+            return ChatTemplate(sources[DEFAULT], bos=bos, eos=eos, named=sources)
 
     def report(self) -> dict[str, Any]:
         """What the export measured; empty where the bundle has no report, BundleError if it is damaged."""

@@ -82,9 +82,9 @@ class ForeignBundle(Bundle):
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """``chat_template.jinja``, or the template in ``tokenizer_config.json``; None without either."""
-        source = self._files.chat_template()
-        return None if source is None else self._compile(source, self.path)
+        """What the files beside the tokenizer state; None without."""
+        found = self._files.chat_templates()
+        return self._compile(found, self.path) if found else None
 
 
 def _genai(folder: Path) -> tuple[Path, Stated, Facts]:

@@ -25,6 +25,7 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import part_names
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.storage import home, replacing
+from edgespec_models.text.template_files import AS_JSON, BESIDE
 
 PREFIX = "hf:"
 """What names of models on the hub begin with."""
@@ -32,7 +33,8 @@ PREFIX = "hf:"
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLE = "pytorch_model.bin"
 _TEXTS = (
-    *(_CONFIG, _INDEX, "generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer.model"),
+    *(_CONFIG, _INDEX, "generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *(AS_JSON, *BESIDE.values()),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("modules.json", "1_Pooling/config.json"),
 )

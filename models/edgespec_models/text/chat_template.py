@@ -9,40 +9,58 @@ time and memory it may take. The environment is the one templates are written fo
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.schema import shown
-from edgespec_models.text.template_sandbox import CLOSE, LONGEST_SOURCE, OPEN, Sandbox, limited
+from edgespec_models.errors import EdgespecError, RequestError, TokenizerError, naming
+from edgespec_models.schema import read_text, shown
+from edgespec_models.text.marked_text import mark, unmark
+from edgespec_models.text.template_files import DEFAULT
+from edgespec_models.text.template_sandbox import LONGEST_SOURCE, Sandbox, limited
 from edgespec_models.text.tokenizer import Tokenizer
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
-FORGED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
-
 _LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
 _DEEPEST: Final = 64  # lists and mappings within each other
-_ALWAYS: Final = frozenset(
-    ("messages", "add_generation_prompt", "strftime_now", "loop", "caller", "varargs", "kwargs", "self")
-)
+_ALWAYS: Final = frozenset(("messages", "add_generation_prompt", "strftime_now"))
+_PROBE: Final = "probe1234"  # nine letters and digits, as some templates want identifiers
+_TOOL: Final = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+
+
+class _Reads(NamedTuple):
+    """In which form a template reads what conversations hold.
+
+    ``parts``: contents as lists of parts. ``none``: the missing content of a message that calls tools as
+    None, else as an empty text. ``texts``: arguments of calls as JSON, else as mappings. ``any_text``:
+    arguments that are no JSON object as the text that they are; else there are none.
+    """
+
+    parts: bool = False
+    none: bool = False
+    texts: bool = False
+    any_text: bool = False
 
 
 class ChatTemplate:
     """A compiled chat template; TokenizerError where ``source`` is not valid Jinja.
 
-    ``bos`` and ``eos`` are the texts of those tokens, for templates that write them.
+    ``bos`` and ``eos`` are the texts of those tokens, for templates that write them. ``named`` are sources
+    for conversations with tools (``tool_use``) or documents (``rag``), where the model has others for those.
     """
 
-    def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+    def __init__(
+        self, source: str, *, bos: str = "", eos: str = "", named: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.source = source
         self._tokens = {"bos_token": bos, "eos_token": eos}
         if len(source) > LONGEST_SOURCE:
@@ -54,6 +72,14 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except Exception as error:  # Jinja's, and Python's of the code that Jinja makes of it
             raise TokenizerError(f"The chat template is not valid: {_where(error)}") from error
+        others = {name: each for name, each in named.items() if name != DEFAULT}
+        self._named = {name: ChatTemplate(each, bos=bos, eos=eos) for name, each in others.items()}
+
+    def taking(self, arguments: Collection[str]) -> "ChatTemplate":
+        """The template for conversations with these arguments, as transformers chooses it."""
+        wanted = {"tools": "tool_use", "documents": "rag"}
+        names = (wanted[name] for name in wanted if name in arguments)
+        return next((self._named[name] for name in names if name in self._named), self)
 
     @cached_property
     def arguments(self) -> frozenset[str]:
@@ -61,16 +87,10 @@ class ChatTemplate:
 
         ``tools`` is among them if it can show tools; many know ``enable_thinking``.
         """
-        read = {each.name for each in self._tree.find_all(nodes.Name) if each.ctx == "load"}
-        stored = {each.name for each in self._tree.find_all(nodes.Name) if each.ctx != "load"}
-        tested = {
-            test.node.name
-            for test in self._tree.find_all(nodes.Test)
-            if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
-        }
-        known = _ALWAYS.union(self._template.environment.globals, self._tokens)
         shown = {"tools"} if self._tools_in_message else set[str]()
-        return frozenset((read - stored | tested | shown) - known)
+        known = _ALWAYS.union(self._template.environment.globals, self._tokens)
+        own = frozenset((meta.find_undeclared_variables(self._tree) | shown) - known)
+        return own.union(*(each.arguments for each in self._named.values()))
 
     @cached_property
     def _tools_in_message(self) -> bool:
@@ -106,7 +126,7 @@ class ChatTemplate:
                 conversation or does not show the tool calls in it.
             TokenizerError: the template fails or breaks out of its sandbox.
         """
-        return self._render(*self._checked(messages, arguments), now)
+        return self.taking(arguments)._made(messages, arguments, lambda role, text: text, now)
 
     def encode(
         self,
@@ -116,16 +136,32 @@ class ChatTemplate:
     ) -> list[int]:
         """The token ids of the conversation; texts in it cannot forge control tokens.
 
-        Takes and raises what :meth:`render` does; RequestError also where a text holds U+18AFE or U+18AFF,
+        Takes and raises what :meth:`render` does; RequestError also where a text holds U+18A21 to U+18A7E,
         which mark what must stay ordinary. The text of a control token within a content, a tool or an
-        argument is spelled out in ordinary tokens; all else is encoded as one text. No BOS is added.
+        argument is spelled out in ordinary tokens, and so is that of an added token that the template
+        writes, but for the assistant's own words; all else is encoded as one text. No BOS is added.
         """
+        chosen = self.taking(arguments)
+        marks = tokenizer.marks_in(chosen.source)
+
+        def spelled(role: str | None, text: str) -> str:
+            own = frozenset[int]() if role == "assistant" else marks
+            return mark(text, tokenizer.special_spans(text, own))
+
+        text, places = unmark(chosen._made(messages, arguments, spelled))
+        return tokenizer.encode_marked(text, places, marks)
+
+    def _made(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        spelled: Callable[[str | None, str], str],
+        now: datetime | None = None,
+    ) -> str:
+        """The text of a conversation whose texts are replaced by what ``spelled`` makes of role and text."""
         checked, others = self._checked(messages, arguments)
-        text = self._render(_marked(checked, tokenizer), _marked(others, tokenizer))
-        ids: list[int] = []
-        for number, part in enumerate(FORGED.split(text)):
-            ids += tokenizer.encode(part, special=number % 2 == 0)
-        return ids
+        written = [_with_texts(each, partial(spelled, each["role"])) for each in checked]
+        return self._render(written, _with_texts(others, partial(spelled, None)), now)
 
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
@@ -146,15 +182,48 @@ class ChatTemplate:
                 copy["role"] = "system"
             if "tool_calls" in copy and "tool_calls" not in self.source:
                 raise RequestError("the model's chat template does not show tool_calls; leave them out")
-        return copies, others
+        return [_shape(copy, self._reads) for copy in copies], others
+
+    @cached_property
+    def _reads(self) -> _Reads:
+        """Found out by rendering a short conversation in each form."""
+        ask = {"role": "user", "content": _PROBE}
+        as_text, as_parts = (_PROBE in self._tried(_Reads(parts), ask) for parts in (False, True))
+        usual = _Reads(parts=as_parts and not as_text)
+        forms = [usual._replace(none=none, texts=texts) for texts in (False, True) for none in (True, False)]
+        as_python, as_json = str({"a": _PROBE}), json.dumps({"a": _PROBE})
+        for is_long in (True, False):  # which templates take that refuse the other
+            made = {form: self._tried(form, *_calling({"a": _PROBE}, is_long)) for form in forms}
+            good = {
+                form: text.count("None")  # which a template prints that cannot do without a content
+                for form, text in made.items()
+                if (as_json if form.texts else _PROBE) in text and as_python not in text
+            }
+            if good:
+                best = min(good, key=lambda form: good[form])
+                any_text = best._replace(any_text=True)
+                return any_text if _PROBE in self._tried(any_text, *_calling(_PROBE, is_long)) else best
+        return usual
+
+    def _tried(self, form: _Reads, *messages: dict[str, Any]) -> str:
+        """A conversation rendered in that form; nothing where the template fails."""
+        tools = {"tools": [_TOOL]} if "tools" in self.arguments else {}
+        try:
+            return self._render([_shape(each, form) for each in messages], tools, share=1 / 8)
+        except EdgespecError:
+            return ""
 
     def _render(
-        self, messages: list[dict[str, Any]], arguments: dict[str, Any], now: datetime | None = None
+        self,
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        now: datetime | None = None,
+        share: float = 1.0,
     ) -> str:
         moment = now or datetime.now().astimezone()
         given = {"tools": None, "documents": None} | arguments
         try:
-            with limited(self.source, [*messages, given]):
+            with limited(self.source, [*messages, given], share):
                 return self._template.render(
                     messages=messages,
                     add_generation_prompt=True,
@@ -173,12 +242,19 @@ class ChatTemplate:
         return _environment().parse(self.source)
 
 
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of ``messages`` in the form templates are written for; RequestError where one is malformed.
+def read_template(path: Path) -> str:
+    """The Jinja source in a user's file; RequestError where it cannot be read, TokenizerError if invalid."""
+    source = read_text(path, RequestError, "Give a file with a chat template in Jinja", encoding="utf-8-sig")
+    with naming(path):
+        ChatTemplate(source)
+    return source
 
-    A content's parts of type text become one text, a line each. The content of an assistant's message with
-    tool calls may be None and becomes "". Arguments of tool calls may be JSON and become mappings. Further
-    keys, such as ``name`` and ``tool_call_id``, stay as they are.
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of ``messages``, whose contents and calls are checked; RequestError where one is malformed.
+
+    The content of an assistant's message with tool calls may be None. Further keys, such as ``name`` and
+    ``tool_call_id``, stay as they are.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"messages is {shown(messages)}; allowed: a list of at least one message")
@@ -214,66 +290,81 @@ def _message(message: object, where: str) -> dict[str, Any]:
         if role != "assistant" or not isinstance(calls, list):
             raise RequestError(f"{where} has tool_calls {shown(calls)}; allowed: a list, of an assistant")
         copy["tool_calls"] = [_call(call, f"{where}: tool_calls[{at}]") for at, call in enumerate(calls)]
-    copy["content"] = "" if calls and copy.get("content") is None else _text(copy.get("content"), where)
-    return copy
-
-
-def _text(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+    content = copy.setdefault("content", None)
+    if not isinstance(content, str | list) and not (calls and content is None):
         raise RequestError(f"{where} has the content {shown(content)}; allowed: a text, or text parts")
-    texts = []
-    for part in content:
+    for part in content if isinstance(content, list) else ():
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError(
                 f"{where} has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, "
                 "for the models read nothing but text"
             )
-        texts.append(text)
-    return "\n".join(texts)
+    return copy
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
-    """One of a message's tool calls, its arguments as a mapping."""
+    """One of a message's tool calls, checked."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise RequestError(f"{where} is {shown(call)}; allowed: a table with a 'function'")
-    name, arguments = function.get("name"), function.get("arguments", {})
+    name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where} calls {shown(name)}; allowed: the name of a function")
-    if isinstance(arguments, str):
+    return call | {"type": "function"}
+
+
+def _shape(message: dict[str, Any], form: _Reads) -> dict[str, Any]:
+    """The message with contents and arguments of calls in the form that a template reads."""
+    content = message["content"]
+    if isinstance(content, list) and not form.parts:
+        content = "\n".join(part["text"] for part in content)
+    elif not isinstance(content, list) and not (content is None and form.none):
+        content = [{"type": "text", "text": content or ""}] if form.parts else content or ""
+    calls = [
+        call | {"function": function | {"arguments": _arguments(function.get("arguments"), form)}}
+        for call in message.get("tool_calls", ())
+        for function in [call["function"]]
+    ]
+    return message | {"content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _arguments(stated: object, form: _Reads) -> object:
+    """A call's arguments; models write broken ones, with which a conversation has to go on."""
+    table = stated = stated or {}
+    if isinstance(table, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} has arguments that are not valid JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where} has the arguments {shown(arguments)}; allowed: a table, or its JSON")
-    arguments = _plain(arguments, f"{where}.arguments")
-    return call | {"type": "function", "function": function | {"arguments": arguments}}
+            table = _plain(json.loads(table, parse_constant=_no_number), "")
+        except (ValueError, RecursionError, RequestError):
+            table = None
+    text = stated if isinstance(stated, str) else json.dumps(stated, ensure_ascii=False)
+    if not isinstance(table, dict):
+        return text if form.any_text else {}
+    return text if form.texts else table
 
 
-def _marked(value: Any, tokenizer: Tokenizer) -> Any:
-    """A copy of ``value`` with marks around the control tokens that its texts spell."""
+def _calling(arguments: object, is_long: bool) -> list[dict[str, Any]]:
+    """A conversation in which a tool was called, for which nothing was said; perhaps it went on."""
+    call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    ask: dict[str, Any] = {"role": "user", "content": "a"}
+    calls = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "content": "b", "tool_call_id": "call12345", "name": "f"}
+    return [*calls, result, {"role": "assistant", "content": "c"}, ask] if is_long else calls
+
+
+def _with_texts(value: Any, made: Callable[[str], str]) -> Any:
+    """A copy of ``value`` with what ``made`` makes of its texts."""
     if isinstance(value, str):
-        return _mark(value, tokenizer)
+        return made(value)
     if isinstance(value, dict):
-        return {_mark(key, tokenizer): _marked(each, tokenizer) for key, each in value.items()}
+        return {made(key): _with_texts(each, made) for key, each in value.items()}
     if isinstance(value, list):
-        return [_marked(each, tokenizer) for each in value]
+        return [_with_texts(each, made) for each in value]
     return value
 
 
-def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """Put marks around the control tokens that ``text`` spells."""
-    if OPEN in text or CLOSE in text:
-        raise RequestError("A message holds U+18AFE or U+18AFF, which edgespec marks text with. Remove them.")
-    parts, end = [], 0
-    for start, stop in tokenizer.special_spans(text):
-        parts += [text[end:start], OPEN, text[start:stop], CLOSE]
-        end = stop
-    return "".join([*parts, text[end:]])
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 class _RefusedError(jinja2.TemplateError):

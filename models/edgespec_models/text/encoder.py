@@ -115,12 +115,12 @@ class Encoder:
         return _ids(core.encode_batch_fast, text)[0]
 
     @_guarded(_TEXT, _TRY)
-    def spans(self, text: str, of: frozenset[int]) -> list[tuple[int, int]]:
-        """Where in ``text`` tokens of these ids, special ones included, begin and end."""
+    def spans(self, text: str, of: frozenset[int]) -> list[tuple[int, int, int]]:
+        """Where in ``text`` tokens of these ids, special ones included, begin and end, and their ids."""
         if of.isdisjoint(self.ids(text, special=True)):  # without places, in half the time
             return []
         ids, encoding = _ids(self._core.encode_batch, text)
-        return [encoding.token_to_chars(at) or (0, 0) for at, id_ in enumerate(ids) if id_ in of]
+        return [(*(encoding.token_to_chars(at) or (0, 0)), id_) for at, id_ in enumerate(ids) if id_ in of]
 
     @_guarded("The tokenizers library cannot apply the tokenizer.json's own template", _AGAIN)
     def framed(self, text: str) -> list[int]:

@@ -12,6 +12,7 @@ thread and on every platform, which signals, trace functions and limits of proce
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
+from edgespec_models.text.marked_text import STAND_INS, marked
+
 LONGEST_SOURCE: Final = 1 << 17
 _LARGEST: Final = 1 << 18  # of one value, in characters and items, and four times the conversation's
 _ALL: Final = 64  # so many of the largest, all values together
@@ -38,24 +41,22 @@ _UNSAFE: Final[Mapping[type, frozenset[str]]] = {
 }
 _BITS: Final = 4096  # of a whole number
 _WIDE: Final = re.compile(r"%[^a-zA-Z%(]*(\d{4}|\*)|%\(.*(\d{4}|\*)", re.DOTALL)
-OPEN: Final = "\U00018afe"
-CLOSE: Final = "\U00018aff"
-"""Marks around text that must stay ordinary. Parts of Tangut characters, which no text holds by themselves;
-printable, so that Python shows them as they are where a template prints a whole list."""
-_FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{OPEN}{CLOSE}]+")  # all that is not ASCII, but for marks
+_FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{STAND_INS}]+")  # all that is not ASCII, but for stand-ins
+_LONG: Final = 64  # items of a list whose size is remembered: templates ask for its length in loops
 
 
 class _Budget:
     """What one rendering may still take."""
 
-    def __init__(self, source: str, texts: Collection[Mapping[str, object]]) -> None:
+    def __init__(self, source: str, texts: Collection[Mapping[str, object]], share: float) -> None:
         self._known: dict[int, int] = {}
+        self._kept = deque[object](maxlen=8)  # long lists, which no template can change
         self._largest = 1 << 62
         self._known = {id(each): self.size(each) for each in texts}
         given = sum(self._known.values())
         self._largest = _LARGEST + len(source) + 4 * given
         self._left = _ALL * self._largest
-        self._ends = thread_time() + _SECONDS + given / 1e6
+        self._ends = thread_time() + (_SECONDS + given / 1e6) * share
         self._turn = 0
 
     def step(self, cost: int) -> None:
@@ -78,11 +79,11 @@ class _Budget:
         """A value that was made; a list costs its items, but is as large as all that is in it."""
         self.allow(self.size(value))
         self.step(len(value) if isinstance(value, Collection) else 0)
-        return value
+        return marked(value) if type(value) is str else value
 
     def size(self, value: object) -> int:
         """Characters and items of a value with all that is in it; of what is too large, only that it is."""
-        total, left = 0, [value]
+        total, left, changes = 0, [value], False
         while left and total <= self._largest:
             each = left.pop()
             total += 1
@@ -95,9 +96,16 @@ class _Budget:
             elif isinstance(each, Mapping):
                 left += (*each.keys(), *each.values())
             elif isinstance(each, Namespace):  # it changes, so a list may grow or hold itself
+                changes = True
                 left.append(each._Namespace__attrs)
             elif isinstance(each, Collection) and not isinstance(each, range):
                 left += each
+        is_long = isinstance(value, list | tuple) and len(value) >= _LONG and id(value) not in self._known
+        if is_long and not changes:
+            if len(self._kept) == self._kept.maxlen:
+                del self._known[id(self._kept[0])]
+            self._kept.append(value)
+            self._known[id(value)] = total
         return total
 
 
@@ -105,9 +113,9 @@ _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
 
 
 @contextmanager
-def limited(source: str, texts: Collection[Mapping[str, object]]) -> Iterator[None]:
-    """Within, templates of a :class:`Sandbox` may be rendered."""
-    token = _BUDGET.set(_Budget(source, texts))
+def limited(source: str, texts: Collection[Mapping[str, object]], share: float = 1.0) -> Iterator[None]:
+    """Within, templates of a :class:`Sandbox` may be rendered, in a ``share`` of the time."""
+    token = _BUDGET.set(_Budget(source, texts, share))
     try:
         yield
     finally:
@@ -162,7 +170,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if obj is Sandbox.step:
             return obj(*args)
         budget = _BUDGET.get()
-        budget.allow(budget.size((args, kwargs)))
+        budget.allow(sum(map(budget.size, (*args, kwargs))))
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str) and name == "join":
             args = _check_join(budget, args[0] if args else "", owner)[:1]
@@ -263,7 +271,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         budget = _BUDGET.get()
-        budget.allow(budget.size((args[passes:], kwargs)))
+        budget.allow(sum(map(budget.size, (*args[passes:], kwargs))))
         own = None if check is None else check(budget, *args[passes:], **kwargs)
         if own is not None:
             args, kwargs = (*args[:passes], *own), {}

@@ -18,7 +18,7 @@ from codecs import charmap_encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, AnyStr
 
@@ -33,6 +33,7 @@ _Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _FIM = re.compile(r"<[|｜]?fim.\w+[|｜]?>|\[(PREFIX|SUFFIX|MIDDLE)\]|<\|?(repo|file)_?(name|sep\w*)\|?>")
 """Control tokens to fill in the middle, which some files do not call special."""
+MARK = re.compile(r"[<\[]\S+[>\]]")
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = (byte for byte in range(256) if byte not in _VISIBLE)
 _ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in enumerate(_HIDDEN)}
@@ -64,6 +65,8 @@ class Tokenizer:
         self._byte_level = _is_byte_level(encoder)
         own, added = encoder.vocabulary(), encoder.added_tokens()
         self._specials = {t: id_ for id_, (t, special) in added.items() if special or _FIM.fullmatch(t)}
+        ordinary = {t: id_ for id_, (t, _) in added.items() if t not in self._specials}
+        self._marks = {text: id_ for text, id_ in ordinary.items() if MARK.fullmatch(text)}
         unknown = encoder.unknown_token()
         self._unknown = encoder.id_of(unknown, added=False) if unknown else None
         if unknown and self._unknown is None:
@@ -121,6 +124,41 @@ class Tokenizer:
         """
         ids = self._encoder.ids(text, special=special)
         return ids if special else list(self._without_specials(ids))
+
+    def encode_marked(self, text: str, spelled: frozenset[int], marks: frozenset[int]) -> list[int]:
+        """Encode with special tokens, but none whose text has a character at one of ``spelled``.
+
+        That becomes ordinary tokens of the same text, as does the text of added tokens with the ids
+        ``marks``. Raises as :meth:`encode` does.
+        """
+        # Encoded is all before ``begin``; ``end`` is that of the last special token that stays one.
+        ids, begin, end = list[int](), 0, 0
+        cuts: list[int] | None = None  # behind ``end``: within marks that are spelled; None if nothing is
+        spans = [*self.special_spans(text, marks), (len(text), len(text), None)] if spelled else []
+        for start, stop, id_ in spans:
+            if not spelled.isdisjoint(range(start, stop)):
+                cuts = [*(cuts or ()), *(() if id_ in self._special_ids else ((start + stop) // 2,))]
+            elif id_ is None or id_ in self._special_ids:
+                if cuts is not None:
+                    ids += self.encode(text[begin:end], special=True)
+                    ids += self._ordinary([text[a:b] for a, b in pairwise((end, *cuts, start))], end > 0)
+                    begin, cuts = start, None
+                end = stop
+        return ids + self.encode(text[begin:], special=True)
+
+    def _ordinary(self, parts: Sequence[str], is_behind: bool) -> list[int]:
+        """Ordinary tokens of a text, none over two parts; perhaps it stands behind a special token."""
+        begun = self.encode(parts[0]) if not is_behind or self._begins_anew else self._exactly(parts[0])
+        return [*begun, *chain.from_iterable(map(self._exactly, parts[1:]))]
+
+    def _exactly(self, text: str) -> list[int]:
+        return self.encode_bytes(text.encode("utf-8"))
+
+    @cached_property
+    def _begins_anew(self) -> bool:
+        """Whether a text behind a special token begins as any text does, with a space perhaps."""
+        mark = next((text for text, id_ in self._specials.items() if id_ != self._unknown), "")
+        return self._encoder.ids(f"{mark}a", special=True)[1:] == self._encoder.ids("a", special=False)
 
     def begins_with(self, token: int) -> bool:
         """Whether the file's own template puts ``token`` before a text; TokenizerError where it cannot."""
@@ -187,9 +225,13 @@ class Tokenizer:
         """The special tokens to fill in the middle, and those around files, by their texts."""
         return {text: id_ for text, id_ in self._specials.items() if _FIM.fullmatch(text)}
 
-    def special_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where ``text`` holds the text of special tokens: (start, stop) in characters, in order."""
-        return [span for span in self._encoder.spans(text, self._special_ids) if text[slice(*span)]]
+    def special_spans(self, text: str, marks: frozenset[int] = frozenset()) -> list[tuple[int, int, int]]:
+        """Where special tokens and the added ``marks`` stand in ``text``: start, stop (characters) and id."""
+        return [span for span in self._encoder.spans(text, self._special_ids | marks) if span[0] < span[1]]
+
+    def marks_in(self, template: str) -> frozenset[int]:
+        """Added tokens that are not special and whose text a chat template holds, such as ``<think>``."""
+        return frozenset(id_ for text, id_ in self._marks.items() if text in template)
 
     def id_of_bytes(self, data: bytes) -> int | None:
         """The ordinary token with exactly these bytes; a byte token only where there is no other."""

@@ -8,15 +8,17 @@ tokens, as with GGUF files.
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.impostors import refuse_impostor
-from edgespec_models.schema import read_text
+from edgespec_models.schema import read_text, shown
 from edgespec_models.text.encoder import Encoder
+from edgespec_models.text.template_files import AS_JSON, BESIDE, DEFAULT, templates
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
 END_OF_GENERATION = (
@@ -26,20 +28,20 @@ END_OF_GENERATION = (
 )
 """Tokens that end generation in the models that have them as control tokens."""
 
-_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BEGINS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|turn>")
 _KNOWN = frozenset(END_OF_GENERATION) - {"</s>"}  # a tag of HTML, where a file does not say otherwise
 # Tags of thoughts are text.
 _MARK = re.compile(r"<(?!/?(?:\w+:)?think>)[^<>\s]+>|\[(?!/?THINK\])[^\[\]\s]+\]")
-_TURNS = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+_TURNS = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
 _LOG = logging.getLogger("edgespec")
 
 
-def control_texts(template: str | None) -> frozenset[str]:
-    """Texts of control tokens, whatever a file says of them: known ones around turns, and the template's."""
-    return _KNOWN.union(_BEGINS, _written_marks(template))
+def control_texts(sources: Mapping[str, str]) -> frozenset[str]:
+    """Texts of control tokens, whatever a file says: known ones around turns, and those of its templates."""
+    return _KNOWN.union(_BEGINS, _written_marks(sources))
 
 
 class TokenizerFiles:
@@ -51,7 +53,8 @@ class TokenizerFiles:
 
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
-        self.paths = tuple(folder / name for name in (_CONFIG, _MAP, _ADDED, _GENERATION, _TEMPLATE))
+        names = (_CONFIG, _MAP, _ADDED, _GENERATION, AS_JSON, *BESIDE.values())
+        self.paths = tuple(folder / name for name in names)
         self.config = self._roles = Facts.read(folder / _CONFIG)
         self._id_sources = (Facts.read(folder / _GENERATION), model)
         self._is_old = self.config.value("added_tokens_decoder") is None
@@ -73,29 +76,31 @@ class TokenizerFiles:
         if added != listed:
             encoder = Encoder(text := _dumped(spec))
         ids = {content: id_ for id_, (content, _) in encoder.added_tokens().items()}
-        moved = [each for each in added if ids.get(each["content"], each["id"]) != each["id"]]
+        moved = [token for token in added if ids.get(token["content"], token["id"]) != token["id"]]
         if moved:
             first, id_ = moved[0]["content"], moved[0]["id"]
             _LOG.warning("%s: added tokens are numbered anew: %r is %d, not %d", name, first, ids[first], id_)
-        absent = sorted(content for content, id_ in ids.items() if id_ >= self._vocab_size)
+        absent = {content for content, id_ in ids.items() if id_ >= self._vocab_size}
         if absent:
-            marks = {*self._texts("bos"), *self._texts("eos"), *_written_marks(self.chat_template())}
-            for needed in sorted(marks.intersection(absent)):
+            marks = {*self._texts("bos"), *self._texts("eos"), *_written_marks(self.chat_templates())}
+            for needed in sorted(marks & absent):
                 raise TokenizerError(
                     f"The LM head has {self._vocab_size} rows, none for {needed!r}, which texts or turns "
                     "need. Use the tokenizer that belongs to the model."
                 )
-            _LOG.warning("%s: tokens without a row in the LM head are left out: %s", name, ", ".join(absent))
-            spec["added_tokens"] = [each for each in added if each["content"] not in absent]
+            texts = shown(sorted(absent))
+            _LOG.warning("%s: tokens without a row in the LM head are left out: %s", name, texts)
+            spec["added_tokens"] = [token for token in added if token["content"] not in absent]
             vocabulary = spec["model"]["vocab"]
             if isinstance(vocabulary, dict):  # of a Unigram model, a list without added tokens
                 spec["model"]["vocab"] = {t: id_ for t, id_ in vocabulary.items() if t not in absent}
             encoder = Encoder(text := _dumped(spec))
         if "[INST]" in ids and "p{N}{1,3}" in json.dumps(spec.get("pre_tokenizer")):
-            wrong = (
-                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and"
+            _LOG.warning(
+                "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and "
+                "numbers become other tokens than in training. Take a GGUF file.",
+                name,
             )
-            _LOG.warning(f"{wrong} numbers become other tokens than in training. Take a GGUF file.", name)
         return text, Tokenizer(encoder, vocab_size=self._vocab_size)
 
     def special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
@@ -113,18 +118,23 @@ class TokenizerFiles:
         )
         return SpecialTokens(bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos)
 
-    def chat_template(self) -> str | None:
-        """Jinja source. Raises ModelFileError where it is not a text."""
-        where = self._folder / _TEMPLATE
-        if where.is_file():
-            return read_text(where, ModelFileError, "Download or copy it again")
-        template = self.config.value("chat_template")
-        if isinstance(template, list):  # several by name
-            objects = (entry for entry in template if isinstance(entry, dict))
-            template = next((e.get("template") for e in objects if e.get("name") == "default"), None)
-        if template is None or isinstance(template, str):
-            return template
-        raise ModelFileError(f"{self.config.where}: chat_template is {type(template).__name__}, not a text")
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja source by name, of the first place that has any; ModelFileError where one is not a text."""
+        found: dict[str, object] = {
+            name: read_text(self._folder / file, ModelFileError, "Download or copy it again")
+            for name, file in BESIDE.items()
+            if (self._folder / file).is_file()
+        }
+        if DEFAULT not in found:
+            for facts in (self.config, Facts.read(self._folder / AS_JSON)):
+                value = facts.value("chat_template")
+                if isinstance(value, list):  # several by name
+                    objects = [entry for entry in value if isinstance(entry, dict)]
+                    value = {str(entry.get("name")): entry.get("template") for entry in objects}
+                if value is not None:
+                    stated = value if isinstance(value, dict) else {DEFAULT: value}
+                    return templates(stated | found, facts.where)
+        return templates(found, str(self._folder))
 
     def _added(self, listed: list[dict[str, Any]], own: dict[str, int]) -> list[dict[str, Any]]:
         """The added tokens ``listed`` in ``tokenizer.json`` with those beside it; ``own`` are the model's."""
@@ -136,8 +146,8 @@ class TokenizerFiles:
         named = {*self._texts("bos"), *self._texts("eos")}
         for text in sorted((named | _KNOWN) & own.keys()):
             if len(text) > 1:  # else texts could not be spelled without it
-                added.setdefault(text, _entry(own[text], text))
-        for text in (named | control_texts(self.chat_template())) & added.keys():
+                added.setdefault(text, added_token(own[text], text))
+        for text in (named | control_texts(self.chat_templates())) & added.keys():
             added[text]["special"] = True
         return list(added.values())
 
@@ -149,10 +159,10 @@ class TokenizerFiles:
                 raise ModelFileError(f"{decoder.where} has the key {key!r}, which is no id")
             entry = decoder.section(key)
             flags = {flag: entry.boolean(flag, default=False) for flag in _FLAGS}
-            tokens.append(_entry(int(key), entry.text("content")) | flags)
+            tokens.append(added_token(int(key), entry.text("content")) | flags)
         if self._is_old:
             older = Facts.read(self._folder / _ADDED)
-            tokens = [_entry(older.integer(text), text) for text in older.keys]
+            tokens = [added_token(older.integer(text), text) for text in older.keys]
         return sorted(tokens, key=lambda token: int(token["id"]))
 
     def _texts(self, role: str) -> list[str]:
@@ -164,8 +174,9 @@ class TokenizerFiles:
     def _named(self, role: str, tokenizer: Tokenizer) -> Iterator[int]:
         """The token with a role that a file gives as text."""
         for text in self._texts(role):
-            ids = tokenizer.special_id(text), tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass"))
-            yield from [id_ for id_ in ids if id_ is not None][:1]
+            id_ = tokenizer.special_id(text)
+            id_ = tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass")) if id_ is None else id_
+            yield from () if id_ is None else (id_,)
 
     def _listed(self, role: str) -> Iterator[int]:
         """The ids that the generation's and the model's configuration give, one or a list each."""
@@ -186,7 +197,8 @@ class TokenizerFiles:
             raise TokenizerError(f"{self._folder}: {error}") from error
 
 
-def _entry(id_: int, text: str) -> dict[str, Any]:
+def added_token(id_: int, text: str) -> dict[str, Any]:
+    """An added token of a ``tokenizer.json``, which is not special."""
     return {"id": id_, "content": text, **dict.fromkeys(_FLAGS, False)}
 
 
@@ -194,11 +206,14 @@ def _dumped(spec: dict[str, Any]) -> str:
     return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
 
 
-def _written_marks(template: str | None) -> frozenset[str]:
-    """What a chat template writes around a plain conversation, in which no tools are called."""
+def _written_marks(sources: Mapping[str, str]) -> set[str]:
+    """What chat templates write around a plain conversation, in which no tools are called."""
     from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
 
-    try:
-        return frozenset(_MARK.findall(ChatTemplate(template).render(_TURNS) if template else ""))
-    except EdgespecError:  # a template that wants other conversations, or is damaged
-        return frozenset()
+    marks = set[str]()
+    for source in sources.values():
+        with suppress(EdgespecError):  # a template that is damaged, or knows no system
+            template = ChatTemplate(source)
+            marks.update(_MARK.findall(template.render(_TURNS[1:])))
+            marks.update(_MARK.findall(template.render(_TURNS)))
+    return marks

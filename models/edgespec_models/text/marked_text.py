@@ -1,0 +1,103 @@
+"""Text of a conversation that spells control tokens, as a chat template sees it.
+
+The characters of such a token are replaced by stand-ins, one for one, so that whatever a template makes of
+the text, they are found again in the prompt. To the template it is the text itself: it compares, searches,
+splits and strips what the stand-ins stand for.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from edgespec_models.errors import RequestError
+
+_FIRST: Final = 0x18A00
+STAND_INS: Final = "\U00018a21-\U00018a7e"
+"""As in a regular expression. Parts of Tangut characters, which no text holds by themselves; printable, so
+that Python shows them as they are where a template prints a whole list."""
+_TO: Final = {code: _FIRST + code for code in range(0x21, 0x7F)}
+_FROM: Final = {stand_in: code for code, stand_in in _TO.items()}
+_ANY: Final = re.compile(f"[{STAND_INS}]")
+
+
+def mark(text: str, spans: Iterable[tuple[int, int, int]]) -> str:
+    """``text`` with stand-ins in spans of (start, stop, id); RequestError where it holds some already."""
+    if has_marks(text):
+        raise RequestError(
+            "A message holds a character from U+18A21 to U+18A7E, which edgespec marks text with. Remove it."
+        )
+    parts, end = list[str](), 0
+    for start, stop, _ in spans:
+        parts += text[end:start], text[start:stop].translate(_TO)
+        end = stop
+    return marked("".join([*parts, text[end:]]))
+
+
+def unmark(text: str) -> tuple[str, frozenset[int]]:
+    """The text that a template made, as it reads, and where stand-ins were in it."""
+    return text.translate(_FROM), frozenset(match.start() for match in _ANY.finditer(text))
+
+
+def has_marks(text: str) -> bool:
+    """Whether a text holds stand-ins."""
+    return not text.isascii() and _ANY.search(text) is not None
+
+
+def marked(text: str) -> str:
+    """``text``, as templates are to see it if it holds stand-ins."""
+    return MarkedText(text) if has_marks(text) else text
+
+
+def plain(value: Any) -> Any:
+    """What stand-ins stand for; other values as they are."""
+    return value.translate(_FROM) if isinstance(value, MarkedText) else value
+
+
+def _plainly(name: str) -> Any:
+    """The method ``name`` of what the text reads as."""
+    method = getattr(str, name)
+    return lambda self, *args: method(plain(self), *map(plain, args))
+
+
+def _cutting(name: str) -> Any:
+    """A method that returns a part of the text, or several in order."""
+    method = getattr(str, name)
+
+    def cut(self: "MarkedText", *args: Any, **kwargs: Any) -> Any:
+        text, end, pieces = plain(self), 0, list[str]()
+        parts = method(text, *map(plain, args), **kwargs)
+        for part in [parts] if isinstance(parts, str) else parts:
+            start = text.index(part, end)
+            end = start + len(part)
+            pieces.append(self[start:end])
+        return pieces[0] if isinstance(parts, str) else type(parts)(pieces)
+
+    return cut
+
+
+class MarkedText(str):
+    """A text with stand-ins, which reads as what they stand for."""
+
+    __slots__ = ()
+
+    __eq__, __ne__, __hash__ = map(_plainly, ("__eq__", "__ne__", "__hash__"))
+    __contains__, startswith, endswith = map(_plainly, ("__contains__", "startswith", "endswith"))
+    find, rfind, index = map(_plainly, ("find", "rfind", "index"))
+    rindex, count = map(_plainly, ("rindex", "count"))
+    strip, lstrip, rstrip = map(_cutting, ("strip", "lstrip", "rstrip"))
+    split, rsplit, splitlines = map(_cutting, ("split", "rsplit", "splitlines"))
+    partition, rpartition = map(_cutting, ("partition", "rpartition"))
+    removeprefix, removesuffix = map(_cutting, ("removeprefix", "removesuffix"))
+
+    def __str__(self) -> str:
+        return self
+
+    def __getitem__(self, key: Any) -> str:
+        return marked(str.__getitem__(self, key))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(marked, str.__iter__(self))
+
+    def replace(self, old: Any, new: Any, count: Any = -1) -> str:
+        """As of other texts; stand-ins of what stays, stay."""
+        return marked(str.join(new, self.split(old, count)) if old else str.replace(self, old, new, count))
