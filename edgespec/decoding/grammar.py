@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from edgespec.decoding.schemas import PreparedSchema
 
-_LONGEST: Final = 262_144
+LONGEST: Final = 262_144
 """Characters of a format, at most."""
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
@@ -306,6 +306,15 @@ class GrammarConstraint(Constraint):
             raise _refused(self.schemas, self._matcher.get_error())
 
 
+def check_length(characters: int) -> None:
+    """RequestError for a format, or schemas of tools, of more than :data:`LONGEST`."""
+    if characters > LONGEST:
+        raise RequestError(
+            f"the response_format, or the tools' schemas, have {characters} characters; allowed: {LONGEST}; "
+            "give shorter ones"
+        )
+
+
 class Grammars:
     """Compiles response formats for a model whose tokens ``eos`` end a text. Safe to share between threads.
 
@@ -332,10 +341,7 @@ class Grammars:
             ) from error
         grammar = wanted.grammar()
         text, schemas = grammar.text, grammar.schemas
-        if len(text) > _LONGEST:
-            raise RequestError(
-                f"the response_format has {len(text)} characters; allowed: {_LONGEST}; give a shorter one"
-            )
+        check_length(len(text))
         with self._lock:
             vocabulary = self._vocabulary
         limits = LLParserLimits(

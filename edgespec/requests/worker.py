@@ -363,7 +363,7 @@ class Worker:
         with self._changed:
             running = [answer for answer in self._running if answer.result is None and answer.begun]
             postponed = [answer for answer in self._running if not answer.begun]
-            self._waiting.extendleft(postponed)
+            self._waiting.extendleft(reversed(postponed))
             # Until one of those ends that run, there is no more room.
             self._is_crowded = bool(postponed) or (self._is_crowded and len(running) == len(self._running))
             self._running, self._turning = running, False
