@@ -181,6 +181,11 @@ def test_what_another_reads_is_not_read_twice() -> None:
         one.run()
         read = [each.result.stats.prompt_tokens - each.result.stats.cached_tokens for each in (first, second)]
         assert read[1] < 8 and sum(target.passes) < read[0] + read[1] + 20
+        scored = [stream(one, LONG, max_new_tokens=0, prompt_logprobs=True) for _ in range(2)]
+        one.turn()
+        one.turn()
+        assert all(each._answer.prepared for each in scored)
+        one.run()
         held = [stream(one, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
         one.turn()
         one.turn()

@@ -159,7 +159,7 @@ class PreparedSchema:
 
     def _can_check(self, part: Unheld) -> bool:
         """Whether a check can tell; of patterns it cannot, since those of strangers may take forever."""
-        text = json.dumps(part.value)
+        text = json.dumps({part.keyword: part.value})
         depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
         return part.value is not None and not (_UNSURE.search(text) or (depends and self._is_unsure))
 
@@ -287,9 +287,12 @@ def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]
     }
     own = {keyword: counted(check) for keyword, check in known.items()}
     validator = validators.extend(kind, own)(schema, registry=EMPTY_REGISTRY)
-    errors = (each for each in validator.iter_errors(value) if each.validator not in _BOUNDS)
-    paths = {error: "/".join(["#", *map(str, [*error.absolute_schema_path][:-1])]) for error in errors}
-    return sorted({f"{error.validator} at {path}" for error, path in paths.items()})
+
+    def told(error: ValidationError) -> str:
+        place = "".join(f"/{escaped(str(part))}" for part in [*error.absolute_schema_path][:-1])
+        return f"{error.validator} at #{place}"
+
+    return sorted({told(error) for error in validator.iter_errors(value) if error.validator not in _BOUNDS})
 
 
 def _plain(value: object) -> object:

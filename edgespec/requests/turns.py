@@ -77,6 +77,8 @@ def _go_on(answer: Answer, answers: Sequence[Answer]) -> PreparedRequest | None:
 
 def _is_being_read(answer: Answer, others: Sequence[PreparedRequest]) -> bool:
     """Whether others read most of its prompt just now, so that it need not be read twice."""
+    if answer.request.prompt_logprobs:  # for which it reads its prompt itself
+        return False
     tokens, reading = answer.tokens(), [one for one in others if one.decoding.unread > 0]
     known = max((one.session.shared_prefix(tokens) for one in others), default=0)
     coming = max((shared_length(one.tokens, tokens) for one in reading), default=0) - known
