@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from edgespec.decoding.schemas import PreparedSchema
 
-LONGEST: Final = 262_144
-"""Characters of a format, at most."""
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
 
@@ -306,15 +304,6 @@ class GrammarConstraint(Constraint):
             raise _refused(self.schemas, self._matcher.get_error())
 
 
-def check_length(characters: int) -> None:
-    """RequestError for a format, or schemas of tools, of more than :data:`LONGEST`."""
-    if characters > LONGEST:
-        raise RequestError(
-            f"the response_format, or the tools' schemas, have {characters} characters; allowed: {LONGEST}; "
-            "give shorter ones"
-        )
-
-
 class Grammars:
     """Compiles response formats for a model whose tokens ``eos`` end a text. Safe to share between threads.
 
@@ -339,6 +328,8 @@ class Grammars:
             raise RequestError(
                 'response_format needs the package llguidance: pip install "edgespec[structured]"'
             ) from error
+        from edgespec.decoding.schemas import check_length
+
         grammar = wanted.grammar()
         text, schemas = grammar.text, grammar.schemas
         check_length(len(text))

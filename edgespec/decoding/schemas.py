@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from edgespec.decoding.grammar import LONGEST
+from edgespec_models.errors import RequestError
 
+LONGEST: Final = 262_144
+"""Characters of a format, at most."""
 Schema = dict[str, Any]
 SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """What ``json.dumps`` writes. Models know it well, and unlike free whitespace it cannot go on forever."""
@@ -50,6 +52,15 @@ _REGEX: Final = re.compile(
 )
 _SPELLED: Final = {r"\b": "", r"\B": "", "(?>": "(?:", r"\Z": r"\z", r"\0": r"\x00", "{": r"\{"}
 _WIDER: Final = (r"\b", r"\B", "(?>")
+
+
+def check_length(characters: int) -> None:
+    """RequestError for a format, or schemas of tools, of more than :data:`LONGEST`."""
+    if characters > LONGEST:
+        raise RequestError(
+            f"the response_format, or the tools' schemas, have {characters} characters; allowed: {LONGEST}; "
+            "give shorter ones"
+        )
 
 
 class Unheld(NamedTuple):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from edgespec.decoding.grammar import Compilable, Grammar, check_length
-from edgespec.decoding.schemas import PreparedSchema, Unheld, escaped
+from edgespec.decoding.grammar import Compilable, Grammar
+from edgespec.decoding.schemas import PreparedSchema, Unheld, check_length, escaped
 from edgespec.requests.call_values import (
     allowed_values,
     keywords_of,
