@@ -86,6 +86,8 @@ def test_grammars_hold_what_they_can(schema: Schema, right: object, wrong: objec
         ({"type": "array", "contains": {"const": 1}, "maxContains": 1}, [1, 2], [2], "contains at #"),
         ({"type": "integer", "not": {"multipleOf": 2}}, 3, 4, "not at #"),
         (CONDITION, {"a": True, "b": 1}, {"a": True}, "required at #/then"),
+        (CONDITION | {"then": {"properties": {"b": {"minimum": 2}}}},
+         {"a": True, "b": 2}, {"a": True, "b": 1}, "minimum at #/then/properties/b"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, {"b": 1}, {"a": 1}, "dependentRequired at #"),
         ({"type": "object", "dependencies": {"a": ["b"]}}, {"b": 1}, {"a": 1}, "dependencies at #"),
         ({"type": "object", "minProperties": 1, "properties": {"a": {}}}, {"a": 1}, {}, "minProperties at #"),
@@ -107,6 +109,8 @@ def test_what_no_grammar_holds_is_checked_behind_the_answer(
 
 
 def test_a_check_says_nothing_of_what_the_grammar_holds() -> None:
+    coins: Schema = {"type": "array", "items": {"type": "number", "multipleOf": 0.01}, "uniqueItems": True}
+    assert writes(coins, [0.07]) and problems(coins, [0.07]) == []
     value = {"a": ["a", "b"], "b": 0.5, "c": "x", "x": None}
     assert writes(BESIDE, value)
     named = "pattern at #/properties/c is not held"

@@ -116,7 +116,8 @@ class PreparedSchema:
         sure = [each for each in self.unheld if each.keyword not in unsure]
         if sure:
             try:
-                yield from [f"the answer breaks {each}" for each in _broken(self._schema, value, unsure)]
+                broken = _broken(self._schema, value, unsure, {each.keyword for each in sure})
+                yield from [f"the answer breaks {each}" for each in broken]
             except Exception:  # noqa: BLE001 - schemas come from elsewhere, and no answer is lost for them
                 yield from (f"{each} could not be checked" for each in sure)
 
@@ -152,7 +153,7 @@ class PreparedSchema:
             if not all(is_same for _, is_same, _ in read):
                 self.unheld.append(Unheld(place, "patternProperties"))
             schema["patternProperties"] = {each: part for each, _, part in read if each is not None}
-            if len(schema["patternProperties"]) < len(read):
+            if any(each is None for each, *_ in read):
                 schema.pop("additionalProperties", None)  # which would forbid what the pattern lets be
         return schema
 
@@ -266,8 +267,11 @@ def _compiles(pattern: str) -> bool:
     return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
-def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]:
-    """Keywords that a value breaks, and where in the schema they stand; ``unsure`` ones are left out."""
+def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[str]) -> list[str]:
+    """Keywords that a value breaks, and where in the schema they stand: of ``sure`` ones, or within them.
+
+    ``unsure`` ones are left out, and so is what the grammar holds: it may reckon otherwise.
+    """
     from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, validators
     from referencing.jsonschema import EMPTY_REGISTRY  # nothing is fetched
 
@@ -303,7 +307,10 @@ def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]
         place = "".join(f"/{escaped(str(part))}" for part in [*error.absolute_schema_path][:-1])
         return f"{error.validator} at #{place}"
 
-    return sorted({told(error) for error in validator.iter_errors(value) if error.validator not in _BOUNDS})
+    sure = sure | {"anyOf", "oneOf"}  # parts of which they may be
+    return sorted(
+        {told(error) for error in validator.iter_errors(value) if sure & {*error.absolute_schema_path}}
+    )
 
 
 def _plain(value: object) -> object:
