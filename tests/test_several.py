@@ -146,6 +146,15 @@ def test_a_short_prompt_is_read_between_pieces_of_a_long_one() -> None:
         assert max(target.passes) <= 16 + 1  # of which one is a round's
 
 
+def test_a_short_prompt_does_not_wait_for_the_answers_to_one_long_prompt() -> None:
+    with driven(chunk=16) as (one, _):
+        several = [stream(one, LONG * 4, max_new_tokens=2) for _ in range(3)]
+        short = stream(one, "hi there", max_new_tokens=2)
+        one.turn()
+        assert not reads(short) and all(map(reads, several))
+        one.run()
+
+
 def test_a_question_of_a_conversation_does_not_wait_for_a_prompt_either() -> None:
     with driven(chunk=16) as (one, target):
         stream(one, LONG * 4, max_new_tokens=4)
@@ -226,9 +235,7 @@ def test_none_starves(data: st.DataObject) -> None:
         begun, places = list[int](), [each.place for each in streams]
         assert places == list(range(len(prompts)))
         while one.turn() or not all(each.ended for each in streams):
-            new = [at for at, each in enumerate(streams) if each._answer.begun and at not in begun]
-            assert len(new) <= 1
-            begun += new
+            begun += [at for at, each in enumerate(streams) if each._answer.begun and at not in begun]
             assert sum(one.taken) <= parallel
         assert begun == sorted(begun) == list(range(len(prompts)))
 

@@ -72,6 +72,19 @@ def failing(answer: Answer) -> Any:
     return lambda each: raising() if each is answer else usual(each)
 
 
+def test_a_short_prompt_does_not_overtake_one_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with driven() as (one, _):
+        first = stream(one, PROMPTS[0], max_new_tokens=NEW)
+        one.turn()
+        monkeypatch.setattr(Runner, "_has_room", lambda runner, tokens: tokens < len(LONG))
+        others = [stream(one, prompt, max_new_tokens=2) for prompt in (LONG, PROMPTS[2])]
+        for _ in range(2):
+            one.turn()
+            assert not any(each._answer.begun for each in others)
+        one.run()
+        assert facts(first.result) == facts(alone(PROMPTS[0], max_new_tokens=NEW))
+
+
 def test_one_that_waits_for_room_may_be_cancelled_or_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_has_room", lambda *asked: False)
     with driven() as (one, _):
@@ -114,10 +127,10 @@ def test_one_that_fails_leaves_the_others_alone(fault: str, monkeypatch: pytest.
             elif fault == "ended":
                 failing._answer._ended = raising
             one.queue(failing)
-            others.append(stream(one, PROMPTS[3], max_new_tokens=NEW))
             if fault in ("begin", "prepare"):
                 one.turn()
                 patch.undo()
+            others.append(stream(one, PROMPTS[3], max_new_tokens=NEW))
             while not failing.ended:
                 if fault == "policy" and failing._answer.prepared is not None:
                     patch.setattr(failing._answer.prepared._policy, "observe", raising)

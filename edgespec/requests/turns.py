@@ -61,7 +61,8 @@ def _go_on(answer: Answer, answers: Sequence[Answer]) -> PreparedRequest | None:
     elif one is None:
         if _is_being_read(answer, [each.prepared for each in answers if each.prepared and not each.result]):
             return None
-        waited_s, one = answer.queued_s, answer.prepare()
+        is_full = any(not each.begun for each in answers)  # nobody overtakes one that has found no room
+        waited_s, one = answer.queued_s, None if is_full else answer.prepare()
         answer.prepared = one
         if one is None:
             answer.postpone()

@@ -376,8 +376,7 @@ class Worker:
             while self._paused and not self._running:
                 self._changed.wait()
             self._sweep()
-            answer = next((each for each in self._waiting if self._may_begin(each)), None)
-            if answer is not None:
+            while answer := next((each for each in self._waiting if self._may_begin(each)), None):
                 self._waiting.remove(answer)
                 self._running.append(answer)
                 answer.begun = True
