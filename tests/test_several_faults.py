@@ -76,7 +76,7 @@ def test_a_short_prompt_does_not_overtake_one_that_waits_for_room(monkeypatch: p
     with driven() as (one, _):
         first = stream(one, PROMPTS[0], max_new_tokens=NEW)
         one.turn()
-        monkeypatch.setattr(Runner, "_has_room", lambda runner, tokens: tokens < len(LONG))
+        monkeypatch.setattr(Runner, "_has_room", lambda runner, tokens: tokens < 50)
         others = [stream(one, prompt, max_new_tokens=2) for prompt in (LONG, PROMPTS[2])]
         for _ in range(2):
             one.turn()
