@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from edgespec.drafting.pricing import Pricing
 from edgespec_models.progress import Progress
 from edgespec_runtimes import cost
-from edgespec_runtimes.cost import CostCurve, measure_cost, recheck_cost
+from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.predictions import Predictions
 from tests.native_for_tests import tiny_native
 from tests.toy import F32, LLAMA, ToySession, markov_logits
 
@@ -197,3 +198,41 @@ def test_a_real_session_can_be_measured(tmp_path: Path) -> None:
     assert list(curve.seconds_by_rows) == [1, 2, 4] and session.length == 0
     assert all(0 < seconds < 5 for seconds in curve.seconds_by_rows.values())
     session.close()
+
+
+class _Attending(CpuSession):
+    """Its passes take 1 s and 0.1 s a row, and 10 and 2 ms more for each token in the cache."""
+
+    now = 0.0
+
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        self.now += 1.0 + 0.1 * len(tokens) + self.length * (0.010 + 0.002 * len(tokens))
+        return super().predict(tokens)
+
+
+def test_what_attention_adds_along_a_context_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = _Attending(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, CpuOptions(threads=1))
+    monkeypatch.setattr(cost, "perf_counter", lambda: session.now)
+    curve = measure_context(session, CostCurve({1: 1.1, 4: 1.4}))
+    assert curve.context_s == pytest.approx(0.010) and curve.row_context_s == pytest.approx(0.002)
+    assert curve.seconds(4, 1000) == pytest.approx(1.4 + 10.0 + 8.0)
+    assert curve.seconds(4, 1000, sequences=3) == pytest.approx(1.4 + 30.0 + 8.0)
+    assert session.length == session.kv_bytes == 0
+    session.close()
+
+
+def test_a_cache_that_cannot_be_copied_leaves_the_curve_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = CostCurve({1: 1.0, 8: 2.0})
+    session = _TimedSession(monkeypatch, dict.fromkeys(range(1, 20), 1.0))
+    monkeypatch.setattr(session, "view", lambda start, end: None)
+    assert measure_context(session, curve) == curve and session.length == 0
+
+
+def test_a_check_keeps_what_attention_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = CostCurve(TRUE, True, 0.010, 0.002)
+    wide = max(TRUE)
+    curve = recheck_cost(_TimedSession(monkeypatch, {n: 1.1 * t for n, t in TRUE.items()}), stored, wide)
+    assert curve is not None
+    assert (curve.context_s, curve.row_context_s) == pytest.approx((0.011, 0.0022))

@@ -144,7 +144,7 @@ def test_answers_beside_texts_stay_the_same(model: Model, driven: Driven) -> Non
     for _ in range(3):
         driven.turn()
     (long, first), (short, second) = queued(driven, *TEXTS * 2), queued(driven, TEXTS[0])
-    assert [driven.turn() for _ in range(2)] == [2, 3]
+    assert driven.turn() == 3
     assert second.ended and not first.ended  # a short request does not wait for a long one
     driven.run()
     assert answer.result.tokens == whole.tokens

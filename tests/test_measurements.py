@@ -84,7 +84,14 @@ ROWS = [{"2": 0.1}, {"0": 0.1, "1": 0.1}, {"1": 0.1, "two": 0.1}]
 DAMAGES: list[Any] = [
     *(b"", b"{", b"[]", b"3", b"[" * 60_000, b"\xff\x00"),
     *({"seconds_by_rows": curve} for curve in (None, {}, *ROWS, *({"1": each} for each in TIMES))),
-    *({"more": "x" * 70_000}, {"format": 3}, {"conditions": {"bundle": "another"}}, {"row_exact": "yes"}),
+    *(
+        {"more": "x" * 70_000},
+        {"format": 2},
+        {"context_s": -1.0},
+        {"row_context_s": "no"},
+        {"conditions": {"bundle": "another"}},
+        {"row_exact": "yes"},
+    ),
 ]
 
 

@@ -200,3 +200,20 @@ def test_a_piece_of_a_prompt_makes_a_pass_at_most_thrice_as_long(curve: CostCurv
     count = pricing.piece(rows)
     assert 8 <= count <= 128
     assert count == 8 or pricing.pass_seconds(rows + count) <= 3 * pricing.pass_seconds(rows)
+
+
+def test_drafts_are_shorter_where_rows_are_dear_along_a_context() -> None:
+    pricing, confidence = (
+        Pricing(CostCurve({1: 0.030, 8: 0.033}, True, 1e-6, 1.2e-6)),
+        [0.9, 0.8, 0.7, 0.6, 0.5],
+    )
+    lengths = []
+    for pricing.context in (0, 2000, 8000, 32000):
+        lengths.append(pricing.keep(confidence)[0])
+    assert lengths == [5, 5, 4, 3]
+
+
+def test_each_request_of_a_pass_has_a_context() -> None:
+    pricing = Pricing(CostCurve({1: 1.0, 8: 1.0}, True, 0.001, 0.0001))
+    pricing.sequences, pricing.context = 3, 100
+    assert pricing.pass_seconds(5) == pytest.approx(1.0 + 3 * 0.1 + 5 * 0.01)

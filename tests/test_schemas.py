@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -66,6 +67,9 @@ def problems(schema: Schema, value: object) -> list[str]:
         ({"type": "string", "pattern": r"^\cI?\p{L}{2}(?=)$"}, "né", "1"),
         ({"patternProperties": {"^(?!y)x": NUMBER}, "additionalProperties": False}, {"x": 1}, {"x": ""}),
         ({"items": {"$ref": "#", "nullable": True}, "type": "array"}, [[[]]], [1]),
+        ({"type": "array", "$ref": "#/components/schemas/A", "components": {"schemas": {
+            "A": {"type": "array", "items": {"$ref": "#/components/schemas/B"}, "uniqueItems": True},
+            "B": {"type": "integer"}}}}, [1], [""]),
     ],
 )  # fmt: skip
 def test_grammars_hold_what_they_can(schema: Schema, right: object, wrong: object) -> None:
@@ -82,7 +86,10 @@ def test_grammars_hold_what_they_can(schema: Schema, right: object, wrong: objec
         ({"type": "array", "contains": {"const": 1}, "maxContains": 1}, [1, 2], [2], "contains at #"),
         ({"type": "integer", "not": {"multipleOf": 2}}, 3, 4, "not at #"),
         (CONDITION, {"a": True, "b": 1}, {"a": True}, "required at #/then"),
+        (CONDITION | {"then": {"properties": {"b": {"minimum": 2}}}},
+         {"a": True, "b": 2}, {"a": True, "b": 1}, "minimum at #/then/properties/b"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, {"b": 1}, {"a": 1}, "dependentRequired at #"),
+        ({"type": "object", "dependencies": {"a": ["b"]}}, {"b": 1}, {"a": 1}, "dependencies at #"),
         ({"type": "object", "minProperties": 1, "properties": {"a": {}}}, {"a": 1}, {}, "minProperties at #"),
         ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, 1, 4, "oneOf at #"),
         ({"type": "object", "propertyNames": {"not": {"const": "a"}}}, {"b": 1}, {"a": 1},
@@ -102,6 +109,8 @@ def test_what_no_grammar_holds_is_checked_behind_the_answer(
 
 
 def test_a_check_says_nothing_of_what_the_grammar_holds() -> None:
+    coins: Schema = {"type": "array", "items": {"type": "number", "multipleOf": 0.01}, "uniqueItems": True}
+    assert writes(coins, [0.07]) and problems(coins, [0.07]) == []
     value = {"a": ["a", "b"], "b": 0.5, "c": "x", "x": None}
     assert writes(BESIDE, value)
     named = "pattern at #/properties/c is not held"
@@ -130,8 +139,27 @@ def test_a_check_of_a_hostile_schema_ends() -> None:
     levels: Schema = {f"l{at}": {"allOf": [{"$ref": f"#/$defs/l{at + 1}"}] * 2} for at in range(40)}
     schema = {"type": "integer", "not": {"$ref": "#/$defs/l0"}, "$defs": {**levels, "l40": {"const": 1}}}
     assert problems(schema, 1) == ["not at # could not be checked"]
-    many = {"type": "array", "uniqueItems": True}
+    many: Schema = {"type": "array", "uniqueItems": True}
     assert problems(many, [*range(50_000), *map(str, range(50_000))]) == []
+    values = [-value for value in range(9000)]
+    for either in ({"anyOf": [{"const": value} for value in values]}, {"enum": values}):
+        schema = {"type": "array", "not": {"contains": either}}
+        assert problems(schema, [*range(1, 2000)]) == ["not at # could not be checked"]
+
+
+@pytest.mark.parametrize("part", ["[", r"\p{", "(?=", "{1", r"[\["])
+def test_a_hostile_pattern_is_read_soon(part: str) -> None:
+    start = time.monotonic()
+    PreparedSchema({"type": "string", "pattern": part * 50_000})
+    assert time.monotonic() - start < 10  # it would be minutes
+
+
+def test_names_are_free_where_no_part_of_their_pattern_is_left() -> None:
+    twice = r"^(a|b)\1$"
+    named: Schema = {"type": "object", "patternProperties": {twice: NUMBER}, "additionalProperties": False}
+    for schema in (named, {"type": "object", "propertyNames": {"pattern": twice}}):
+        assert writes(schema, {"aa": 1})
+        assert problems(schema, {"aa": 1}) == ["patternProperties at # is not held"]
 
 
 def test_a_format_that_distinguishes_is_not_mistaken() -> None:
@@ -176,6 +204,7 @@ def test_the_log_names_keywords_once_and_nothing_else(caplog: pytest.LogCaptureF
         {"$ref": 3},
         {"allOf": {}},
         {"pattern": 3},
+        {"properties": {"a": {"pattern": r"(?=a)\ud8zz\udczz"}}},
         {"patternProperties": {"[": {}}},
     ],
 )

@@ -146,6 +146,15 @@ def test_a_short_prompt_is_read_between_pieces_of_a_long_one() -> None:
         assert max(target.passes) <= 16 + 1  # of which one is a round's
 
 
+def test_a_short_prompt_does_not_wait_for_the_answers_to_one_long_prompt() -> None:
+    with driven(chunk=16) as (one, _):
+        several = [stream(one, LONG * 4, max_new_tokens=2) for _ in range(3)]
+        short = stream(one, "hi there", max_new_tokens=2)
+        one.turn()
+        assert not reads(short) and all(map(reads, several))
+        one.run()
+
+
 def test_a_question_of_a_conversation_does_not_wait_for_a_prompt_either() -> None:
     with driven(chunk=16) as (one, target):
         stream(one, LONG * 4, max_new_tokens=4)
@@ -181,6 +190,11 @@ def test_what_another_reads_is_not_read_twice() -> None:
         one.run()
         read = [each.result.stats.prompt_tokens - each.result.stats.cached_tokens for each in (first, second)]
         assert read[1] < 8 and sum(target.passes) < read[0] + read[1] + 20
+        scored = [stream(one, LONG, max_new_tokens=0, prompt_logprobs=True) for _ in range(2)]
+        one.turn()
+        one.turn()
+        assert all(each._answer.prepared for each in scored)
+        one.run()
         held = [stream(one, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
         one.turn()
         one.turn()
@@ -221,9 +235,7 @@ def test_none_starves(data: st.DataObject) -> None:
         begun, places = list[int](), [each.place for each in streams]
         assert places == list(range(len(prompts)))
         while one.turn() or not all(each.ended for each in streams):
-            new = [at for at, each in enumerate(streams) if each._answer.begun and at not in begun]
-            assert len(new) <= 1
-            begun += new
+            begun += [at for at, each in enumerate(streams) if each._answer.begun and at not in begun]
             assert sum(one.taken) <= parallel
         assert begun == sorted(begun) == list(range(len(prompts)))
 

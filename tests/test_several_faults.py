@@ -9,6 +9,7 @@ from edgespec import Choice, EdgespecError
 from edgespec.requests import runner as runners
 from edgespec.requests.runner import Runner
 from edgespec.requests.seats import Seats
+from edgespec.requests.worker import Answer
 from edgespec_models.errors import DeviceError
 from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, reads, stream
 from tests.toy import ToySession
@@ -29,6 +30,59 @@ def test_one_for_which_there_is_no_room_waits_for_it(monkeypatch: pytest.MonkeyP
         for prompt, each in zip(PROMPTS, (first, second, third), strict=False):
             assert facts(each.result) == facts(alone(prompt, max_new_tokens=NEW))
         assert len(one.taken) == 1
+
+
+def test_those_that_waited_for_a_prompt_and_find_no_room_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with driven() as (one, _):
+        first, *others = (stream(one, LONG, max_new_tokens=NEW) for _ in range(3))
+        for _ in range(3):
+            one.turn()
+        assert all(each._answer.begun and each._answer.prepared is None for each in others)
+        monkeypatch.setattr(Runner, "_has_room", lambda *asked: False)
+        while reads(first) or others[0]._answer.begun:
+            one.turn()
+        one.turn()
+        assert [each.place for each in others] == [1, 2]
+        one.run()
+
+
+@pytest.mark.parametrize("way", ["cancelled", "fails"])
+def test_those_that_wait_for_a_prompt_go_on_where_that_ends_early(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with driven() as (one, _):
+        first, *others = (stream(one, LONG, max_new_tokens=NEW) for _ in range(3))
+        for _ in range(4):
+            one.turn()
+        assert reads(first)
+        if way == "cancelled":
+            first.cancel()
+        else:
+            monkeypatch.setattr(type(first._answer), "why_end", failing(first._answer))
+        one.run()
+        for each in others:
+            assert facts(each.result) == facts(alone(LONG, max_new_tokens=NEW))
+
+
+def failing(answer: Answer) -> Any:
+    """What asks why to end, and raises for one answer."""
+    usual = Answer.why_end
+    return lambda each: raising() if each is answer else usual(each)
+
+
+def test_a_short_prompt_does_not_overtake_one_that_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with driven() as (one, _):
+        first = stream(one, PROMPTS[0], max_new_tokens=NEW)
+        one.turn()
+        monkeypatch.setattr(Runner, "_has_room", lambda runner, tokens: tokens < 50)
+        others = [stream(one, prompt, max_new_tokens=2) for prompt in (LONG, PROMPTS[2])]
+        for _ in range(2):
+            one.turn()
+            assert not any(each._answer.begun for each in others)
+        one.run()
+        assert facts(first.result) == facts(alone(PROMPTS[0], max_new_tokens=NEW))
 
 
 def test_one_that_waits_for_room_may_be_cancelled_or_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +127,10 @@ def test_one_that_fails_leaves_the_others_alone(fault: str, monkeypatch: pytest.
             elif fault == "ended":
                 failing._answer._ended = raising
             one.queue(failing)
-            others.append(stream(one, PROMPTS[3], max_new_tokens=NEW))
             if fault in ("begin", "prepare"):
                 one.turn()
                 patch.undo()
+            others.append(stream(one, PROMPTS[3], max_new_tokens=NEW))
             while not failing.ended:
                 if fault == "policy" and failing._answer.prepared is not None:
                     patch.setattr(failing._answer.prepared._policy, "observe", raising)

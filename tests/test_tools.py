@@ -192,6 +192,16 @@ def test_calls_without_a_tag_are_read_in_every_form(
     assert_the_same_in_pieces(form, damaged, data.draw(cut(damaged)))
 
 
+@pytest.mark.parametrize("form", [*SHOWN])
+def test_a_fence_is_held_until_what_is_in_it_is_known(form: str) -> None:
+    """Also where the bracket behind it may begin a tag; only JSON in it is a call, a program is not."""
+    for text in (f"See:\n```[{BARE}]\n```", f"See:\n```json\n[{BARE}]"):
+        assert_the_same_in_pieces(form, text, list(text))
+        assert [(call.name, call.arguments) for call in read(form, list(text))[1]] == [DONE]
+    text = "See:\n```python\n[do_it(number=1)]\n```"
+    assert read(form, list(text))[:2] == (text, [])
+
+
 @pytest.mark.parametrize(
     "text", [f"See. <tool_call>{ADD[:40]}", f'```json\n{"{"}"name": "do_it", "arguments": {"{"}"text": "a']
 )
@@ -450,6 +460,28 @@ def test_a_tool_whose_schema_cannot_be_followed_is_named() -> None:
         "tool 'odd' cannot be followed strictly: no grammar holds uniqueItems at #/properties/a~1b;" in said
     )
     assert "the parameters of the tool 'odd' are no JSON" in refusal({"const": {1, 2}})
+    assert "characters; allowed" in refusal({"description": "x" * 300_000})
+
+
+def test_between_tags_bounds_of_texts_and_of_all_arguments_are_named() -> None:
+    form = format_of(SHOWN["xml"])
+    assert form is not None
+    short = {"anyOf": [{"$ref": "#/$defs/Short"}, {"type": "null"}]}
+    parameters = {
+        "properties": {"a/b": short, "size": {"type": "integer", "minimum": 1}, "free": {"type": "string"}},
+        "minProperties": 1,
+        "$defs": {"Short": {"type": "string", "maxLength": 3, "pattern": "^a"}},
+    }
+    tool: Any = {"type": "function", "function": {"name": "make", "parameters": parameters}}
+    (schema,) = Calls(form, [tool], TOKENIZER).grammar().schemas.values()
+    pattern = "pattern at #/properties/a~1b is not held"
+    assert [*schema.problems({"a/b": "abc"})] == [pattern]
+    long = "the answer breaks anyOf at #/properties/a~1b"
+    assert [*schema.problems({"a/b": "abcd"})] == [pattern, long]
+    assert [*schema.problems({})] == [pattern, "the answer breaks minProperties at #"]
+    tool["function"]["strict"] = True
+    with pytest.raises(RequestError, match=r"holds .*maxLength at #/properties/a~1b"):
+        Grammars(TOKENIZER, [END]).constraint(Calls(form, [tool], TOKENIZER))
 
 
 def test_a_conversation_with_calls_goes_through_the_template() -> None:

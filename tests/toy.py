@@ -163,6 +163,10 @@ class ToySession(Session):
         return len(self.cache)
 
     @property
+    def attended(self) -> float:
+        return float(len(self.cache))
+
+    @property
     def kv_bytes(self) -> int:
         return KV_BYTES * self.capacity
 

@@ -8,7 +8,10 @@ engine runs as it is, with sessions and a clock of its own: the target's passes 
 instead of computing it; the clock shows the sum of the given pass times; and what the drafter says after a
 text is kept in a file, so that another policy is replayed in seconds. ANSWERS comes from
 ``python -m tools.record_answers``. ``--drafter`` may be repeated; without one, n-grams draft. ``--ahead``:
-target and drafter are on two devices, and the drafter goes on while the target verifies.
+target and drafter are on two devices, and the drafter goes on while the target verifies. ``--behind TOKENS``:
+each prompt stands behind so many tokens of context, along which passes get longer by ``--attention-us A,B``:
+A for a token of context, B for a token and row (``edgespec cost --json`` has both). With ``--blind`` prices
+know nothing of that.
 """
 
 import argparse
@@ -91,12 +94,17 @@ class Recorded:
 
     row_exact, compiled, takes_several = True, "", False
 
-    def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock) -> None:
-        self.vocab_size, self._curve, self._clock = vocab_size, curve, clock
+    def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: int) -> None:
+        self.vocab_size, self._curve, self._clock, self._behind = vocab_size, curve, clock, behind
         self._tokens: list[int] = []
         self._text: Sequence[int] = ()
         self.capacity = self.longest = self.piece = 1 << 30
         self.model: object = self
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a pass of plain decoding, behind the tokens before the prompt."""
+        return self._curve.seconds(1, self._behind)
 
     @property
     def length(self) -> int:
@@ -106,6 +114,11 @@ class Recorded:
     def expect(self, text: Sequence[int]) -> None:
         """The prompt and the answer of the request to come."""
         self._text = text
+
+    @property
+    def attended(self) -> float:
+        """Tokens that its layers attend to."""
+        return self._behind + len(self._tokens)
 
     def reserve(self, capacity: int) -> None:
         """There is room."""
@@ -141,7 +154,7 @@ class Recorded:
             at = len(self._tokens)
             if at < len(self._text):
                 logits[row, self._text[at]] = _SURE
-        self._clock.spend(self._curve.seconds(len(tokens)))
+        self._clock.spend(self._curve.seconds(len(tokens), self.attended))
         return Predictions(logits)
 
 
@@ -211,9 +224,11 @@ class Priced(CpuSession):
         return logits
 
 
-def curve_of(text: str) -> CostCurve:
-    """``1:38,2:48`` -> T(n)."""
-    return CostCurve({int(n): float(ms) / 1e3 for n, ms in (item.split(":") for item in text.split(","))})
+def curve_of(text: str, attention_us: str = "0,0") -> CostCurve:
+    """``1:38,2:48`` -> T(n); attention's microseconds for a token of context, and for one and a row."""
+    points = {int(n): float(ms) / 1e3 for n, ms in (item.split(":") for item in text.split(","))}
+    context_s, row_context_s = (float(us) / 1e6 for us in attention_us.split(","))
+    return CostCurve(points, True, context_s, row_context_s)
 
 
 @contextmanager
@@ -221,9 +236,10 @@ def replayed(
     target: Bundle, drafter: Bundle | None, args: argparse.Namespace
 ) -> Iterator[tuple[Model, Recorded]]:
     """A model whose clocks and target are made up."""
-    clock, curve = Clock(), curve_of(args.target_ms)
-    session = Recorded(target.config.vocab_size, curve, clock)
-    loaded = Loaded(Running(target, cast(Any, session), curve, place(target)))
+    clock, curve = Clock(), curve_of(args.target_ms, args.attention_us)
+    session = Recorded(target.config.vocab_size, curve, clock, args.behind)
+    known = curve_of(args.target_ms) if args.blind else curve
+    loaded = Loaded(Running(target, cast(Any, session), known, place(target)))
     beside = None
     # What these sessions say does not lie in KV caches: there is nothing to put aside.
     options = LoadOptions(max_draft=args.max_draft, cache_bytes=0, prompt_cache_bytes=0)
@@ -258,7 +274,7 @@ def replay(
         answer = ask(model, prompt, {"max_new_tokens": longest, **options}).run()
         if list(answer.tokens) != tokens:
             raise AssertionError(f"{prompt.id}: another answer than recorded")
-        plain_s = answer.stats.decode_tokens * model.cost_curve.seconds(1)
+        plain_s = answer.stats.decode_tokens * recorded.plain_s
         yield prompt, answer, plain_s / answer.stats.decode_s
 
 
@@ -274,6 +290,9 @@ def main() -> None:
         drafter_ms="1:6.5,2:7,32:38",
         max_draft=8,
         ahead=False,
+        behind=0,
+        attention_us="0,0",
+        blind=False,
         memo=Path("replay.memo"),
     )
     prompts, written = load_prompts(args.prompts), answers(args.answers)
@@ -282,16 +301,16 @@ def main() -> None:
         drafter = None if path is None else open_bundle(path)
         with replayed(target, drafter, args) as (model, recorded):
             print(path.name if path else "ngram")
-            show(list(replay(model, recorded, prompts, written)), model)
+            show(list(replay(model, recorded, prompts, written)), recorded.plain_s)
 
 
-def show(results: Sequence[tuple[Prompt, Generation, float]], model: Model) -> None:
+def show(results: Sequence[tuple[Prompt, Generation, float]], plain_s: float) -> None:
     """A line a category, then all."""
     print("category          speedup  tokens a pass   model: drafted, accepted   n-grams: drafted, accepted")
     for name in [*{prompt.category: None for prompt, _, _ in results}, "all"]:
         chosen = [answer.stats for prompt, answer, _ in results if name in (prompt.category, "all")]
         tokens, seconds = sum(s.decode_tokens for s in chosen), sum(s.decode_s for s in chosen)
-        ratio = tokens * model.cost_curve.seconds(1) / seconds
+        ratio = tokens * plain_s / seconds
         tau = tokens / sum(s.rounds - 1 for s in chosen)
         counts = [counted(chosen, source) for source in ("model", "ngram")]
         (drafted, accepted), (copied, right) = counts

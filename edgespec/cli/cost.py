@@ -52,7 +52,7 @@ def cost(
 
     Verifying k drafted tokens takes a pass over k + 1 rows. Rows are free as long as a pass over them takes
     little longer than over one row; a pass is bound by memory while reading the weights takes longer than
-    computing with them.
+    computing with them. Behind a long text attention makes rows dearer.
 
     The times are kept in the folder 'measurements' under EDGESPEC_HOME, or in the user's cache folder, and
     used by every later load with these threads after a short check. --fresh measures them again; the
@@ -116,6 +116,9 @@ def _show(result: Mapping[str, Any]) -> None:
         if free > 1
         else "No second row is free: a pass over 2 takes over a tenth longer than one over 1."
     )
+    for context in result["contexts"] if any(result["attention_us"].values()) else ():
+        times = ", ".join(f"{rows}: {ms:.1f}" for rows, ms in context["ms"].items())
+        say(f"Behind {context['tokens']:,} tokens a pass takes, by rows, {times} ms.")
     if result["role"] == "target":
         say("\nProposals that cost nothing to make (n-grams), by the share of them accepted:\n")
         gains = ({**gain, "paying": as_ranges(gain["lengths_that_pay"])} for gain in result["free_drafts"])

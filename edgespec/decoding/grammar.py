@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from edgespec.decoding.schemas import PreparedSchema
 
-_LONGEST: Final = 262_144
-"""Characters of a format, at most."""
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
 
@@ -330,12 +328,11 @@ class Grammars:
             raise RequestError(
                 'response_format needs the package llguidance: pip install "edgespec[structured]"'
             ) from error
+        from edgespec.decoding.schemas import check_length
+
         grammar = wanted.grammar()
         text, schemas = grammar.text, grammar.schemas
-        if len(text) > _LONGEST:
-            raise RequestError(
-                f"the response_format has {len(text)} characters; allowed: {_LONGEST}; give a shorter one"
-            )
+        check_length(len(text))
         with self._lock:
             vocabulary = self._vocabulary
         limits = LLParserLimits(

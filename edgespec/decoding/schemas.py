@@ -9,13 +9,17 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from edgespec_models.errors import RequestError
+
+LONGEST: Final = 262_144
+"""Characters of a format, at most."""
 Schema = dict[str, Any]
 SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """What ``json.dumps`` writes. Models know it well, and unlike free whitespace it cannot go on forever."""
 _LENIENT: Final = {"lenient": True, "coerce_one_of": True}  # llguidance then warns of what it leaves out
-_TABLES: Final = ("properties", "patternProperties", "$defs", "definitions")
+_TABLES: Final = ("properties", "patternProperties", "$defs", "definitions", "schemas")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_WITHIN: Final = ("items", "additionalProperties", "additionalItems")
+_WITHIN: Final = ("items", "additionalProperties", "additionalItems", "components")
 _IDLE: Final[Mapping[str, Sequence[object]]] = {
     **dict.fromkeys(("contains", "minContains", "maxContains", "if"), ()),
     **dict.fromkeys(("then", "else", "propertyNames"), (True, {})),
@@ -25,7 +29,8 @@ _IDLE: Final[Mapping[str, Sequence[object]]] = {
 }
 """Keywords that no grammar holds, and the values with which they change nothing."""
 _KEYWORDS: Final = {
-    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "x-guidance", "allOf", "anyOf", "oneOf"),
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "components", "x-guidance"),
+    *("allOf", "anyOf", "oneOf"),
     *("type", "enum", "const", "format", "pattern", "minLength", "maxLength", "multipleOf", "minimum"),
     *("maximum", "exclusiveMinimum", "exclusiveMaximum", "properties", "patternProperties", "required"),
     *("additionalProperties", "minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
@@ -33,26 +38,29 @@ _KEYWORDS: Final = {
 }
 _COUNTS: Final = ("minProperties", "maxProperties")
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
-_ANNOTATIONS: Final = {
-    "type",
-    "format",
-    "title",
-    "description",
-    "default",
-    "examples",
-}  # of a property's name
+_ANNOTATIONS: Final = {*("type", "format", "title", "description", "default", "examples")}
+"""Of a property's name."""
 _BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 _FARTHEST: Final = 9 * 10**18
 """llguidance compiles no bound beyond it. A nearer one takes its place: what fits that fits the schema."""
-_MOST_REFERENCES: Final = 10_000  # that a check follows; a hostile schema can ask for any number
+_MOST_STEPS: Final = 30_000  # of a check, half a second's; a hostile schema can ask for any number
 _UNSURE: Final = re.compile(r'"(?:pattern|patternProperties|additionalProperties|format)": ')
 _REGEX: Final = re.compile(
-    r"\\u(?P<high>[dD][89abAB]\w\w)\\u[dD][c-fC-F]\w\w|\\c(?P<control>[a-zA-Z])|\\[pPux]\{[^}]*\}|\\."
-    r"|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?(?P<look><?[=!])|\(\?>|[()]|\{\d+(?:,\d*)?\}|.",
+    r"\\u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\c(?P<control>[a-zA-Z])"
+    r"|\\[pPux]\{[^}]*\}?|\\.|\[\^?\]?(?:\\.|[^]\\])*\]?|\(\?(?P<look><?[=!])|\(\?>|[()]|\{\d+(?:,\d*)?\}|.",
     re.DOTALL,
 )
 _SPELLED: Final = {r"\b": "", r"\B": "", "(?>": "(?:", r"\Z": r"\z", r"\0": r"\x00", "{": r"\{"}
 _WIDER: Final = (r"\b", r"\B", "(?>")
+
+
+def check_length(characters: int) -> None:
+    """RequestError for a format, or schemas of tools, of more than :data:`LONGEST`."""
+    if characters > LONGEST:
+        raise RequestError(
+            f"the response_format, or the tools' schemas, have {characters} characters; allowed: {LONGEST}; "
+            "give shorter ones"
+        )
 
 
 class Unheld(NamedTuple):
@@ -85,7 +93,8 @@ class PreparedSchema:
         self._schema: Schema = json.loads(text)
         self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
         self.unheld = list[Unheld]()
-        held = _copied(self._schema, "#", self._held)
+        is_short = len(text) <= LONGEST  # others are refused anyway
+        held = _copied(self._schema, "#", self._held) if is_short else self._schema
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
         options = self.grammar.get("x-guidance", SPACING)
         if root != "#":
@@ -107,7 +116,8 @@ class PreparedSchema:
         sure = [each for each in self.unheld if each.keyword not in unsure]
         if sure:
             try:
-                yield from [f"the answer breaks {each}" for each in _broken(self._schema, value, unsure)]
+                broken = _broken(self._schema, value, unsure, {each.keyword for each in sure})
+                yield from [f"the answer breaks {each}" for each in broken]
             except Exception:  # noqa: BLE001 - schemas come from elsewhere, and no answer is lost for them
                 yield from (f"{each} could not be checked" for each in sure)
 
@@ -139,10 +149,12 @@ class PreparedSchema:
         if isinstance(schema.get("pattern"), str):
             self._hold_pattern(schema, place)
         if isinstance(patterns := schema.get("patternProperties"), dict):
-            held = {_regex(each)[0]: part for each, part in patterns.items()}
-            if any(not _regex(each)[1] for each in patterns):
+            read = [(*_regex(each), part) for each, part in patterns.items()]
+            if not all(is_same for _, is_same, _ in read):
                 self.unheld.append(Unheld(place, "patternProperties"))
-            schema["patternProperties"] = {each: part for each, part in held.items() if each is not None}
+            schema["patternProperties"] = {each: part for each, _, part in read if each is not None}
+            if any(each is None for each, *_ in read):
+                schema.pop("additionalProperties", None)  # which would forbid what the pattern lets be
         return schema
 
     def _hold_pattern(self, schema: Schema, place: str) -> None:
@@ -159,7 +171,7 @@ class PreparedSchema:
 
     def _can_check(self, part: Unheld) -> bool:
         """Whether a check can tell; of patterns it cannot, since those of strangers may take forever."""
-        text = json.dumps(part.value)
+        text = json.dumps({part.keyword: part.value})
         depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
         return part.value is not None and not (_UNSURE.search(text) or (depends and self._is_unsure))
 
@@ -187,7 +199,7 @@ def _step(at: object, name: str) -> object:
     return at.get(name) if isinstance(at, Mapping) else None
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
     """A property's name in a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
@@ -199,7 +211,7 @@ def _copied(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> An
     copy = dict(schema)
     for key, value in schema.items():
         if key in _TABLES and isinstance(value, dict):
-            copy[key] = {k: _copied(v, f"{place}/{key}/{_escaped(k)}", change) for k, v in value.items()}
+            copy[key] = {k: _copied(v, f"{place}/{key}/{escaped(k)}", change) for k, v in value.items()}
         elif key in _LISTS and isinstance(value, list):
             copy[key] = [_copied(each, f"{place}/{key}/{at}", change) for at, each in enumerate(value)]
         elif key in _WITHIN:
@@ -255,18 +267,25 @@ def _compiles(pattern: str) -> bool:
     return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
-def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]:
-    """Keywords that a value breaks, and where in the schema they stand; ``unsure`` ones are left out."""
-    from jsonschema import Draft202012Validator, ValidationError, validators
+def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[str]) -> list[str]:
+    """Keywords that a value breaks, and where in the schema they stand: of ``sure`` ones, or within them.
+
+    ``unsure`` ones are left out, and so is what the grammar holds: it may reckon otherwise.
+    """
+    from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, validators
     from referencing.jsonschema import EMPTY_REGISTRY  # nothing is fetched
 
-    kind, left = validators.validator_for(schema, default=Draft202012Validator), [_MOST_REFERENCES]
+    kind, left = validators.validator_for(schema, default=Draft202012Validator), _MOST_STEPS
 
-    def follow(validator: Any, reference: Any, *place: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise RecursionError
-        return kind.VALIDATORS["$ref"](validator, reference, *place)
+    def counted(check: Any) -> Any:
+        def step(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:
+            nonlocal left
+            left -= 1 + sum(len(each) for each in (wanted, value) if isinstance(each, list | dict)) // 8
+            if left < 0:
+                raise RecursionError
+            return check(validator, wanted, value, schema)
+
+        return step
 
     def unique(_: Any, wanted: object, items: Any, __: Any) -> Iterator[ValidationError]:
         texts = [json.dumps(each, sort_keys=True) for each in items] if isinstance(items, list) else []
@@ -274,11 +293,24 @@ def _broken(schema: Schema, value: object, unsure: Collection[str]) -> list[str]
             yield ValidationError("not unique")
 
     held = (*unsure, "pattern", "patternProperties", "additionalProperties", "$dynamicRef")
-    own = {**dict.fromkeys(held, lambda *_: ()), "$ref": follow, "uniqueItems": unique}
+    known = {
+        "dependencies": Draft7Validator.VALIDATORS["dependencies"],  # generators write what later drafts lack
+        **Draft202012Validator.VALIDATORS,
+        **kind.VALIDATORS,
+        "uniqueItems": unique,
+        **dict.fromkeys(held, lambda *_: ()),
+    }
+    own = {keyword: counted(check) for keyword, check in known.items()}
     validator = validators.extend(kind, own)(schema, registry=EMPTY_REGISTRY)
-    errors = (each for each in validator.iter_errors(value) if each.validator not in _BOUNDS)
-    paths = {error: "/".join(["#", *map(str, [*error.absolute_schema_path][:-1])]) for error in errors}
-    return sorted({f"{error.validator} at {path}" for error, path in paths.items()})
+
+    def told(error: ValidationError) -> str:
+        place = "".join(f"/{escaped(str(part))}" for part in [*error.absolute_schema_path][:-1])
+        return f"{error.validator} at #{place}"
+
+    sure = sure | {"anyOf", "oneOf"}  # parts of which they may be
+    return sorted(
+        {told(error) for error in validator.iter_errors(value) if sure & {*error.absolute_schema_path}}
+    )
 
 
 def _plain(value: object) -> object:

@@ -31,17 +31,19 @@ class Pricing:
 
     A pass may be that of several requests. ``sequences`` says of how many: each has a row in any case, and
     proposals are priced behind these. Plain decoding gives all of them a token in T(sequences).
+    ``context`` is how many tokens a layer attends to, the mean of these requests: rows get dearer along it.
     """
 
     def __init__(self, curve: CostCurve) -> None:
-        self._curve, self.sequences = curve, 1
+        self._curve, self.sequences, self.context = curve, 1, 0.0
         self._scale = 1.0  # this moment's speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: what the curve got wrong beyond that
         self._tokens = self._seconds = 0.0
 
     def pass_seconds(self, rows: int) -> float:
         """Expected seconds of a target pass over ``rows`` tokens, now."""
-        return self._curve.seconds(rows) * self._scale * self._shape.get(rows, 1.0)
+        seconds = self._curve.seconds(rows, self.context, self.sequences)
+        return seconds * self._scale * self._shape.get(rows, 1.0)
 
     def rows_seconds(self, count: int, behind: int = 0) -> float:
         """Expected seconds by which ``count`` proposals, behind others, make a pass longer."""

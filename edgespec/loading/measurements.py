@@ -27,11 +27,11 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.storage import measurements_dir, write_text
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.cpu import CpuOptions, default_threads
+from edgespec_runtimes.cpu import CpuOptions, default_threads, library_digest
 from edgespec_runtimes.ort import ort
 
 _PACKAGES = ("edgespec", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
-_FORMAT = 2  # 1 may hold times that fall: a machine under load
+_FORMAT = 3  # 1 may hold times that fall: a machine under load; 2 has no contexts
 _LARGEST_FILE = 1 << 16
 _LOG = logging.getLogger("edgespec")
 
@@ -41,7 +41,7 @@ class Conditions:
     """What a measurement depends on.
 
     ``device`` is ``cpu``, or name and version of another; ``options`` say how many threads. ``machine`` is
-    processor, cores, system and the version of ONNX Runtime.
+    processor, cores, system, the version of ONNX Runtime and the kernels' library.
     """
 
     bundle: str
@@ -102,6 +102,8 @@ def remember(conditions: Conditions, measurement: Measurement) -> None:
         "conditions": asdict(conditions),
         "row_exact": measurement.row_exact,
         "seconds_by_rows": {str(n): t for n, t in sorted(measurement.curve.seconds_by_rows.items())},
+        "context_s": measurement.curve.context_s,
+        "row_context_s": measurement.curve.row_context_s,
     }
     path = conditions.path
     try:
@@ -137,9 +139,12 @@ def _parsed(value: Any, conditions: Conditions) -> Measurement:
     points = {int(rows): float(seconds) for rows, seconds in value["seconds_by_rows"].items()}
     if 1 not in points or min(points) < 1 or not all(0 < t < math.inf for t in points.values()):
         raise ValueError(f"not the cost of passes: {points}")
+    context_s, row_context_s = float(value["context_s"]), float(value["row_context_s"])
+    if not all(0 <= t < math.inf for t in (context_s, row_context_s)):
+        raise ValueError(f"not the cost of a context: {context_s}, {row_context_s}")
     if not isinstance(value["row_exact"], bool):
         raise ValueError(f"row_exact is {value['row_exact']!r}")
-    return Measurement(value["row_exact"], CostCurve(points))
+    return Measurement(value["row_exact"], CostCurve(points, True, context_s, row_context_s))
 
 
 def describe_machine() -> dict[str, Any]:
@@ -153,8 +158,10 @@ def _fingerprint() -> dict[str, Any]:
     """What the speed and the bits of a pass depend on, as JSON values.
 
     ``features`` is a digest of the processor's instruction sets: virtual machines often hide its name.
+    ``kernels`` is one of edgespec's own, so that an upgrade measures anew.
     """
-    return {**_hardware(), "features": _features(), "onnxruntime": ort.__version__}
+    kernels = library_digest()
+    return {**_hardware(), "features": _features(), "onnxruntime": ort.__version__, "kernels": kernels}
 
 
 def _hardware() -> dict[str, Any]:

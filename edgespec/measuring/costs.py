@@ -19,7 +19,11 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
 
 ACCEPTANCE = (0.5, 0.7, 0.9)
+CONTEXTS = (2000, 8000)
+"""Tokens of context that pass times are told behind."""
+
 _FORMAT = 1
+_CONTEXT_ROWS = 8
 _FREE = 1.1  # a pass that takes a tenth longer than a single row's counts as free
 
 
@@ -106,9 +110,21 @@ class Costs:
             "ridge_rows": self.ridge,
             "free_rows": self.free_rows,
             "rows": [self._row(n, t) for n, t in sorted(self.curve.seconds_by_rows.items())],
+            "attention_us": {
+                "token": self.curve.context_s * 1e6,
+                "token_and_row": self.curve.row_context_s * 1e6,
+            },
+            "contexts": [
+                self._context(tokens) for tokens in CONTEXTS if tokens <= self.bundle.config.context_length
+            ],
             "free_drafts": [draft_gain(self.curve, each, longest) for each in ACCEPTANCE],
             "machine": describe_machine(),
         }
+
+    def _context(self, tokens: int) -> dict[str, Any]:
+        attended = self.bundle.config.attended(tokens)
+        rows = (n for n in sorted(self.curve.seconds_by_rows) if n <= _CONTEXT_ROWS)
+        return {"tokens": tokens, "ms": {str(n): self.curve.seconds(n, attended) * 1e3 for n in rows}}
 
     def _row(self, rows: int, seconds: float) -> dict[str, Any]:
         return {

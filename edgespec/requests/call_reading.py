@@ -115,7 +115,7 @@ class CallReader:
             if bare and bare.end() < held and (found is None or bare.start() < found.start()):
                 found = bare
             if not final:
-                may_begin = _MAY_BE_FENCED.search(text), self._is_beginning and _MAY_BEGIN.search(text)
+                may_begin = bare, _MAY_BE_FENCED.search(text), self._is_beginning and _MAY_BEGIN.search(text)
                 held = min([held, *(each.start() for each in may_begin if each)])
         start = held if found is None else found.start()
         self._is_beginning = self._is_beginning and not text[:start].strip()
@@ -218,7 +218,7 @@ class _Block:
                 self._object()
         elif self._next() == "[":
             for _ in self._items("[", "]"):
-                self._object() if self._next() == "{" else self._python()
+                self._object() if self._next() == "{" or self.is_fenced else self._python()
             self.settled = self.settled and self._at
         else:
             self._named()

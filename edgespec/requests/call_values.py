@@ -9,6 +9,7 @@ from typing import Any, Final
 from edgespec.decoding.schemas import pointed
 
 _MOST_PARTS: Final = 64  # of one schema
+_COMBINING: Final = ("allOf", "anyOf", "oneOf")
 _DEEPEST: Final = 64  # lists and tables within each other, as in messages
 _STRING: Final = r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'"""
 _TOKEN: Final = re.compile(rf"""{_STRING}|[][{{}}(),:;"']""", re.DOTALL)
@@ -46,9 +47,13 @@ def required_of(parameters: Mapping[str, Any]) -> set[str]:
 
 
 def property_of(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The types of an argument, and its values if they are few, whatever its schema refers to."""
-    schema = properties_of(parameters).get(name, {})
-    parts = _parts(parameters, schema, ("allOf", "anyOf", "oneOf"))
+    """What :func:`summary` says of an argument."""
+    return summary(parameters, properties_of(parameters).get(name, {}))
+
+
+def summary(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The types of one of ``parameters``, and its values if they are few, whatever its schema refers to."""
+    parts = _parts(parameters, schema, _COMBINING)
     narrow = [part for part in parts if kinds_of(part) or allowed_values(part)]
     values = [
         value for part in narrow for value in allowed_values(part) or [None] * (kinds_of(part) == {"null"})
@@ -56,6 +61,14 @@ def property_of(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     few = all(allowed_values(part) or kinds_of(part) == {"null"} for part in narrow)
     kinds = {kind for part in narrow for kind in kinds_of(part)}
     return {"type": sorted(kinds), "enum": values if few and values != [None] else []}
+
+
+def keywords_of(
+    parameters: Mapping[str, Any], schema: Mapping[str, Any], keywords: Sequence[str]
+) -> dict[str, Any]:
+    """Those of ``keywords`` that one of ``parameters`` has, whatever its schema refers to."""
+    parts = _parts(parameters, schema, _COMBINING)
+    return {key: part[key] for part in parts for key in keywords if key in part}
 
 
 def _parts(

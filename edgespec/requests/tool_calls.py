@@ -13,15 +13,16 @@ from functools import partial
 from typing import Any, Final
 
 from edgespec.decoding.grammar import Compilable, Grammar
-from edgespec.decoding.schemas import PreparedSchema
+from edgespec.decoding.schemas import PreparedSchema, Unheld, check_length, escaped
 from edgespec.requests.call_values import (
     allowed_values,
+    keywords_of,
     kinds_of,
     listed,
     plain,
     properties_of,
-    property_of,
     required_of,
+    summary,
     table,
 )
 from edgespec_models.errors import RequestError
@@ -84,8 +85,13 @@ class Calls(Compilable):
     def grammar(self) -> Grammar:
         """For llguidance."""
         functions = [tool["function"] for tool in self.tools]
-        schemas = {each["name"]: _prepared(each) for each in functions}
-        before, between, after = (each and _written(each, self.tokenizer) for each in self.form.around)
+        schemas, length = dict[str, PreparedSchema](), 0
+        for each in functions:
+            schemas[each["name"]] = schema = _prepared(each)
+            check_length(length := length + len(json.dumps(schema.grammar)))
+            if self.form.call is _in_xml:
+                schema.unheld += _unheld_in_xml(each)
+        before, between, after = (tag and _written(tag, self.tokenizer) for tag in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
         calls = " | ".join(map(self.form.call, functions))
         start = f"{before} call {more} {after}"
@@ -162,24 +168,42 @@ def _in_args(function: Function) -> str:
 
 
 def _in_xml(function: Function) -> str:
-    parameters, parts = table(function.get("parameters")), [_quoted(f"<function={function['name']}>\n")]
-    required, whole = required_of(parameters), "#/$defs/parameters"
+    parameters, text = table(function.get("parameters")), _quoted(f"<function={function['name']}>\n")
+    required, root, end = required_of(parameters), "#/$defs/parameters", _quoted("\n</parameter>\n")
+    whole = _prepared(function, root).grammar
+    del whole["x-guidance"]
     for key, schema in properties_of(parameters).items():
-        end = _quoted("\n</parameter>\n")
-        own = property_of(parameters, key)
+        own = summary(parameters, schema)
         if values := allowed_values(own):
             value = f"({' | '.join(_quoted(plain(each)) for each in values)}) {end}"
-        elif "string" in (kinds_of(own) or {"string"}):
+        elif _is_free(own):
             value = "FREE"
         else:
-            held = PreparedSchema(schema, root=whole).grammar
+            held = PreparedSchema(schema, root=root).grammar
             if '"$ref": ' in json.dumps(held):
-                held["$defs"] = {"parameters": _prepared(function, whole).grammar}
-                del held["$defs"]["parameters"]["x-guidance"]
+                held["$defs"] = {"parameters": whole}
             value = f"{_json(held)} {end}"
         part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-        parts.append(part if key in required else f"({part})?")
-    return " ".join([*parts, _quoted("</function>")])
+        text += f" {part}" if key in required else f" ({part})?"
+        check_length(len(text))
+    return f"{text} {_quoted('</function>')}"
+
+
+def _is_free(summed: Mapping[str, Any]) -> bool:
+    """Whether an argument may be a text, which between tags may be any; see :func:`summary`."""
+    return not allowed_values(summed) and "string" in (kinds_of(summed) or {"string"})
+
+
+def _unheld_in_xml(function: Function) -> list[Unheld]:
+    """What calls between tags do not hold of a schema: bounds of texts, and what is said of all arguments."""
+    parameters = table(function.get("parameters"))
+    unheld = [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
+    for name, schema in properties_of(parameters).items():
+        if _is_free(summary(parameters, schema)):
+            place = f"#/properties/{escaped(name)}"
+            bounds = keywords_of(parameters, schema, _OF_TEXTS)
+            unheld += [Unheld(place, key, value) for key, value in bounds.items()]
+    return unheld
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +231,8 @@ class Form:
         return self.around[2].strip("\n]")
 
 
+_OF_ALL: Final = ("anyOf", "oneOf", "minProperties", "maxProperties")
+_OF_TEXTS: Final = ("minLength", "maxLength", "pattern", "format")
 _FREE: Final = 'FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\\n"'
 """A text between tags, up to the closing one."""
 _TAGGED: Final = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")

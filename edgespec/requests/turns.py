@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from statistics import fmean
 from typing import Any, TypeVar
 
 from edgespec.decoding.draft import Passed, Work
@@ -29,6 +30,7 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
     ]
     reading = sum(one.decoding.unread > 0 for _, one in running)
     pricing.sequences = max(1, len(running) - max(0, reading - 1))
+    pricing.context = fmean(one.session.attended for _, one in running) if running else 0.0
     drafted = _drafted(running)
     if not drafted:
         return
@@ -61,7 +63,8 @@ def _go_on(answer: Answer, answers: Sequence[Answer]) -> PreparedRequest | None:
     elif one is None:
         if _is_being_read(answer, [each.prepared for each in answers if each.prepared and not each.result]):
             return None
-        waited_s, one = answer.queued_s, answer.prepare()
+        is_full = any(not each.begun for each in answers)  # nobody overtakes one that has found no room
+        waited_s, one = answer.queued_s, None if is_full else answer.prepare()
         answer.prepared = one
         if one is None:
             answer.postpone()
@@ -77,6 +80,8 @@ def _go_on(answer: Answer, answers: Sequence[Answer]) -> PreparedRequest | None:
 
 def _is_being_read(answer: Answer, others: Sequence[PreparedRequest]) -> bool:
     """Whether others read most of its prompt just now, so that it need not be read twice."""
+    if answer.request.prompt_logprobs:  # for which it reads its prompt itself
+        return False
     tokens, reading = answer.tokens(), [one for one in others if one.decoding.unread > 0]
     known = max((one.session.shared_prefix(tokens) for one in others), default=0)
     coming = max((shared_length(one.tokens, tokens) for one in reading), default=0) - known

@@ -363,7 +363,7 @@ class Worker:
         with self._changed:
             running = [answer for answer in self._running if answer.result is None and answer.begun]
             postponed = [answer for answer in self._running if not answer.begun]
-            self._waiting.extendleft(postponed)
+            self._waiting.extendleft(reversed(postponed))
             # Until one of those ends that run, there is no more room.
             self._is_crowded = bool(postponed) or (self._is_crowded and len(running) == len(self._running))
             self._running, self._turning = running, False
@@ -376,8 +376,7 @@ class Worker:
             while self._paused and not self._running:
                 self._changed.wait()
             self._sweep()
-            answer = next((each for each in self._waiting if self._may_begin(each)), None)
-            if answer is not None:
+            while answer := next((each for each in self._waiting if self._may_begin(each)), None):
                 self._waiting.remove(answer)
                 self._running.append(answer)
                 answer.begun = True

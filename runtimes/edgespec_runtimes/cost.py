@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 
@@ -18,6 +18,10 @@ _MORE_REPEATS = 4
 _CHECKS = 3
 _SHAPE_TOLERANCE = 1.35
 _SLOWER = 1.2
+_CONTEXT = 2048  # tokens
+_CONTEXT_BYTES = 64 << 20
+_CONTEXT_ROWS = 8
+_CONTEXT_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,25 @@ class CostCurve:
 
     Steps and cliffs of the measured points stay as they are. Where it is ``confirmed``, a second sample came
     near every point, so that none was disturbed.
+
+    Attention makes a pass longer along a context: by ``context_s`` for each token that a layer attends to,
+    and by ``row_context_s`` for each such token and row. Both are 0 where they were not measured.
     """
 
     seconds_by_rows: Mapping[int, float]
     confirmed: bool = True
+    context_s: float = 0.0
+    row_context_s: float = 0.0
 
-    def seconds(self, rows: int) -> float:
-        """Cost of a pass over ``rows`` tokens: linear between measured points and, never falling, beyond."""
+    def seconds(self, rows: int, context: float = 0.0, sequences: int = 1) -> float:
+        """Cost of a pass over ``rows`` tokens of ``sequences``, each behind ``context`` tokens.
+
+        It is linear between measured points and, never falling, beyond.
+        """
+        attention_s = context * (sequences * self.context_s + rows * self.row_context_s)
+        return self._few_behind(rows) + attention_s
+
+    def _few_behind(self, rows: int) -> float:
         points = self._points
         right = min(max(1, bisect_left(points, (rows,))), len(points) - 1)
         (n0, t0), (n1, t1) = points[right - 1 : right + 1]
@@ -77,6 +93,36 @@ def measure_cost(
     return CostCurve({n: _least(n, times) for n in rows}, confirmed)
 
 
+def measure_context(session: Session, curve: CostCurve) -> CostCurve:
+    """The curve with what attention adds along a context.
+
+    Passes over one and over eight rows are timed behind 16 tokens and behind 2,048, or as many as take 64 MB
+    of KV cache. The context consists of copies, since to read it would take long. The session's sequence is
+    replaced and forgotten, and its cache is freed. Where a cache cannot be copied the curve stays as it is.
+    """
+    wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
+    tokens = _tokens(session, _PAST + wide)
+    session.prefill(tokens[:_PAST])
+    per_token = session.kv_bytes / session.capacity
+    most = min(_CONTEXT, session.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
+    if wide == 1 or most < 4 * _PAST or session.view(0, _PAST) is None:
+        session.truncate(0)
+        return curve
+    session.reserve(most + wide)
+    least, near = {}, session.attended
+    for far in (False, True):
+        while far and 2 * session.length <= most and (copied := session.view(0, session.length)) is not None:
+            session.append(copied, session.length)
+        for n in (1, wide):
+            samples = [_timed(session, tokens[-n:]) for _ in range(1 + _CONTEXT_REPEATS)]
+            least[far, n] = min(samples[1:])
+    span = session.attended - near
+    session.release()
+    single, several = (max(0.0, least[True, n] - least[False, n]) / span for n in (1, wide))
+    row_s = max(0.0, several - single) / (wide - 1)
+    return replace(curve, context_s=max(0.0, single - row_s), row_context_s=row_s)
+
+
 def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | None:
     """Bring a curve that was measured earlier on this machine to the machine's present state.
 
@@ -106,8 +152,8 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
     session.truncate(0)
     if not alike or max(single, wide) < 1 / _SLOWER:
         return None
-    found = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()}
-    return CostCurve(found | {1: least[1]})
+    points = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()} | {1: least[1]}
+    return CostCurve(points, True, stored.context_s * wide, stored.row_context_s * wide)
 
 
 def _tokens(session: Session, count: int) -> list[int]:

@@ -149,9 +149,7 @@ class CpuSession(Session):
 
 def _prompt_key(bundle: Bundle) -> str:
     """The bundle and the kernels, whatever instructions they use: that is what bits depend on."""
-    with library().open("rb") as file:
-        kernels = hashlib.file_digest(file, "sha256").hexdigest()
-    digest = hashlib.sha256(f"{bundle.digest} {kernels}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{bundle.digest} {library_digest()}".encode()).hexdigest()
     return f"{re.sub('[^A-Za-z0-9._-]', '_', bundle.manifest.name)[:80]}-{digest[:16]}"
 
 
@@ -222,6 +220,15 @@ def library() -> Path:
     if not path.is_file():
         raise DeviceError(f"edgespec's kernels for this platform are missing: there is no {path}. {_REMEDY}.")
     return path
+
+
+def library_digest() -> str:
+    """The SHA-256 of the kernels' library; empty where it is missing."""
+    try:
+        with library().open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (DeviceError, OSError):
+        return ""
 
 
 def register_operators(

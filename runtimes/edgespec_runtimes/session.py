@@ -77,6 +77,11 @@ class Session:
         return len(self._stretch.tokens)
 
     @property
+    def attended(self) -> float:
+        """Tokens that a layer attends to, the mean of all layers; see :meth:`DecoderShape.attended`."""
+        return self._config.attended(self.length)
+
+    @property
     def capacity(self) -> int:
         """Tokens the KV cache can hold now."""
         return self._stretch.capacity

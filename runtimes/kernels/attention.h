@@ -207,24 +207,24 @@ class Attention {
     const int64_t group = heads_ / kv_heads_, count = share.last - share.first;
     const auto row_of = [&](int64_t i) { return (share.first + i) / group; };
     const auto head_of = [&](int64_t i) { return kv_head * group + (share.first + i) % group; };
-    const Buffer<Query> sights(count);
+    const Buffer<Span> spans(count);
     const Buffer<float> vectors(count * head_dim_);
     for (int64_t i = 0; i < count; i++) {
       const int64_t row = row_of(i), position = rows.past + row, limit = position + 1;
-      sights.get()[i] = {window_ > 0 && limit > window_ ? limit - window_ : 0, limit};
+      spans.get()[i] = {window_ > 0 && limit > window_ ? limit - window_ : 0, limit};
       prepare(s, s.packed + (rows.first + row) * s.width + head_of(i) * head_dim_, s.query_gain, position, scale_,
               vectors.get() + i * head_dim_);
     }
     Queries q{};
-    q.sights = sights.get();
+    q.spans = spans.get();
     q.count = count;
     q.vectors = vectors.get();
     const int64_t from = kv_head * s.capacity + rows.begin;
     q.keys = s.keys + from * head_dim_;
     q.values = s.values + from * head_dim_;
     q.head_dim = head_dim_;
-    q.begin = sights.get()[0].first / kLanes * kLanes;
-    q.end = sights.get()[count - 1].limit;
+    q.begin = spans.get()[0].first / kLanes * kLanes;
+    q.end = spans.get()[count - 1].limit;
     q.stride = score_stride(q.end - q.begin);
     const Buffer<float> scores(count * q.stride);
     q.scores = scores.get();

@@ -145,16 +145,16 @@ void attend(const Queries& q) {
   // NaN is one.
   int64_t common = q.begin, common_end = q.end;
   for (int64_t i = 0; i < q.count; i++) {
-    const Query& sight = q.sights[i];
-    soften(q.scores + i * q.stride, end_tile * kLanes - q.begin, sight.first - q.begin, sight.limit - q.begin);
-    common = sight.first > common ? sight.first : common;
-    common_end = sight.limit < common_end ? sight.limit : common_end;
+    const Span& span = q.spans[i];
+    soften(q.scores + i * q.stride, end_tile * kLanes - q.begin, span.first - q.begin, span.limit - q.begin);
+    common = span.first > common ? span.first : common;
+    common_end = span.limit < common_end ? span.limit : common_end;
   }
   common_end = common_end < common ? common : common_end;
   __builtin_memset(q.vectors, 0, sizeof(float) * static_cast<size_t>(q.count * q.head_dim));
   const auto alone = [&](int64_t from, int64_t to) {
     for (int64_t i = 0; i < q.count; i++) {
-      const int64_t first = q.sights[i].first, limit = q.sights[i].limit;
+      const int64_t first = q.spans[i].first, limit = q.spans[i].limit;
       const int64_t begin = from < first ? first : from, end = to < limit ? to : limit;
       if (begin < end) gather_values<1>(q, i, begin, end, 0);
     }

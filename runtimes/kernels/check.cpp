@@ -277,22 +277,22 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
       const int64_t key = (token / kLanes * a.head_dim + d) * kLanes + token % kLanes;
       keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * a.head_dim + d)] = narrow(kNothing);
     }
-  std::vector<Query> sights;
+  std::vector<Span> spans;
   for (int64_t i = 0; i < count; i++) {
     const int64_t limit = a.past + i / a.heads + 1;
-    sights.push_back({a.window > 0 && limit > a.window ? limit - a.window : 0, limit});
+    spans.push_back({a.window > 0 && limit > a.window ? limit - a.window : 0, limit});
   }
   const auto run = [&](int64_t first, int64_t last) {
     std::vector<float> y(vectors.begin() + first * a.head_dim, vectors.begin() + last * a.head_dim);
     Queries q{};
-    q.sights = sights.data() + first;
+    q.spans = spans.data() + first;
     q.count = last - first;
     q.vectors = y.data();
     q.keys = keys.data();
     q.values = values.data();
     q.head_dim = a.head_dim;
-    q.begin = q.sights[0].first / kLanes * kLanes;
-    q.end = sights[static_cast<size_t>(last - 1)].limit;
+    q.begin = q.spans[0].first / kLanes * kLanes;
+    q.end = spans[static_cast<size_t>(last - 1)].limit;
     q.stride = score_stride(q.end - q.begin);
     std::vector<float> scores(static_cast<size_t>(q.count * q.stride), kNothing);
     q.scores = scores.data();

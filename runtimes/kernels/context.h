@@ -89,16 +89,17 @@ class Host {
   Host(const Kernels& kernels, bool huge, int64_t threads, bool spins, bool low)
       : kernels(kernels), huge_(huge), threads_(threads), spins_(spins), low_(low) {}
 
-  // Null where weights are to stay where they are. Both live as long as a kernel of the session.
+  // Null where weights are to stay where they are. Both live as long as a kernel of the session: each holds the crew.
   std::shared_ptr<Pages> pages() const { return huge_ ? shared(pages_) : nullptr; }
   std::shared_ptr<Crew> crew() const { return shared(crew_, threads_, spins_, low_); }
 
-  // Told of every kernel that is made and that goes.
-  void kernel_made() const { used_ = true, living_++; }
-  void kernel_gone() const { living_--; }
-
-  // Whether a session had its kernels here, and has gone; asked under a lock that all who take a host hold.
-  bool free_again() const { return living_ == 0 && used_.exchange(false); }
+  // Whether all kernels of a session that had them here are gone.
+  bool free_again() const {
+    const std::lock_guard lock(mutex_);
+    if (!used_ || !crew_.expired()) return false;
+    used_ = false;
+    return true;
+  }
 
   const Kernels& kernels;
 
@@ -107,6 +108,7 @@ class Host {
   std::shared_ptr<T> shared(std::weak_ptr<T>& known, const Parts&... parts) const {
     const std::lock_guard lock(mutex_);
     auto found = known.lock();
+    used_ = true;
     if (found == nullptr) known = found = std::make_shared<T>(parts...);
     return found;
   }
@@ -114,8 +116,7 @@ class Host {
   bool huge_;
   int64_t threads_;
   bool spins_, low_;
-  mutable std::atomic<bool> used_ = false;
-  mutable std::atomic<int64_t> living_ = 0;
+  mutable bool used_ = false;
   mutable std::mutex mutex_;
   mutable std::weak_ptr<Pages> pages_;
   mutable std::weak_ptr<Crew> crew_;

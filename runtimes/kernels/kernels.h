@@ -42,12 +42,14 @@ struct Projection {
   float* y;                        // (rows, width)
 };
 
-// Queries that share keys and values: heads of rows. Each sees the tokens from `first` to `limit`.
-struct Query {
+// Tokens of a sequence, from `first` to `limit`.
+struct Span {
   int64_t first, limit;
 };
+
+// Queries that share keys and values: heads of rows.
 struct Queries {
-  const Query* sights;  // (count)
+  const Span* spans;    // (count): what each attends to
   int64_t count;
   float* vectors;       // (count, head_dim): rotated and scaled; then their shares of the values, summed
   const Half* keys;     // (capacity / 16, head_dim, 16)

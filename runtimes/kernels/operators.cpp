@@ -45,15 +45,7 @@ class Registered : public ort::CustomOp {
 
  private:
   struct Made {
-    Made(const Api& api, const Info& info, const Host& host) : api(api), host(host), crew(host.crew()), op(info, host) {
-      host.kernel_made();
-    }
-    ~Made() { host.kernel_gone(); }
-    Made(const Made&) = delete;
-    Made& operator=(const Made&) = delete;
-
     const Api& api;
-    const Host& host;
     std::shared_ptr<Crew> crew;
     Operator op;
   };
@@ -61,7 +53,7 @@ class Registered : public ort::CustomOp {
   static OrtStatus* create(const CustomOp* op, const void*, const OrtKernelInfo* info, void** out) {
     const auto* self = static_cast<const Registered*>(op);
     return guarded(self->api_, [&] {
-      *out = new Made(self->api_, Info(self->api_, info), self->host_);
+      *out = new Made{self->api_, self->host_.crew(), Operator(Info(self->api_, info), self->host_)};
     });
   }
 

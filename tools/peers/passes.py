@@ -3,12 +3,12 @@
 A peer is a folder with ``llama-batched-bench`` and ``llama-bench``: llama.cpp's own, or any that speaks its
 options, named as ``NAME=FOLDER`` or ``NAME=FOLDER:OPTION,OPTION`` (``ik=ik_llama.cpp/build/bin:-rtr``). It
 decodes n sequences at once, whose n rows all have logits, as a verification's have. edgespec runs passes of n
-tokens. Medians over rounds; a round takes every program once. ``--neighbour CORE`` keeps that core busy
-meanwhile.
+tokens. Medians over rounds; a round takes every program once. ``--behind TOKENS`` measures edgespec alone
+behind a longer text. ``--neighbour CORE`` keeps that core busy meanwhile.
 
 Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --bundle DIR
 [--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]
-[--prompt 64] [--neighbour 1]``
+[--prompt 64] [--behind 16] [--neighbour 1]``
 """
 
 import argparse
@@ -55,12 +55,12 @@ def _run(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def ours(bundle: Path, instructions: str, threads: int, prompt: int) -> Times:
+def ours(bundle: Path, instructions: str, threads: int, prompt: int, behind: int) -> Times:
     """The same of edgespec, in a session of its own."""
     session = CpuSession(Bundle(bundle), CpuOptions(threads=threads, instructions=instructions))
-    start = [100 + token for token in range(_BEHIND)]
+    start = [100 + token for token in range(behind)]
     times: dict[str, float] = {}
-    session.reserve(_BEHIND + prompt)
+    session.reserve(behind + prompt)
     for rows in ROWS:
         session.prefill(start)
         times[str(rows)] = 1000 * median(_timed(session, start, rows) for _ in range(_REPEATED))
@@ -86,7 +86,7 @@ def programs(options: argparse.Namespace) -> dict[str, Callable[[], Times]]:
     found: dict[str, Callable[[], Times]] = {}
     for name in options.instructions or [""]:
         label = f"edgespec {name}".strip()
-        found[label] = partial(ours, options.bundle, name, options.threads, options.prompt)
+        found[label] = partial(ours, options.bundle, name, options.threads, options.prompt, options.behind)
     for text in options.peer:
         name, _, where = text.partition("=")
         folder, _, words = where.partition(":")
@@ -120,8 +120,13 @@ def main() -> None:
         threads=2,
         rounds=3,
         prompt=64,
+        behind=_BEHIND,
         neighbour=-1,
     )
+    if options.peer and options.behind != _BEHIND:
+        sys.exit(
+            f"--behind is {options.behind} and there are peers, which are measured behind {_BEHIND} tokens"
+        )
     every: dict[str, list[Times]] = {}
     with neighbour(options.neighbour):
         for _ in range(options.rounds):

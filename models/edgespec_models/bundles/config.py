@@ -76,6 +76,10 @@ class DecoderShape:
         """Bytes of float32 KV cache a token takes."""
         return self.num_layers * 2 * self.kv_width * 4
 
+    def attended(self, tokens: int) -> float:
+        """Tokens that a layer attends to, the mean of all layers, where ``tokens`` are in the KV cache."""
+        return float(tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
@@ -160,6 +164,15 @@ class ModelConfig(DecoderShape):
     def rotary_width(self) -> int:
         """Elements of a head that are rotated."""
         return self.rotary_dim or self.head_dim
+
+    def attended(self, tokens: int) -> float:
+        """See :class:`DecoderShape`; a window bounds what its layers attend to."""
+        if self.sliding_window is None:
+            return float(tokens)
+        seen = (
+            tokens if self.is_global(n) else min(tokens, self.sliding_window) for n in range(self.num_layers)
+        )
+        return sum(seen) / self.num_layers
 
     def is_global(self, layer: int) -> bool:
         """Whether ``layer`` sees the whole context."""
