@@ -140,10 +140,10 @@ class TextStream:
     def _push_special(self, name: bytes) -> str:
         """The text before a stop string that a special token completes; nothing without one."""
         whole = self._held + name
-        ended = [stop for stop in self.stops if stop.endswith(name) and whole.endswith(stop)]
-        if self.stopped or not ended:
+        ended = (stop for stop in self.stops if stop.endswith(name) and whole.endswith(stop))
+        stop = max(ended, key=len, default=None)
+        if self.stopped or stop is None:
             return ""
-        stop = max(ended, key=len)
         self.stop_string, self._held = self.stops[stop], b""
         return self._decoder.decode(whole.removesuffix(stop), final=True)
 
