@@ -147,10 +147,10 @@ class ChatBody(_Common):
         }
 
     def words(self) -> dict[str, str]:
-        """What clients call what errors of a model name."""
-        said = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
-        asked = {f"thinking is {self._thinking()}": f"{said} is {shown(getattr(self, said))}"}
-        return asked | {"template_args": "chat_template_kwargs"}
+        """The client's names of options, by those that errors of a model have."""
+        name = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
+        thinking = {f"thinking is {self._thinking()}": f"{name} is {shown(getattr(self, name))}"}
+        return thinking | {"template_args": "chat_template_kwargs"}
 
     def _thinking(self) -> bool | int | None:
         """Whether the model is to think, or for how many tokens; a number goes before an effort."""
