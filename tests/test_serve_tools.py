@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.decoding.grammar import AnyJson
 from edgespec.requests.answer_reading import TextStream
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Record, TokenRecord
+from edgespec.serve.bodies import response_format
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.models_for_tests import toy_model, toy_session
 from tests.serving_for_tests import ask, events, named_events, question, said, serving, tokenizer
@@ -141,6 +143,11 @@ SCHEMA = {
 }
 
 
+def test_null_in_a_form_is_no_field() -> None:
+    assert response_format({"type": "text", "json_schema": None, "strict": None}) is None
+    assert response_format({"type": "json_object", "json_schema": None, "schema": None}) == AnyJson()
+
+
 @pytest.mark.parametrize(
     ("form", "wrong"),
     [
@@ -154,6 +161,10 @@ SCHEMA = {
             "the unknown field 'nonsense'",
         ),
         ({"type": "text", "schema": SCHEMA}, "the unknown field 'schema'"),
+        (
+            {"type": "json_object", "schema": SCHEMA, "json_schema": {"schema": {}}},
+            "the unknown field 'schema'",
+        ),
         ({"type": "json_object", "schema": 3}, "json_object.*; allowed"),
         ({"type": "json_schema", "json_schema": 3}, "json_schema.*; allowed"),
     ],

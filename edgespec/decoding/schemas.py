@@ -122,7 +122,7 @@ class PreparedSchema:
                 yield from (f"{each} could not be checked" for each in sure)
 
     def _held(self, schema: Schema, place: str) -> Schema | bool:
-        """What a grammar holds of one schema, whose parts are done."""
+        """What a grammar holds of one schema, whose subschemas are done."""
         if schema.get("not") in (True, {}):
             return False
         reference = schema.get("$ref")
@@ -170,7 +170,7 @@ class PreparedSchema:
         return schema
 
     def _can_check(self, part: Unheld) -> bool:
-        """Whether a check can tell; of patterns it cannot, since those of strangers may take forever."""
+        """Whether it can be checked: not where patterns matter, since a stranger's may take forever."""
         text = json.dumps({part.keyword: part.value})
         depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
         return part.value is not None and not (_UNSURE.search(text) or (depends and self._is_unsure))

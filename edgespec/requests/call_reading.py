@@ -20,7 +20,8 @@ from edgespec.requests.call_values import (
     dumped,
     is_text,
     literal,
-    property_of,
+    properties_of,
+    summary,
     table,
     typed,
     value_end,
@@ -276,10 +277,12 @@ class _Block:
     def _function(self) -> None:
         """``name>``, then ``<parameter=key>value</parameter>`` for each argument, a line each."""
         call = self._begin(self._until(">").strip())
+        parameters = table(self.tools.get(call.name))
+        properties = properties_of(parameters)
         while not self._take("</function>"):
             self._need("<parameter=")
             key = self._until(">").strip()
-            schema = property_of(table(self.tools.get(call.name)), key)
+            schema = summary(parameters, properties.get(key, {}))
             self._add(call, key)
             start = self._at = self._at + self.text.startswith("\n", self._at)
             try:

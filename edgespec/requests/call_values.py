@@ -46,13 +46,8 @@ def required_of(parameters: Mapping[str, Any]) -> set[str]:
     return {name for part in parts for name in listed(part.get("required"))}
 
 
-def property_of(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What :func:`summary` says of an argument."""
-    return summary(parameters, properties_of(parameters).get(name, {}))
-
-
 def summary(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The types of one of ``parameters``, and its values if they are few, whatever its schema refers to."""
+    """The types of an argument with that ``schema``, and its values if they are few, references followed."""
     parts = _parts(parameters, schema, _COMBINING)
     narrow = [part for part in parts if kinds_of(part) or allowed_values(part)]
     values = [
@@ -66,7 +61,7 @@ def summary(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping
 def keywords_of(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], keywords: Sequence[str]
 ) -> dict[str, Any]:
-    """Those of ``keywords`` that one of ``parameters`` has, whatever its schema refers to."""
+    """Those of ``keywords`` that the ``schema`` of an argument has, references followed."""
     parts = _parts(parameters, schema, _COMBINING)
     return {key: part[key] for part in parts for key in keywords if key in part}
 

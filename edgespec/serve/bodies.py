@@ -147,10 +147,10 @@ class ChatBody(_Common):
         }
 
     def words(self) -> dict[str, str]:
-        """What clients call what errors of a model name."""
-        said = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
-        asked = {f"thinking is {self._thinking()}": f"{said} is {shown(getattr(self, said))}"}
-        return asked | {"template_args": "chat_template_kwargs"}
+        """The client's names of options, by those that errors of a model have."""
+        name = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
+        thinking = {f"thinking is {self._thinking()}": f"{name} is {shown(getattr(self, name))}"}
+        return thinking | {"template_args": "chat_template_kwargs"}
 
     def _thinking(self) -> bool | int | None:
         """Whether the model is to think, or for how many tokens; a number goes before an effort."""
@@ -352,11 +352,13 @@ def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") 
 
 def response_format(wanted: Mapping[str, Any], name: str = "response_format") -> ResponseFormat | None:
     """The form of an answer, in the words of ``name``; None is a text. RequestError for what is not known."""
+    wanted = {key: value for key, value in wanted.items() if value is not None}
     kind, within = wanted.get("type"), wanted.get("json_schema")
     known = {"type"} if kind == "text" else {"type", "json_schema", "schema", "strict", "name", "description"}
     parts = wanted if within is None else within  # Responses and Messages have its fields beside the type
     schema = parts.get("schema") if isinstance(parts, Mapping) else None
     unknown = [*(wanted.keys() - known), *(parts.keys() - known if isinstance(parts, Mapping) else ())]
+    unknown += ["schema"] * (within is not None and "schema" in wanted)  # of two one would be dropped
     if not unknown and kind == "text":
         return None
     if not unknown and kind == "json_object" and schema is None and within is None:

@@ -111,8 +111,8 @@ class Completions:
     ) -> Response:
         """Answer a conversation in the form of an endpoint.
 
-        ``words`` are the endpoint's for those of chats, in errors. With ``may_think`` a model that does not
-        think answers without thoughts, instead of refusing to.
+        Errors name fields in ``words`` of the endpoint instead of a chat's. With ``may_think`` a model that
+        does not think answers without thoughts, instead of refusing to.
         """
         messages, words = body.conversation(), {**body.words(), **words}
 
