@@ -102,7 +102,7 @@ def test_prices_that_know_a_context_lose_less_behind_it(tmp_path: Path) -> None:
     seconds = {}
     for blind in (True, False):
         how = Namespace(
-            memo=tmp_path / "memo", ahead=False, max_draft=8, behind=8000, attention_us="1,8", blind=blind
+            memo=tmp_path / "memo", ahead=False, max_draft=8, behind="8000", attention_us="1,8", blind=blind
         )
         how.target_ms = "1:30,8:33"
         with replay.replayed(target, None, how) as (model, recorded):
@@ -116,7 +116,7 @@ def test_answers_that_come_again_are_learned(tmp_path: Path) -> None:
     once = random.Random(0).sample(range(20, 400), 60)  # nothing in it comes twice
     prompts = [Prompt(str(number), "c", (f"prompt {number}",)) for number in range(8)]
     how = Namespace(
-        memo=tmp_path / "memo", ahead=False, max_draft=8, behind=0, attention_us="0,0", blind=False
+        memo=tmp_path / "memo", ahead=False, max_draft=8, behind="0", attention_us="0,0", blind=False
     )
     how.target_ms = "1:38,2:48,3:60,4:72,5:82,6:93,8:120"
     with replay.replayed(target, None, how) as (model, recorded):

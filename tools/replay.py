@@ -9,9 +9,9 @@ instead of computing it; the clock shows the sum of the given pass times; and wh
 text is kept in a file, so that another policy is replayed in seconds. ANSWERS comes from
 ``python -m tools.record_answers``. ``--drafter`` may be repeated; without one, n-grams draft. ``--ahead``:
 target and drafter are on two devices, and the drafter goes on while the target verifies. ``--behind TOKENS``:
-each prompt stands behind so many tokens of context, along which passes get longer by ``--attention-us A,B``:
-A for a token of context, B for a token and row (``edgespec cost --json`` has both). With ``--blind`` prices
-know nothing of that.
+prompts stand behind so many tokens of context, or behind several numbers in turn (``0,8000``). Along it
+passes get longer by ``--attention-us A,B``: A for a token of context, B for a token and row. ``edgespec cost
+--json`` has both. With ``--blind`` prices know nothing of that.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import shelve
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,8 +95,9 @@ class Recorded:
 
     row_exact, compiled, takes_several = True, "", False
 
-    def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: int) -> None:
-        self.vocab_size, self._curve, self._clock, self._behind = vocab_size, curve, clock, behind
+    def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int]) -> None:
+        self.vocab_size, self._curve, self._clock, self._contexts = vocab_size, curve, clock, cycle(behind)
+        self._behind = 0
         self._tokens: list[int] = []
         self._text: Sequence[int] = ()
         self.capacity = self.longest = self.piece = 1 << 30
@@ -103,7 +105,7 @@ class Recorded:
 
     @property
     def plain_s(self) -> float:
-        """Seconds of a pass of plain decoding, behind the tokens before the prompt."""
+        """Seconds of a pass of plain decoding, behind the request's context."""
         return self._curve.seconds(1, self._behind)
 
     @property
@@ -112,8 +114,8 @@ class Recorded:
         return len(self._tokens)
 
     def expect(self, text: Sequence[int]) -> None:
-        """The prompt and the answer of the request to come."""
-        self._text = text
+        """The prompt and the answer of the request to come, which stands behind the next context."""
+        self._text, self._behind = text, next(self._contexts)
 
     @property
     def attended(self) -> float:
@@ -237,7 +239,7 @@ def replayed(
 ) -> Iterator[tuple[Model, Recorded]]:
     """A model whose clocks and target are made up."""
     clock, curve = Clock(), curve_of(args.target_ms, args.attention_us)
-    session = Recorded(target.config.vocab_size, curve, clock, args.behind)
+    session = Recorded(target.config.vocab_size, curve, clock, [int(n) for n in args.behind.split(",")])
     known = curve_of(args.target_ms) if args.blind else curve
     loaded = Loaded(Running(target, cast(Any, session), known, place(target)))
     beside = None
@@ -290,7 +292,7 @@ def main() -> None:
         drafter_ms="1:6.5,2:7,32:38",
         max_draft=8,
         ahead=False,
-        behind=0,
+        behind="0",
         attention_us="0,0",
         blind=False,
         memo=Path("replay.memo"),
@@ -301,16 +303,19 @@ def main() -> None:
         drafter = None if path is None else open_bundle(path)
         with replayed(target, drafter, args) as (model, recorded):
             print(path.name if path else "ngram")
-            show(list(replay(model, recorded, prompts, written)), recorded.plain_s)
+            show(list(replay(model, recorded, prompts, written)))
 
 
-def show(results: Sequence[tuple[Prompt, Generation, float]], plain_s: float) -> None:
+def show(results: Sequence[tuple[Prompt, Generation, float]]) -> None:
     """A line a category, then all."""
     print("category          speedup  tokens a pass   model: drafted, accepted   n-grams: drafted, accepted")
     for name in [*{prompt.category: None for prompt, _, _ in results}, "all"]:
-        chosen = [answer.stats for prompt, answer, _ in results if name in (prompt.category, "all")]
+        picked = [
+            (answer.stats, ratio) for prompt, answer, ratio in results if name in (prompt.category, "all")
+        ]
+        chosen = [stats for stats, _ in picked]
         tokens, seconds = sum(s.decode_tokens for s in chosen), sum(s.decode_s for s in chosen)
-        ratio = tokens * plain_s / seconds
+        ratio = sum(stats.decode_s * gain for stats, gain in picked) / seconds
         tau = tokens / sum(s.rounds - 1 for s in chosen)
         counts = [counted(chosen, source) for source in ("model", "ngram")]
         (drafted, accepted), (copied, right) = counts

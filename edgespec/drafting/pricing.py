@@ -38,7 +38,7 @@ class Pricing:
         self._curve, self.sequences, self.context = curve, 1, 0.0
         self._scale = 1.0  # this moment's speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: what the curve got wrong beyond that
-        self._tokens = self._seconds = 0.0
+        self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
     def pass_seconds(self, rows: int) -> float:
         """Expected seconds of a target pass over ``rows`` tokens, now."""
@@ -62,9 +62,12 @@ class Pricing:
 
     @property
     def rate(self) -> float:
-        """Tokens per second that time is worth: plain decoding's, or what rounds realise if that is more."""
-        realised = self._tokens / self._seconds if self._seconds else 0.0
-        return max(self.plain_rate, realised)
+        """Tokens per second that time is worth: plain decoding's, or what rounds realise if that is more.
+
+        What they realise is kept as times plain decoding, since both get slower along a context.
+        """
+        gain = self._tokens / self._plain_tokens if self._plain_tokens else 0.0
+        return self.plain_rate * max(1.0, gain)
 
     def keep(self, confidence: Iterable[float]) -> tuple[int, float]:
         """How many proposals to verify: the prefix with the highest expected surplus over its cost.
@@ -143,7 +146,7 @@ class Pricing:
     def observe_round(self, committed: int, seconds: float) -> None:
         """Tell of a whole round, drafting included."""
         self._tokens = _MEMORY * self._tokens + committed
-        self._seconds = _MEMORY * self._seconds + seconds
+        self._plain_tokens = _MEMORY * self._plain_tokens + seconds * self.plain_rate
 
 
 class Guard:
