@@ -146,6 +146,7 @@ def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
 def test_what_is_in_doubt_is_not_kept(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
     doubtful = CostCurve({1: 1.0, 2: 1.1}, confirmed=False)
     monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: doubtful)
+    monkeypatch.setattr(opening, "measure_context", lambda _, curve: curve)
     for _ in range(2):
         running = _load(bundles)
         assert (running.curve, running.remembered, _kept(bundles)) == (doubtful, False, None)

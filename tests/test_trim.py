@@ -250,6 +250,9 @@ def test_a_trimmed_drafter_changes_no_output(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda *_, **__: True)
     monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing._best", lambda _, found: (len(found), 0.0))
+    monkeypatch.setattr(
+        "edgespec.drafting.pricing.STAKE", 1e9
+    )  # a tiny model's passes are shorter than rounds
     with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
         drafted = model.generate("def add(a, b):", max_new_tokens=40)
         plain = model.generate("def add(a, b):", max_new_tokens=40, speculate=False)

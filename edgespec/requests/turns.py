@@ -57,11 +57,11 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
 
 def _go_on(answer: Answer, answers: Sequence[Answer]) -> PreparedRequest | None:
     """The request, started if it is new; None if it is to end now, or to wait for what others read."""
-    one, reason = answer.prepared, answer.why_end()
-    if one is None and reason is not None:
-        abandon(answer)
-    elif one is None:
+    one = answer.prepared
+    if one is None:
         if _is_being_read(answer, [each.prepared for each in answers if each.prepared and not each.result]):
+            if answer.why_end() is not None:
+                abandon(answer)
             return None
         is_full = any(not each.begun for each in answers)  # nobody overtakes one that has found no room
         waited_s, one = answer.queued_s, None if is_full else answer.prepare()
@@ -72,10 +72,12 @@ def _go_on(answer: Answer, answers: Sequence[Answer]) -> PreparedRequest | None:
         one.start(waited_s)
         if (progress := one.progress) is not None:
             answer.put(progress)
-    elif reason is not None:
-        answer.put(one.stop(reason))
-        answer.finish()
-    return None if reason else one
+    reason = answer.why_end()
+    if reason is None:
+        return one
+    answer.put(one.stop(reason))
+    answer.finish()
+    return None
 
 
 def _is_being_read(answer: Answer, others: Sequence[PreparedRequest]) -> bool:
