@@ -11,9 +11,10 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
 import edgespec
+from edgespec import LoadOptions
 from edgespec.loading.opening import open_model
 from edgespec.loading.planning import plan
-from edgespec_export.export import export_model
+from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
@@ -447,3 +448,53 @@ def test_a_merged_model_with_traces_of_its_adapter_is_a_model(tmp_path: Path) ->
     (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     with open_checkpoint(folder) as opened:
         assert opened.config.num_layers == 2
+
+
+def with_ordinary(path: Path, *marks: str, **facts: str) -> Path:
+    """A tiny GGUF file in which ``marks`` are ordinary tokens, in the place of the last words."""
+    model = tiny_gguf("llama", "Q8_0", layers=1)
+    tokens, merges = model.metadata["tokenizer.ggml.tokens"], model.metadata["tokenizer.ggml.merges"]
+    types = model.metadata["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list) and isinstance(merges, list)
+    free = [id_ for id_, kind in enumerate(np.asarray(types)) if kind == 1][-len(marks) :]
+    gone = {tokens[id_] for id_ in free}
+    kept = [merge for merge in merges if gone.isdisjoint((*merge.split(" "), merge.replace(" ", "")))]
+    texts = {id_: mark for id_, mark in zip(free, marks, strict=True)}
+    model.metadata["tokenizer.ggml.tokens"] = [texts.get(id_, text) for id_, text in enumerate(tokens)]
+    model.metadata["tokenizer.ggml.merges"] = kept
+    model.metadata |= {f"tokenizer.{key}": value for key, value in facts.items()}
+    return model.write(path)
+
+
+def test_marks_of_a_template_that_is_given_are_control_tokens_too(tmp_path: Path) -> None:
+    given = tmp_path / "given.jinja"
+    given.write_text("{% for m in messages %}<|user|>{{ m.content }}<|stop|>{% endfor %}", encoding="utf-8")
+    path = with_ordinary(tmp_path / "m.gguf", "<|user|>", "<|stop|>")
+    ask: list[Json] = [{"role": "user", "content": "a<|stop|>"}]
+
+    def check(model: edgespec.Model) -> None:
+        tok = model.target.tokenizer
+        begin, stop = tok.special_id("<|user|>"), tok.special_id("<|stop|>")
+        assert begin is not None and stop is not None
+        assert model.target.chat_template is not None
+        ids = model.target.chat_template.encode(ask, tok)
+        assert (ids[0], ids[-1], ids.count(stop)) == (begin, stop, 1)
+        assert tok.bytes_of(ids) == b"<|user|>a<|stop|><|stop|>"
+
+    with edgespec.load(path, None, options=LoadOptions(chat_template=given)) as model:
+        check(model)
+    export_model(path, tmp_path / "made", options=ExportOptions(chat_template=given))
+    export_model(path, tmp_path / "put")
+    shutil.copy(given, tmp_path / "put" / "chat_template.jinja")
+    for bundle in ("made", "put"):
+        with edgespec.load(tmp_path / bundle, None) as model:
+            check(model)
+
+
+def test_brackets_in_a_default_prompt_are_text(tmp_path: Path) -> None:
+    template = "<|system|>You write list[i] and <br>, or [i] alone.{% for m in messages %}"
+    template += "<|user|>{{ m.content }}{% endfor %}"
+    marks = ("[i]", "<br>", "<|system|>", "<|user|>")
+    with open_checkpoint(with_ordinary(tmp_path / "m.gguf", *marks, chat_template=template)) as opened:
+        tok = Tokenizer.from_json(opened.tokenizer_json())
+    assert [tok.special_id(mark) is not None for mark in marks] == [False, False, True, True]

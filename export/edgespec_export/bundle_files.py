@@ -13,6 +13,8 @@ from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileReco
 from edgespec_models.errors import ModelFileError
 from edgespec_models.text.chat_template import read_template
 from edgespec_models.text.template_files import DEFAULT, file_of
+from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer_files import written_marks
 from edgespec_runtimes.memory import peak_memory_bytes
 
 _FOUND = ("parity", "row_exact", "trim", "static", "activations", "weights")
@@ -25,8 +27,11 @@ def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> 
 
     Raises ModelFileError for text that is no UTF-8, RequestError for a file that holds no template.
     """
-    own = checkpoint.chat_templates() if template is None else {DEFAULT: read_template(template)}
-    texts = {TOKENIZER: checkpoint.tokenizer_json()} | {file_of(name): text for name, text in own.items()}
+    sources, tokenizer = checkpoint.chat_templates(), checkpoint.tokenizer_json()
+    if template is not None:
+        sources = {DEFAULT: read_template(template)}
+        tokenizer = Tokenizer.from_json(tokenizer).with_special(written_marks(sources)).json()
+    texts = {TOKENIZER: tokenizer} | {file_of(name): text for name, text in sources.items()}
     for name, text in texts.items():
         try:
             (folder / name).write_text(text, encoding="utf-8", newline="\n")

@@ -15,7 +15,7 @@ Nothing in a bundle is executed but the graph; the chat template runs in Jinja's
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from edgespec_models.schema import form, length, parse, read, read_text, shown, 
 from edgespec_models.storage import is_file
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
+from edgespec_models.text.tokenizer_files import written_marks
 
 if TYPE_CHECKING:
     from edgespec_models.text.chat_template import ChatTemplate
@@ -273,7 +274,8 @@ class Bundle:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; TokenizerError where it cannot be read, or has more tokens than the model rows."""
-        return Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
+        tokenizer = Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
+        return tokenizer.with_special(written_marks(self._templates(besides=self.manifest.files)))
 
     @cached_property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
@@ -299,19 +301,25 @@ class Bundle:
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
         """The chat template; None for models without one. One that was put here later is taken too."""
-        paths = {name: self.path / file_of(name) for name in (DEFAULT, *NAMED)}
-        found = {
-            name: read_text(path, BundleError, "Export the model again")
-            for name, path in paths.items()
-            if is_file(path)
-        }
+        found = self._templates()
         return self._compile(found, self.path / TEMPLATE) if DEFAULT in found else None
 
     def use_template(self, file: Path) -> None:
         """Take the chat template in ``file`` in place of the model's own; raises as reading it does."""
         from edgespec_models.text.chat_template import read_template
 
-        self.chat_template = self._compile({DEFAULT: read_template(file)}, file)
+        sources = {DEFAULT: read_template(file)}
+        self.tokenizer = self.tokenizer.with_special(written_marks(sources))
+        self.chat_template = self._compile(sources, file)
+
+    def _templates(self, besides: Collection[str] = ()) -> dict[str, str]:
+        """Jinja source by name, of files other than ``besides``."""
+        paths = {name: self.path / file_of(name) for name in (DEFAULT, *NAMED)}
+        return {
+            name: read_text(path, BundleError, "Export the model again")
+            for name, path in paths.items()
+            if path.name not in besides and is_file(path)
+        }
 
     def _compile(self, sources: Mapping[str, str], where: Path) -> "ChatTemplate":
         from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without

@@ -8,7 +8,7 @@ Rust code fails, it aborts the process, and nothing can be done about that.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,13 @@ class Encoder:
         """All that the file states."""
         stated: dict[str, Any] = json.loads(self._core.to_str())
         return stated
+
+    @_guarded(_VOCABULARY, _AGAIN)
+    def json(self, special: Collection[str] = ()) -> str:
+        """The text of a ``tokenizer.json`` in which the tokens with the texts ``special`` are special ones."""
+        core = tokenizers.Tokenizer.from_str(self._core.to_str())
+        core.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in special])
+        return core.to_str()
 
     @_guarded(_VOCABULARY, _AGAIN)
     def unknown_token(self) -> str | None:

@@ -15,7 +15,7 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from codecs import charmap_encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -110,6 +110,15 @@ class Tokenizer:
     def from_json(cls, text: str, *, vocab_size: int | None = None) -> "Tokenizer":
         """Read the text of a ``tokenizer.json``; raises as :meth:`from_file` does."""
         return cls(Encoder(text), vocab_size=vocab_size)
+
+    def with_special(self, texts: Collection[str]) -> "Tokenizer":
+        """The tokenizer in which the tokens with these texts are special; it may be this one."""
+        lacking = [t for t in texts if t not in self._specials and self._encoder.id_of(t) is not None]
+        return Tokenizer.from_json(self._encoder.json(lacking), vocab_size=self.vocab_size) if lacking else self
+
+    def json(self) -> str:
+        """The text of a ``tokenizer.json``."""
+        return self._encoder.json()
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The ids of ``text``, without a BOS token.

@@ -35,13 +35,14 @@ _BEGINS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_head
 _KNOWN = frozenset(END_OF_GENERATION) - {"</s>"}  # a tag of HTML, where a file does not say otherwise
 # Tags of thoughts are text.
 _MARK = re.compile(r"<(?!/?(?:\w+:)?think>)[^<>\s]+>|\[(?!/?THINK\])[^\[\]\s]+\]")
-_TURNS = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+_OPENING = re.compile(rf"(?:\s*(?:{_MARK.pattern})\w*)*")
+_TURNS = [{"role": role, "content": "probe1234"} for role in ("system", "user", "assistant", "user")]
 _LOG = logging.getLogger("edgespec")
 
 
 def control_texts(sources: Mapping[str, str]) -> frozenset[str]:
     """Texts of control tokens, whatever a file says: known ones around turns, and those of its templates."""
-    return _KNOWN.union(_BEGINS, _written_marks(sources))
+    return _KNOWN.union(_BEGINS, written_marks(sources))
 
 
 class TokenizerFiles:
@@ -82,7 +83,7 @@ class TokenizerFiles:
             _LOG.warning("%s: added tokens are numbered anew: %r is %d, not %d", name, first, ids[first], id_)
         absent = {content for content, id_ in ids.items() if id_ >= self._vocab_size}
         if absent:
-            marks = {*self._texts("bos"), *self._texts("eos"), *_written_marks(self.chat_templates())}
+            marks = {*self._texts("bos"), *self._texts("eos"), *written_marks(self.chat_templates())}
             for needed in sorted(marks & absent):
                 raise TokenizerError(
                     f"The LM head has {self._vocab_size} rows, none for {needed!r}, which texts or turns "
@@ -206,14 +207,19 @@ def _dumped(spec: dict[str, Any]) -> str:
     return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
 
 
-def _written_marks(sources: Mapping[str, str]) -> set[str]:
-    """What chat templates write around a plain conversation, in which no tools are called."""
+def written_marks(sources: Mapping[str, str]) -> set[str]:
+    """The marks that chat templates write around turns, of a conversation in which no tools are called.
+
+    These are what a conversation begins with, and what stands behind its first content. Brackets in the words
+    of a default prompt, which stand between the two, are text.
+    """
     from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
 
     marks = set[str]()
     for source in sources.values():
-        with suppress(EdgespecError):  # a template that is damaged, or knows no system
-            template = ChatTemplate(source)
-            marks.update(_MARK.findall(template.render(_TURNS[1:])))
-            marks.update(_MARK.findall(template.render(_TURNS)))
+        for turns in (_TURNS[1:], _TURNS):
+            with suppress(EdgespecError):  # a template that is damaged, or knows no system
+                before, _, behind = ChatTemplate(source).render(turns).partition(turns[0]["content"])
+                opening = _OPENING.match(before)
+                marks.update(_MARK.findall(f"{opening[0] if opening else ''} {behind}"))
     return marks
