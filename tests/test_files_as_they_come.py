@@ -459,7 +459,7 @@ def with_ordinary(path: Path, *marks: str, **facts: str) -> Path:
     free = [id_ for id_, kind in enumerate(np.asarray(types)) if kind == 1][-len(marks) :]
     gone = {tokens[id_] for id_ in free}
     kept = [merge for merge in merges if gone.isdisjoint((*merge.split(" "), merge.replace(" ", "")))]
-    texts = {id_: mark for id_, mark in zip(free, marks, strict=True)}
+    texts = dict(zip(free, marks, strict=True))
     model.metadata["tokenizer.ggml.tokens"] = [texts.get(id_, text) for id_, text in enumerate(tokens)]
     model.metadata["tokenizer.ggml.merges"] = kept
     model.metadata |= {f"tokenizer.{key}": value for key, value in facts.items()}

@@ -83,7 +83,7 @@ class Encoder:
 
     @_guarded(_VOCABULARY, _AGAIN)
     def json(self, special: Collection[str] = ()) -> str:
-        """The text of a ``tokenizer.json`` in which the tokens with the texts ``special`` are special ones."""
+        """The text of a ``tokenizer.json`` in which tokens with the texts ``special`` are special ones."""
         core = tokenizers.Tokenizer.from_str(self._core.to_str())
         core.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in special])
         return core.to_str()

@@ -114,7 +114,8 @@ class Tokenizer:
     def with_special(self, texts: Collection[str]) -> "Tokenizer":
         """The tokenizer in which the tokens with these texts are special; it may be this one."""
         lacking = [t for t in texts if t not in self._specials and self._encoder.id_of(t) is not None]
-        return Tokenizer.from_json(self._encoder.json(lacking), vocab_size=self.vocab_size) if lacking else self
+        size = self.vocab_size
+        return Tokenizer.from_json(self._encoder.json(lacking), vocab_size=size) if lacking else self
 
     def json(self) -> str:
         """The text of a ``tokenizer.json``."""
