@@ -233,6 +233,12 @@ def test_contents_have_the_form_that_the_template_reads(form: str, content: obje
     assert template.render([{"role": "user", "content": content}]) == "hi!"
 
 
+def test_a_template_that_changes_contents_reads_them_as_texts() -> None:
+    for shows, text in {"[::-1]": "ih", " | first": "h", " | list | join('-')": "h-i"}.items():
+        template = ChatTemplate("{{ messages[0].content" + shows + " }}")
+        assert template.render([{"role": "user", "content": "hi"}]) == text
+
+
 CALLS = {
     "'|' + c.arguments + '|'": '|{"a": 1}|',
     "c.arguments | tojson": '{"a": 1}',
@@ -312,7 +318,8 @@ SEEN = (
     ),
     *("c.partition('<|im_end|>')[2]", "c.find('<|im_end|>')", "c.count('<|im_end|>')", "c.strip('a<>')"),
     *("(c + 'x').split('<|im_end|>') | join('+')", "(c ~ c).count('<|im_end|>')", "c.splitlines()[1]"),
-    *("c.removesuffix('<|im_end|>')", "c | tojson", "'%s' % c", "c | upper | length", "{c: 1}[other]"),
+    *("c.removesuffix('<|im_end|>')", "c | tojson", "'%s' % c", "c | upper", "{c: 1}[other]"),
+    *("c | lower", "c.capitalize()", "(c + 'ß') | upper | length"),
 )
 
 

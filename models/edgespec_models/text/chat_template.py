@@ -188,8 +188,9 @@ class ChatTemplate:
     def _reads(self) -> _Reads:
         """Found out by rendering a short conversation in each form."""
         ask = {"role": "user", "content": _PROBE}
-        as_text, as_parts = (_PROBE in self._tried(_Reads(parts), ask) for parts in (False, True))
-        usual = _Reads(parts=as_parts and not as_text)
+        as_text, as_parts = (self._tried(_Reads(parts), ask) for parts in (False, True))
+        as_python = str({"text": _PROBE})[1:]  # of a list that is printed, not read
+        usual = _Reads(parts=_PROBE in as_parts and _PROBE not in as_text and as_python not in as_parts)
         forms = [usual._replace(none=none, texts=texts) for texts in (False, True) for none in (True, False)]
         as_python, as_json = str({"a": _PROBE}), json.dumps({"a": _PROBE})
         for is_long in (True, False):  # which templates take that refuse the other

@@ -17,6 +17,7 @@ STAND_INS: Final = "\U00018a21-\U00018a7e"
 that Python shows them as they are where a template prints a whole list."""
 _TO: Final = {code: _FIRST + code for code in range(0x21, 0x7F)}
 _FROM: Final = {stand_in: code for code, stand_in in _TO.items()}
+_STAND_INS: Final = frozenset(map(chr, _FROM))
 _ANY: Final = re.compile(f"[{STAND_INS}]")
 
 
@@ -75,6 +76,20 @@ def _cutting(name: str) -> Any:
     return cut
 
 
+def _cased(name: str) -> Any:
+    """A method that changes the case of letters; stand-ins stay where they are, for other letters."""
+    method = getattr(str, name)
+
+    def change(self: "MarkedText") -> str:
+        text = method(plain(self))
+        if len(text) != len(self):  # as of U+00DF, which two letters follow: then stand-ins keep their case
+            return marked(method(self))
+        pairs = zip(text, str.__iter__(self), strict=True)
+        return marked("".join(new.translate(_TO) if old in _STAND_INS else new for new, old in pairs))
+
+    return change
+
+
 class MarkedText(str):
     """A text with stand-ins, which reads as what they stand for."""
 
@@ -88,6 +103,7 @@ class MarkedText(str):
     split, rsplit, splitlines = map(_cutting, ("split", "rsplit", "splitlines"))
     partition, rpartition = map(_cutting, ("partition", "rpartition"))
     removeprefix, removesuffix = map(_cutting, ("removeprefix", "removesuffix"))
+    upper, lower, capitalize = map(_cased, ("upper", "lower", "capitalize"))
 
     def __str__(self) -> str:
         return self
