@@ -57,6 +57,7 @@ def refused(
         ({"model_type": "qwen3", "residual_multiplier": 0.5}, "residual_multiplier is 0.5; qwen3"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized already .fp8"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "quantized already .an unknown method.*GGUF"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk'.*yarn"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),

@@ -145,7 +145,8 @@ def _family(facts: Facts) -> Family:
 
 def _check_features(facts: Facts, family: Family) -> None:
     """Refuse what a plain model of ``family`` lacks."""
-    if facts.value("quantization_config") is not None or facts.value("compression_config") is not None:
+    keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+    if any(facts.value(key) is not None for key in keys):
         method = facts.section("quantization_config").text("quant_method", "an unknown method")
         raise UnsupportedModelError(
             f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
