@@ -97,7 +97,7 @@ void add_roundings(Cases& cases) {
                        std::vector<float> x = random.reals(32 * kBlock, most);
                        if (strange != 0.0f) x[100] = strange;
                        std::vector<Activations> y(32);
-                       results.add(kernels.quantize(x.data(), static_cast<int64_t>(x.size()), y.data()));
+                       results.add(kernels.quantize(x.data(), static_cast<int64_t>(x.size()), y.data(), 1));
                        for (const Activations& each : y) {
                          for (const int8_t code : each.codes) results.add(int64_t{code});
                          for (int half = 0; half < 2; half++) {
@@ -155,7 +155,7 @@ struct Rounded {
     const int64_t inputs = static_cast<int64_t>(x.size()) / rows;
     activations.resize(x.size() / kBlock);
     for (int64_t r = 0; r < rows; r++)
-      factors.push_back(kernels.quantize(x.data() + r * inputs, inputs, activations.data() + r * inputs / kBlock));
+      factors.push_back(kernels.quantize(x.data() + r * inputs, inputs, activations.data() + r, rows));
   }
 };
 

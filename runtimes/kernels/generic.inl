@@ -10,8 +10,8 @@
 // and for products with weights of a Format, of which sums are whole numbers until they are weighed:
 //
 //     begin<Format>(x, half)   what a sum of 16 products starts from so that it is that of (code - zero)
-//     add<Format, M>(sums, codes, a, stride, group)   two groups' products with M rows of activations
-//     settle<Format, M>(sums, a, stride, half)   when 16 inputs are in the sums of M rows
+//     add<Format, M>(sums, codes, a, group)   two groups' products with M rows of activations
+//     settle<Format, M>(sums, a, half)   when 16 inputs are in the sums of M rows
 //     weigh<Format>(sum, x, half)      scale * sum, and
 //     weigh<Format>(first, last, x)    the same of both halves, added: rounded once where that is exact
 //
@@ -140,11 +140,11 @@ inline int quantize_share(const float* x, float per_unit, int half, Activations*
   return scale * y->negated_sums[half];
 }
 
-float quantize(const float* x, int64_t width, Activations* y) {
+float quantize(const float* x, int64_t width, Activations* y, int64_t step) {
   constexpr float kSteps = kMostScale * kMostCode;
   F most = {}, strange = {};
   for (int64_t i = 0; i < width; i += kLanes) {
-    if (i % kBlock == 0) __builtin_prefetch(y + i / kBlock, 1);  // other threads have read what was there
+    if (i % kBlock == 0) __builtin_prefetch(y + i / kBlock * step, 1);  // other threads have read what was there
     const F v = load(x + i), size = magnitudes(v);
     strange = strange + (v - v);
     most = most < size ? size : most;
@@ -153,7 +153,7 @@ float quantize(const float* x, int64_t width, Activations* y) {
   store(nothing, strange);
   const float largest = largest_lane(most) + add_lanes(nothing);
   const float per_unit = largest > 1e-30f && largest <= 3.4028235e38f ? kSteps / largest : 0.0f;  // finite
-  for (int64_t i = 0; i < width; i += kBlock, y++) {
+  for (int64_t i = 0; i < width; i += kBlock, y += step) {
     const int first = quantize_share(x + i, per_unit, 0, y);
     y->negated_sum = static_cast<float>(first + quantize_share(x + i + kShare, per_unit, 1, y));
   }

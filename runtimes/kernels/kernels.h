@@ -35,7 +35,7 @@ struct Projection {
   Gate gate;
   int64_t width;  // columns of y
   int64_t rows;
-  const Activations* activations;  // (rows, inputs / 32)
+  const Activations* activations;  // (inputs / 32, rows)
   const float* factors;            // (rows), of the activations
   const float* bias;               // (width), or null
   const float* residual;           // (rows, width), or null: added
@@ -68,8 +68,8 @@ struct Kernels {
   const char* name;
   // x * rsqrt(mean(x * x) + epsilon) * gain.
   void (*normalize)(const float* x, const float* gain, float epsilon, int64_t width, float* y);
-  // Rounds a row of activations; the result is its factor.
-  float (*quantize)(const float* x, int64_t width, Activations* y);
+  // Rounds a row of activations, whose blocks go to every `step`-th place of y; the result is its factor.
+  float (*quantize)(const float* x, int64_t width, Activations* y, int64_t step);
   // Tiles first to last of the product.
   void (*project)(const Projection&, int64_t first, int64_t last);
   void (*attend)(const Queries&);

@@ -110,7 +110,7 @@ class Linear {
         kernels_.normalize(from, gain, epsilon_, inputs_, normed);
         from = normed;
       }
-      factors[r] = kernels_.quantize(from, inputs_, y + r * (inputs_ / kBlock));
+      factors[r] = kernels_.quantize(from, inputs_, y + r, rows);
     };
     const int64_t pieces = std::clamp<int64_t>(rows * inputs_ / kRounded, 1, rows);
     pass.spread(pieces, [&](int64_t i) {

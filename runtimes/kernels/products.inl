@@ -52,29 +52,61 @@ struct Factors {
   }
 };
 
-// Adds block `b` of a tile times M rows to their sums.
-template <class Format, int M>
-inline void add_block(const uint8_t* tile, int b, const Factors<Format>& factors,
-                      const Activations* a, int64_t stride, F* sums) {
+// A block of a tile as it lies in memory, unpacked when it is needed.
+template <class Format>
+struct Packed {
+  const uint8_t* tile;
+  int b;
+  const Factors<Format>& factors;
+
+  void codes(int pair, B* to) const { unpack<Format>(tile, b, pair, to); }
+  F scale(int s) const { return factors.scale_of(tile, b, s); }
+  F minimum(int s) const { return factors.minimum_of(tile, b, s); }
+};
+
+// The same unpacked, for several groups of rows.
+template <class Format>
+struct Unpacked {
+  B all[kGroups];
+  F scales[Format::kScales], minimums[Format::kScales];
+
+  explicit Unpacked(const Packed<Format>& block) {
+#pragma GCC unroll 4
+    for (int pair = 0; pair < kGroups / 2; pair++) block.codes(pair, all + 2 * pair);
+#pragma GCC unroll 2
+    for (int s = 0; s < Format::kScales; s++) {
+      scales[s] = block.scale(s);
+      if constexpr (Format::kMinimums) minimums[s] = block.minimum(s);
+    }
+  }
+
+  void codes(int pair, B* to) const { to[0] = all[2 * pair], to[1] = all[2 * pair + 1]; }
+  F scale(int s) const { return scales[s]; }
+  F minimum(int s) const { return minimums[s]; }
+};
+
+// Adds a block times M rows to their sums.
+template <class Format, int M, class Block>
+inline void add_block(const Block& block, const Activations* a, F* sums) {
   I dots[2][M];
 #pragma GCC unroll 2
   for (int half = 0; half < 2; half++) {
 #pragma GCC unroll 8
-    for (int r = 0; r < M; r++) dots[half][r] = begin<Format>(a[r * stride], half);
+    for (int r = 0; r < M; r++) dots[half][r] = begin<Format>(a[r], half);
 #pragma GCC unroll 2
     for (int pair = 2 * half; pair < 2 * half + 2; pair++) {
       B codes[2];
-      unpack<Format>(tile, b, pair, codes);
-      add<Format, M>(dots[half], codes, a, stride, 2 * pair);
+      block.codes(pair, codes);
+      add<Format, M>(dots[half], codes, a, 2 * pair);
     }
-    settle<Format, M>(dots[half], a, stride, half);
+    settle<Format, M>(dots[half], a, half);
     if (Format::kScales == 1 && half == 0) continue;
     const int s = half * (Format::kScales - 1);
-    const F scale = factors.scale_of(tile, b, s);
-    const F minimum = Format::kMinimums ? factors.minimum_of(tile, b, s) : F{};
+    const F scale = block.scale(s);
+    const F minimum = Format::kMinimums ? block.minimum(s) : F{};
 #pragma GCC unroll 8
     for (int r = 0; r < M; r++) {
-      const Activations& x = a[r * stride];
+      const Activations& x = a[r];
       const F dot = Format::kScales == 2 ? weigh<Format>(dots[half][r], x, half)
                                          : weigh<Format>(dots[0][r], dots[1][r], x);
       sums[r] = fma(dot, scale, sums[r]);
@@ -90,36 +122,66 @@ inline void add_block(const uint8_t* tile, int b, const Factors<Format>& factors
 template <int M>
 constexpr int64_t kAhead = 2368 * (M == 1 ? 2 : 4);
 
-// Adds the products of M rows with the 16 columns of tiles, less the rows' factors, to y (M, 16).
+// Asks for what lies as far behind block `b` as a pass of M rows wants it.
 template <class Format, int M>
-void tile_product(const uint8_t* tile, int64_t tile_count, const Activations* a, int64_t stride, float* y) {
-  using T = Tile<Format>;
+inline void ask_ahead(const uint8_t* tile, int b) {
+  constexpr int kPart = (Tile<Format>::kBytes + Format::kSubBlocks - 1) / Format::kSubBlocks;
+  for (int p = 0; p < kPart; p += kLine) prefetch(tile, kAhead<M> + b * kPart + p);
+}
+
+// The products of M rows with the 16 columns of tiles, less the rows' factors, go to y (M, 16).
+template <class Format, int M>
+void few_rows(const uint8_t* tile, int64_t tile_count, const Activations* a, int64_t stride, F* y) {
   F sums[M];
-  for (int r = 0; r < M; r++) sums[r] = load(y + r * kLanes);
-  for (int64_t i = 0; i < tile_count; i++, tile += T::kBytes) {
+  for (int r = 0; r < M; r++) sums[r] = F{};
+  for (int64_t i = 0; i < tile_count; i++, tile += Tile<Format>::kBytes) {
     const Factors<Format> factors(tile);
 #pragma GCC unroll 1
-    for (int b = 0; b < Format::kSubBlocks; b++, a++) {
-      constexpr int kPart = (T::kBytes + Format::kSubBlocks - 1) / Format::kSubBlocks;
-      for (int p = 0; p < kPart; p += kLine) prefetch(tile, kAhead<M> + b * kPart + p);
-      add_block<Format, M>(tile, b, factors, a, stride, sums);
+    for (int b = 0; b < Format::kSubBlocks; b++, a += stride) {
+      ask_ahead<Format, M>(tile, b);
+      add_block<Format, M>(Packed<Format>{tile, b, factors}, a, sums);
     }
   }
-  for (int r = 0; r < M; r++) store(y + r * kLanes, sums[r]);
+  for (int r = 0; r < M; r++) y[r] = sums[r];
 }
 
-typedef void (*TileProduct)(const uint8_t*, int64_t, const Activations*, int64_t, float*);
+// The same of more rows than one unpacking serves from registers: every group of them meets a block while its codes
+// and scales lie unpacked in the nearest cache, and memory has that long to bring the next one.
+template <class Format, int M = kRows>
+inline void add_group(int64_t rows, const Unpacked<Format>& block, const Activations* a, F* sums) {
+  if (rows == M) return add_block<Format, M>(block, a, sums);
+  if constexpr (M > 1) add_group<Format, M - 1>(rows, block, a, sums);
+}
+
+template <class Format>
+void many_rows(const uint8_t* tile, int64_t tile_count, const Activations* a, int64_t stride, int64_t rows, F* y) {
+  const int64_t groups = (rows + kRows - 1) / kRows, least = rows / groups, more = rows % groups;
+  for (int64_t r = 0; r < rows; r++) y[r] = F{};
+  for (int64_t i = 0; i < tile_count; i++, tile += Tile<Format>::kBytes) {
+    const Factors<Format> factors(tile);
+#pragma GCC unroll 1
+    for (int b = 0; b < Format::kSubBlocks; b++, a += stride) {
+      ask_ahead<Format, kRows>(tile, b);
+      const Unpacked<Format> block(Packed<Format>{tile, b, factors});
+      for (int64_t g = 0, r = 0; g < groups; g++) {
+        const int64_t size = least + (g < more ? 1 : 0);
+        add_group<Format>(size, block, a + r, y + r);
+        r += size;
+      }
+    }
+  }
+}
 
 template <class Format, int M = kRows>
-TileProduct tile_product_of(int64_t rows) {
-  if (rows == M) return tile_product<Format, M>;
-  if constexpr (M > 1) return tile_product_of<Format, M - 1>(rows);
-  return nullptr;
+void product_of(const uint8_t* tile, int64_t tile_count, const Activations* a, int64_t stride, int64_t rows, F* y) {
+  if (rows > kRows) return many_rows<Format>(tile, tile_count, a, stride, rows, y);
+  if (rows == M) return few_rows<Format, M>(tile, tile_count, a, stride, y);
+  if constexpr (M > 1) product_of<Format, M - 1>(tile, tile_count, a, stride, rows, y);
 }
 
-typedef TileProduct (*TileProductOf)(int64_t);
-#define EDGESPEC_PRODUCT(name) tile_product_of<name>,
-constexpr TileProductOf kTileProducts[] = {EDGESPEC_FORMATS(EDGESPEC_PRODUCT)};
+typedef void (*Product)(const uint8_t*, int64_t, const Activations*, int64_t, int64_t, F*);
+#define EDGESPEC_PRODUCT(name) product_of<name>,
+constexpr Product kProducts[] = {EDGESPEC_FORMATS(EDGESPEC_PRODUCT)};
 #undef EDGESPEC_PRODUCT
 
 struct Place {
@@ -139,30 +201,19 @@ inline Place place_of(const Projection& p, int64_t tile) {
   return {part, tile, column + tile * kLanes};
 }
 
-// The products of up to kAtOnce rows with the 16 columns of a tile and those behind it along the inputs. A stretch
-// of tiles meets all rows while it lies in the nearest cache; memory has that long to bring the next one.
-constexpr int64_t kAtOnce = 48, kStretch = 8192;
+// The products of up to kAtOnce rows with the 16 columns of a tile and those behind it along the inputs.
+constexpr int64_t kAtOnce = 48;
 
-inline void multiply(const Projection& p, const Part& part, int64_t tile, int64_t row, int64_t rows, float* y) {
+inline void multiply(const Projection& p, const Part& part, int64_t tile, int64_t row, int64_t rows, F* y) {
   const FormatInfo& format = kFormats[part.format];
-  const int64_t count = p.inputs / format.inputs, stride = p.inputs / kBlock, groups = (rows + kRows - 1) / kRows;
-  static_assert(Tile<Q6_K>::kBytes <= kStretch);  // the largest
-  const int64_t stretch = kStretch / format.bytes, blocks = format.inputs / kBlock;
+  const int64_t count = p.inputs / format.inputs;
   const uint8_t* tiles = part.tiles + tile * count * format.bytes;
-  for (int64_t r = 0; r < rows; r++) store(y + r * kLanes, F{});
-  for (int64_t i = 0; i < count; i += stretch)
-    for (int64_t g = 0; g < groups; g++) {
-      const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
-      kTileProducts[part.format](last - first)(tiles + i * format.bytes, stretch < count - i ? stretch : count - i,
-                                               p.activations + (row + first) * stride + i * blocks, stride,
-                                               y + first * kLanes);
-    }
-  for (int64_t r = 0; r < rows; r++) store(y + r * kLanes, load(y + r * kLanes) * p.factors[row + r]);
+  kProducts[part.format](tiles, count, p.activations + row, p.rows, rows, y);
+  for (int64_t r = 0; r < rows; r++) y[r] = y[r] * p.factors[row + r];
 }
 
 // Bias, activation, residual; what lies in `sums` (rows, 16), and for gates in `others`, goes to y.
-inline void finish(const Projection& p, const Place& at, int64_t row, int64_t rows, const float* sums,
-                   const float* others) {
+inline void finish(const Projection& p, const Place& at, int64_t row, int64_t rows, const F* sums, const F* others) {
   const int64_t last = at.part->columns - at.tile * kLanes;
   const int64_t columns = last < kLanes ? last : kLanes;
   const auto some = [&](const float* p) {
@@ -172,8 +223,8 @@ inline void finish(const Projection& p, const Place& at, int64_t row, int64_t ro
     return v;
   };
   for (int64_t r = 0; r < rows; r++) {
-    F v = load(sums + r * kLanes);
-    if (others != nullptr) v = activate(v, p.gate) * load(others + r * kLanes);
+    F v = sums[r];
+    if (others != nullptr) v = activate(v, p.gate) * others[r];
     const int64_t to = (row + r) * p.width + at.column;
     if (p.bias != nullptr) v = v + some(p.bias + at.column);
     if (p.residual != nullptr) v = v + some(p.residual + to);
@@ -191,7 +242,7 @@ void project(const Projection& p, int64_t first, int64_t last) {
     const Place at = place_of(p, tile);
     for (int64_t row = 0; row < p.rows; row += kAtOnce) {
       const int64_t rows = p.rows - row < kAtOnce ? p.rows - row : kAtOnce;
-      float sums[kAtOnce * kLanes], others[kAtOnce * kLanes];
+      F sums[kAtOnce], others[kAtOnce];
       multiply(p, *at.part, at.tile, row, rows, sums);
       if (gated) multiply(p, at.part[half_parts], at.tile, row, rows, others);
       finish(p, at, row, rows, sums, gated ? others : nullptr);

@@ -24,13 +24,13 @@ inline __m256i added(__m256i sum, __m256i code, __m256i four) {
 }
 
 template <class Format, int M>
-inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+inline void add(I* sums, const B* codes, const Activations* a, int group) {
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const Ints code = __builtin_bit_cast(Ints, kFits<Format> ? codes[i] : codes[i] ^ 128);
 #pragma GCC unroll 8
     for (int r = 0; r < M; r++) {
-      const __m256i four = _mm256_set1_epi32(four_of(a[r * stride], group + i));
+      const __m256i four = _mm256_set1_epi32(four_of(a[r], group + i));
       Ints sum = __builtin_bit_cast(Ints, sums[r]);
       for (int k = 0; k < 2; k++) sum.v[k] = added<Format>(sum.v[k], code.v[k], four);
       together(sum);
@@ -40,7 +40,7 @@ inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, i
 }
 
 template <class Format, int M>
-inline void settle(I*, const Activations*, int64_t, int) {}
+inline void settle(I*, const Activations*, int) {}
 
 inline I scaled(I sum, const Activations& x, int half) {
   Ints pairs = __builtin_bit_cast(Ints, sum);

@@ -9,13 +9,13 @@ inline I begin(const Activations& x, int half) {
 }
 
 template <class Format, int M>
-inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+inline void add(I* sums, const B* codes, const Activations* a, int group) {
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const Bytes code = __builtin_bit_cast(Bytes, kFits<Format> ? codes[i] : codes[i] ^ 128);
 #pragma GCC unroll 8
     for (int r = 0; r < M; r++) {
-      const int8x16_t four = four_times(a[r * stride], group + i);
+      const int8x16_t four = four_times(a[r], group + i);
       Ints sum = __builtin_bit_cast(Ints, sums[r]);
       for (int k = 0; k < 4; k++) sum.v[k] = vdotq_s32(sum.v[k], vreinterpretq_s8_u8(code.v[k]), four);
       sums[r] = __builtin_bit_cast(I, sum);
@@ -24,7 +24,7 @@ inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, i
 }
 
 template <class Format, int M>
-inline void settle(I*, const Activations*, int64_t, int) {}
+inline void settle(I*, const Activations*, int) {}
 
 #include "generic.inl"
 

@@ -18,25 +18,25 @@ inline void add_two(Ints* sums, const Bytes* codes, const Activations& x, const 
 }
 
 template <class Format, int M>
-inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+inline void add(I* sums, const B* codes, const Activations* a, int group) {
   const Bytes both[2] = {__builtin_bit_cast(Bytes, codes[0]), __builtin_bit_cast(Bytes, codes[1])};
 #pragma GCC unroll 4
   for (int r = 0; r + 1 < M; r += 2) {
     Ints two[2] = {__builtin_bit_cast(Ints, sums[r]), __builtin_bit_cast(Ints, sums[r + 1])};
-    add_two(two, both, a[r * stride], a[(r + 1) * stride], group);
+    add_two(two, both, a[r], a[r + 1], group);
     for (int i = 0; i < 2; i++) sums[r + i] = __builtin_bit_cast(I, two[i]);
   }
   if constexpr (M % 2 == 1)
     for (int i = 0; i < 2; i++) {
       Ints sum = __builtin_bit_cast(Ints, sums[M - 1]);
-      const int8x16_t four = four_times(a[(M - 1) * stride], group + i);
+      const int8x16_t four = four_times(a[M - 1], group + i);
       for (int k = 0; k < 4; k++) sum.v[k] = vusdotq_s32(sum.v[k], both[i].v[k], four);
       sums[M - 1] = __builtin_bit_cast(I, sum);
     }
 }
 
 template <class Format, int M>
-inline void settle(I* sums, const Activations* a, int64_t stride, int half) {
+inline void settle(I* sums, const Activations* a, int half) {
 #pragma GCC unroll 4
   for (int r = 0; r + 1 < M; r += 2) {
     const Ints two[2] = {__builtin_bit_cast(Ints, sums[r]), __builtin_bit_cast(Ints, sums[r + 1])};
@@ -49,7 +49,7 @@ inline void settle(I* sums, const Activations* a, int64_t stride, int half) {
     for (int i = 0; i < 2; i++) sums[r + i] = __builtin_bit_cast(I, apart[i]);
   }
   if constexpr (Format::kZero != 0)
-    for (int r = 0; r < M; r++) sums[r] += a[r * stride].negated_sums[half] * Format::kZero;
+    for (int r = 0; r < M; r++) sums[r] += a[r].negated_sums[half] * Format::kZero;
 }
 
 #include "generic.inl"

@@ -51,15 +51,15 @@ inline I begin(const Activations& x, int half) {
 }
 
 template <class Format, int M>
-inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+inline void add(I* sums, const B* codes, const Activations* a, int group) {
   for (int r = 0; r < M; r++)
     for (int i = 0; i < 8; i++)
       for (int l = 0; l < kLanes; l++)
-        sums[r][l] += codes[i / 4][4 * l + i % 4] * a[r * stride].codes[4 * group + i];
+        sums[r][l] += codes[i / 4][4 * l + i % 4] * a[r].codes[4 * group + i];
 }
 
 template <class Format, int M>
-inline void settle(I*, const Activations*, int64_t, int) {}
+inline void settle(I*, const Activations*, int) {}
 
 template <class Format>
 inline F weigh(I sum, const Activations& x, int half) { return weigh_in_floats(sum, x.floats[half]); }

@@ -7,15 +7,15 @@ inline I begin(const Activations& x, int half) {
 }
 
 template <class Format, int M>
-inline void add(I* sums, const B* codes, const Activations* a, int64_t stride, int group) {
+inline void add(I* sums, const B* codes, const Activations* a, int group) {
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++)
 #pragma GCC unroll 8
-    for (int r = 0; r < M; r++) sums[r] = dot_bytes(sums[r], codes[i], all(four_of(a[r * stride], group + i)));
+    for (int r = 0; r < M; r++) sums[r] = dot_bytes(sums[r], codes[i], all(four_of(a[r], group + i)));
 }
 
 template <class Format, int M>
-inline void settle(I*, const Activations*, int64_t, int) {}
+inline void settle(I*, const Activations*, int) {}
 
 template <class Format>
 inline F weigh(I sum, const Activations& x, int half) { return weigh_in_floats(sum, x.floats[half]); }

@@ -33,7 +33,6 @@ from edgespec_models.schema import form, length, parse, read, read_text, shown, 
 from edgespec_models.storage import is_file
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_models.text.tokenizer_files import written_marks
 
 if TYPE_CHECKING:
     from edgespec_models.text.chat_template import ChatTemplate
@@ -59,6 +58,15 @@ _Amount = Annotated[int, within(0, 1 << 60)]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 _DIGEST = "sha256"
+
+
+def _marked(tokenizer: Tokenizer, sources: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer in which the marks of these chat templates are special tokens."""
+    if not sources:
+        return tokenizer
+    from edgespec_models.text.tokenizer_files import written_marks  # few bundles have further templates
+
+    return tokenizer.with_special(written_marks(sources))
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -275,7 +283,7 @@ class Bundle:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; TokenizerError where it cannot be read, or has more tokens than the model rows."""
         tokenizer = Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
-        return tokenizer.with_special(written_marks(self._templates(besides=self.manifest.files)))
+        return _marked(tokenizer, self._templates(besides=self.manifest.files))
 
     @cached_property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
@@ -309,7 +317,7 @@ class Bundle:
         from edgespec_models.text.chat_template import read_template
 
         sources = {DEFAULT: read_template(file)}
-        self.tokenizer = self.tokenizer.with_special(written_marks(sources))
+        self.tokenizer = _marked(self.tokenizer, sources)
         self.chat_template = self._compile(sources, file)
 
     def _templates(self, besides: Collection[str] = ()) -> dict[str, str]:

@@ -213,10 +213,10 @@ def written_marks(sources: Mapping[str, str]) -> set[str]:
     These are what a conversation begins with, and what stands behind its first content. Brackets in the words
     of a default prompt, which stand between the two, are text.
     """
-    from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
-
     marks = set[str]()
     for source in sources.values():
+        from edgespec_models.text.chat_template import ChatTemplate  # and Jinja, which texts do without
+
         for turns in (_TURNS[1:], _TURNS):
             with suppress(EdgespecError):  # a template that is damaged, or knows no system
                 before, _, behind = ChatTemplate(source).render(turns).partition(turns[0]["content"])
