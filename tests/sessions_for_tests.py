@@ -66,13 +66,13 @@ FOREIGN_OTHER = {
     "concat, float16": _of(write_genai, ForeignSpec(attention="concat", kv="float16")),
     "alibi": _of(write_written_out, alibi=True),
 }
-INT8_CACHE = {f"int8 cache, {name}": _of(_exported, name, "Q4_K", kv="int8") for name in ARCHITECTURES}
+EXPORTED = {f"exported, {n}": _of(_exported, n, "Q4_K", weights="portable") for n in ARCHITECTURES}
 DEVICES = {
     "float16": _of(tiny_bundle, LLAMA, INT4, precision=Precision("float16", "float16")),
     "float16, gemma": _of(tiny_bundle, GEMMA, COLUMNS, precision=Precision("float16", "float16")),
     "fixed shapes": _of(_exported, device="npu-openvino", buckets=(64, 128)),
 }
-EXACT_ON_X86 = PORTABLE | FOREIGN_EXACT | INT8_CACHE
+EXACT_ON_X86 = PORTABLE | FOREIGN_EXACT | EXPORTED
 KINDS = NATIVE | EXACT_ON_X86 | FOREIGN_OTHER | DEVICES | {"float": _of(tiny_bundle, LLAMA, FLOAT)}
 
 

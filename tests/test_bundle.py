@@ -165,7 +165,6 @@ DAMAGE: dict[str, Edit] = {
     "an end of text that is no token": lambda m: m["special_tokens"].update(eos=[10**9]),
     "a negative size": lambda m: m["parameters_by_class"].update(mlp=-1),
     "a size beyond all disks": lambda m: m["bytes_by_class"].update(mlp=10**400),
-    "a layer that is not there": lambda m: m.update(float_kv_layers=[99]),
     "a number that is no number": lambda m: m["config"].update(rope_theta=float("nan")),
     "static graphs for a GPU": lambda m: m.update(static={"device": "cuda"}),
     "no graph": lambda m: m["files"].pop(GRAPH),

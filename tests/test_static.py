@@ -48,12 +48,10 @@ CUDA = ExportOptions(device="cuda")
 REFUSED = (
     (replace(QNN, weights="exact"), "device=npu-qnn settles formats.*leave out weights"),
     (replace(QNN, quantization=Quantization()), "leave out quantization"),
-    (replace(QNN, kv="int8"), "leave out kv"),
     (replace(QNN, role="drafter", trim=1000), "leave out trim"),
     (replace(QNN, buckets=(64, 641)), "641 tokens exceeds the context of 640"),
     (replace(QNN, device=None), "give an NPU as device"),
     (replace(CUDA, buckets=(64,)), "give an NPU as device"),
-    (replace(CUDA, kv="int8"), "float16 KV cache; leave out kv='int8'"),
     (replace(CUDA, weights="exact"), "kernels, which run on CPUs"),
     (replace(CUDA, role="drafter", trim="auto"), "measures on this CPU"),
     (replace(CUDA, role="drafter", trim=300), "multiple of 8, such as 304"),

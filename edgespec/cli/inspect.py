@@ -122,11 +122,8 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
 
 
 def _cache(manifest: "Manifest") -> str:
-    floats = ", ".join(map(str, manifest.float_kv_layers))
     wide = ", ".join(map(str, manifest.static.wide_keys)) if manifest.static is not None else ""
-    words = [f"float32 in the layers {floats}"] if floats else []
-    words += [f"uint16 for the keys of layers {wide}"] if wide else []
-    return ", ".join([manifest.kv, *words])
+    return f"{manifest.kv}, uint16 for the keys of layers {wide}" if wide else manifest.kv
 
 
 def _files(bundle: "Bundle", verified: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 from edgespec_models.bundles.static_graphs import ExportDevice
 
 RECIPES: Final[Mapping[ExportDevice | None, int]] = MappingProxyType(
-    {None: 10, "cuda": 6, "npu-qnn": 4, "npu-openvino": 4}
+    {None: 11, "cuda": 7, "npu-qnn": 5, "npu-openvino": 5}
 )
 """Of what is exported for each device, the CPU being None. To be raised whenever the same source
 and options come out as another bundle: other formats, another graph, other rounding. Bundles in the cache

@@ -58,7 +58,7 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
 
 
 class PiecePass(NamedTuple):
-    """A text's pass through a piece: whose number it is, what went in and came out, and the KV cache.
+    """A text's pass through a piece: whose number it is, what went in and what came out.
 
     ``last`` of the texts, after which the piece is closed.
     """
@@ -67,7 +67,6 @@ class PiecePass(NamedTuple):
     text: int
     given: _Values
     left: _Values
-    cache: _Values
     last: bool
 
 
@@ -78,9 +77,9 @@ def walk(pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[
         piece = _Piece(path, config)
         needed = set() if following is None else _input_names(following)
         for index, given in enumerate(carried):
-            left, cache = piece.run(given)
+            left, _ = piece.run(given)
             carried[index] = {name: array for name, array in left.items() if name in needed}
-            yield PiecePass(piece, index, given, left, cache, index == len(carried) - 1)
+            yield PiecePass(piece, index, given, left, index == len(carried) - 1)
         piece.close()  # whoever still holds it
 
 

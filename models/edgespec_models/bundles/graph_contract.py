@@ -159,12 +159,11 @@ class GraphTensors:
     ours: bool = False
 
     @classmethod
-    def of(cls, config: DecoderShape, cache_type: str, float_layers: Sequence[int] = ()) -> "GraphTensors":
-        """Those of a graph that edgespec built; layers in ``float_layers`` keep float32."""
+    def of(cls, config: DecoderShape, cache_type: str) -> "GraphTensors":
+        """Those of a graph that edgespec built."""
         cache = (
-            CacheTensor(past, present, config.num_kv_heads, config.head_dim, kind)
-            for index, (past, present) in enumerate(cache_names(config.num_layers))
-            for kind in ("float32" if index // 2 in float_layers else cache_type,)
+            CacheTensor(past, present, config.num_kv_heads, config.head_dim, cache_type)
+            for past, present in cache_names(config.num_layers)
         )
         return cls(cache=tuple(cache), ours=True)
 
