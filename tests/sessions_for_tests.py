@@ -96,7 +96,14 @@ def passes(session: AnySession, tokens: Sequence[int], *sizes: int) -> F32:
     return cast(F32, np.concatenate(rows))
 
 
-_SPANS = {"forward": (1, 12), "truncate": (0, 300), "prefill": (1, 300), "next": (1, 90), "reserve": (1, 600)}
+_SPANS = {
+    "forward": (1, 12),
+    "keep": (0, 12),
+    "rewind": (0, 300),
+    "prefill": (1, 300),
+    "next": (1, 90),
+    "reserve": (1, 600),
+}
 steps = st.lists(
     st.one_of(*(st.tuples(st.just(step), st.integers(*span)) for step, span in _SPANS.items())),
     min_size=1,
@@ -108,16 +115,19 @@ def alike(
     one: AnySession, other: AnySession, steps: Sequence[tuple[str, int]], seed: int, near: float
 ) -> None:
     """Whatever is asked of both, logits differ by at most ``near`` of the largest."""
-    rng = np.random.default_rng(seed)
+    rng, fresh = np.random.default_rng(seed), 0
     for session in (one, other):
         session.prefill([])
     for step, number in steps:
         tokens = rng.integers(0, 250, min(number, one.longest)).tolist()
+        if step == "keep":  # of the rows that a pass has just read
+            tokens = tokens[:fresh]
         if step != "forward" or one.length + number <= one.longest:
             found, expected = (_ask(session, step, tokens) for session in (one, other))
             assert found.shape == expected.shape and found.dtype == np.float32
             np.testing.assert_allclose(found, expected, atol=near * float(np.abs(expected).max(initial=0.0)))
         assert one.length == other.length
+        fresh = {"forward": number, "keep": len(tokens)}.get(step, 0)
 
 
 def _ask(session: AnySession, step: str, tokens: list[int]) -> F32:
@@ -125,8 +135,10 @@ def _ask(session: AnySession, step: str, tokens: list[int]) -> F32:
         return session.predict(tokens).logits
     if step == "next":
         return session.predict_next(tokens).logits
-    if step == "truncate":
-        session.truncate(min(len(tokens), session.length))
+    if step == "keep":
+        session.keep(len(tokens))
+    elif step == "rewind":
+        assert session.rewind(min(len(tokens), session.length)) == min(len(tokens), session.length)
     elif step == "reserve":
         session.reserve(len(tokens))
     else:

@@ -213,7 +213,7 @@ def test_a_float16_graph_chooses_what_its_rows_say(
     assert drafter.length and not copies
     tokens = [3, 300, 12, 4]
     for session in (new, old):
-        session.truncate(0)
+        session.rewind(0)
     predictions, expected = new.predict(tokens), old.predict(tokens)
     assert not copies and isinstance(predictions, DevicePredictions)
     assert not isinstance(expected, DevicePredictions)

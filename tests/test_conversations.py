@@ -54,7 +54,7 @@ def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
         read, caches = len(drafter.passes), model._runner._caches
         model.generate(other, max_new_tokens=1)
         assert [saved.tokens for owner, saved in caches._kept if owner is drafter] == [tuple(prompt)]
-        drafter.truncate(0)
+        drafter.rewind(0)
         model.chat(said, max_new_tokens=1)
         assert (drafter.cache, len(drafter.passes)) == (prompt, read)
         model.generate(other, max_new_tokens=1)

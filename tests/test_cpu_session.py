@@ -33,7 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
 
 @pytest.fixture
 def session(shared: CpuSession) -> CpuSession:
-    shared.truncate(0)
+    shared.rewind(0)
     return shared
 
 
@@ -117,7 +117,7 @@ def test_sessions_of_any_options_live_in_one_process(
 
 def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     run, passes = session._run, list[int]()
 
     def counted(asked: Sequence[Rows]) -> list[Predictions]:
@@ -147,7 +147,7 @@ def test_a_shared_prefix_is_found_to_the_token(session: CpuSession, count: int) 
 @pytest.mark.parametrize("tokens", [[], [404], [-1], [3, 10_000_000]])
 def test_nonsense_is_refused_before_it_does_harm(session: CpuSession, tokens: list[int]) -> None:
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(10)
+    session.rewind(10)
     with pytest.raises(RequestError, match="0 to 403"):
         session.predict(tokens)
     assert session.length == 10
@@ -158,7 +158,7 @@ def test_nonsense_is_refused_before_it_does_harm(session: CpuSession, tokens: li
 def test_truncating_to_what_is_not_there_is_refused(session: CpuSession, length: int) -> None:
     session.predict(TOKENS[:5])
     with pytest.raises(RequestError, match="holds 5 tokens"):
-        session.truncate(length)
+        session.rewind(length)
     assert session.length == 5
 
 
@@ -206,7 +206,7 @@ def test_the_cache_is_written_in_place(tmp_path: Path, kind: str) -> None:
 
 def test_many_sizes_of_pass_do_not_pile_up(session: CpuSession) -> None:
     for size in range(1, 41):
-        session.truncate(0)
+        session.rewind(0)
         session.predict(TOKENS[:size])
     assert isinstance(session._io, DynamicIO)
     assert len(session._io.passes) <= 32

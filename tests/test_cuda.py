@@ -96,7 +96,7 @@ def test_float16_computes_the_architecture(
     expected = reference_logits(model, TOKENS)
     session = _open(model.bundle)
     together = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     stepwise = np.concatenate([session.predict([token]).logits.copy() for token in TOKENS])
     for got in (together, stepwise):
         assert 1e-5 < float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 5e-3
@@ -223,9 +223,9 @@ def test_inputs_that_change_are_written_to_the_device(make: Make, monkeypatch: p
     """As on CUDA, a value is a copy: one that is not written again holds the last pass's tokens."""
     session = _open(make("llama", "F32"))
     right = session.predict([3]).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     session.predict([250])
-    session.truncate(0)
+    session.rewind(0)
     monkeypatch.setattr(DeviceMemory, "write", lambda self, value, array: None)
     assert not np.array_equal(session.predict([3]).logits, right)
 

@@ -91,7 +91,7 @@ def _plain(
 ) -> list[int]:
     """Without the loop: one token after another."""
     tokens, verify = list(prompt), Verifier(params)
-    target.truncate(0)
+    target.rewind(0)
     while len(tokens) < len(prompt) + count:
         tokens.append(verify(target.predict_next(tokens), NO_DRAFT, tokens)[1])
         if tokens[-1] in stop:
@@ -308,6 +308,6 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
         (RandomDrafter(1, 404, None), 0),
         (NgramDrafter(stop_below=0.0), 0),
     ):
-        target.truncate(0)
+        target.rewind(0)
         got, accepted = _run(target, drafter, prompt, count=60, max_draft=5)
         assert got == expected and accepted >= least

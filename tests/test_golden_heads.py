@@ -133,7 +133,7 @@ def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, P
         session.reserve(session.longest)
         for index, (prompt, tokens) in enumerate(zip(stored["prompts"], stored["tokens"], strict=True)):
             text = [token for token in prompt.tolist() if token >= 0]
-            reads.truncate(0)
+            reads.rewind(0)
             reader = HeadReader(session, CostCurve({1: 1.0}), len(text) - 1)
             reader.hear(cast(Any, reads.predict(text[:-1]).hidden), 1)
             for place, token in enumerate(tokens.tolist()):
@@ -170,8 +170,8 @@ def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str
         ]
         apart = [one.predict_together([rows])[0] for rows in asked]
         wanted = [(said.logits.copy(), cast(Any, said.hidden).copy()) for said in apart]
-        one.truncate(0)
-        other.truncate(0)
+        one.rewind(0)
+        other.rewind(0)
         for said, (logits, hidden) in zip(one.predict_together(asked), wanted, strict=True):
             np.testing.assert_array_equal(said.logits, logits)
             np.testing.assert_array_equal(said.hidden, hidden)

@@ -131,7 +131,7 @@ def test_the_graph_computes_the_architecture(tmp_path: Path, name: str, native: 
     model = tiny_native(folder, config, "Q8_0") if native else tiny_bundle(folder, config)
     expected, session = reference_logits(model, TOKENS), CpuSession(model.bundle, CpuOptions(threads=1))
     whole = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     stepwise = np.concatenate([session.predict([token]).logits.copy() for token in TOKENS])
     if native:
         assert _relative_error(whole, expected) < 0.03  # int8 activations everywhere

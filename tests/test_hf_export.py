@@ -110,7 +110,7 @@ def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None
     session = CpuSession(Bundle(tmp_path / "out"))
     whole = session.predict(TOKENS).logits.copy()
     for width in range(1, 10):
-        session.truncate(0)
+        session.rewind(0)
         passes = (TOKENS[at : at + width] for at in range(0, len(TOKENS), width))
         rows = [row for tokens in passes for row in session.predict(tokens).logits.copy()]
         np.testing.assert_array_equal(rows, whole)
@@ -124,7 +124,7 @@ def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None
 
 def written(session: CpuSession, source: Source) -> tuple[list[int], int]:
     """A greedy answer, and how many of its tokens were drafted."""
-    session.truncate(0)
+    session.rewind(0)
     tokens = list(TOKENS[:16])
     steps = decode(session, source, Verifier(GREEDY), tokens, max_new_tokens=24, max_draft=4)
     return tokens, sum(step.accepted for step in steps)

@@ -1,7 +1,5 @@
 """Portable graphs: run piece by piece they give what they give in one."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +7,13 @@ import onnx
 import pytest
 
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.graphs.kv_cache import cache_statistics, calibration_tokens, quantize_cache
 from edgespec_export.graphs.pieces import cut, run_pieces
-from edgespec_models.bundles.bundle import GRAPH, MANIFEST, Bundle
+from edgespec_models.bundles.bundle import GRAPH, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.errors import BundleError, ParityError, RequestError
+from edgespec_models.errors import ParityError
 from edgespec_runtimes.cpu import CpuSession
-from tests.gguf_for_tests import ARCHITECTURES, HEAD_DIM, tiny_gguf
-from tests.machines_for_tests import X86
-from tests.sessions_for_tests import passes
+from tests.gguf_for_tests import tiny_gguf
 from tests.toy import COLUMNS, FLOAT, GEMMA, INT8, LLAMA, tiny_bundle
 
 TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])

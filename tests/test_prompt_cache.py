@@ -117,10 +117,10 @@ def test_every_text_has_the_bits_that_it_has_alone(
     for number, length, anew, written in asked:
         tokens = [token % 250 for token in text(number, length)]
         if anew:
-            session.truncate(0)
+            session.rewind(0)
             store = KvStore(memory, PromptCache(folder, budget))
         store.fetch(session, tokens)
-        alone.truncate(0)
+        alone.rewind(0)
         np.testing.assert_array_equal(session.predict_next(tokens).logits, alone.predict_next(tokens).logits)
         got = passes(session, TOKENS[:20], 3, 1, 16)
         np.testing.assert_array_equal(got, passes(alone, TOKENS[:20], 20))

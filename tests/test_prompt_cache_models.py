@@ -186,7 +186,7 @@ def _asked(**options: Any) -> Any:
         for _ in range(3):
             stats = model.generate(LONG, max_new_tokens=3).stats
             settle()
-            model._session.truncate(0)
+            model._session.rewind(0)
     return stats
 
 

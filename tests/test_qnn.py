@@ -75,9 +75,9 @@ def test_a_rollback_is_bookkeeping(pair: Pair) -> None:
     session, _ = pair
     session.prefill([])
     whole = session.predict(TOKENS[:24]).logits.copy()
-    session.truncate(16)
+    session.rewind(16)
     session.predict([9, 9, 9, 9, 9])
-    session.truncate(16)
+    session.rewind(16)
     np.testing.assert_array_equal(session.predict(TOKENS[16:24]).logits, whole[16:24])
 
 

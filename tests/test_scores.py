@@ -107,7 +107,7 @@ def test_a_prompt_whose_cache_was_emptied_is_scored_once(model: Model) -> None:
     stream = one.queue(one.model.stream(LONG, max_tokens=2, prompt_logprobs=True))
     for _ in range(3):
         one.turn()
-    one.model._runner.session.truncate(0)
+    one.model._runner.session.rewind(0)
     one.run()
     assert stream.result.prompt == model.generate(LONG, max_tokens=2, prompt_logprobs=True).prompt
     one.close()

@@ -68,9 +68,9 @@ def test_the_number_of_rows_leaves_no_trace(session: AnySession, length: int) ->
 def test_a_rollback_forgets_all(session: AnySession) -> None:
     expected = session.predict(TOKENS).logits.copy()
     for keep in (0, 1, 17, 39, 3):
-        session.truncate(keep)
+        session.rewind(keep)
         session.predict([9, 8, 7, 6])
-        session.truncate(keep)
+        session.rewind(keep)
         assert session.length == keep
         same(session)(session.predict(TOKENS[keep:]).logits, expected[keep:])
 
@@ -87,7 +87,7 @@ def test_what_comes_next_is_the_last_row(session: AnySession) -> None:
 
 def test_reserving_keeps_what_the_cache_holds(session: AnySession) -> None:
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(30)
+    session.rewind(30)
     capacity, size = session.capacity, session.kv_bytes
     session.reserve(capacity)
     assert (session.capacity, session.kv_bytes) == (capacity, size)
@@ -100,7 +100,7 @@ def test_reserving_keeps_what_the_cache_holds(session: AnySession) -> None:
 def test_the_whole_context_can_be_used_and_no_more(session: AnySession) -> None:
     text = LONG[: session.longest]
     expected = session.predict_next(text).logits[0].copy()
-    session.truncate(len(text) - 3)
+    session.rewind(len(text) - 3)
     same(session)(session.predict(text[-3:]).logits[-1], expected)
     asks: tuple[Callable[[], object], ...] = (
         lambda: session.predict([1]),
@@ -189,7 +189,7 @@ def test_a_pass_that_fails_is_an_error_of_the_device(
 ) -> None:
     session = fresh(kind)
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     for error in (ort_state.RuntimeException("no memory"), ort_state.EPFail("lost"), RuntimeError("lost")):
         with monkeypatch.context() as patch, pytest.raises(DeviceError, match=f"{said}{error}"):
             run = _failing(ort.InferenceSession.run_with_iobinding, 0, error)
@@ -245,25 +245,25 @@ def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
     for length in (299, 100, 17, 16, 15, 1):
         session.prefill(LONG[:length])
         expected = session.predict(LONG[length : length + 2]).logits.copy()
-        session.truncate(length)
+        session.rewind(length)
         view = session.view(0, length)
         assert view is not None and view.tokens == tuple(LONG[:length])
         saved = view.copy()
         session.prefill(OTHER)
-        session.truncate(0)
+        session.rewind(0)
         session.append(saved, length)
         assert session.length == length
         np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
-        session.truncate(length)
+        session.rewind(length)
         if length > 16:
             rest = session.view(16, length)
             assert rest is not None
             saved_rest = rest.copy()
             session.prefill([*LONG[:16], *OTHER])
-            session.truncate(16)
+            session.rewind(16)
             session.append(saved_rest, length - 16)  # behind its own beginning
             np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
-        session.truncate(0)
+        session.rewind(0)
         session.append(saved, length // 2)  # its beginning: another room, other rows behind it
         session.prefill(LONG[:length])
         same(session)(session.predict(LONG[length : length + 2]).logits, expected)
@@ -280,7 +280,7 @@ def test_texts_in_turn_are_read_once(session: AnySession) -> None:
         store.fetch(session, text)
         if keeps:
             assert session.shared_prefix(text) == len(text)
-            session.truncate(len(text) - 1)
+            session.rewind(len(text) - 1)
         same(session)(session.predict_next(text).logits[0], expected)
     assert (store.nbytes > 0) == keeps
 

@@ -179,7 +179,7 @@ def test_room_that_fails_empties_all_caches_and_the_others_read_again(
 
         def scarce(self: ToySession, capacity: int) -> None:
             for each in one.model._runner.seats.sessions:
-                each.truncate(0)
+                each.rewind(0)
             raise DeviceError("not enough memory")
 
         failing = stream(one, PROMPTS[2], max_new_tokens=NEW)

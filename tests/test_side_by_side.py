@@ -52,11 +52,11 @@ def test_every_sequence_is_as_if_it_were_alone(
     """Whatever they read in whichever passes, how often they are rolled back, and what room others need."""
     together = [session, *(session.beside() for _ in range(data.draw(st.integers(0, 4))))]
     texts: list[list[int]] = [[] for _ in together]
-    session.truncate(0)
+    session.rewind(0)
     for _ in range(data.draw(st.integers(1, 6))):
         for each, text in zip(together, texts, strict=True):
             keep = data.draw(st.integers(0, len(text)))
-            each.truncate(keep)
+            each.rewind(keep)
             del text[keep:]
             if not data.draw(st.integers(0, 9)):
                 each.reserve(min(each.longest, each.capacity + 200))

@@ -258,7 +258,7 @@ def open_static(make: Make) -> OpenStatic:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps, seed=st.integers(0, 99))
-@example(steps=[("prefill", 60), ("forward", 8), ("truncate", 66), ("next", 4)], seed=0)  # a longer bucket
+@example(steps=[("prefill", 60), ("forward", 8), ("rewind", 66), ("next", 4)], seed=0)  # a longer bucket
 def test_whatever_is_asked_equals_the_cpu_session(
     architecture: str, open_static: OpenStatic, make: Make, steps: list[tuple[str, int]], seed: int
 ) -> None:
@@ -278,9 +278,9 @@ def test_quantized_graphs_stay_near_and_roll_back(
     session.prefill([])
     tokens = list(range(40))
     whole = session.predict(tokens).logits.copy()
-    session.truncate(33)
+    session.rewind(33)
     session.predict([9, 9, 9])
-    session.truncate(33)
+    session.rewind(33)
     again = session.predict(tokens[33:]).logits
     np.testing.assert_allclose(again, whole[33:], atol=0.02 * float(np.abs(whole).max()))
 

@@ -172,7 +172,7 @@ def test_offered_tokens_can_be_written_too(tmp_path: Path, architecture: str, ki
         assert logits.shape[1] == len(columns)
         error = np.linalg.norm(logits - expected[3:, columns]) / np.linalg.norm(logits)
         assert error < 0.02  # the embedding meets float activations, the LM head 8-bit ones
-        session.truncate(0)
+        session.rewind(0)
 
 
 def test_a_head_of_its_own_takes_no_offers_and_a_small_vocabulary_is_left_alone(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def _stored(model: TinyModel, gains: dict[str, F32], folder: Path) -> Bundle:
 
 def _passes(session: CpuSession) -> F32:
     """Logits of passes of several widths."""
-    session.truncate(0)
+    session.rewind(0)
     logits = [session.predict_next(TOKENS).logits.copy()]
-    session.truncate(0)
+    session.rewind(0)
     parts = TOKENS[:5], TOKENS[5:6], TOKENS[6:8], TOKENS[8:]
     return np.concatenate(logits + [session.predict(part).logits.copy() for part in parts])
 

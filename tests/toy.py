@@ -147,7 +147,7 @@ class ToySession(Session):
         self.vocab_size, self.longest, self.capacity = vocab_size, context, 0
         self.cache: list[int] = []
         self.passes: list[int] = []
-        self.closed = False
+        self.closed, self.fresh = False, 0
         self._buffer = np.zeros((128, vocab_size), np.float32)
 
     @classmethod
@@ -171,7 +171,7 @@ class ToySession(Session):
         return KV_BYTES * self.capacity
 
     def tune(self, weights: Mapping[str, F32]) -> None:
-        self.cache.clear()
+        self.rewind(0)
 
     def offer(self, tokens: Sequence[int]) -> None:
         pass
@@ -185,6 +185,7 @@ class ToySession(Session):
         assert len(self.cache) % 16 == 0
         self.reserve(len(self.cache) + count)
         self.cache += saved.arrays[0][0, 0, :count, 0].tolist()
+        self.fresh = 0
 
     def reserve(self, capacity: int) -> None:
         if capacity > self.longest:
@@ -225,6 +226,7 @@ class ToySession(Session):
         assert all(0 <= token < self.vocab_size for token in tokens)
         self.reserve(len(self.cache) + len(tokens))
         self.passes.append(len(tokens))
+        self.fresh = len(tokens)
         for row, token in enumerate(tokens):
             self.cache.append(token)
             self._buffer[row] = self._next_logits(self.cache)
@@ -232,18 +234,30 @@ class ToySession(Session):
 
     def release(self) -> int:
         freed, self.capacity = self.kv_bytes, 0
-        self.truncate(0)
+        self.rewind(0)
         return freed
 
-    def truncate(self, length: int) -> None:
+    def keep(self, rows: int) -> None:
+        assert 0 <= rows <= self.fresh
+        self.cache = self.cache[: len(self.cache) - self.fresh + rows]
+        self.fresh = rows
+
+    def rewind(self, length: int) -> int:
         assert 0 <= length <= len(self.cache)
+        length = self._place(length)
         del self.cache[length:]
+        self.fresh = 0
+        return length
+
+    def _place(self, length: int) -> int:
+        """Where to go on from: a model with keys and values alone can go on from anywhere."""
+        return length
 
     def close(self) -> None:
         self.closed = True
 
     def _advance(self, tokens: Sequence[int], keep: int) -> F32 | None:
-        self.truncate(min(self.shared_prefix(tokens), keep))
+        self.rewind(min(self.shared_prefix(tokens), keep))
         logits = None
         while len(self.cache) < len(tokens):
             logits = self.forward(tokens[len(self.cache) : len(self.cache) + self.piece])[-1]

@@ -52,7 +52,7 @@ def compare(session: Session, reference: Session, tokens: Sequence[int], against
         for start in range(0, len(tokens), 8):
             if start == 16:
                 each.predict(tokens[:4])
-                each.truncate(start)
+                each.keep(0)
             rows.append(each.predict(tokens[start : start + 8]).logits.copy())
     ours, theirs = np.concatenate(found), np.concatenate(expected)
     same, far = (

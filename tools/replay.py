@@ -97,7 +97,7 @@ class Recorded:
 
     def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int]) -> None:
         self.vocab_size, self._curve, self._clock, self._contexts = vocab_size, curve, clock, cycle(behind)
-        self._behind = 0
+        self._behind = self._fresh = 0
         self._tokens: list[int] = []
         self._text: Sequence[int] = ()
         self.capacity = self.longest = self.piece = 1 << 30
@@ -136,13 +136,20 @@ class Recorded:
         """Takes no time here."""
         self._tokens = list(tokens)
 
-    def truncate(self, length: int) -> None:
+    def keep(self, rows: int) -> None:
+        """Forget the last rows of a pass."""
+        del self._tokens[len(self._tokens) - self._fresh + rows :]
+        self._fresh = rows
+
+    def rewind(self, length: int) -> int:
         """Forget tokens."""
         del self._tokens[length:]
+        return length
 
     def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
         """A round's pass; what belongs to the reading of a prompt takes no time."""
         ((_, tokens, wanted),) = ((each.session, each.tokens, each.wanted) for each in asked)
+        self._fresh = len(tokens)
         if wanted == 1 and len(tokens) > 1:
             self.prefill([*self._tokens, *tokens[:-1]])
             tokens = tokens[-1:]
@@ -194,7 +201,7 @@ class Priced(CpuSession):
         sequence = [*self._stretch.tokens, *tokens]
         ends = range(len(sequence) - max(wanted, 1) + 1, len(sequence) + 1)
         said = [self._said(sequence[:end]) for end in ends]
-        self._stretch.tokens = sequence
+        self._stretch.tokens, self._stretch.fresh = sequence, len(tokens)
         return [Predictions(np.concatenate(said))]
 
     def _said(self, sequence: list[int]) -> Logits:

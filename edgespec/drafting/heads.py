@@ -75,7 +75,7 @@ class HeadReader(Chain):
         return said
 
     def _ask(self, held: int, tokens: Sequence[int], hidden: Floats) -> Work[tuple[Said, Passed]]:
-        self._session.truncate(held)
+        self._session.rewind(held)  # which has keys and values alone, and goes back anywhere
         predictions, passed = yield Rows(self._session, tokens, 1, hidden)
         self._state = predictions.hidden
         return self._said(tokens[-1], predictions), passed

@@ -141,7 +141,7 @@ class Embedder:
                 assert predictions.hidden is not None
                 if each.session.length == len(one.unread[0]):
                     one.put_vector(predictions.hidden[-1] * self._gain)
-                    each.session.truncate(0)
+                    each.session.rewind(0)
         except BaseException as error:  # noqa: BLE001 - raised where the vectors are waited for
             for one in running:
                 one.finish(error)
@@ -163,7 +163,7 @@ class Embedder:
                 self._readers.append(free[0])
             reader = max(free, key=lambda each: (each.shared_prefix(text), -each.length))
             free.remove(reader)
-            reader.truncate(min(reader.shared_prefix(text), len(text) - 1))
+            reader.rewind(min(reader.shared_prefix(text), len(text) - 1))
             reader.reserve(len(text))
             piece = text[reader.length : reader.length + rows]
             rows -= len(piece)

@@ -240,7 +240,7 @@ class Runner:
         if not on_disk:
             self._caches.write_behind()
         for session in self.seats.sessions:
-            session.truncate(0)
+            session.rewind(0)
             self._caches.forget(session, on_disk=on_disk)
         if on_disk and self.side is not None:
             self.side.forget()

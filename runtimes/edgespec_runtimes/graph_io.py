@@ -178,7 +178,7 @@ class DynamicIO(GraphIO):
         self._tuned = {name: (array, self._memory.value(array)) for name, array in arrays.items()}
         self.passes.clear()
         for stretch in self.stretches:
-            stretch.tokens.clear()
+            stretch.cut(0)
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Give a trimmed LM head that is tied to the embedding a column for each of ``tokens``."""

@@ -45,10 +45,10 @@ class KvStore:
             shared = other.shared_prefix(tokens)
             view = other.view(0, shared) if shared >= session.shared_prefix(tokens) + _LEAST else None
             if view is not None:
-                session.truncate(0)
+                session.rewind(0)
                 session.append(view, shared)
         if self._prompts is not None and on_disk and session.prompt_key:
-            session.truncate(session.shared_prefix(tokens))  # the rest may be of what is not to be written
+            session.rewind(session.shared_prefix(tokens))  # the rest may be of what is not to be written
             self._prompts.read(session, tokens)
             self._due.append((session, None))
 
@@ -85,7 +85,7 @@ class KvStore:
             return
         saved = found[1]
         shared = shared_length(saved.tokens, tokens)
-        session.truncate(0)
+        session.rewind(0)
         session.append(saved, shared)
         if len(saved.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
             self._keep(session, saved)

@@ -25,11 +25,25 @@ def ort_value(array: _Array) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for."""
+    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for.
+
+    ``fresh`` are the tokens at the end that the last pass read, if nothing was changed since.
+    """
 
     tokens: list[int] = field(default_factory=list)
     begin: int = 0
     capacity: int = 0
+    fresh: int = 0
+
+    def add(self, tokens: Sequence[int], *, fresh: int = 0) -> None:
+        """Tell that the cache holds these too."""
+        self.tokens += tokens
+        self.fresh = fresh
+
+    def cut(self, length: int) -> None:
+        """Tell that the cache holds the first ``length`` tokens only."""
+        del self.tokens[length:]
+        self.fresh = 0
 
 
 class Move(NamedTuple):
@@ -136,7 +150,7 @@ class SharedCache(KVBuffers):
 class GrowingCache(KVBuffers):
     """For graphs that concatenate: each pass reads exactly the past and writes past and new rows anew.
 
-    Two buffers for each tensor take turns, so that passes allocate nothing. A truncation is made good when
+    Two buffers for each tensor take turns, so that passes allocate nothing. A roll-back is made good when
     the next pass binds: the rows that stay move together.
     """
 

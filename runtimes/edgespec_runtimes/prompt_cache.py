@@ -80,7 +80,8 @@ class PromptCache:
         found = list(takewhile(is_file, paths))
         if not found:
             return
-        session.truncate(first * BLOCK)
+        if session.rewind(first * BLOCK) != first * BLOCK:
+            return
         session.reserve((first + len(found)) * BLOCK)
         like = session.view(0, 0)
         for start, path in enumerate(found, first):

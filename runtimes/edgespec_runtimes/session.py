@@ -38,10 +38,12 @@ class Rows:
 class Session:
     """A sequence that a model reads; the only owner of its KV cache.
 
-    The cache holds the keys and values of ``length`` tokens, at most ``capacity``. Rollback is a number:
-    :meth:`truncate`. Predictions have a column for every row of the LM head: every token, or the tokens a
-    trimmed drafter's bundle lists (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`). They lie in
-    the session's own buffers: the next pass overwrites them.
+    The cache holds what the model keeps of ``length`` tokens, at most ``capacity``. Behind a pass
+    :meth:`keep` says how many of its rows stay; :meth:`rewind` goes back further.
+
+    Predictions have a column for every row of the LM head: every token, or the tokens a trimmed drafter's
+    bundle lists (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`). They lie in the session's own
+    buffers: the next pass overwrites them.
 
     Attributes:
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
@@ -123,7 +125,7 @@ class Session:
             io.reserve(self._stretch, capacity)
         except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
             for each in io.stretches:
-                each.tokens.clear()
+                each.cut(0)
                 each.capacity = 0
             if isinstance(error, MemoryError):
                 raise DeviceError(
@@ -182,15 +184,40 @@ class Session:
         other._stretch = self._new_stretch()
         return other
 
-    def truncate(self, length: int) -> None:
-        """Forget every token from position ``length`` on."""
+    def keep(self, rows: int) -> None:
+        """Of the rows that the last pass read of this sequence the first ``rows`` stay; all do if not called.
+
+        Nothing is copied: keys and values behind these are overwritten. A layer with a state has it from
+        before the pass, with a log of the pass's rows, and applies those that stay in the next pass.
+
+        Raises:
+            RequestError: the last pass read fewer, or the sequence was changed since.
+        """
+        stretch = self._stretch
+        if not 0 <= rows <= stretch.fresh:
+            raise RequestError(f"cannot keep {rows} rows: the last pass read {stretch.fresh}")
+        stretch.cut(self.length - stretch.fresh + rows)
+        stretch.fresh = rows
+
+    def rewind(self, length: int) -> int:
+        """Go back to the nearest place, at most ``length``, from which the sequence can go on.
+
+        Returns:
+            That place, the tokens that stay. With keys and values alone it is ``length``; layers with a
+            state can go back as far as their log of rows reaches, and to 0. Whoever needs the tokens
+            between has to read them again.
+
+        Raises:
+            RequestError: the cache holds fewer tokens.
+        """
         if not 0 <= length <= self.length:
-            raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
-        del self._stretch.tokens[length:]
+            raise RequestError(f"cannot rewind to {length}: the cache holds {self.length} tokens")
+        self._stretch.cut(length)
+        return length
 
     def release(self) -> int:
         """Forget every token and free their memory, where no graph has to be opened for that; its bytes."""
-        self.truncate(0)
+        self.rewind(0)
         io, before = self._open_io, self.kv_bytes
         if io.takes_several:
             self._resize(io, 0)
@@ -217,7 +244,7 @@ class Session:
         cache = self._open_io.cache
         assert cache is not None  # which gave the view
         cache.paste(saved.arrays, self._stretch.begin + self.length, count)
-        self._stretch.tokens += saved.tokens[:count]
+        self._stretch.add(saved.tokens[:count])
 
     @property
     def compiled(self) -> str:
@@ -286,7 +313,7 @@ class Session:
     def _extend(self, tokens: Sequence[int], keep: int) -> Predictions | None:
         """Make the cache hold ``tokens``, reusing at most ``keep`` of them; the last's row if any ran."""
         self.reserve(len(tokens))
-        self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
+        self.rewind(min(self.shared_prefix(tokens), max(keep, 0)))
         last, size = None, self.piece
         while self.length < len(tokens):
             (last,) = self._run([Rows(self, tokens[self.length : self.length + size], 1)])
@@ -302,7 +329,7 @@ class Session:
             parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin, hidden=each.hidden))
         predictions = self._open_io.run(parts)
         for each in asked:
-            self._stretch_of(each).tokens.extend(each.tokens)
+            self._stretch_of(each).add(each.tokens, fresh=len(each.tokens))
         return predictions
 
     def self_test(self) -> bool:
@@ -316,18 +343,19 @@ class Session:
         count = min(_TESTED, self.longest)
         tokens, kept = [(7 * i * i + 5) % self.vocab_size for i in range(count)], count - 7
         # What comes behind must leave no trace either, as a bias that is counted from the end does.
-        self.prefill(tokens[:kept])
-        together = self.predict(tokens[kept:]).logits[:3].copy()
-        self.truncate(kept)
-        tokens = tokens[kept : kept + 3]
+        text, tokens = tokens[:kept], tokens[kept:]
+        self.prefill(text)
+        together = self.predict(tokens).logits[:3].copy()
+        self.keep(0)
+        tokens = tokens[:3]
         again = self.predict(tokens).logits.copy()
-        self.truncate(kept)
+        self.keep(0)
         single = np.concatenate([self.predict([token]).logits.copy() for token in tokens])
-        self.truncate(kept)
+        self.prefill(text)
         self.predict([(token + 1) % self.vocab_size for token in tokens])
-        self.truncate(kept)
+        self.keep(0)
         after = self.predict(tokens).logits.copy()
-        self.truncate(0)
+        self.rewind(0)
         scale = float(np.abs(together).max())
         # Passes over as many rows agree to the bit; others may round otherwise in every layer.
         rolled_back = np.allclose(again, after, atol=_SAME * scale)
@@ -335,7 +363,7 @@ class Session:
             np.isfinite(together).all() and rolled_back and np.allclose(together, again, atol=_NEAR * scale)
         ):
             raise BundleError(
-                "this graph cannot roll back: the same tokens gave other logits after a truncation. "
+                "this graph cannot roll back: the same tokens gave other logits after a roll-back. "
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
         return bool(np.array_equal(together, again) and np.array_equal(again, single))

@@ -2,7 +2,7 @@
 
 Masks, positions and the KV cache are the host's business. A graph attends over ``capacity`` cached tokens and
 the pass's own rows, and returns keys and values of its own rows only; those that stay are copied behind the
-cache's. What must not be looked at, free places, rows of a truncated past and later rows, is masked. So
+cache's. What must not be looked at, free places, rows that were not kept and later rows, is masked. So
 roll-back is bookkeeping: nothing is moved or cleared.
 """
 

@@ -66,7 +66,7 @@ def ours(bundle: Path, instructions: str, threads: int, prompt: int, behind: int
         times[str(rows)] = 1000 * median(_timed(session, start, rows) for _ in range(_REPEATED))
     seconds = []
     for number in range(4):
-        session.truncate(0)
+        session.rewind(0)
         began = perf_counter()
         session.predict_next([200 + number + token for token in range(prompt)]).best(0)
         seconds.append(perf_counter() - began)
@@ -75,7 +75,7 @@ def ours(bundle: Path, instructions: str, threads: int, prompt: int, behind: int
 
 
 def _timed(session: CpuSession, start: list[int], rows: int) -> float:
-    session.truncate(len(start))
+    session.rewind(len(start))
     began = perf_counter()
     session.predict([300 + token for token in range(rows)]).best(rows - 1)
     return perf_counter() - began

@@ -205,7 +205,7 @@ def _acceptance(
             kept = ranking.tokens(size, held_out=True)
             right[size] += int((kept[logits[:, kept].argmax(axis=1)] == truth).sum())
         total += len(truth)
-    session.truncate(0)
+    session.rewind(0)
     return {size: count / max(1, total) for size, count in right.items()}
 
 

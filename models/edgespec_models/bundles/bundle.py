@@ -136,9 +136,7 @@ class Manifest:
     def __post_init__(self) -> None:
         wide = () if self.static is None else self.static.wide_keys
         if not set(wide) <= set(range(self.config.num_layers)):
-            raise BundleError(
-                f"wide_keys are {wide}; allowed: layers from 0 to {self.config.num_layers - 1}"
-            )
+            raise BundleError(f"wide_keys are {wide}; allowed: layers from 0 to {self.config.num_layers - 1}")
         ends, size = self.special_tokens, self.config.vocab_size
         end = None if self.embedding is None else self.embedding.end
         named = {"special_tokens.bos": (ends.bos or 0,), "special_tokens.eos": ends.eos}
