@@ -98,7 +98,7 @@ def toy_bundle(name: str, context: int) -> Bundle:
     """All that a model asks of its bundle."""
     ends = SpecialTokens(None, (), add_bos=False, pad=None)
     bundle = SimpleNamespace(
-        manifest=SimpleNamespace(name=name, special_tokens=ends, kv_bytes_per_token=KV_BYTES),
+        manifest=SimpleNamespace(name=name, special_tokens=ends, kept_bytes=KV_BYTES.__mul__),
         config=SimpleNamespace(context_length=context, vocab_size=VOCAB, is_head=False),
         tokenizer=toy_tokenizer(),
         chat_template=ChatTemplate(TEMPLATE),

@@ -186,7 +186,7 @@ def test_the_cache_is_written_in_place(tmp_path: Path, kind: str) -> None:
     session, native = opened(tmp_path / "m"), kind == "Q8_0"
     session.reserve(len(TOKENS))
     rows = session.capacity + 16 * (not native)  # a token that runs twice needs one more
-    assert session.kv_bytes == GEMMA.kv_bytes_per_token * rows // (2 if native else 1)
+    assert session.kv_bytes == GEMMA.num_layers * 2 * GEMMA.kv_width * (2 if native else 4) * rows
     assert isinstance(session._io, DynamicIO) and isinstance(session._io.cache, SharedCache)
     arrays = session._io.cache.arrays
     if native:

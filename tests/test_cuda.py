@@ -20,6 +20,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, DeviceError, UnsupportedModelError
 from edgespec_models.graphs.linear import linear
@@ -110,7 +111,7 @@ def test_float16_computes_what_the_file_says(make: Make, architecture: str, kind
     assert 1e-5 < error < TOLERANCE[kind]  # float32 would be nearer
     assert bundle.report()["activations"]["residual_type"] == "float16"
     manifest = bundle.manifest
-    assert (manifest.activations, manifest.device, manifest.kv) == ("float16", "cuda", "float16")
+    assert (manifest.activations, manifest.device, types_of(manifest.kept)) == ("float16", "cuda", "float16")
     assert (manifest.form, manifest.made_for) == ("dynamic-float16", "cuda")
     types = _types(bundle)
     assert types["past_key_values.0.key"] == types["present.1.value"] == "tensor(float16)"

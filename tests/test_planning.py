@@ -20,6 +20,7 @@ from edgespec.loading.planning import footprint, look_up, plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.downloads.catalog import entries, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError
@@ -167,7 +168,8 @@ def test_for_a_file_a_drafter_that_is_not_here_is_not_planned(
 
 
 def of(weights: int, *, per_token: int = 1000, longest: int = 100_000, **facts: Any) -> Footprint:
-    cache = CacheSize(kind="float16", bytes_per_token=per_token, longest=longest, tile=16)
+    keys = KeptTensor(input="k", output="k", per="token", shape=(1, per_token // 2), type="float16")
+    cache = CacheSize(kept=(keys,), longest=longest, tile=16)
     sizes = {"mapped": True, "table_bytes": 0, "working_bytes": 10} | facts
     return Footprint(name="m", state="here", weights_bytes=weights, cache=cache, **sizes)
 

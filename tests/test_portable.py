@@ -31,7 +31,7 @@ def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig,
         session.prefill([])
         expected.append(session.predict(tokens).logits.copy())
     pieces = cut(bundle / GRAPH, piece_bytes=1)
-    rolls_back, row_exact, logits = run_pieces(pieces, config, TEXTS)
+    rolls_back, row_exact, logits = run_pieces(pieces, opened.manifest, TEXTS)
     assert len(pieces) > config.num_layers
     assert rolls_back
     assert row_exact == session.row_exact is True
@@ -52,7 +52,8 @@ def test_the_weights_are_shared_out(tmp_path: Path) -> None:
 
 def test_a_graph_that_cannot_roll_back_is_told(tmp_path: Path) -> None:
     """One that forgets its cache."""
-    bundle = tiny_bundle(tmp_path / "b", LLAMA, FLOAT).path
+    opened = tiny_bundle(tmp_path / "b", LLAMA, FLOAT).bundle
+    bundle = opened.path
     model = onnx.load(str(bundle / GRAPH), load_external_data=False)
     for node in model.graph.node:
         if node.op_type == "GroupQueryAttention":
@@ -60,7 +61,7 @@ def test_a_graph_that_cannot_roll_back_is_told(tmp_path: Path) -> None:
     nothing = np.zeros((1, LLAMA.num_kv_heads, 8, LLAMA.head_dim), np.float32)
     model.graph.initializer.append(onnx.numpy_helper.from_array(nothing, "nothing"))
     onnx.save(model, str(bundle / GRAPH))
-    assert not run_pieces(cut(bundle / GRAPH, 1), LLAMA, ())[0]
+    assert not run_pieces(cut(bundle / GRAPH, 1), opened.manifest, ())[0]
 
 
 def test_an_export_that_cannot_roll_back_leaves_nothing(

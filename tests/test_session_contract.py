@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.kv_buffers import KvStore
@@ -201,7 +201,7 @@ def test_a_pass_that_fails_is_an_error_of_the_device(
 
 @pytest.mark.parametrize("kind", [SharedCache, GrowingCache])
 def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCache | GrowingCache]) -> None:
-    cache = kind([CacheTensor("past", "present", 2, 4, "float32")])
+    cache = kind([KeptTensor(input="past", output="present", per="token", shape=(2, 4), type="float32")])
     cache.reserve(16, [])
     assert cache.nbytes > 0
     with pytest.raises((MemoryError, ValueError)):
@@ -210,7 +210,9 @@ def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCa
 
 
 def test_a_cache_that_grows_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = SharedCache([CacheTensor("past", "present", 2, 4, "float32")] * 3)
+    cache = SharedCache(
+        [KeptTensor(input="past", output="present", per="token", shape=(2, 4), type="float32")] * 3
+    )
     cache.reserve(16, [])
     olds, zeros, alive = [weakref.ref(array) for array in cache.arrays], np.zeros, []
 

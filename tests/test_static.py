@@ -23,6 +23,7 @@ from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
 from edgespec_models.graphs.static_decoder import encoding
@@ -80,7 +81,7 @@ def test_a_bundle_is_whole_and_says_what_it_is(source: Path, tmp_path: Path) -> 
     assert static is not None and static.form == "static-quantized"
     assert {*static.files, "model.onnx.data", "report.json"} <= manifest.files.keys()
     assert {file.name for file in (tmp_path / "out").iterdir()} == {*manifest.files, "edgespec.json"}
-    assert (manifest.role, manifest.kv, manifest.head_rows) == ("drafter", "uint8", None)
+    assert (manifest.role, types_of(manifest.kept), manifest.head_rows) == ("drafter", "uint8", None)
     assert report["static"]["calibration_texts"] > 1
     assert bundle.report() == report
     options = ExportOptions(device="npu-openvino", buckets=(64,))
@@ -111,12 +112,13 @@ def test_keys_that_8_bits_would_drown_have_16(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(static_export, "_LARGEST_STEP", step)
         report = export_model(source, tmp_path / f"{step}", options=QNN)
         manifest = Bundle(tmp_path / f"{step}").manifest
-        assert manifest.static is not None
-        found[manifest.static.wide_keys] = report["static"]["kl"]
+        wide = tuple(tensor.input for tensor in manifest.kept if tensor.type == "uint16")
+        found[wide] = report["static"]["kl"]
         session = StaticSession(Bundle(tmp_path / f"{step}"), ON_CPU)
         session.prefill([1, 2, 3])
         assert session.kv_bytes == 64 * manifest.kv_bytes_per_token
-    assert found.keys() == {(0,), ()} and found[0,] < 0.5 * found[()]
+    key = ("past_key_values.0.key",)
+    assert found.keys() == {key, ()} and found[key] < 0.5 * found[()]
 
 
 @given(st.floats(-1e4, 1e4), st.floats(0, 1e4), st.sampled_from([np.uint8, np.uint16]))

@@ -32,6 +32,7 @@ from edgespec_models.bundles.bundle import (
     Manifest,
 )
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.layers import kept_by
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import RequestError
 from edgespec_models.graphs.decoder import build_decoder
@@ -389,7 +390,7 @@ def tiny_bundle(
     facts = {
         "weights": "portable",
         "formats": {form.name: 1},
-        "kv": precision.activations,
+        "kept": kept_by(config, precision.activations),
         "activations": precision.activations,
         "device": None if precision == FULL else "cuda",
         "choices": plan.choices,

@@ -187,7 +187,7 @@ class Runner:
 
     def _has_room(self, tokens: int) -> bool:
         """Whether there is memory for one more KV cache of so many tokens."""
-        return tokens * self.target.manifest.kv_bytes_per_token <= machine_memory().available // _SHARE
+        return self.target.manifest.kept_bytes(tokens) <= machine_memory().available // _SHARE
 
     @property
     def embedder(self) -> "Embedder":

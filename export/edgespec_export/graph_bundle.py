@@ -21,6 +21,7 @@ from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, Bundle, Manifest
+from edgespec_models.bundles.layers import kept_by
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
 from edgespec_models.graphs.plan import FULL, DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -99,7 +100,7 @@ def _write(
             bytes_by_class=by_class,
             parameters_by_class=parameters_by_class(checkpoint, config.hidden_size * rows),
             head_rows=None if kept is None else rows,
-            kv="float16" if options.native else activations,
+            kept=kept_by(config, "float16" if options.native else activations),
             activations=activations,
             device="cuda" if options.device == "cuda" else None,
             choices=plan.choices,
@@ -149,7 +150,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
         return _check_whole(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     texts = () if golden is None else golden.texts
-    rolls_back, row_exact, rows = run_pieces(pieces, bundle.config, texts, progress)
+    rolls_back, row_exact, rows = run_pieces(pieces, bundle.manifest, texts, progress)
     if not rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
     parity = None if golden is None else check_parity(([text] for text in rows), golden, bundle.head_tokens)

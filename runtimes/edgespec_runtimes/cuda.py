@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
@@ -86,7 +86,7 @@ class DeviceMemory(Memory):
         value = self._allocate(shape, dtype)
         return value, value.numpy
 
-    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+    def cache(self, layout: Sequence[KeptTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""
         return DeviceCache(layout, self)
 
@@ -105,7 +105,7 @@ class DeviceCache(KVBuffers):
     sessions reserve what a request needs at its start.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor], memory: DeviceMemory) -> None:
+    def __init__(self, layout: Sequence[KeptTensor], memory: DeviceMemory) -> None:
         super().__init__(layout)
         self._memory, self._nbytes = memory, 0
 
@@ -134,7 +134,7 @@ class DeviceCache(KVBuffers):
     def _reserve(self, capacity: int, keep: int) -> None:
         self._nbytes = 0
         for index, tensor in enumerate(self._layout):
-            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            array = np.zeros(tensor.of_tokens(capacity), tensor.dtype)
             self._nbytes += array.nbytes
             if index == len(self._values):
                 self._values.append(None)

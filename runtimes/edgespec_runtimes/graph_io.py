@@ -6,7 +6,7 @@ bound to memory, run, and read.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, CacheTensor, Part, Pass
+from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, Part, Pass
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory, Move, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
@@ -153,9 +154,9 @@ class DynamicIO(GraphIO):
         self.most_rows = self._context_length if self._selects else max(1, _LOGITS_BYTES // row_bytes)
         self.passes: dict[tuple[int, ...], _Bound] = {}
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
-        layout = [replace(tensor, type=every[tensor.past].name) for tensor in self._tensors.cache]
-        self.grows = not self._tensors.ours and self._grows(layout)
-        self.cache: KVBuffers = GrowingCache(layout) if self.grows else self._memory.cache(layout)
+        self.grows = not self._tensors.ours and self._grows(manifest.kept)
+        kept = manifest.kept
+        self.cache: KVBuffers = GrowingCache(kept) if self.grows else self._memory.cache(kept)
 
     @property
     def kv_bytes(self) -> int:
@@ -316,15 +317,15 @@ class DynamicIO(GraphIO):
         said = logits()[0, end - wanted : end]
         return lambda rows: Predictions(said[rows].astype(np.float32, copy=False))
 
-    def _grows(self, layout: Sequence[CacheTensor]) -> bool:
+    def _grows(self, kept: Sequence[KeptTensor]) -> bool:
         """Whether the cache comes back longer than it went in, although it had room."""
         one = Pass([Part((0, 0), 0)])
         feeds = {called: np.array(INPUTS[name](one), kind) for called, (name, kind) in self._inputs.items()}
-        feeds |= {t.past: np.zeros((1, t.heads, _PROBED, t.head_dim), t.dtype) for t in layout}
+        feeds |= {tensor.input: np.zeros(tensor.of_tokens(_PROBED), tensor.dtype) for tensor in kept}
         quiet = ort.RunOptions()
         quiet.log_severity_level = _FATAL
         try:
-            present = self._session.run([layout[0].present], feeds, quiet)[0]
+            present = self._session.run([kept[0].output], feeds, quiet)[0]
         except RUN_ERRORS:  # a mask shorter than the cache: not for this graph
             return True
         return bool(present.shape[2] != _PROBED)

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.errors import BundleError
 from edgespec_runtimes.ort import ort
 
 KEY_TILE: Final = 16
@@ -60,7 +61,10 @@ class KVBuffers(ABC):
     What is not overridden is of graphs that read and write one buffer of full capacity for each tensor.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+    def __init__(self, layout: Sequence[KeptTensor]) -> None:
+        """Reserve nothing yet; BundleError for what a sequence keeps besides keys and values."""
+        if states := [tensor.input for tensor in layout if tensor.per != "token"]:
+            raise BundleError(f"the graph keeps states ({', '.join(states)}), which edgespec cannot run yet")
         self._layout = layout
         self._values: list[Any] = []
 
@@ -76,8 +80,8 @@ class KVBuffers(ABC):
     def bind(self, binding: Any, start: int, count: int) -> None:
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
         for tensor, value in zip(self._layout, self._values, strict=True):
-            binding.bind_ortvalue_input(tensor.past, value)
-            binding.bind_ortvalue_output(tensor.present, value)
+            binding.bind_ortvalue_input(tensor.input, value)
+            binding.bind_ortvalue_output(tensor.output, value)
 
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
@@ -105,7 +109,7 @@ class SharedCache(KVBuffers):
     ``arrays`` are ``(1, heads, capacity, head_dim)`` each.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+    def __init__(self, layout: Sequence[KeptTensor]) -> None:
         super().__init__(layout)
         self.arrays: list[_Array] = []
 
@@ -122,7 +126,7 @@ class SharedCache(KVBuffers):
         self._values.clear()
         arrays = []
         for tensor in self._layout:
-            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            array = np.zeros(tensor.of_tokens(capacity), tensor.dtype)
             # Each goes when it is copied, so that one alone is there twice.
             old = self.arrays.pop(0) if moves else array
             for begin, to, held in moves:
@@ -154,7 +158,7 @@ class GrowingCache(KVBuffers):
     the next pass binds: the rows that stay move together.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+    def __init__(self, layout: Sequence[KeptTensor]) -> None:
         super().__init__(layout)
         self._past: list[_Array] = []
         self._present: list[_Array] = []
@@ -173,7 +177,7 @@ class GrowingCache(KVBuffers):
             self.clear()
         past, present = [], []
         for index, tensor in enumerate(self._layout):
-            size = tensor.heads * capacity * tensor.head_dim
+            size = prod(tensor.of_tokens(capacity))
             past.append(np.zeros(size, tensor.dtype))
             present.append(np.zeros(size, tensor.dtype))
             if keep:
@@ -188,12 +192,12 @@ class GrowingCache(KVBuffers):
             read, write = _rows(past, tensor, start), _rows(present, tensor, start + count)
             if start != self._held:
                 held = _rows(past, tensor, self._held)
-                for head in range(1, tensor.heads):  # the first lies where it will lie
+                for head in range(1, len(held[0])):  # the first lies where it will lie
                     read[0, head] = held[0, head, :start]
             values = ort_value(read), ort_value(write)
             self._bound += [(read, values[0]), (write, values[1])]
-            binding.bind_ortvalue_input(tensor.past, values[0])
-            binding.bind_ortvalue_output(tensor.present, values[1])
+            binding.bind_ortvalue_input(tensor.input, values[0])
+            binding.bind_ortvalue_output(tensor.output, values[1])
         self._held = start
 
     def written(self, length: int) -> None:
@@ -224,9 +228,9 @@ def _whole_tiles(tokens: int) -> int:
     return -(-tokens // KEY_TILE) * KEY_TILE
 
 
-def _rows(buffer: _Array, tensor: CacheTensor, tokens: int) -> _Array:
+def _rows(buffer: _Array, tensor: KeptTensor, tokens: int) -> _Array:
     """The beginning of a buffer as keys or values of ``tokens`` tokens."""
-    shape = (1, tensor.heads, tokens, tensor.head_dim)
+    shape = tensor.of_tokens(tokens)
     return buffer[: prod(shape)].reshape(shape)
 
 
@@ -256,7 +260,7 @@ class Memory:
         array = self._output[: prod(shape)].reshape(shape)
         return ort_value(array), lambda: array
 
-    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+    def cache(self, layout: Sequence[KeptTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""
         return SharedCache(layout)
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import Part, StaticInputs, cache_names
+from edgespec_models.bundles.graph_contract import Part, StaticInputs
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
@@ -91,6 +92,7 @@ class StaticIO(GraphIO):
         static, config = bundle.manifest.static, bundle.config
         assert static is not None and isinstance(config, ModelConfig)
         self._static, self._config, self._path, self._open = static, config, bundle.path, open_graphs
+        self._kept = bundle.manifest.kept
         self._host = StaticInputs(config, static.masked)
         self._passes: dict[int, _Pass] = {}
         self._cache: list[_Array] = []
@@ -152,7 +154,7 @@ class StaticIO(GraphIO):
         opened = self._open([self._path / file for file in files.values()])
         sessions = dict(zip(files, opened, strict=True))
         types = {value.name: TYPES[value.type] for value in sessions[1].get_inputs()}
-        for index, (name, shape) in enumerate(_cache_shapes(self._config, capacity)):
+        for index, (name, shape) in enumerate(_cache_shapes(self._kept, capacity)):
             self._cache.append(np.zeros(shape, types[name]))
             if old:
                 _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
@@ -184,7 +186,7 @@ class StaticIO(GraphIO):
 
     def _bind(self, session: Any) -> _Pass:
         binding, keep = session.io_binding(), list[Any]()
-        shared = dict(zip((n for n, _ in _cache_shapes(self._config, 1)), self._cache, strict=True))
+        shared = dict(zip((n for n, _ in _cache_shapes(self._kept, 1)), self._cache, strict=True))
         inputs = {
             value.name: np.zeros(value.shape, TYPES[value.type])
             for value in session.get_inputs()
@@ -201,11 +203,12 @@ class StaticIO(GraphIO):
         return _Pass(session, binding, inputs, outputs["logits"], presents, tuple(keep))
 
 
-def _cache_shapes(config: ModelConfig, capacity: int) -> list[tuple[str, tuple[int, ...]]]:
+def _cache_shapes(kept: Sequence[KeptTensor], capacity: int) -> list[tuple[str, tuple[int, ...]]]:
     """Keys lie transposed, as the product with the queries takes them."""
-    heads, width = config.num_kv_heads, config.head_dim
-    shapes = (1, heads, width, capacity), (1, heads, capacity, width)
-    return [(past, shapes[index % 2]) for index, (past, _) in enumerate(cache_names(config.num_layers))]
+    shapes = [tensor.of_tokens(capacity) for tensor in kept]
+    keys = [(one, heads, width, tokens) for one, heads, tokens, width in shapes]
+    pairs = zip(kept, keys, shapes, strict=True)
+    return [(tensor.input, shape if index % 2 else key) for index, (tensor, key, shape) in enumerate(pairs)]
 
 
 def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:

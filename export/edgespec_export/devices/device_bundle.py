@@ -46,7 +46,7 @@ def build_for_device(
         tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
         texts = _texts(tokenizer, checkpoint.special_tokens(), options.calibration)
         golden = find_golden(digest)
-        made, by_class, report, parity = export_static(
+        made, kept, by_class, report, parity = export_static(
             checkpoint, folder, graphs, texts, golden=golden, progress=progress
         )
         if options.chip is not None:
@@ -63,7 +63,7 @@ def build_for_device(
             formats={name: sum(counts.values())},
             bytes_by_class=by_class,
             parameters_by_class=counts,
-            kv="float32" if made.activations == "float32" else "uint8",
+            kept=kept,
             static=made,
         )
         size, peak = checkpoint.n_bytes, peak_memory_bytes()
