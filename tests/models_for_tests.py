@@ -122,7 +122,7 @@ def toy_model(
     def running(name: str, session: ToySession, seconds: float) -> Running:
         curve = CostCurve({1: seconds, 8: 1.1 * seconds, 32: 1.5 * seconds})
         return Running(
-            bundle(name, session.longest),
+            bundle(name, session.model.longest),
             session,
             curve,
             Placement(Device(KINDS["cpu"], "ready"), "made up"),

@@ -11,10 +11,11 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.plan import Precision
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.cuda import DeviceCache, open_cuda
 from edgespec_runtimes.devices import CPU, Device
-from edgespec_runtimes.static import StaticSession
+from edgespec_runtimes.session import Session
+from edgespec_runtimes.static import open_static
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_written_out
 from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
 from tests.native_for_tests import tiny_native
@@ -23,7 +24,7 @@ from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, WIDE,
 ON_CPU = Device(CPU, "ready")
 ONE_THREAD = CpuOptions(threads=1)
 TOKENS = [(7 * i * i + 3) % 250 for i in range(40)]
-AnySession = CpuSession | CudaSession | StaticSession
+AnySession = Session
 Make = Callable[..., object]
 
 
@@ -80,10 +81,15 @@ def opened(folder: Path, options: CpuOptions = ONE_THREAD) -> AnySession:
     """The session of its kind over the bundle in ``folder``."""
     bundle = open_bundle(folder)
     if bundle.manifest.static is not None:
-        return StaticSession(bundle, ON_CPU, options)
+        return open_static(bundle, ON_CPU, options)
     if bundle.manifest.form == "dynamic-float16":
-        return CudaSession(bundle, ON_CPU, options)
-    return CpuSession(bundle, options)
+        return open_cuda(bundle, ON_CPU, options)
+    return open_cpu(bundle, options)
+
+
+def keeps_rows(session: AnySession) -> bool:
+    """Whether parts of its cache can be put aside: it lies where no device has memory of its own."""
+    return session.model.cache is not None and not isinstance(session.model.cache, DeviceCache)
 
 
 def passes(session: AnySession, tokens: Sequence[int], *sizes: int) -> F32:
@@ -119,10 +125,10 @@ def alike(
     for session in (one, other):
         session.prefill([])
     for step, number in steps:
-        tokens = rng.integers(0, 250, min(number, one.longest)).tolist()
+        tokens = rng.integers(0, 250, min(number, one.model.longest)).tolist()
         if step == "keep":  # of the rows that a pass has just read
             tokens = tokens[:fresh]
-        if step != "forward" or one.length + number <= one.longest:
+        if step != "forward" or one.length + number <= one.model.longest:
             found, expected = (_ask(session, step, tokens) for session in (one, other))
             assert found.shape == expected.shape and found.dtype == np.float32
             np.testing.assert_allclose(found, expected, atol=near * float(np.abs(expected).max(initial=0.0)))

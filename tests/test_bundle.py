@@ -22,7 +22,7 @@ from edgespec_models.bundles.bundle import (
     Manifest,
 )
 from edgespec_models.errors import BundleError, RequestError, TokenizerError, UnsupportedModelError
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.native_for_tests import Edit, edit_manifest
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import LLAMA, tiny_bundle
@@ -274,4 +274,4 @@ def test_a_tokenizer_that_is_damaged_or_has_more_ids_than_rows(folder: Path) -> 
 def test_a_damaged_graph(folder: Path) -> None:
     (folder / GRAPH).write_bytes(bytes((folder / GRAPH).stat().st_size))
     with pytest.raises(BundleError, match="cannot load"):
-        CpuSession(Bundle(folder))
+        open_cpu(Bundle(folder))

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from edgespec.decoding.draft import Source
 from edgespec.decoding.loop import Verifier
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.kv_cache import SavedCache
+from edgespec_runtimes.session import Session
 from tests.drafters_for_tests import GREEDY, model_of, plain
 from tests.models_for_tests import VOCAB, printable, toy_model, toy_session
 from tests.native_for_tests import tiny_native
@@ -43,18 +44,18 @@ class Recurrent(ToySession):
         super().keep(rows)
         assert self.length >= self.behind
 
-    def _place(self, length: int) -> int:
+    def rewind(self, length: int) -> int:
         if length < self.behind:
             length = self.behind = length // STORED * STORED
-        return length
+        return super().rewind(length)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
-    return CpuSession(tiny_native(tmp_path_factory.mktemp("keep") / "m").bundle)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    return open_cpu(tiny_native(tmp_path_factory.mktemp("keep") / "m").bundle)
 
 
-def test_a_number_of_rows_that_the_pass_has_not_is_refused(model: CpuSession) -> None:
+def test_a_number_of_rows_that_the_pass_has_not_is_refused(model: Session) -> None:
     model.predict([1, 2, 3])
     for rows in (-1, 4):
         with pytest.raises(RequestError, match="the last pass read 3"):
@@ -71,7 +72,7 @@ def test_a_number_of_rows_that_the_pass_has_not_is_refused(model: CpuSession) ->
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_sequences_are_lists_of_tokens(model: CpuSession, data: st.DataObject) -> None:
+def test_sequences_are_lists_of_tokens(model: Session, data: st.DataObject) -> None:
     """Whatever is read, kept and gone back to, the next row is that of the tokens that stayed."""
     recurrent, text, fresh = Recurrent(), list[int](), 0
     model.rewind(0)
@@ -87,7 +88,7 @@ def test_sequences_are_lists_of_tokens(model: CpuSession, data: st.DataObject) -
             rows = data.draw(st.integers(0, fresh))
             text, fresh = text[: len(text) - fresh + rows], rows
             model.keep(rows)
-            if recurrent.length == model.length + recurrent.fresh - rows:
+            if recurrent.length == model.length + recurrent.stretch.fresh - rows:
                 recurrent.keep(rows)
         else:
             length, fresh = data.draw(st.integers(0, len(text))), 0

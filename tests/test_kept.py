@@ -16,7 +16,7 @@ from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import edit_manifest, native_plan, tiny_native
 from tests.toy import FLOAT, LLAMA, tiny_bundle
@@ -56,7 +56,7 @@ def test_a_device_without_states_refuses_them(tmp_path: Path, make: Callable[[Pa
     make(tmp_path / "m")
     edit_manifest(tmp_path / "m", lambda m: m["kept"][1].update(per="sequence"))
     with pytest.raises(BundleError, match=r"keeps states \(past_key_values\.0\.value\)"):
-        CpuSession(Bundle(tmp_path / "m"))
+        open_cpu(Bundle(tmp_path / "m"))
 
 
 def test_a_backend_that_lacks_a_layer_refuses_it_by_name(

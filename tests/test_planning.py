@@ -24,10 +24,10 @@ from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.downloads.catalog import entries, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.memory import MachineMemory, machine_memory
-from edgespec_runtimes.static import StaticSession
+from edgespec_runtimes.static import open_static
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum, write_written_out
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint
@@ -76,7 +76,7 @@ def test_a_cache_takes_what_its_session_reserves(tmp_path: Path, kind: str, exac
     bundle = open_bundle(tmp_path / "m")
     planned = footprint_of(bundle, exact_rows=exact_rows).cache
     for tokens in LENGTHS:
-        session = CpuSession(bundle, replace(ONE_THREAD, exact_rows=exact_rows), row_exact=True)
+        session = open_cpu(bundle, replace(ONE_THREAD, exact_rows=exact_rows), row_exact=True)
         session.reserve(tokens)
         assert planned.bytes(tokens) == session.kv_bytes, tokens
         session.close()
@@ -87,7 +87,7 @@ def test_so_do_the_caches_of_fixed_shapes(tmp_path: Path) -> None:
     export_model(source, tmp_path / "m", options=ExportOptions(device="npu-openvino", buckets=(64, 128)))
     bundle = Bundle(tmp_path / "m")
     planned = footprint_of(bundle, exact_rows=True).cache
-    session = StaticSession(bundle, Device(CPU, "ready"), ONE_THREAD)
+    session = open_static(bundle, Device(CPU, "ready"), ONE_THREAD)
     for tokens in (10, 64, 65, 128):
         session.reserve(tokens)
         assert planned.bytes(tokens) == session.kv_bytes

@@ -12,7 +12,7 @@ from edgespec_models.bundles.bundle import GRAPH, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import ParityError
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.gguf_for_tests import tiny_gguf
 from tests.toy import COLUMNS, FLOAT, GEMMA, INT8, LLAMA, tiny_bundle
 
@@ -25,7 +25,7 @@ TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])
 def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig, form: WeightFormat) -> None:
     bundle = tiny_bundle(tmp_path / "b", config, form).path
     opened = Bundle(bundle)
-    session = CpuSession(opened)
+    session = open_cpu(opened)
     expected = []
     for tokens in TEXTS:
         session.prefill([])
@@ -34,7 +34,7 @@ def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig,
     rolls_back, row_exact, logits = run_pieces(pieces, opened.manifest, TEXTS)
     assert len(pieces) > config.num_layers
     assert rolls_back
-    assert row_exact == session.row_exact is True
+    assert row_exact == session.model.row_exact is True
     for got, whole in zip(logits, expected, strict=True):
         np.testing.assert_array_equal(got, whole)
     session.close()

@@ -15,7 +15,7 @@ from edgespec import LoadOptions, Model
 from edgespec.cli import app
 from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from tests.models_for_tests import VOCAB, printable, toy_model
 from tests.native_for_tests import tiny_native
 from tests.serving_for_tests import ask, events, serving
@@ -76,7 +76,7 @@ def test_what_the_cache_holds_has_probabilities_too(tmp_path: Path) -> None:
     tiny = tiny_native(tmp_path / "target")
     with edgespec.load(tiny.path, "ngram", options=LoadOptions(threads=1)) as model:
         ids = model.tokenize(LONG)
-        session = CpuSession(tiny.bundle, CpuOptions(threads=1))
+        session = open_cpu(tiny.bundle, CpuOptions(threads=1))
         rows = log_softmax(session.predict(ids).logits)
         session.close()
         model.generate(LONG, max_tokens=4)

@@ -94,7 +94,7 @@ class Chain(ABC):
 
     def _said(self, token: int, predictions: Predictions, row: int = 0) -> Said:
         """What a row says behind ``token``."""
-        best, kept = predictions.best(row), self._session.head_tokens
+        best, kept = predictions.best(row), self._session.model.head_tokens
         return Said(token, best if kept is None else int(kept[best]), predictions.probability(row))
 
 
@@ -169,8 +169,8 @@ class Reader(Chain):
         self._learned, self._text = len(text), list(text)
         if not self._knows(text):
             held = self._roll_back(text)
-            for start in range(held, len(text), self._session.piece):
-                piece = list(text[start : start + self._session.piece])
+            for start in range(held, len(text), self._session.model.piece):
+                piece = list(text[start : start + self._session.model.piece])
                 ends = start + len(piece) > last
                 guesses = self._guesses(len(piece)) if ends and len(piece) <= _FEW else []
                 rows = Rows(self._session, [*piece, *_tokens(guesses)], ends + len(guesses))
@@ -216,7 +216,7 @@ class Reader(Chain):
     def _guesses(self, rows: int) -> list[Follower]:
         """What to read besides, in a pass over so many rows."""
         session = self._session
-        room = min(session.piece, session.capacity - session.length) - rows
+        room = min(session.model.piece, session.capacity - session.length) - rows
         return self._followers.guesses(self._text, rows, room)
 
     def _hear(self, tokens: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> Said:

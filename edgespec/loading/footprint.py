@@ -229,7 +229,7 @@ def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:
 def _shares_cache(bundle: Bundle) -> bool:
     """Whether a foreign graph writes its cache in place, as attention does that takes it whole.
 
-    A session tries it out (:class:`edgespec_runtimes.graph_io.MaskedIO`); this is read from the header.
+    A load tries it out (:class:`edgespec_runtimes.graph_io.ForeignModel`); this is read from the header.
     """
     from edgespec_models.files.onnx_header import read_header  # of no use to edgespec's own bundles
 

@@ -91,7 +91,7 @@ class PreparedRequest:
         )
         cached = self.session.length
         self._measured |= {"queued_s": queued_s, "cached_tokens": cached}
-        if self._decoding.unread >= self.session.piece:
+        if self._decoding.unread >= self.session.model.piece:
             self._progress = Progress(len(self.tokens), cached, cached, 0.0)
 
     @property

@@ -104,7 +104,7 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     tokens = _tokens(session, _PAST + wide)
     session.prefill(tokens[:_PAST])
     per_token = session.kv_bytes / session.capacity
-    most = min(_CONTEXT, session.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
+    most = min(_CONTEXT, session.model.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
     if wide == 1 or most < 4 * _PAST or session.view(0, _PAST) is None:
         session.rewind(0)
         return curve
@@ -158,7 +158,7 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
 
 def _tokens(session: Session, count: int) -> list[int]:
     """Tokens of many kinds; which they are makes no difference."""
-    return [index * 7919 % session.vocab_size for index in range(count)]
+    return [index * 7919 % session.model.vocab_size for index in range(count)]
 
 
 def _timed(session: Session, tokens: Sequence[int]) -> float:

@@ -6,7 +6,7 @@ cache's. What must not be looked at, free places, rows that were not kept and la
 roll-back is bookkeeping: nothing is moved or cleared.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -26,11 +26,10 @@ from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
-from edgespec_runtimes.graph_io import GraphIO
 from edgespec_runtimes.kv_cache import Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
 from edgespec_runtimes.predictions import Logits, Predictions
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import LoadedModel, Session
 
 _Array = npt.NDArray[Any]
 _TIMED = 2
@@ -75,24 +74,28 @@ class _Pass:
     keep_alive: tuple[Any, ...]
 
 
-class StaticIO(GraphIO):
+class StaticModel(LoadedModel):
     """A bundle's graphs of fixed shapes, those of one bucket at a time.
 
+    Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.
     ``seconds`` are what a pass of each width cost when its graph was opened.
     """
 
-    def __init__(self, bundle: Bundle, open_graphs: Callable[[Sequence[Path]], Sequence[Any]]) -> None:
+    def __init__(self, bundle: Bundle, device: Device, options: CpuOptions | None = None) -> None:
         """Open nothing yet: :meth:`reserve` does.
 
-        Args:
-            bundle: with graphs of fixed shapes.
-            open_graphs: ONNX Runtime's sessions over a bucket's graphs, on the device.
+        Context binaries are opened where they fit; else the device's compiler takes the graphs. ``device``
+        runs every operator of the bundle's graphs, or it is an error.
         """
-        super().__init__()
         static, config = bundle.manifest.static, bundle.config
-        assert static is not None and isinstance(config, ModelConfig)
-        self._static, self._config, self._path, self._open = static, config, bundle.path, open_graphs
-        self._kept = bundle.manifest.kept
+        if static is None:
+            raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
+        assert isinstance(config, ModelConfig)
+        super().__init__(config, chunk=static.prefill)
+        self._static, self._bundle, self._device = static, bundle, device
+        self._options, self._path, self._kept = options or CpuOptions(), bundle.path, bundle.manifest.kept
+        self._contexts = static.contexts if static.device == device.kind.export else None
+        self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
         self._host = StaticInputs(config, static.masked)
         self._passes: dict[int, _Pass] = {}
         self._cache: list[_Array] = []
@@ -106,7 +109,7 @@ class StaticIO(GraphIO):
         """Bytes reserved for the KV cache."""
         return sum(array.nbytes for array in self._cache)
 
-    def reserve(self, stretch: Stretch, capacity: int) -> None:
+    def make_room(self, stretch: Stretch, capacity: int) -> None:
         """Open the graphs of the bucket of ``capacity`` tokens, keeping those of ``stretch``.
 
         Raises:
@@ -128,7 +131,7 @@ class StaticIO(GraphIO):
         """Run a part's tokens; a row for each of its last ``rows``."""
         ((tokens, start, rows, *_),) = parts
         if len(self._logits) < rows:
-            self._logits = np.zeros((rows, self._config.vocab_size), np.float32)
+            self._logits = np.zeros((rows, self.vocab_size), np.float32)
         left, filled = len(tokens), 0
         for width in cheapest_passes(left, rows, self._static, self.seconds):
             taken, at = min(width, left), len(tokens) - left
@@ -149,9 +152,57 @@ class StaticIO(GraphIO):
         self._cache.clear()
         self._capacity = 0
 
+    @property
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+        if self._contexts is None:
+            return ""
+        chip = self._contexts.chip.name
+        if self._refusal is None:
+            return f"from context binaries for {chip}"
+        return f"compiled at load, not from the context binaries for {chip}: {self._refusal}"
+
+    @property
+    def longest(self) -> int:
+        """Tokens the largest bucket holds."""
+        return self._static.longest
+
+    def _open_graphs(self, graphs: Sequence[Path]) -> list[Any]:
+        """ONNX Runtime's sessions over ``graphs``, or over what was compiled from them: all or none."""
+        if self._contexts is not None and self._refusal is None:
+            try:
+                return self._open_compiled(graphs)
+            except DeviceError as error:
+                self._refusal = str(error)
+        try:
+            return [open_on(self._device, graph, self._options) for graph in graphs]
+        except DeviceError as error:
+            if self._refusal is None:
+                raise
+            raise DeviceError(f"{error}; {self.compiled}") from error
+
+    def _open_compiled(self, graphs: Sequence[Path]) -> list[Any]:
+        files = [StaticGraphs.context_files(graph.name) for graph in graphs]
+        for name in chain.from_iterable(files):
+            self._bundle.verify(name)  # the provider's library is given whole files only
+        return [open_on(self._device, self._bundle.path / name, self._options) for name, _ in files]
+
+    def rounded(self, capacity: int) -> int:
+        """The bucket for so many tokens."""
+        return self._static.bucket_for(capacity)
+
+    def too_long(self, tokens: int) -> str:
+        """Why there is no room for so many."""
+        if tokens > self.config.context_length:
+            return super().too_long(tokens)
+        return (
+            f"{tokens:,} tokens do not fit the largest bucket of this bundle, {self.longest:,}; shorten the "
+            f"prompt, ask for fewer new tokens, or export the model with --buckets up to {tokens:,}"
+        )
+
     def _open_bucket(self, capacity: int, old: Sequence[_Array], keep: int) -> None:
         files = {rows: self._static.file(capacity, rows) for rows in self._static.widths}
-        opened = self._open([self._path / file for file in files.values()])
+        opened = self._open_graphs([self._path / file for file in files.values()])
         sessions = dict(zip(files, opened, strict=True))
         types = {value.name: TYPES[value.type] for value in sessions[1].get_inputs()}
         for index, (name, shape) in enumerate(_cache_shapes(self._kept, capacity)):
@@ -218,86 +269,18 @@ def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:
     return array[:, :, start : start + count]
 
 
-class StaticSession(Session):
-    """One model reading one sequence in passes of a few fixed sizes; see :class:`Session`.
+def open_static(
+    bundle: Bundle, device: Device, options: CpuOptions | None = None, *, row_exact: bool | None = None
+) -> Session:
+    """Open the graphs of the smallest bucket and prove that they can roll back.
 
-    Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.
+    ``row_exact`` is what an earlier self-test found; None tests now.
+
+    Raises:
+        BundleError: the bundle has other graphs, or they cannot roll back; a context binary is damaged.
+        DeviceError: the device cannot run all of a graph.
     """
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        device: Device,
-        options: CpuOptions | None = None,
-        *,
-        row_exact: bool | None = None,
-    ) -> None:
-        """Open the graphs of the smallest bucket and prove that the session can roll back.
-
-        Context binaries are opened where they fit; else the device's compiler takes the graphs.
-
-        ``device`` runs every operator of the bundle's graphs, or it is an error. ``row_exact`` is what an
-        earlier self-test found; None tests now.
-
-        Raises:
-            BundleError: the bundle has other graphs, or they cannot roll back; a context binary is damaged.
-            DeviceError: the device cannot run all of a graph.
-        """
-        static = bundle.manifest.static
-        if static is None:
-            raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
-        self._static, self._bundle, self._device = static, bundle, device
-        self._options = options or CpuOptions()
-        self._contexts = static.contexts if static.device == device.kind.export else None
-        self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
-        io = StaticIO(bundle, self._open_graphs)
-        super().__init__(io, bundle.config, chunk=static.prefill, row_exact=row_exact)
-
-    @property
-    def compiled(self) -> str:
-        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
-        if self._contexts is None:
-            return ""
-        chip = self._contexts.chip.name
-        if self._refusal is None:
-            return f"from context binaries for {chip}"
-        return f"compiled at load, not from the context binaries for {chip}: {self._refusal}"
-
-    @property
-    def longest(self) -> int:
-        """Tokens the largest bucket holds."""
-        return self._static.longest
-
-    def _open_graphs(self, graphs: Sequence[Path]) -> list[Any]:
-        """ONNX Runtime's sessions over ``graphs``, or over what was compiled from them: all or none."""
-        if self._contexts is not None and self._refusal is None:
-            try:
-                return self._open_compiled(graphs)
-            except DeviceError as error:
-                self._refusal = str(error)
-        try:
-            return [open_on(self._device, graph, self._options) for graph in graphs]
-        except DeviceError as error:
-            if self._refusal is None:
-                raise
-            raise DeviceError(f"{error}; {self.compiled}") from error
-
-    def _open_compiled(self, graphs: Sequence[Path]) -> list[Any]:
-        files = [StaticGraphs.context_files(graph.name) for graph in graphs]
-        for name in chain.from_iterable(files):
-            self._bundle.verify(name)  # the provider's library is given whole files only
-        return [open_on(self._device, self._bundle.path / name, self._options) for name, _ in files]
-
-    def _rounded(self, capacity: int) -> int:
-        return self._static.bucket_for(capacity)
-
-    def _too_long(self, tokens: int) -> str:
-        if tokens > self._config.context_length:
-            return super()._too_long(tokens)
-        return (
-            f"{tokens:,} tokens do not fit the largest bucket of this bundle, {self.longest:,}; shorten the "
-            f"prompt, ask for fewer new tokens, or export the model with --buckets up to {tokens:,}"
-        )
+    return StaticModel(bundle, device, options).opened(row_exact)
 
 
 def _misfit(contexts: Contexts, device: Device) -> str | None:
