@@ -231,7 +231,7 @@ class Model(AbstractContextManager["Model"]):
     @property
     def row_exact(self) -> bool:
         """Whether the target's passes give the same bits for any number of rows (then greedy is exact)."""
-        return self._session.row_exact
+        return self._session.model.row_exact
 
     @with_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Generation:

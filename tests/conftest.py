@@ -5,6 +5,11 @@ import shutil
 import signal
 import sys
 
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.graph_contract import Part
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.session import Session
+
 # Before NumPy is imported: products here are tiny, and its threads spend ten times as long waiting.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # programs that tests start find what tests do
@@ -21,9 +26,7 @@ from edgespec.cli.console import errors, output
 from edgespec.loading import measurements, opening
 from edgespec.requests import runner
 from edgespec_runtimes import cost
-from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Rows
 from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 if TYPE_CHECKING:
@@ -107,13 +110,19 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     now = 0.0
 
-    class Timed(CpuSession):
-        def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
-            nonlocal now
-            now += 1.0 if self._options.exact_rows else 0.01
-            return super()._run(asked)
+    def timed(bundle: Bundle, options: CpuOptions, **more: Any) -> Session:
+        session = open_cpu(bundle, options, **more)
+        run = session.model.run
 
-    monkeypatch.setattr(opening, "CpuSession", Timed)
+        def counted(parts: Sequence[Part]) -> list[Predictions]:
+            nonlocal now
+            now += 1.0 if options.exact_rows else 0.01
+            return run(parts)
+
+        monkeypatch.setattr(session.model, "run", counted)
+        return session
+
+    monkeypatch.setattr(opening, "open_cpu", timed)
     for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 

@@ -82,10 +82,10 @@ def model_of(
     target_end: int | None = None,
 ) -> ModelDrafter[Reader]:
     """A drafter with ``session``; of the target's own vocabulary without a bridge."""
-    session.reserve(min(1000, session.longest))
+    session.reserve(min(1000, session.model.longest))
     return ModelDrafter(
         reader or Reader(session, curve, Followers(curve), clock=clock),
-        bridge or IdentityBridge(session.vocab_size),
+        bridge or IdentityBridge(session.model.vocab_size),
         ends=ends,
         target_end=target_end,
         pricing=pricing or Pricing(FREE),

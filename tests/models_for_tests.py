@@ -98,7 +98,7 @@ def toy_bundle(name: str, context: int) -> Bundle:
     """All that a model asks of its bundle."""
     ends = SpecialTokens(None, (), add_bos=False, pad=None)
     bundle = SimpleNamespace(
-        manifest=SimpleNamespace(name=name, special_tokens=ends, kv_bytes_per_token=KV_BYTES),
+        manifest=SimpleNamespace(name=name, special_tokens=ends, kept_bytes=KV_BYTES.__mul__),
         config=SimpleNamespace(context_length=context, vocab_size=VOCAB, is_head=False),
         tokenizer=toy_tokenizer(),
         chat_template=ChatTemplate(TEMPLATE),
@@ -122,7 +122,7 @@ def toy_model(
     def running(name: str, session: ToySession, seconds: float) -> Running:
         curve = CostCurve({1: seconds, 8: 1.1 * seconds, 32: 1.5 * seconds})
         return Running(
-            bundle(name, session.longest),
+            bundle(name, session.model.longest),
             session,
             curve,
             Placement(Device(KINDS["cpu"], "ready"), "made up"),

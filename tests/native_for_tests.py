@@ -15,7 +15,7 @@ from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import GRAPH, MANIFEST
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import graph_name, layer_shapes, products_of
+from edgespec_models.bundles.layers import graph_name, kept_by, products_of, tensor_shapes
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
@@ -60,8 +60,8 @@ def tiny_native(
         cut = config.query_width + config.kv_width
         bias = weights.pop(f"{prefix}.bias")  # under the names of standard graphs
         weights |= {f"{prefix}.parts.0.bias": bias[:cut], f"{prefix}.parts.1.bias": bias[cut:]}
-    facts = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True}
-    facts |= {"kv": "float16", "operators": "edgespec"}
+    facts: dict[str, Any] = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True}
+    facts |= {"kept": kept_by(config, "float16"), "operators": "edgespec"}
     write_bundle(folder, model, config, head_tokens, tokenizer_json, facts, template)
     return TinyModel(folder, config, weights)
 
@@ -93,15 +93,15 @@ def native_plan(
     config: ModelConfig, kind: str, *, tunable: bool = False, head_tokens: tuple[int, ...] | None = None
 ) -> DecoderPlan:
     """Every matrix in ``kind``."""
-    form, shapes = WeightFormat(8, 32, tiles=kind), layer_shapes(config)
+    form, shapes = WeightFormat(8, 32, tiles=kind), tensor_shapes(config)
 
     def linear(prefix: str, kinds: tuple[str, ...]) -> LinearSpec:
         biased = kinds[0] == "q" and config.architecture == "qwen2"
         parts = (
-            LinearPart((prefix + name,), shapes[name][0], form, (f"{prefix}{name}_bias",) * biased)
+            LinearPart((prefix + name,), shapes[prefix + name][0], form, (f"{prefix}{name}_bias",) * biased)
             for name in kinds
         )
-        return LinearSpec(shapes[kinds[0]][1], tuple(parts))
+        return LinearSpec(shapes[prefix + kinds[0]][1], tuple(parts))
 
     rows = config.vocab_size if head_tokens is None else len(head_tokens)
     linears = {"lm_head": LinearSpec(config.hidden_size, (LinearPart(("lm_head",), rows, form),))}

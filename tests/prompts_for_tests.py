@@ -37,12 +37,10 @@ class Showing(ToySession):
         read: tokens that passes computed.
     """
 
-    prompt_key = KEY
-
     def __init__(self, width: int = 1) -> None:
         nothing = np.zeros(404, np.float32)
         super().__init__(lambda tokens: nothing, 404)
-        self.width = width
+        self.width, self.model.prompt_key = width, KEY
 
     @property
     def read(self) -> int:
@@ -63,7 +61,7 @@ class Showing(ToySession):
         start = len(self.cache)
         assert start % 16 == 0
         self.reserve(start + count)
-        self.cache += saved.tokens[:count]
+        self.stretch.add(saved.tokens[:count])
         np.testing.assert_array_equal(saved.arrays[0][:, :, :count], self.values(start, start + count))
 
 
@@ -89,7 +87,7 @@ def sizes(folder: Path) -> int:
 
 def keyed(seed: int = 0) -> ToySession:
     session = toy_session(seed)
-    session.prompt_key = f"toy{seed}-0123456789abcdef"
+    session.model.prompt_key = f"toy{seed}-0123456789abcdef"
     return session
 
 

@@ -268,7 +268,7 @@ def foreign(folder: Path) -> Reader:
 
 def onnx(folder: Path) -> Reader:
     path = folder / "model.onnx"
-    stated = Stated(architecture="gpt2", vocab_size=404, num_heads=4, context_length=640)
+    stated = Stated(architecture="gpt2", vocab_size=404, context_length=640)
     seed = (write_genai(folder / "seed", ForeignSpec(external=True)) / "model.onnx").read_bytes()
 
     path.with_name("model.onnx.data").write_bytes(bytes(100))

@@ -11,10 +11,11 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.plan import Precision
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.cuda import DeviceCache, open_cuda
 from edgespec_runtimes.devices import CPU, Device
-from edgespec_runtimes.static import StaticSession
+from edgespec_runtimes.session import Session
+from edgespec_runtimes.static import open_static
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_written_out
 from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
 from tests.native_for_tests import tiny_native
@@ -23,7 +24,7 @@ from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, WIDE,
 ON_CPU = Device(CPU, "ready")
 ONE_THREAD = CpuOptions(threads=1)
 TOKENS = [(7 * i * i + 3) % 250 for i in range(40)]
-AnySession = CpuSession | CudaSession | StaticSession
+AnySession = Session
 Make = Callable[..., object]
 
 
@@ -66,13 +67,13 @@ FOREIGN_OTHER = {
     "concat, float16": _of(write_genai, ForeignSpec(attention="concat", kv="float16")),
     "alibi": _of(write_written_out, alibi=True),
 }
-INT8_CACHE = {f"int8 cache, {name}": _of(_exported, name, "Q4_K", kv="int8") for name in ARCHITECTURES}
+EXPORTED = {f"exported, {n}": _of(_exported, n, "Q4_K", weights="portable") for n in ARCHITECTURES}
 DEVICES = {
     "float16": _of(tiny_bundle, LLAMA, INT4, precision=Precision("float16", "float16")),
     "float16, gemma": _of(tiny_bundle, GEMMA, COLUMNS, precision=Precision("float16", "float16")),
     "fixed shapes": _of(_exported, device="npu-openvino", buckets=(64, 128)),
 }
-EXACT_ON_X86 = PORTABLE | FOREIGN_EXACT | INT8_CACHE
+EXACT_ON_X86 = PORTABLE | FOREIGN_EXACT | EXPORTED
 KINDS = NATIVE | EXACT_ON_X86 | FOREIGN_OTHER | DEVICES | {"float": _of(tiny_bundle, LLAMA, FLOAT)}
 
 
@@ -80,10 +81,15 @@ def opened(folder: Path, options: CpuOptions = ONE_THREAD) -> AnySession:
     """The session of its kind over the bundle in ``folder``."""
     bundle = open_bundle(folder)
     if bundle.manifest.static is not None:
-        return StaticSession(bundle, ON_CPU, options)
+        return open_static(bundle, ON_CPU, options)
     if bundle.manifest.form == "dynamic-float16":
-        return CudaSession(bundle, ON_CPU, options)
-    return CpuSession(bundle, options)
+        return open_cuda(bundle, ON_CPU, options)
+    return open_cpu(bundle, options)
+
+
+def keeps_rows(session: AnySession) -> bool:
+    """Whether parts of its cache can be put aside: it lies where no device has memory of its own."""
+    return session.model.cache is not None and not isinstance(session.model.cache, DeviceCache)
 
 
 def passes(session: AnySession, tokens: Sequence[int], *sizes: int) -> F32:
@@ -96,7 +102,14 @@ def passes(session: AnySession, tokens: Sequence[int], *sizes: int) -> F32:
     return cast(F32, np.concatenate(rows))
 
 
-_SPANS = {"forward": (1, 12), "truncate": (0, 300), "prefill": (1, 300), "next": (1, 90), "reserve": (1, 600)}
+_SPANS = {
+    "forward": (1, 12),
+    "keep": (0, 12),
+    "rewind": (0, 300),
+    "prefill": (1, 300),
+    "next": (1, 90),
+    "reserve": (1, 600),
+}
 steps = st.lists(
     st.one_of(*(st.tuples(st.just(step), st.integers(*span)) for step, span in _SPANS.items())),
     min_size=1,
@@ -108,16 +121,19 @@ def alike(
     one: AnySession, other: AnySession, steps: Sequence[tuple[str, int]], seed: int, near: float
 ) -> None:
     """Whatever is asked of both, logits differ by at most ``near`` of the largest."""
-    rng = np.random.default_rng(seed)
+    rng, fresh = np.random.default_rng(seed), 0
     for session in (one, other):
         session.prefill([])
     for step, number in steps:
-        tokens = rng.integers(0, 250, min(number, one.longest)).tolist()
-        if step != "forward" or one.length + number <= one.longest:
+        tokens = rng.integers(0, 250, min(number, one.model.longest)).tolist()
+        if step == "keep":  # of the rows that a pass has just read
+            tokens = tokens[:fresh]
+        if step != "forward" or one.length + number <= one.model.longest:
             found, expected = (_ask(session, step, tokens) for session in (one, other))
             assert found.shape == expected.shape and found.dtype == np.float32
             np.testing.assert_allclose(found, expected, atol=near * float(np.abs(expected).max(initial=0.0)))
         assert one.length == other.length
+        fresh = {"forward": number, "keep": len(tokens)}.get(step, 0)
 
 
 def _ask(session: AnySession, step: str, tokens: list[int]) -> F32:
@@ -125,8 +141,10 @@ def _ask(session: AnySession, step: str, tokens: list[int]) -> F32:
         return session.predict(tokens).logits
     if step == "next":
         return session.predict_next(tokens).logits
-    if step == "truncate":
-        session.truncate(min(len(tokens), session.length))
+    if step == "keep":
+        session.keep(len(tokens))
+    elif step == "rewind":
+        assert session.rewind(min(len(tokens), session.length)) == min(len(tokens), session.length)
     elif step == "reserve":
         session.reserve(len(tokens))
     else:

@@ -27,7 +27,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.catalog import find
 from edgespec_models.errors import DoesNotFit, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.fake_model import FakeModel
 from tests.gguf_for_tests import tiny_gguf
 from tools import first_guesses
@@ -149,13 +149,13 @@ def test_first_guesses_are_what_the_logits_say(tmp_path: Path, trim: Any) -> Non
     options = ExportOptions(role="drafter", trim=trim)
     export_model(tiny_gguf("gemma3", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "d", options=options)
     bundle = Bundle(tmp_path / "d")
-    prompt, session = [5, 17, 300, 2, 41, 17], CpuSession(bundle)
+    prompt, session = [5, 17, 300, 2, 41, 17], open_cpu(bundle)
     if bundle.head_tokens is not None:
-        session.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
+        session.model.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
     ids = list(prompt)
     for _ in range(70):  # what it writes itself, one pass a token
         best = session.predict_next(ids).best(0)
-        ids.append(best if session.head_tokens is None else int(session.head_tokens[best]))
+        ids.append(best if session.model.head_tokens is None else int(session.model.head_tokens[best]))
     assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 70
     ids[-1] += 1
     assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 69

@@ -22,7 +22,7 @@ from edgespec_models.bundles.bundle import (
     Manifest,
 )
 from edgespec_models.errors import BundleError, RequestError, TokenizerError, UnsupportedModelError
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.native_for_tests import Edit, edit_manifest
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import LLAMA, tiny_bundle
@@ -165,7 +165,11 @@ DAMAGE: dict[str, Edit] = {
     "an end of text that is no token": lambda m: m["special_tokens"].update(eos=[10**9]),
     "a negative size": lambda m: m["parameters_by_class"].update(mlp=-1),
     "a size beyond all disks": lambda m: m["bytes_by_class"].update(mlp=10**400),
-    "a layer that is not there": lambda m: m.update(float_kv_layers=[99]),
+    "nothing kept": lambda m: m.update(kept=[]),
+    "kept by nobody": lambda m: m["kept"][0].update(per="layer"),
+    "no heads kept": lambda m: m["kept"][0].update(shape=[0, 8]),
+    "no width kept": lambda m: m["kept"][0].update(shape=[8]),
+    "an unknown type": lambda m: m["kept"][0].update(type="int3"),
     "a number that is no number": lambda m: m["config"].update(rope_theta=float("nan")),
     "static graphs for a GPU": lambda m: m.update(static={"device": "cuda"}),
     "no graph": lambda m: m["files"].pop(GRAPH),
@@ -270,4 +274,4 @@ def test_a_tokenizer_that_is_damaged_or_has_more_ids_than_rows(folder: Path) -> 
 def test_a_damaged_graph(folder: Path) -> None:
     (folder / GRAPH).write_bytes(bytes((folder / GRAPH).stat().st_size))
     with pytest.raises(BundleError, match="cannot load"):
-        CpuSession(Bundle(folder))
+        open_cpu(Bundle(folder))

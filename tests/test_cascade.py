@@ -117,7 +117,8 @@ def test_it_guesses_no_further_than_the_cache_has_room() -> None:
         session = _session()
         before = [1] * (session.capacity - room - 2)
         session.prefill(before)
-        capacity, session.passes = session.capacity, []
+        capacity = session.capacity
+        session.passes.clear()
         reader = Reader(session, CHEAP, followers)
         alone(reader.read([*before, *text[1:3]]), reader.clock)
         assert session.passes == [2 + min(room, 3)] and session.capacity == capacity

@@ -24,7 +24,7 @@ from edgespec_models.errors import EdgespecError
 from edgespec_models.graphs.decoder import _choose
 from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.cuda import CudaSession, DeviceMemory
+from edgespec_runtimes.cuda import DeviceMemory, open_cuda
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
@@ -119,8 +119,8 @@ def test_a_device_chooses_what_the_rows_say(logits: F32) -> None:
 class _Choosing(ToySession):
     """A toy that hands out choices and no rows."""
 
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        return [chosen(each.logits, pytest.fail) for each in super().predict_together(asked)]
+    def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
+        return [chosen(each.logits, pytest.fail) for each in super().pass_over(rows)]
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
         return chosen(super().predict_next(tokens).logits, pytest.fail)
@@ -175,8 +175,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-def _open(bundle: Bundle) -> CudaSession:
-    return CudaSession(bundle, Device(CPU, "ready"), CpuOptions(threads=1))
+def _open(bundle: Bundle) -> Session:
+    return open_cuda(bundle, Device(CPU, "ready"), CpuOptions(threads=1))
 
 
 def _of_before(bundle: Bundle) -> Bundle:
@@ -209,11 +209,11 @@ def test_a_float16_graph_chooses_what_its_rows_say(
     for prompt in ([1], [5, 17, 300, 2, 2, 41], list(range(200))):
         plain = _written(old, Silent(), prompt, 24)
         assert _written(new, Silent(), prompt, 24) == plain
-        assert _written(new, model_of(drafter), prompt, 24) == plain or not new.row_exact
+        assert _written(new, model_of(drafter), prompt, 24) == plain or not new.model.row_exact
     assert drafter.length and not copies
     tokens = [3, 300, 12, 4]
     for session in (new, old):
-        session.truncate(0)
+        session.rewind(0)
     predictions, expected = new.predict(tokens), old.predict(tokens)
     assert not copies and isinstance(predictions, DevicePredictions)
     assert not isinstance(expected, DevicePredictions)

@@ -249,14 +249,13 @@ def test_demo_writes_its_report_and_says_what_to_try(use: Use, tmp_path: Path) -
 def test_export_with_quantization_options(tmp_path: Path) -> None:
     source = str(tiny_gguf("llama", layers=1).write(tmp_path / "m.gguf"))
     options = ("-o", str(tmp_path / "out"), "--bits", "4", "--mixed", "none", "--overwrite")
-    for more, form in (((), "Q4_1"), (("--kv", "int8"), "int4/32+minimums")):
+    for more, form in (((), "Q4_1"), (("--weights", "portable"), "int4/32+minimums")):
         result = run("export", source, *options, *more)
         assert result.exit_code == 0 and f"as {form}, relative error" in result.stdout
     shown = run("inspect", str(tmp_path / "out")).stdout
-    assert "4-bit/mixed=none" in shown and "int8" in shown.partition("KV cache")[2]
-    for option, value, says in (("--bits", "8", "exclude each other"), ("--kv", "int8", "cache is float16")):
-        refused = run("export", source, "-o", str(tmp_path / "no"), "--weights", "exact", option, value)
-        assert refused.exit_code == 1 and says in " ".join(refused.stderr.split())
+    assert "4-bit/mixed=none" in shown and "float32" in shown.partition("KV cache")[2]
+    refused = run("export", source, "-o", str(tmp_path / "no"), "--weights", "exact", "--bits", "8")
+    assert refused.exit_code == 1 and "exclude each other" in " ".join(refused.stderr.split())
     assert run("export", source, "-o", str(tmp_path / "no"), "--bits", "5").exit_code == 2
     assert not (tmp_path / "no").exists()
 

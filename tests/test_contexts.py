@@ -28,7 +28,7 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
 from edgespec_runtimes.discovery import Runtime, open_on, resolve
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.static import StaticSession
+from edgespec_runtimes.static import StaticModel, open_static
 from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import EMULATING
 
@@ -151,7 +151,7 @@ def test_missing_and_damaged_binaries_are_errors(made: Path, tmp_path: Path, ope
     binary = path / "model-64x4.context_qnn.bin"
     binary.write_bytes(bytes(binary.stat().st_size))
     with pytest.raises(BundleError, match=r"model-64x4.context_qnn.bin has changed.*export the model again"):
-        StaticSession(Bundle(path), replace(EMULATED, version="9.1"))
+        open_static(Bundle(path), replace(EMULATED, version="9.1"))
     assert opened == []  # it never reaches the provider
     binary.unlink()
     with pytest.raises(BundleError, match=r"lacks model-64x4.context_qnn.bin; export the model again"):
@@ -188,20 +188,20 @@ def test_what_ends_early_leaves_nothing(
 
 def test_context_binaries_are_opened_where_they_fit(made: Path, opened: Opened) -> None:
     device = replace(EMULATED, version="9.1")
-    session = StaticSession(Bundle(made), device)
+    session = open_static(Bundle(made), device)
     assert opened == [f"model-64x{rows}.context.onnx" for rows in (1, 4, 8, 64)]
-    assert session.compiled == "from context binaries for snapdragon-x-elite"
+    assert session.model.compiled == "from context binaries for snapdragon-x-elite"
     placement = Placement(device, "asked for").opened(session)
     assert str(placement) == "qnn:htp (asked for; from context binaries for snapdragon-x-elite)"
     opened.clear()
-    session = StaticSession(Bundle(made), EMULATED)  # those of another major version are not tried
+    session = open_static(Bundle(made), EMULATED)  # those of another major version are not tried
     assert opened == [f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64)]
-    assert session.compiled == (
+    assert session.model.compiled == (
         "compiled at load, not from the context binaries for snapdragon-x-elite: "
         "version 9.9 of the provider compiled them, this is 2.7.0"
     )
-    session = StaticSession(Bundle(made), ON_CPU)  # which takes no notice
-    assert session.compiled == ""
+    session = open_static(Bundle(made), ON_CPU)  # which takes no notice
+    assert session.model.compiled == ""
     placement = Placement(ON_CPU, "asked for")
     assert placement.opened(session) is placement
 
@@ -229,14 +229,14 @@ def test_a_device_is_asked_for_by_its_handle_or_its_provider(
 def test_once_one_is_refused_the_graphs_are_compiled(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(EMULATED, version="9.1")
     asked = _provider(monkeypatch, lambda name: name == "model-64x4.context.onnx")
-    session = StaticSession(Bundle(made), device)
+    session = open_static(Bundle(made), device)
     tried = ["model-64x1.context.onnx", "model-64x4.context.onnx"]
     assert asked == [*tried, *(f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64))]
-    assert session.compiled.endswith("snapdragon-x-elite: model-64x4.context.onnx is for another chip")
+    assert session.model.compiled.endswith("snapdragon-x-elite: model-64x4.context.onnx is for another chip")
     _provider(monkeypatch, lambda name: True)
     both = r"^model-64x1.onnx is.*binaries.*: model-64x1.context.onnx is for another chip"
     with pytest.raises(DeviceError, match=both):
-        StaticSession(Bundle(made), device)
+        open_static(Bundle(made), device)
 
 
 def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +244,8 @@ def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: py
         monkeypatch.setattr(Runtime, name, lambda self, *args, name=name: getattr(EMULATING, name)(*args))
     with edgespec.load(made, "ngram", device="qnn:htp") as model:
         stats = model.generate("one two", max_new_tokens=2).stats
-        assert isinstance(model._session, StaticSession)
-        model._session._refusal = "no memory"  # as a longer bucket's may be
+        assert isinstance(model._session.model, StaticModel)
+        model._session.model._refusal = "no memory"  # as a longer bucket's may be
         later = model.generate("one two", max_new_tokens=2).stats
         assert later.placement.endswith("binaries for snapdragon-x-elite: no memory)")
         assert model.generate("one two", max_new_tokens=64).finish_reason in ("length", "stop")

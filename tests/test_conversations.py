@@ -47,14 +47,14 @@ def test_a_conversation_remembers_and_alternating_ones_keep_their_caches() -> No
 
 def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
     drafter, said, other = toy_session(1), [question(SYSTEM)], "Something else, which it does not read"
-    drafter.tunable = frozenset(("gain",))
+    drafter.model.tunable = frozenset(("gain",))
     with toy_model(drafter=drafter) as model:
         prompt = model._runner.prompt(said, Request())[1]
         drafter.prefill(prompt)  # as after an answer that it drafted for
         read, caches = len(drafter.passes), model._runner._caches
         model.generate(other, max_new_tokens=1)
         assert [saved.tokens for owner, saved in caches._kept if owner is drafter] == [tuple(prompt)]
-        drafter.truncate(0)
+        drafter.rewind(0)
         model.chat(said, max_new_tokens=1)
         assert (drafter.cache, len(drafter.passes)) == (prompt, read)
         model.generate(other, max_new_tokens=1)

@@ -11,8 +11,9 @@ from edgespec.drafting.pricing import Pricing
 from edgespec_models.progress import Progress
 from edgespec_runtimes import cost
 from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost, recheck_cost
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.toy import F32, LLAMA, ToySession, markov_logits
 
@@ -193,14 +194,14 @@ def test_a_curve_of_one_point_can_be_checked() -> None:
 
 
 def test_a_real_session_can_be_measured(tmp_path: Path) -> None:
-    session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, CpuOptions(threads=1))
+    session = open_cpu(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, CpuOptions(threads=1))
     curve = measure_cost(session, rows=(1, 2, 4), repeats=1)
     assert list(curve.seconds_by_rows) == [1, 2, 4] and session.length == 0
     assert all(0 < seconds < 5 for seconds in curve.seconds_by_rows.values())
     session.close()
 
 
-class _Attending(CpuSession):
+class _Attending(Session):
     """Its passes take 1 s and 0.1 s a row, and 10 and 2 ms more for each token in the cache."""
 
     now = 0.0
@@ -213,7 +214,9 @@ class _Attending(CpuSession):
 def test_what_attention_adds_along_a_context_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = _Attending(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, CpuOptions(threads=1))
+    opened = open_cpu(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, CpuOptions(threads=1))
+    session = _Attending(opened.model)
+    opened.close()
     monkeypatch.setattr(cost, "perf_counter", lambda: session.now)
     curve = measure_context(session, CostCurve({1: 1.1, 4: 1.4}))
     assert curve.context_s == pytest.approx(0.010) and curve.row_context_s == pytest.approx(0.002)

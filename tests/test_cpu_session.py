@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec_models.bundles.graph_contract import Pass
+from edgespec_models.bundles.graph_contract import Part, Pass
 from edgespec_models.errors import BundleError, RequestError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession, default_threads, most_threads
-from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.cpu import CpuOptions, default_threads, most_threads, open_cpu
+from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.kv_cache import SharedCache
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Rows
+from edgespec_runtimes.session import Session
 from tests.machines_for_tests import X86
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import KINDS, ONE_THREAD, TOKENS, opened
@@ -26,14 +26,14 @@ _PATH = os.pathsep.join(sys.path)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> CpuSession:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Session:
     model = tiny_native(tmp_path_factory.mktemp("models") / "m", GEMMA, "Q4_0")
-    return CpuSession(model.bundle, replace(ONE_THREAD, prefill_chunk=8))
+    return open_cpu(model.bundle, replace(ONE_THREAD, prefill_chunk=8))
 
 
 @pytest.fixture
-def session(shared: CpuSession) -> CpuSession:
-    shared.truncate(0)
+def session(shared: Session) -> Session:
+    shared.rewind(0)
     return shared
 
 
@@ -41,18 +41,18 @@ def test_rows_that_differ_in_longer_texts_alone_are_not_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of ONNX Runtime's operators on ARM, where rows beyond fours take other code."""
-    session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, ONE_THREAD)
+    session = open_cpu(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, ONE_THREAD)
     assert session.self_test()
-    run = session._run
+    run = session.model.run
 
-    def run_on_arm(asked: Sequence[Rows]) -> list[Predictions]:
-        logits = run(asked)[0].logits.copy()
+    def run_on_arm(parts: Sequence[Part]) -> list[Predictions]:
+        logits = run(parts)[0].logits.copy()
         fours = len(logits) // 4 * 4
-        if session.length > 16:
+        if parts[0].end > 16:
             logits[fours:] = np.nextafter(logits[fours:], np.float32(np.inf))
         return [Predictions(logits)]
 
-    monkeypatch.setattr(session, "_run", run_on_arm)
+    monkeypatch.setattr(session.model, "run", run_on_arm)
     assert not session.self_test()
 
 
@@ -62,9 +62,9 @@ def test_rows_are_exact_where_products_with_one_row_take_other_code(
 ) -> None:
     """As MatMulNBits does in blocks of 32 and 4 bits on processors with AVX2 alone (Haswell, under qemu)."""
     bundle = tiny_bundle(tmp_path / "m", LLAMA, INT4).bundle
-    session = CpuSession(bundle, replace(ONE_THREAD, exact_rows=exact_rows))
-    io = session._open_io
-    assert isinstance(io, DynamicIO)
+    session = open_cpu(bundle, replace(ONE_THREAD, exact_rows=exact_rows))
+    io = session.model
+    assert isinstance(io, OwnModel)
     bind = io._bind
 
     def bind_without_avx512(one: Pass, rows: int) -> Any:
@@ -92,8 +92,8 @@ def test_threads_do_not_change_the_bits(tmp_path: Path, threads: int, kind: str)
 from pathlib import Path
 import numpy as np
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
-session = CpuSession(Bundle(Path({bundle!r})), CpuOptions(threads={threads}, spinning={spinning}))
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+session = open_cpu(Bundle(Path({bundle!r})), CpuOptions(threads={threads}, spinning={spinning}))
 np.save({out!r}, session.predict({TOKENS}).logits)
 """
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": _PATH})
@@ -106,25 +106,25 @@ def test_sessions_of_any_options_live_in_one_process(
 ) -> None:
     """The application's own sessions too: nothing of ours may be the whole process's."""
     model, other = tiny_native(tmp_path / "m", LLAMA, "Q4_1"), tiny_bundle(tmp_path / "n", LLAMA, COLUMNS)
-    expected = CpuSession(model.bundle, ONE_THREAD).predict(TOKENS).logits
+    expected = open_cpu(model.bundle, ONE_THREAD).predict(TOKENS).logits
     for threads in (0, 1, 2, most_threads()):
-        session = CpuSession(model.bundle, CpuOptions(threads=threads, spinning=spinning))
+        session = open_cpu(model.bundle, CpuOptions(threads=threads, spinning=spinning))
         np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
         session.close()
         ort.InferenceSession(str(other.bundle.path / "model.onnx"), providers=["CPUExecutionProvider"])
     assert capfd.readouterr() == ("", "")
 
 
-def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_reuses_the_shared_prefix(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
-    run, passes = session._run, list[int]()
+    session.rewind(0)
+    run, passes = session.model.run, list[int]()
 
-    def counted(asked: Sequence[Rows]) -> list[Predictions]:
-        passes.extend(len(each.tokens) for each in asked)
-        return run(asked)
+    def counted(parts: Sequence[Part]) -> list[Predictions]:
+        passes.extend(len(part.tokens) for part in parts)
+        return run(parts)
 
-    monkeypatch.setattr(session, "_run", counted)
+    monkeypatch.setattr(session.model, "run", counted)
     changed = [*TOKENS[:12], 399, 398]
     for text, wanted in ((TOKENS[:20], [8, 8, 4]), (TOKENS[:25], [5]), (changed, [2]), (TOKENS[:10], [])):
         passes.clear()
@@ -136,7 +136,7 @@ def test_prefill_reuses_the_shared_prefix(session: CpuSession, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 300, 511, 512, 520])
-def test_a_shared_prefix_is_found_to_the_token(session: CpuSession, count: int) -> None:
+def test_a_shared_prefix_is_found_to_the_token(session: Session, count: int) -> None:
     tokens = [(i * 31) % 400 for i in range(520)]
     session.prefill(tokens)
     changed = [*tokens[:count], *(((t + 1) % 400) for t in tokens[count:])]
@@ -145,9 +145,9 @@ def test_a_shared_prefix_is_found_to_the_token(session: CpuSession, count: int) 
 
 
 @pytest.mark.parametrize("tokens", [[], [404], [-1], [3, 10_000_000]])
-def test_nonsense_is_refused_before_it_does_harm(session: CpuSession, tokens: list[int]) -> None:
+def test_nonsense_is_refused_before_it_does_harm(session: Session, tokens: list[int]) -> None:
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(10)
+    session.rewind(10)
     with pytest.raises(RequestError, match="0 to 403"):
         session.predict(tokens)
     assert session.length == 10
@@ -155,15 +155,15 @@ def test_nonsense_is_refused_before_it_does_harm(session: CpuSession, tokens: li
 
 
 @pytest.mark.parametrize("length", [-1, 6])
-def test_truncating_to_what_is_not_there_is_refused(session: CpuSession, length: int) -> None:
+def test_truncating_to_what_is_not_there_is_refused(session: Session, length: int) -> None:
     session.predict(TOKENS[:5])
     with pytest.raises(RequestError, match="holds 5 tokens"):
-        session.truncate(length)
+        session.rewind(length)
     assert session.length == 5
 
 
 def test_a_closed_session_says_so(tmp_path: Path) -> None:
-    session = CpuSession(tiny_bundle(tmp_path / "m").bundle, ONE_THREAD)
+    session = open_cpu(tiny_bundle(tmp_path / "m").bundle, ONE_THREAD)
     session.predict([1, 2])
     session.close()
     session.close()
@@ -173,7 +173,7 @@ def test_a_closed_session_says_so(tmp_path: Path) -> None:
     assert (session.length, session.capacity, session.kv_bytes) == (0, 0, 0)
 
 
-def test_a_step_allocates_no_logits(session: CpuSession) -> None:
+def test_a_step_allocates_no_logits(session: Session) -> None:
     session.prefill(TOKENS[:10])
     assert len({session.predict([3]).logits.ctypes.data for _ in range(5)}) == 1
     rows = (session.predict_next([*TOKENS[:10], token]).logits[0] for token in range(5))
@@ -186,9 +186,9 @@ def test_the_cache_is_written_in_place(tmp_path: Path, kind: str) -> None:
     session, native = opened(tmp_path / "m"), kind == "Q8_0"
     session.reserve(len(TOKENS))
     rows = session.capacity + 16 * (not native)  # a token that runs twice needs one more
-    assert session.kv_bytes == GEMMA.kv_bytes_per_token * rows // (2 if native else 1)
-    assert isinstance(session._io, DynamicIO) and isinstance(session._io.cache, SharedCache)
-    arrays = session._io.cache.arrays
+    assert session.kv_bytes == GEMMA.num_layers * 2 * GEMMA.kv_width * (2 if native else 4) * rows
+    assert isinstance(session.model, OwnModel) and isinstance(session.model.cache, SharedCache)
+    arrays = session.model.cache.arrays
     if native:
         arrays = arrays[1::2]  # keys lie in tiles of 16 tokens
     for array in arrays:
@@ -204,12 +204,12 @@ def test_the_cache_is_written_in_place(tmp_path: Path, kind: str) -> None:
         assert array[:, :, 5:8].any()
 
 
-def test_many_sizes_of_pass_do_not_pile_up(session: CpuSession) -> None:
+def test_many_sizes_of_pass_do_not_pile_up(session: Session) -> None:
     for size in range(1, 41):
-        session.truncate(0)
+        session.rewind(0)
         session.predict(TOKENS[:size])
-    assert isinstance(session._io, DynamicIO)
-    assert len(session._io.passes) <= 32
+    assert isinstance(session.model, OwnModel)
+    assert len(session.model.passes) <= 32
 
 
 @pytest.mark.parametrize(
@@ -225,20 +225,20 @@ def test_a_graph_that_cannot_roll_back_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: Callable[[int, int], float], refused: bool
 ) -> None:
     """A model with a recurrent state would answer a repeated pass differently, by a share of its logits."""
-    run, calls = CpuSession._run, list[int]()
+    run, calls = OwnModel.run, list[int]()
 
-    def drifting(self: CpuSession, asked: Sequence[Rows]) -> list[Predictions]:
-        tokens, logits = asked[0].tokens, run(self, asked)[0].logits
+    def drifting(self: OwnModel, parts: Sequence[Part]) -> list[Predictions]:
+        tokens, logits = parts[0].tokens, run(self, parts)[0].logits
         calls.append(len(tokens))
         return [Predictions(logits + np.float32(drift(len(calls), len(tokens))) * np.abs(logits).max())]
 
     bundle = tiny_bundle(tmp_path / "m").bundle
-    monkeypatch.setattr(CpuSession, "_run", drifting)
+    monkeypatch.setattr(OwnModel, "run", drifting)
     if not refused:
-        assert not CpuSession(bundle, ONE_THREAD).row_exact
+        assert not open_cpu(bundle, ONE_THREAD).model.row_exact
         return
     with pytest.raises(BundleError, match="cannot roll back"):
-        CpuSession(bundle, ONE_THREAD)
+        open_cpu(bundle, ONE_THREAD)
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,19 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError, DeviceError, UnsupportedModelError
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
 from edgespec_runtimes import discovery
-from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.cuda import CudaSession, DeviceCache, DeviceMemory
+from edgespec_runtimes.cpu import open_cpu
+from edgespec_runtimes.cuda import DeviceCache, DeviceMemory, open_cuda
 from edgespec_runtimes.devices import KINDS, Device
 from edgespec_runtimes.discovery import Runtime, devices, place, resolve
-from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.ort import ort
+from edgespec_runtimes.session import Session
 from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, reference_weights, tiny_gguf
 from tests.machines_for_tests import PLAIN, SNAPDRAGON, WORKSTATION
 from tests.sessions_for_tests import ON_CPU, ONE_THREAD, alike, steps
@@ -65,8 +67,8 @@ def _export(model: TinyGGUF, out: Path, options: ExportOptions = CUDA) -> Bundle
     return Bundle(out, verify_digests=True)
 
 
-def _open(bundle: Bundle) -> CudaSession:
-    return CudaSession(bundle, ON_CPU, ONE_THREAD)
+def _open(bundle: Bundle) -> Session:
+    return open_cuda(bundle, ON_CPU, ONE_THREAD)
 
 
 def _error(model: TinyGGUF, bundle: Bundle) -> float:
@@ -96,7 +98,7 @@ def test_float16_computes_the_architecture(
     expected = reference_logits(model, TOKENS)
     session = _open(model.bundle)
     together = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     stepwise = np.concatenate([session.predict([token]).logits.copy() for token in TOKENS])
     for got in (together, stepwise):
         assert 1e-5 < float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 5e-3
@@ -110,7 +112,7 @@ def test_float16_computes_what_the_file_says(make: Make, architecture: str, kind
     assert 1e-5 < error < TOLERANCE[kind]  # float32 would be nearer
     assert bundle.report()["activations"]["residual_type"] == "float16"
     manifest = bundle.manifest
-    assert (manifest.activations, manifest.device, manifest.kv) == ("float16", "cuda", "float16")
+    assert (manifest.activations, manifest.device, types_of(manifest.kept)) == ("float16", "cuda", "float16")
     assert (manifest.form, manifest.made_for) == ("dynamic-float16", "cuda")
     types = _types(bundle)
     assert types["past_key_values.0.key"] == types["present.1.value"] == "tensor(float16)"
@@ -184,10 +186,10 @@ def pairs(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     folder = tmp_path_factory.mktemp("float32")
 
     @cache
-    def opened(architecture: str) -> tuple[CudaSession, CpuSession]:
+    def opened(architecture: str) -> tuple[Session, Session]:
         out = folder / architecture
         whole = _export(tiny_gguf(architecture), out, ExportOptions(weights="portable"))
-        return _open(make(architecture, "F32")), CpuSession(whole, ONE_THREAD)
+        return _open(make(architecture, "F32")), open_cpu(whole, ONE_THREAD)
 
     return opened
 
@@ -197,7 +199,7 @@ def pairs(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 @given(steps=steps, seed=st.integers(0, 99))
 def test_whatever_is_asked_comes_near_the_cpu_session(
     architecture: str,
-    pairs: Callable[[str], tuple[CudaSession, CpuSession]],
+    pairs: Callable[[str], tuple[Session, Session]],
     steps: list[tuple[str, int]],
     seed: int,
 ) -> None:
@@ -206,11 +208,11 @@ def test_whatever_is_asked_comes_near_the_cpu_session(
 
 def test_a_cache_on_a_device_keeps_its_rows_when_it_grows(make: Make) -> None:
     session = _open(make("llama", "F32"))
-    assert isinstance(session._io, DynamicIO) and isinstance(session._io.cache, DeviceCache)
+    assert isinstance(session.model, OwnModel) and isinstance(session.model.cache, DeviceCache)
     session.predict(TOKENS)
-    before = [value.numpy() for value in session._io.cache._values]
+    before = [value.numpy() for value in session.model.cache._values]
     session.reserve(session.capacity + 1)
-    for old, new in zip(before, session._io.cache._values, strict=True):
+    for old, new in zip(before, session.model.cache._values, strict=True):
         np.testing.assert_array_equal(new.numpy()[:, :, : len(TOKENS)], old[:, :, : len(TOKENS)])
         assert old[:, :, : len(TOKENS)].any() and not new.numpy()[:, :, len(TOKENS) :].any()
     per_token = make("llama", "F32").manifest.kv_bytes_per_token
@@ -223,9 +225,9 @@ def test_inputs_that_change_are_written_to_the_device(make: Make, monkeypatch: p
     """As on CUDA, a value is a copy: one that is not written again holds the last pass's tokens."""
     session = _open(make("llama", "F32"))
     right = session.predict([3]).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     session.predict([250])
-    session.truncate(0)
+    session.rewind(0)
     monkeypatch.setattr(DeviceMemory, "write", lambda self, value, array: None)
     assert not np.array_equal(session.predict([3]).logits, right)
 
@@ -237,7 +239,7 @@ def test_other_graphs_and_devices_are_refused(make: Make, tmp_path: Path) -> Non
         _open(whole)
     missing = Device(KINDS["cuda"], "ready")
     with pytest.raises(DeviceError, match="cuda cannot run all of"), pytest.warns(UserWarning):
-        CudaSession(bundle, missing, ONE_THREAD)
+        open_cuda(bundle, missing, ONE_THREAD)
 
 
 def test_a_bundle_goes_to_the_gpu_or_the_cpu_and_says_why(make: Make) -> None:
@@ -293,8 +295,8 @@ def test_a_trimmed_drafter_also_writes_what_it_is_offered(tmp_path: Path) -> Non
     kept = bundle.head_tokens
     assert kept is not None and len(kept) == 304
     others = np.setdiff1d(np.arange(bundle.config.vocab_size), kept)[:3].tolist()
-    session.offer(others)
-    columns = session.head_tokens
+    session.model.offer(others)
+    columns = session.model.head_tokens
     assert columns is not None and columns[-3:].tolist() == others
     predictions = session.predict(TOKENS)
     expected = whole.predict(TOKENS).logits[:, columns]

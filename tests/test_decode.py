@@ -19,7 +19,7 @@ from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.reading import Reader
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.session import Session
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.machines_for_tests import X86
@@ -91,7 +91,7 @@ def _plain(
 ) -> list[int]:
     """Without the loop: one token after another."""
     tokens, verify = list(prompt), Verifier(params)
-    target.truncate(0)
+    target.rewind(0)
     while len(tokens) < len(prompt) + count:
         tokens.append(verify(target.predict_next(tokens), NO_DRAFT, tokens)[1])
         if tokens[-1] in stop:
@@ -120,7 +120,7 @@ class _Watched:
 
 
 def _run(
-    target: ToySession | CpuSession,
+    target: Session,
     drafter: Source | None,
     prompt: list[int],
     *,
@@ -139,7 +139,7 @@ def _run(
         seen.append(step)
         assert source.told == seen
         assert target.length == len(tokens) - 1
-        assert (target.cache if isinstance(target, ToySession) else target._stretch.tokens) == tokens[:-1]
+        assert (target.cache if isinstance(target, ToySession) else target.stretch.tokens) == tokens[:-1]
         assert tokens[before:] == list(step.tokens)
         assert step.accepted in (len(step.tokens), len(step.tokens) - 1)
         assert step.accepted <= len(step.draft.tokens) <= max_draft
@@ -266,7 +266,7 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
         alone(one.propose(), perf_counter)
         rows = one.rows(8)
         left.append(one.unread)
-        (said,) = target.predict_together([rows])
+        (said,) = target.model.predict_together([rows])
         step = one.take(said, Passed(1, 0.0, 0.0))
         assert (step is None) == (one.unread > 0)
     assert target.passes == [8, 8, 3, 1] and left == [18, 10, 2, 0]
@@ -295,12 +295,12 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
     options = CpuOptions(threads=1)
     folder = tmp_path / "target"
     model = tiny_bundle(folder, config, COLUMNS) if portable else tiny_native(folder, config, "Q4_1")
-    target = CpuSession(model.bundle, options)
-    assert target.row_exact
+    target = open_cpu(model.bundle, options)
+    assert target.model.row_exact
     prompt = [5, 7, 9]
     expected = _plain(target, prompt, 60)
-    small = CpuSession(tiny_native(tmp_path / "drafter", LLAMA, "Q4_0", seed=5).bundle, options)
-    same = CpuSession(model.bundle, options)
+    small = open_cpu(tiny_native(tmp_path / "drafter", LLAMA, "Q4_0", seed=5).bundle, options)
+    same = open_cpu(model.bundle, options)
     bridge = ByteBridge(tokenizer("byte"), tokenizer("byte"), prompt_length=3, drafter_prompt=[1, 2])
     for drafter, least in (
         (model_of(small, bridge), 0),
@@ -308,6 +308,6 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
         (RandomDrafter(1, 404, None), 0),
         (NgramDrafter(stop_below=0.0), 0),
     ):
-        target.truncate(0)
+        target.rewind(0)
         got, accepted = _run(target, drafter, prompt, count=60, max_draft=5)
         assert got == expected and accepted >= least

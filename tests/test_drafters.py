@@ -19,9 +19,6 @@ def shape(architecture: str, vocabulary: int) -> DecoderShape:
         architecture=architecture,
         vocab_size=vocabulary,
         num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=16,
         context_length=64,
     )
 

@@ -154,7 +154,7 @@ def test_answers_beside_texts_stay_the_same(model: Model, driven: Driven) -> Non
 
 def test_short_requests_do_not_throw_away_what_was_read_of_a_long_text(driven: Driven) -> None:
     long, first = queued(driven, TEXTS[1])
-    passes = -(-long.longest // driven.model._runner.session.piece)
+    passes = -(-long.longest // driven.model._runner.session.model.piece)
     turns, others = 0, []  # which end when nobody holds them
     while not first.ended:
         if turns % 3 == 1:
@@ -201,14 +201,14 @@ def test_trim_gives_back_what_texts_took(driven: Driven, model: Model) -> None:
     asked, _stream = queued(driven, *TEXTS)
     driven.turn()
     assert asked.unread
-    assert driven.model._runner.trim() > 0 == driven.model._runner.session._open_io.kv_bytes
+    assert driven.model._runner.trim() > 0 == driven.model._runner.session.model.kv_bytes
     driven.run()
     assert np.array_equal(asked.found("stop").vectors, expected)
 
 
 def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(driven.model._runner.session, "predict_together", lambda asked: 1 / 0)
+        patched.setattr(driven.model._runner.session.model, "predict_together", lambda asked: 1 / 0)
         _, stream = queued(driven, "x")
         driven.run()
         with pytest.raises(ZeroDivisionError):

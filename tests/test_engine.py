@@ -16,7 +16,6 @@ from edgespec import Generation, LoadOptions, Model
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.cpu import CpuSession
 from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
@@ -209,7 +208,7 @@ def test_cancelled_it_ends_and_the_model_stays_usable(model: Model, plain: Gener
 
 
 def _is_closed(session: Session) -> bool:
-    return isinstance(session, CpuSession) and session.kv_bytes == 0 and session._io is None
+    return session.closed and session.kv_bytes == 0
 
 
 def test_closed_it_says_so(models: SimpleNamespace) -> None:

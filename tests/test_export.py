@@ -17,7 +17,7 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.progress import Progress
 from edgespec_models.storage import move, own_name
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
 from tests.machines_for_tests import X86
 from tests.test_graphs import reference_logits
@@ -39,7 +39,7 @@ def logits_error(model: TinyGGUF, bundle: Path) -> float:
     opened = Bundle(bundle, verify_digests=True)
     assert isinstance(opened.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
-    session = CpuSession(opened)
+    session = open_cpu(opened)
     got = session.predict(TOKENS).logits.copy()
     session.close()
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
@@ -118,7 +118,7 @@ def test_what_has_a_reference_is_compared_text_by_text(source: Path, monkeypatch
     last = {step.stage: step for step in seen}
     assert list(last) == ["Reading", "Exporting", "Checking"]
     assert all(step.done == step.total for step in last.values())
-    session = CpuSession(Bundle(out))
+    session = open_cpu(Bundle(out))
     logits = session.predict(TOKENS).logits.astype(np.float64)
     session.close()
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -147,7 +147,7 @@ def test_a_matrix_that_is_written_in_parts_is_the_same(source: Path, monkeypatch
 
 def test_the_context_comes_from_the_file(source: Path) -> None:
     export_model(source, source.with_name("out"))
-    session = CpuSession(Bundle(source.with_name("out")))
+    session = open_cpu(Bundle(source.with_name("out")))
     session.reserve(CONTEXT)
     with pytest.raises(RequestError, match="640"):
         session.reserve(CONTEXT + 1)

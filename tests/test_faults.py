@@ -30,7 +30,7 @@ from edgespec_models.downloads.download import pull
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import DeviceError, DownloadError, ModelFileError, RequestError, StorageError
 from edgespec_models.storage import own_name, write_text
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.ort import lacks_memory
 from tests.downloads_for_tests import BOTH, CONTENT, FROM_HUB, FROM_INDEX, REPOSITORY, Hub, assert_whole
 from tests.gguf_for_tests import tiny_gguf
@@ -233,10 +233,10 @@ def test_a_load_without_memory_does_not_blame_the_bundle(
     assert lacks_memory(error)
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match="not enough memory to load m"):
         patch.setattr("edgespec_runtimes.cpu.ort.InferenceSession", refuse)
-        CpuSession(bundle)
-    session, says = CpuSession(bundle), "not enough memory for a pass over 2 tokens"
+        open_cpu(bundle)
+    session, says = open_cpu(bundle), "not enough memory for a pass over 2 tokens"
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match=says):
-        patch.setattr(session._open_io, "_pass", refuse)
+        patch.setattr(session.model, "run_pass", refuse)
         session.predict([1, 2])
     session.close()
     closed = Mock()  # what was loaded beside it

@@ -19,6 +19,7 @@ from edgespec.loading.opening import open_model
 from edgespec_export.export import export_model
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.foreign_bundle import ForeignBundle
+from edgespec_models.bundles.kept import types_of
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.files.onnx_header import Node, Tensor, read_header
 from tests.foreign_for_tests import (
@@ -54,9 +55,9 @@ def test_a_genai_directory_is_seen_as_a_bundle(tmp_path: Path) -> None:
     before = contents(folder)
     bundle = open_bundle(folder)
     manifest, config = bundle.manifest, bundle.config
-    assert (manifest.name, manifest.role, manifest.kv) == ("Tiny-1", "target", "float32")
+    assert (manifest.name, manifest.role, types_of(manifest.kept)) == ("Tiny-1", "target", "float32")
     assert (config.vocab_size, config.num_layers, config.context_length) == (VOCAB, LAYERS, CONTEXT)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, WIDTH)
+    assert {(tensor.per, tensor.shape) for tensor in manifest.kept} == {("token", (KV_HEADS, WIDTH))}
     assert manifest.kv_bytes_per_token == LAYERS * 2 * KV_HEADS * WIDTH * 4
     assert manifest.special_tokens.eos == (EOS, 0)
     assert not manifest.special_tokens.add_bos
@@ -79,7 +80,10 @@ def test_an_optimum_directory_is_seen_as_a_bundle(tmp_path: Path) -> None:
     assert bundle.config.architecture == "gpt2"
     assert bundle.manifest.special_tokens.eos[0] == EOS
     manifest = open_bundle(write_genai(tmp_path / "half", ForeignSpec(kv="float16"))).manifest
-    assert (manifest.kv, manifest.kv_bytes_per_token) == ("float16", LAYERS * 2 * KV_HEADS * WIDTH * 2)
+    assert (types_of(manifest.kept), manifest.kv_bytes_per_token) == (
+        "float16",
+        LAYERS * 2 * KV_HEADS * WIDTH * 2,
+    )
 
 
 @pytest.mark.parametrize("where", ["chat_template.jinja", "one", "several"])
@@ -113,9 +117,9 @@ def test_names_are_the_configurations(tmp_path: Path) -> None:
                 node.input[index] = renamed.get(name, name)
 
     edit_graph(folder / GRAPH, rename)
-    tensors = open_bundle(folder).tensors
-    assert tensors.inputs == {"input_ids": "ids", "attention_mask": "mask"}
-    assert tensors.cache[1].past == "v.0"
+    bundle = open_bundle(folder)
+    assert bundle.tensors.inputs == {"input_ids": "ids", "attention_mask": "mask"}
+    assert bundle.manifest.kept[1].input == "v.0"
 
 
 def test_the_digest_names_graph_and_weights(tmp_path: Path) -> None:

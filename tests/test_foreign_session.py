@@ -13,8 +13,7 @@ from edgespec import LoadOptions
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.errors import BundleError
 from edgespec_runtimes import graph_io
-from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_io import ForeignModel
 from edgespec_runtimes.kv_cache import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
 from tests.foreign_for_tests import (
@@ -62,11 +61,12 @@ def test_a_pass_computes_what_onnx_runtime_alone_does(tmp_path: Path, kind: str)
 def test_int4_blocks_of_32_are_row_exact_since_a_single_token_runs_twice(tmp_path: Path) -> None:
     folder = write_genai(tmp_path / "m", ForeignSpec(weights="int4"))
     assert open_bundle(folder).manifest.formats.keys() == {"int4/32", "float32"}
-    assert opened(folder).row_exact and not opened(folder, replace(ONE_THREAD, exact_rows=False)).row_exact
+    assert opened(folder).model.row_exact
+    assert not opened(folder, replace(ONE_THREAD, exact_rows=False)).model.row_exact
 
 
 def test_what_later_tokens_change_the_bits_of_is_not_row_exact(tmp_path: Path) -> None:
-    assert not opened(write_written_out(tmp_path / "m", alibi=True)).row_exact
+    assert not opened(write_written_out(tmp_path / "m", alibi=True)).model.row_exact
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_the_cache_is_kept_as_the_graph_wants_it(
     """The trial pass that finds it out may fail inside of ONNX Runtime, which would print."""
     KINDS[kind](tmp_path / "m")
     session = opened(tmp_path / "m")
-    assert isinstance(session, CpuSession) and isinstance(session._io, DynamicIO)
-    assert isinstance(session._io.cache, cache) and session.copies_cache == (cache is GrowingCache)
+    assert isinstance(session.model, ForeignModel)
+    assert isinstance(session.model.cache, cache) and session.model.copies_cache == (cache is GrowingCache)
     # A token that runs twice needs a row more; graphs that concatenate are written to another buffer.
     rows = (session.capacity + 1) * (1 if cache is SharedCache else 2)
     assert session.kv_bytes == rows * LAYERS * 2 * KV_HEADS * WIDTH * 4
@@ -89,10 +89,10 @@ def test_the_cache_is_kept_as_the_graph_wants_it(
 def test_logits_of_a_long_prompt_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_io, "_LOGITS_BYTES", 8 * 404 * 4)
     session = opened(write_genai(tmp_path / "m"))
-    assert isinstance(session._io, DynamicIO)
-    assert session._io.most_rows == 8
+    assert isinstance(session.model, ForeignModel)
+    assert session.model.most_rows == 8
     session.prefill(TOKENS)
-    assert session._io._host._output.size <= 8 * 404
+    assert session.model._host._output.size <= 8 * 404
     assert len(session.predict(TOKENS).logits) == 40  # asked for, so given
     assert len({session.predict([3]).logits.ctypes.data for _ in range(5)}) == 1
 

@@ -16,7 +16,7 @@ from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
 from tests.drafters_for_tests import FREE, QUICK
 from tests.golden_heads_for_tests import (
@@ -127,13 +127,13 @@ def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, P
     """Activations of eight bits move near-ties; where logits lie 15 % of their spread apart none moves."""
     case, target, head = pair
     bundle, stored = Bundle(head), golden(case)
-    reads = CpuSession(Bundle(target), read_layers=bundle.config.feature_layers)
-    drafts, session = np.full_like(stored["drafts"], -1), CpuSession(bundle)
+    reads = open_cpu(Bundle(target), read_layers=bundle.config.feature_layers)
+    drafts, session = np.full_like(stored["drafts"], -1), open_cpu(bundle)
     with closing(reads), closing(session):
-        session.reserve(session.longest)
+        session.reserve(session.model.longest)
         for index, (prompt, tokens) in enumerate(zip(stored["prompts"], stored["tokens"], strict=True)):
             text = [token for token in prompt.tolist() if token >= 0]
-            reads.truncate(0)
+            reads.rewind(0)
             reader = HeadReader(session, CostCurve({1: 1.0}), len(text) - 1)
             reader.hear(cast(Any, reads.predict(text[:-1]).hidden), 1)
             for place, token in enumerate(tokens.tolist()):
@@ -150,7 +150,7 @@ def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, P
 
 def test_a_target_that_gives_out_features_has_the_same_bits(pair: tuple[str, Path, Path]) -> None:
     _, target, _ = pair
-    plain, reads = CpuSession(Bundle(target)), CpuSession(Bundle(target), read_layers=(2, 4))
+    plain, reads = open_cpu(Bundle(target)), open_cpu(Bundle(target), read_layers=(2, 4))
     with closing(plain), closing(reads):
         for tokens in ([3, 4, 5, 6], [7]):
             said, same = plain.predict(tokens), reads.predict(tokens)
@@ -160,19 +160,19 @@ def test_a_target_that_gives_out_features_has_the_same_bits(pair: tuple[str, Pat
 
 def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str, Path, Path]) -> None:
     """In whatever order they are asked for; each row has the bits that it has alone."""
-    one = CpuSession(Bundle(pair[2]))
-    with closing(one), closing(one.beside()) as other:
+    one = open_cpu(Bundle(pair[2]))
+    with closing(one), closing(one.model.session()) as other:
         rng = np.random.default_rng(0)
         features, state = rng.normal(size=(5, 3 * HIDDEN)), rng.normal(size=(1, HIDDEN))
         asked = [
             Rows(one, [7], 1, state.astype(np.float32)),
             Rows(other, [3, 4, 5, 6, 7], 2, features.astype(np.float32)),
         ]
-        apart = [one.predict_together([rows])[0] for rows in asked]
+        apart = [one.model.predict_together([rows])[0] for rows in asked]
         wanted = [(said.logits.copy(), cast(Any, said.hidden).copy()) for said in apart]
-        one.truncate(0)
-        other.truncate(0)
-        for said, (logits, hidden) in zip(one.predict_together(asked), wanted, strict=True):
+        one.rewind(0)
+        other.rewind(0)
+        for said, (logits, hidden) in zip(one.model.predict_together(asked), wanted, strict=True):
             np.testing.assert_array_equal(said.logits, logits)
             np.testing.assert_array_equal(said.hidden, hidden)
 

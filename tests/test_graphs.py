@@ -18,7 +18,7 @@ from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.ort import ort
 from tests.native_for_tests import tiny_native
 from tests.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
@@ -129,9 +129,9 @@ def test_the_graph_computes_the_architecture(tmp_path: Path, name: str, native: 
     """By one pass, and token by token."""
     folder, config = tmp_path / "m", CONFIGS[name]
     model = tiny_native(folder, config, "Q8_0") if native else tiny_bundle(folder, config)
-    expected, session = reference_logits(model, TOKENS), CpuSession(model.bundle, CpuOptions(threads=1))
+    expected, session = reference_logits(model, TOKENS), open_cpu(model.bundle, CpuOptions(threads=1))
     whole = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     stepwise = np.concatenate([session.predict([token]).logits.copy() for token in TOKENS])
     if native:
         assert _relative_error(whole, expected) < 0.03  # int8 activations everywhere

@@ -16,6 +16,7 @@ from edgespec_export.sources.hf_config import read_config
 from edgespec_export.sources.rope import scaled
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, Bundle
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.kept import types_of
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.onnx_header import read_header
@@ -105,7 +106,11 @@ def test_what_a_bundle_says_of_its_head(tmp_path: Path, target: Path) -> None:
     bundle = export(Head.random().write(tmp_path / "head"), target, tmp_path / "out")
     export_model(target, tmp_path / "whole")
     whole, manifest = Bundle(tmp_path / "whole"), bundle.manifest
-    assert manifest.role == "drafter" and manifest.operators == "edgespec" and manifest.kv == "float16"
+    assert (
+        manifest.role == "drafter"
+        and manifest.operators == "edgespec"
+        and types_of(manifest.kept) == "float16"
+    )
     assert isinstance(bundle.config, ModelConfig) and bundle.config.is_head and not whole.config.is_head
     assert bundle.config.architecture == "eagle3" and bundle.config.num_layers == 1
     assert bundle.config.feature_layers == (2, 4, 5) and bundle.config.feature_width == TARGET_HIDDEN

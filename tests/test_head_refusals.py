@@ -197,7 +197,7 @@ def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> 
         export(head, tmp_path / "bundle", out)
     with pytest.raises(ModelFileError, match="does not exist"):
         export(head, tmp_path / "nowhere", out)
-    for options in ({"weights": "portable"}, {"kv": "int8"}, {"device": "cuda"}, {"trim": 100}):
+    for options in ({"weights": "portable"}, {"device": "cuda"}, {"trim": 100}):
         with pytest.raises(
             RequestError, match=rf"heads run on edgespec's kernels.*; leave out {next(iter(options))}"
         ):

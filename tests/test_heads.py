@@ -1,7 +1,7 @@
 """Heads as drafters, over toys that check each row: which token, beside which features or which state."""
 
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,17 +32,16 @@ def _features(tokens: Sequence[int], start: int) -> F32:
 class _Target(ToySession):
     """Its features of a token are which one it is, and where."""
 
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        starts = [each.session.length for each in asked]
-        said = super().predict_together(asked)
-        for one, each, start in zip(said, asked, starts, strict=True):
+    def __init__(self, law: NextLogits, vocab: int, **options: Any) -> None:
+        super().__init__(law, vocab, **options)
+        self.model.kind = type(self)
+
+    def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
+        starts = [each.session.length for each in rows]
+        said = super().pass_over(rows)
+        for one, each, start in zip(said, rows, starts, strict=True):
             one.hidden = _features(each.tokens, start)
         return said
-
-    def beside(self) -> Self:
-        other = type(self)(self._next_logits, VOCAB, chunk=self.piece, several=True)
-        other.model, other.passes = self.model, self.passes
-        return other
 
 
 class _Head(_Target):
@@ -51,31 +50,30 @@ class _Head(_Target):
     Its state is how often it has written one. The first ten tokens are not in its vocabulary.
     """
 
-    head_tokens = KEPT
-
     def __init__(self, law: NextLogits, vocab: int, **options: Any) -> None:
         super().__init__(law, vocab, **options)
-        self.read: list[F32] = []
+        self.model.head_tokens = KEPT
+        self.hidden: list[F32] = []
         self.states = 0
 
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        return [cast(_Head, each.session).hear(each) for each in asked]
+    def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
+        return [cast(_Head, each.session).hear(each) for each in rows]
 
     def hear(self, rows: Rows) -> Predictions:
         hidden = rows.hidden
         assert hidden is not None and len(hidden) == len(rows.tokens) and rows.wanted == 1
-        del self.read[self.length :]
+        del self.hidden[self.length :]
         for token, one in zip(rows.tokens, hidden, strict=True):
             if len(one) == 2 and self.cache:
-                assert len(self.read[-1]) == 2, "features behind a draft that should be gone"
-                assert tuple(one) == (self.cache[-1], self.read[-1][1] + 1)
+                assert len(self.hidden[-1]) == 2, "features behind a draft that should be gone"
+                assert tuple(one) == (self.cache[-1], self.hidden[-1][1] + 1)
             elif len(one) == 1:
                 assert one[0] == self.states, "another state than the last"
-            self.read.append(one)
+            self.hidden.append(one)
             self.forward([token])
         self.states += 1
-        first, start = (int(each) for each in self.read[0])
-        said = Predictions(self._next_logits([0] * start + [first, *self.cache])[None, KEPT])
+        first, start = (int(each) for each in self.hidden[0])
+        said = Predictions(self.model.next_logits([0] * start + [first, *self.cache])[None, KEPT])
         said.hidden = np.array([[self.states]], np.float32)
         return said
 

@@ -24,7 +24,8 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.files.facts import Facts
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
+from edgespec_runtimes.session import Session
 from tests.drafters_for_tests import GREEDY
 from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
 from tests.hf_for_tests import (
@@ -57,7 +58,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def logits_of(bundle: Path) -> F32:
-    session = CpuSession(Bundle(bundle, verify_digests=True))
+    session = open_cpu(Bundle(bundle, verify_digests=True))
     logits = session.predict(TOKENS).logits[list(ROWS)].copy()
     session.close()
     return logits
@@ -107,10 +108,10 @@ def test_the_same_checkpoint_as_gguf(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("case", GGUF_CASES)
 def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None:
     export_model(gguf_of(case, "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "out")
-    session = CpuSession(Bundle(tmp_path / "out"))
+    session = open_cpu(Bundle(tmp_path / "out"))
     whole = session.predict(TOKENS).logits.copy()
     for width in range(1, 10):
-        session.truncate(0)
+        session.rewind(0)
         passes = (TOKENS[at : at + width] for at in range(0, len(TOKENS), width))
         rows = [row for tokens in passes for row in session.predict(tokens).logits.copy()]
         np.testing.assert_array_equal(rows, whole)
@@ -122,9 +123,9 @@ def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None
     session.close()
 
 
-def written(session: CpuSession, source: Source) -> tuple[list[int], int]:
+def written(session: Session, source: Source) -> tuple[list[int], int]:
     """A greedy answer, and how many of its tokens were drafted."""
-    session.truncate(0)
+    session.rewind(0)
     tokens = list(TOKENS[:16])
     steps = decode(session, source, Verifier(GREEDY), tokens, max_new_tokens=24, max_draft=4)
     return tokens, sum(step.accepted for step in steps)

@@ -20,7 +20,7 @@ import pytest
 import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestError
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession, _LowPriority
+from edgespec_runtimes.cpu import CpuOptions, _LowPriority, open_cpu
 from tests.models_for_tests import Gated, slow_session, toy_model
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import ONE_THREAD
@@ -153,9 +153,9 @@ def test_what_is_trimmed_beside_an_answer_comes_from_the_disk_too(tmp_path: Path
 
 
 def test_a_session_gives_its_part_of_the_cache_back(tmp_path: Path) -> None:
-    session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle, ONE_THREAD)
+    session = open_cpu(tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle, ONE_THREAD)
     expected = session.predict(TOKENS).logits.copy()
-    other = session.beside()
+    other = session.model.session()
     other.prefill(TOKENS[:20])
     taken, kept = session.kv_bytes, other.kv_bytes
     assert session.release() >= taken > 0 == session.kv_bytes == session.length
@@ -167,11 +167,11 @@ def test_a_session_gives_its_part_of_the_cache_back(tmp_path: Path) -> None:
 def test_a_cache_that_could_not_be_given_back_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = CpuSession(tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle, ONE_THREAD)
+    session = open_cpu(tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle, ONE_THREAD)
     expected = session.predict(TOKENS).logits.copy()
-    other = session.beside()
+    other = session.model.session()
     other.prefill(TOKENS[:20])
-    cache: Any = other._open_io.cache
+    cache: Any = other.model.cache
 
     def reserve(*_: object) -> None:
         cache.arrays.pop(0)
@@ -217,9 +217,9 @@ def niceness() -> dict[str, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' list of threads")
 def test_threads_that_compute_give_way_and_no_others(tmp_path: Path) -> None:
     bundle = tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle
-    expected = CpuSession(bundle, ONE_THREAD).predict(TOKENS).logits.copy()
+    expected = open_cpu(bundle, ONE_THREAD).predict(TOKENS).logits.copy()
     before, own = set(niceness()), os.getpriority(os.PRIO_PROCESS, 0)
-    session = CpuSession(bundle, CpuOptions(threads=3, low_priority=True))
+    session = open_cpu(bundle, CpuOptions(threads=3, low_priority=True))
     np.testing.assert_array_equal(session.predict(TOKENS).logits, expected)
     after = niceness()
     assert [after[each] for each in after.keys() - before] == [19] * 3  # a caller and two helpers

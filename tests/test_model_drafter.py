@@ -48,8 +48,8 @@ def test_it_proposes_what_the_model_would_write_and_each_step_reads_one_token() 
 
 
 def test_beside_others_it_reads_in_pieces_and_never_beyond_its_context() -> None:
-    session, tokens = ToySession.markov(0, VOCAB, scale=200.0), [(7 * i) % VOCAB for i in range(150)]
-    session.longest = 160
+    tokens = [(7 * i) % VOCAB for i in range(150)]
+    session = ToySession(markov_logits(0, VOCAB, scale=200.0), VOCAB, context=160)
     session.reserve(160)
     drafter = model_of(session)
     drafter._pricing.sequences = 2

@@ -8,7 +8,7 @@ import pytest
 
 from edgespec_models.bundles.bundle import GRAPH, Bundle
 from edgespec_models.errors import BundleError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from tests.native_for_tests import Edit, edit_graph, edit_manifest, tiny_native
 
 DATA = f"{GRAPH}.data"
@@ -34,7 +34,7 @@ def refused(folder: Path, words: str) -> None:
     """Opening must fail in these words, with weights mapped and in huge pages alike."""
     for huge_pages in (False, True):
         with pytest.raises(BundleError, match=rf"model\.onnx .*(?s:{words}).*export the model again"):
-            CpuSession(sized(folder), CpuOptions(threads=1, huge_pages=huge_pages))
+            open_cpu(sized(folder), CpuOptions(threads=1, huge_pages=huge_pages))
 
 
 @pytest.mark.parametrize("left", [0, 3, 4096, -1])

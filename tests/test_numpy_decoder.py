@@ -11,7 +11,7 @@ from edgespec.learning.layer_math import F32
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native
 from tests.test_graphs import CONFIGS, reference_logits
@@ -69,7 +69,7 @@ def test_what_the_exporter_makes_is_read_as_onnx_runtime_reads_it(tmp_path: Path
     options = ExportOptions(role="drafter", trim=320)
     export_model(source, tmp_path / "out", options=options)
     bundle = Bundle(tmp_path / "out")
-    reading, session = _read(NumpyDecoder(bundle), differentiate=True), CpuSession(bundle)
+    reading, session = _read(NumpyDecoder(bundle), differentiate=True), open_cpu(bundle)
     loss, right = _judged(bundle, session.predict(TOKENS[:-1]).logits.copy())
     session.close()
     assert reading.loss == pytest.approx(loss, rel=0.02)  # but for the rounding of activations

@@ -102,7 +102,7 @@ def test_the_command_line(tmp_path: Path, program: str) -> None:
 
 
 def test_what_optimum_does_not_do_is_refused(tmp_path: Path) -> None:
-    for extra in (["--weights", "exact"], ["--kv", "int8"], ["--mixed", "head"], ["--role", "drafter"]):
+    for extra in (["--weights", "exact"], ["--mixed", "head"], ["--role", "drafter"]):
         result = run(tmp_path, tmp_path / "out", "optimum-cli", *extra)
         assert result.exit_code == 1 and "leave out --" in result.stderr
 

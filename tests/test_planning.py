@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,13 +20,14 @@ from edgespec.loading.planning import footprint, look_up, plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.downloads.catalog import entries, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.memory import MachineMemory, machine_memory
-from edgespec_runtimes.static import StaticSession
+from edgespec_runtimes.static import open_static
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum, write_written_out
 from tests.gguf_for_tests import tiny_gguf
 from tests.hf_for_tests import config_of, write_checkpoint
@@ -35,9 +36,9 @@ from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import GEMMA, INT8, tiny_bundle
 
 
-def _exported(folder: Path, kv: Literal["float32", "int8"]) -> None:
+def _exported(folder: Path) -> None:
     source = tiny_gguf("qwen2", "Q4_K").write(folder.with_suffix(".gguf"))
-    export_model(source, folder, options=ExportOptions(weights="portable", kv=kv))
+    export_model(source, folder, options=ExportOptions(weights="portable"))
 
 
 ONE_THREAD = CpuOptions(threads=1)
@@ -51,8 +52,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "genai, float16": lambda folder: write_genai(folder, ForeignSpec(kv="float16")),
     "genai, concatenating": lambda folder: write_genai(folder, ForeignSpec(attention="concat")),
     "Optimum": lambda folder: write_optimum(folder, ForeignSpec(attention="concat")),
-    "int8 cache": lambda folder: _exported(folder, "int8"),
-    "float32 cache": lambda folder: _exported(folder, "float32"),
+    "an export of standard operators": _exported,
     "written out": write_written_out,
 }
 
@@ -76,7 +76,7 @@ def test_a_cache_takes_what_its_session_reserves(tmp_path: Path, kind: str, exac
     bundle = open_bundle(tmp_path / "m")
     planned = footprint_of(bundle, exact_rows=exact_rows).cache
     for tokens in LENGTHS:
-        session = CpuSession(bundle, replace(ONE_THREAD, exact_rows=exact_rows), row_exact=True)
+        session = open_cpu(bundle, replace(ONE_THREAD, exact_rows=exact_rows), row_exact=True)
         session.reserve(tokens)
         assert planned.bytes(tokens) == session.kv_bytes, tokens
         session.close()
@@ -87,7 +87,7 @@ def test_so_do_the_caches_of_fixed_shapes(tmp_path: Path) -> None:
     export_model(source, tmp_path / "m", options=ExportOptions(device="npu-openvino", buckets=(64, 128)))
     bundle = Bundle(tmp_path / "m")
     planned = footprint_of(bundle, exact_rows=True).cache
-    session = StaticSession(bundle, Device(CPU, "ready"), ONE_THREAD)
+    session = open_static(bundle, Device(CPU, "ready"), ONE_THREAD)
     for tokens in (10, 64, 65, 128):
         session.reserve(tokens)
         assert planned.bytes(tokens) == session.kv_bytes
@@ -168,7 +168,8 @@ def test_for_a_file_a_drafter_that_is_not_here_is_not_planned(
 
 
 def of(weights: int, *, per_token: int = 1000, longest: int = 100_000, **facts: Any) -> Footprint:
-    cache = CacheSize(kind="float16", bytes_per_token=per_token, longest=longest, tile=16)
+    keys = KeptTensor(input="k", output="k", per="token", shape=(1, per_token // 2), type="float16")
+    cache = CacheSize(kept=(keys,), longest=longest, tile=16)
     sizes = {"mapped": True, "table_bytes": 0, "working_bytes": 10} | facts
     return Footprint(name="m", state="here", weights_bytes=weights, cache=cache, **sizes)
 

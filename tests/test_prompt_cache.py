@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from edgespec import StorageError
 from edgespec_models.storage import own_name
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
+from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.prompts_for_tests import KEY, SIZE, Showing, disk_full, request, sizes, text
 from tests.sessions_for_tests import ONE_THREAD, TOKENS, passes
@@ -66,19 +67,19 @@ def test_what_a_session_holds_is_only_gone_on_with(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], CpuSession]:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Session]:
     folder = tmp_path_factory.mktemp("native")
     models = {
         "llama": cache(lambda: tiny_native(folder / "a", LLAMA, "Q4_0").bundle),
         "gemma": cache(lambda: tiny_native(folder / "b", GEMMA, "Q8_0").bundle),
     }
-    return lambda name: CpuSession(models[name](), ONE_THREAD)
+    return lambda name: open_cpu(models[name](), ONE_THREAD)
 
 
-def test_keys_say_the_bundle(make: Callable[[str], CpuSession]) -> None:
+def test_keys_say_the_bundle(make: Callable[[str], Session]) -> None:
     one, same, other = make("llama"), make("llama"), make("gemma")
-    assert one.prompt_key == same.prompt_key != other.prompt_key
-    assert "" not in (one.prompt_key, other.prompt_key)
+    assert one.model.prompt_key == same.model.prompt_key != other.model.prompt_key
+    assert "" not in (one.model.prompt_key, other.model.prompt_key)
 
 
 requests = st.lists(
@@ -101,7 +102,7 @@ requests = st.lists(
     kind=st.sampled_from(["llama", "gemma"]),
 )
 def test_every_text_has_the_bits_that_it_has_alone(
-    make: Callable[[str], CpuSession],
+    make: Callable[[str], Session],
     tmp_path_factory: pytest.TempPathFactory,
     asked: list[tuple[int, int, bool, int]],
     blocks: int,
@@ -117,10 +118,10 @@ def test_every_text_has_the_bits_that_it_has_alone(
     for number, length, anew, written in asked:
         tokens = [token % 250 for token in text(number, length)]
         if anew:
-            session.truncate(0)
+            session.rewind(0)
             store = KvStore(memory, PromptCache(folder, budget))
         store.fetch(session, tokens)
-        alone.truncate(0)
+        alone.rewind(0)
         np.testing.assert_array_equal(session.predict_next(tokens).logits, alone.predict_next(tokens).logits)
         got = passes(session, TOKENS[:20], 3, 1, 16)
         np.testing.assert_array_equal(got, passes(alone, TOKENS[:20], 20))

@@ -37,7 +37,7 @@ def test_a_new_process_finds_prompt_and_answer(own_prompts: Path) -> None:
         grown = toy_model(keyed()).generate(longer, max_new_tokens=1)
         assert grown.stats.cached_tokens >= whole // BLOCK * BLOCK - BLOCK
     names = {each.path.parent.name for each in stored(own_prompts)}
-    assert names == {target.prompt_key}  # a drafter reads little
+    assert names == {target.model.prompt_key}  # a drafter reads little
 
 
 def test_what_is_written_is_there_behind_the_answer_and_at_the_end(own_prompts: Path) -> None:
@@ -131,13 +131,13 @@ def test_forgotten_is_forgotten_on_disk_too(own_prompts: Path) -> None:
 
 def test_what_training_changed_is_not_kept(own_prompts: Path) -> None:
     drafter = keyed(1)
-    drafter.tunable = frozenset(("gain",))
+    drafter.model.tunable = frozenset(("gain",))
     with toy_model(keyed(), drafter) as model:
         assert model._side is not None
         model._side.trainer = Untaught()  # type: ignore[assignment]
         model.generate(LONG, max_new_tokens=1)
         drafter.prefill([*range(200)])
-    assert drafter.prompt_key not in {each.path.parent.name for each in stored(own_prompts)}
+    assert drafter.model.prompt_key not in {each.path.parent.name for each in stored(own_prompts)}
 
 
 class Untaught:
@@ -186,7 +186,7 @@ def _asked(**options: Any) -> Any:
         for _ in range(3):
             stats = model.generate(LONG, max_new_tokens=3).stats
             settle()
-            model._session.truncate(0)
+            model._session.rewind(0)
     return stats
 
 

@@ -19,7 +19,8 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.discovery import open_on, resolve
-from edgespec_runtimes.static import StaticSession
+from edgespec_runtimes.session import Session
+from edgespec_runtimes.static import open_static
 from tests.gguf_for_tests import F32, tiny_gguf
 from tests.sessions_for_tests import ON_CPU, ONE_THREAD, TOKENS
 from tests.toy import tiny_bundle
@@ -32,7 +33,7 @@ pytestmark = WITH_PLUGIN
 PROMPT = "one two one two one two one two"
 TOLERANCE = 0.03
 """Of the largest logit: the processor multiplies 16-bit by 8-bit numbers with other roundings."""
-Pair = tuple[StaticSession, StaticSession]
+Pair = tuple[Session, Session]
 
 
 def made(folder: Path, **options: Any) -> Bundle:
@@ -52,7 +53,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="module")
 def pair(bundle: Bundle) -> Iterator[Pair]:
     """On the processor or its emulator, and on the CPU."""
-    both = StaticSession(bundle, resolve("qnn:htp"), ONE_THREAD), StaticSession(bundle, ON_CPU)
+    both = open_static(bundle, resolve("qnn:htp"), ONE_THREAD), open_static(bundle, ON_CPU)
     yield both
     for session in both:
         session.close()  # the emulator knows one chip at a time, and other tests name another
@@ -75,9 +76,9 @@ def test_a_rollback_is_bookkeeping(pair: Pair) -> None:
     session, _ = pair
     session.prefill([])
     whole = session.predict(TOKENS[:24]).logits.copy()
-    session.truncate(16)
+    session.rewind(16)
     session.predict([9, 9, 9, 9, 9])
-    session.truncate(16)
+    session.rewind(16)
     np.testing.assert_array_equal(session.predict(TOKENS[16:24]).logits, whole[16:24])
 
 

@@ -15,7 +15,7 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle, FileRecord
 from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.discovery import Runtime, resolve
-from edgespec_runtimes.static import StaticIO, StaticSession
+from edgespec_runtimes.static import StaticModel, open_static
 from tests.sessions_for_tests import ONE_THREAD, TOKENS
 from tests.test_qnn import PROMPT, WITH_PLUGIN, made
 from tests.toy import tiny_bundle
@@ -54,11 +54,11 @@ def at_load(compiled: Bundle, tmp_path: Path) -> Bundle:
 
 def test_they_give_the_same_bits(compiled: Bundle, at_load: Bundle) -> None:
     """In passes of the same widths, whatever those cost now."""
-    session, other = (StaticSession(b, resolve("qnn:htp"), ONE_THREAD) for b in (compiled, at_load))
-    assert (session.compiled, other.compiled) == (f"from context binaries for {CHIP}", "")
+    session, other = (open_static(b, resolve("qnn:htp"), ONE_THREAD) for b in (compiled, at_load))
+    assert (session.model.compiled, other.model.compiled) == (f"from context binaries for {CHIP}", "")
     for each in (session, other):
-        assert isinstance(each._io, StaticIO)
-        each._io.seconds = dict.fromkeys((1, 4, 8, 64), 1.0)
+        assert isinstance(each.model, StaticModel)
+        each.model.seconds = dict.fromkeys((1, 4, 8, 64), 1.0)
         each.prefill([])
     for count in (1, 4, 8, 3):
         found, expected = (each.predict(TOKENS[:count]).logits for each in (session, other))
@@ -86,12 +86,14 @@ def test_damaged_ones_are_an_error_and_refused_ones_compiled_anew(compiled: Bund
     binary = path / "model-64x1.context_qnn.bin"
     binary.write_bytes(bytes(binary.stat().st_size))
     with pytest.raises(BundleError, match=r"model-64x1.context_qnn.bin has changed"):
-        StaticSession(Bundle(path), resolve("qnn:htp"))
+        open_static(Bundle(path), resolve("qnn:htp"))
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     manifest["files"][binary.name]["sha256"] = FileRecord.of(binary).sha256
     (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    session = StaticSession(Bundle(path), resolve("qnn:htp"))
-    assert session.compiled.startswith(f"compiled at load, not from the context binaries for {CHIP}: qnn:htp")
+    session = open_static(Bundle(path), resolve("qnn:htp"))
+    assert session.model.compiled.startswith(
+        f"compiled at load, not from the context binaries for {CHIP}: qnn:htp"
+    )
 
 
 def test_what_the_processor_lacks_is_not_compiled(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_bundle(tmp_path: Path, architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
 def test_a_quantized_portable_bundle(tmp_path: Path, architecture: str) -> None:
     model = tiny_gguf(architecture, "Q4_K")
-    report = exported(model, tmp_path, quantization=Quantization(), kv="int8")
+    report = exported(model, tmp_path, quantization=Quantization(), weights="portable")
     manifest = Bundle(tmp_path / "out").manifest
     assert (manifest.weights, manifest.operators) == ("4-bit", "standard")
     assert set(manifest.formats) == {"int4/32+minimums", "int8/32"}
@@ -74,11 +74,12 @@ def test_a_quantized_portable_bundle(tmp_path: Path, architecture: str) -> None:
 def test_what_the_file_holds_in_this_form_is_kept(tmp_path: Path) -> None:
     for kind, bits in (("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8)):
         keep = Quantization(bits, "none")  # type: ignore[arg-type]
-        for kv in (None, "int8"):
-            report = exported(tiny_gguf("llama", kind), tmp_path, quantization=keep, kv=kv, overwrite=True)
+        for weights in (None, "portable"):
+            options = {"quantization": keep, "weights": weights, "overwrite": True}
+            report = exported(tiny_gguf("llama", kind), tmp_path, **options)
             # The minimums of portable bundles are rounded once more.
-            limit = 1e-2 if (kind, kv) == ("Q4_1", "int8") else 1e-6
-            assert [loss["relative_error"] < limit for loss in report["weights"]] == [True], (kind, kv)
+            limit = 1e-2 if (kind, weights) == ("Q4_1", "portable") else 1e-6
+            assert [loss["relative_error"] < limit for loss in report["weights"]] == [True], (kind, weights)
 
 
 def test_a_policy_and_a_quantization_exclude_each_other(tmp_path: Path) -> None:

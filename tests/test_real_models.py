@@ -13,7 +13,7 @@ from edgespec_export.graphs.parity import check_parity, find_golden, session_log
 from edgespec_models.bundles.bundle import Role
 from edgespec_models.downloads.catalog import find
 from edgespec_models.downloads.download import pull
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.drafters_for_tests import GREEDY, model_of
 from tests.toy import Silent, decode
 
@@ -48,7 +48,7 @@ def test_an_export_computes_what_its_source_computes(name: str) -> None:
     assert bundle.report()["row_exact"] == (bundle.head_tokens is None)
     golden = find_golden(entry.sha256)
     assert golden is not None
-    session = CpuSession(bundle)
+    session = open_cpu(bundle)
     try:
         now = check_parity(session_logits(session, golden), golden, bundle.head_tokens)
     finally:
@@ -84,7 +84,7 @@ def test_a_drafter_of_another_vocabulary_changes_nothing(target: str, drafter: s
 def test_drafts_that_are_always_verified_change_nothing() -> None:
     """The same without the pricing that may keep a slow drafter silent."""
     target, small = open_model("gemma-3-270m", "target"), open_model("smollm2-135m-instruct", "drafter")
-    session, side = CpuSession(target), CpuSession(small)
+    session, side = open_cpu(target), open_cpu(small)
     session.reserve(256)
     side.reserve(256)
     drafted = accepted = 0

@@ -12,11 +12,11 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, Model, RequestOptions
-from edgespec.loading import opening
 from edgespec.requests.request import Request, encode_chat
 from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes import cpu
+from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
 from tests.calls_for_tests import joined
@@ -50,15 +50,15 @@ def model(target: Path) -> Iterator[Model]:
         yield model
 
 
-class Writing(CpuSession):
+class Writing(OwnModel):
     """A model that says ``script`` behind ``start`` tokens of prompt, whatever they are."""
 
     script: ClassVar[Sequence[int]] = ()
     start: ClassVar[int] = 0
 
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        said = super().predict_together(asked)
-        return [self._says(each) for each in asked] if self.script else said
+    def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
+        said = super().predict_together(rows)
+        return [self._says(each) for each in rows] if self.script else said
 
     def _says(self, asked: Rows) -> Predictions:
         at = asked.session.length + 1 - asked.wanted - self.start
@@ -79,7 +79,7 @@ def write(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(Writing, "script", [*model.tokenize(text), end])
         monkeypatch.setattr(Writing, "start", model.count_tokens(messages, **options))
 
-    monkeypatch.setattr(opening, "CpuSession", Writing)
+    monkeypatch.setattr(cpu, "OwnModel", Writing)
     return script
 
 

@@ -15,7 +15,7 @@ from edgespec import LoadOptions, Model
 from edgespec.cli import app
 from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from tests.models_for_tests import VOCAB, printable, toy_model
 from tests.native_for_tests import tiny_native
 from tests.serving_for_tests import ask, events, serving
@@ -76,7 +76,7 @@ def test_what_the_cache_holds_has_probabilities_too(tmp_path: Path) -> None:
     tiny = tiny_native(tmp_path / "target")
     with edgespec.load(tiny.path, "ngram", options=LoadOptions(threads=1)) as model:
         ids = model.tokenize(LONG)
-        session = CpuSession(tiny.bundle, CpuOptions(threads=1))
+        session = open_cpu(tiny.bundle, CpuOptions(threads=1))
         rows = log_softmax(session.predict(ids).logits)
         session.close()
         model.generate(LONG, max_tokens=4)
@@ -107,7 +107,7 @@ def test_a_prompt_whose_cache_was_emptied_is_scored_once(model: Model) -> None:
     stream = one.queue(one.model.stream(LONG, max_tokens=2, prompt_logprobs=True))
     for _ in range(3):
         one.turn()
-    one.model._runner.session.truncate(0)
+    one.model._runner.session.rewind(0)
     one.run()
     assert stream.result.prompt == model.generate(LONG, max_tokens=2, prompt_logprobs=True).prompt
     one.close()

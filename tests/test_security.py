@@ -11,7 +11,7 @@ import pytest
 
 from edgespec_models.bundles.bundle import GRAPH, Bundle, FileRecord
 from edgespec_models.errors import BundleError
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.native_for_tests import edit_manifest, keep_weights_at, tiny_native
 from tests.toy import LLAMA
 
@@ -40,7 +40,7 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, way: str) -> Non
     locations = {"up": "../other.data", "down and up": "sub/../../other.data", "link": "link.data"}
     have_weights_at(folder, locations.get(way, str(outside)))
     with pytest.raises(BundleError, match="External data path"):
-        CpuSession(Bundle(folder))
+        open_cpu(Bundle(folder))
 
 
 def test_the_test_would_see_them_taken(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_test_would_see_them_taken(tmp_path: Path) -> None:
     (folder / DATA).rename(folder / "other.data")
     have_weights_at(folder, "other.data")
     edit_manifest(folder, lambda m: m["files"].update({"other.data": m["files"].pop(DATA)}))
-    assert CpuSession(Bundle(folder)).predict([1, 2]).shape == (2, LLAMA.vocab_size)
+    assert open_cpu(Bundle(folder)).predict([1, 2]).shape == (2, LLAMA.vocab_size)
 
 
 def defined_in(file: Path) -> set[str]:

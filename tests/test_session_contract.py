@@ -8,16 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import DeviceError, RequestError
-from edgespec_runtimes.cuda import CudaSession
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.kv_cache import GrowingCache, Move, SharedCache
 from edgespec_runtimes.ort import ort, ort_state
-from edgespec_runtimes.static import StaticIO, StaticSession
+from edgespec_runtimes.static import StaticModel
 from tests.machines_for_tests import X86
 from tests.models_for_tests import toy_session
-from tests.sessions_for_tests import EXACT_ON_X86, KINDS, NATIVE, TOKENS, AnySession, opened, passes
+from tests.sessions_for_tests import (
+    EXACT_ON_X86,
+    KINDS,
+    NATIVE,
+    TOKENS,
+    AnySession,
+    keeps_rows,
+    opened,
+    passes,
+)
 
 LONG = [(11 * i * i + 5 * i) % 250 for i in range(640)]
 OTHER = [(5 * i * i + 1) % 250 for i in range(90)]
@@ -46,19 +54,19 @@ def session(request: pytest.FixtureRequest, fresh: Open) -> Iterator[AnySession]
 
 def same(session: AnySession) -> Callable[..., None]:
     """Passes of other sizes have the same bits only where rows are exact."""
-    if session.row_exact:
+    if session.model.row_exact:
         return np.testing.assert_array_equal
     return partial(np.testing.assert_allclose, atol=5e-2)
 
 
 @pytest.mark.parametrize("kind", [*NATIVE, *(pytest.param(kind, marks=X86) for kind in EXACT_ON_X86)])
 def test_rows_are_exact(fresh: Open, kind: str) -> None:
-    assert fresh(kind).self_test() and fresh(kind).row_exact
+    assert fresh(kind).self_test() and fresh(kind).model.row_exact
 
 
 @pytest.mark.parametrize("length", [40, 600])
 def test_the_number_of_rows_leaves_no_trace(session: AnySession, length: int) -> None:
-    text = LONG[: min(length, session.longest)]
+    text = LONG[: min(length, session.model.longest)]
     rows, whole = text[-40:], session.predict(text).logits[-40:].copy()
     for sizes in ((1,), (40,), (2,), (3,), (5,), (8,), (13,), (20, 1, 4, 1, 6), (1, 39)):
         session.prefill(text[:-40])
@@ -68,9 +76,9 @@ def test_the_number_of_rows_leaves_no_trace(session: AnySession, length: int) ->
 def test_a_rollback_forgets_all(session: AnySession) -> None:
     expected = session.predict(TOKENS).logits.copy()
     for keep in (0, 1, 17, 39, 3):
-        session.truncate(keep)
+        session.rewind(keep)
         session.predict([9, 8, 7, 6])
-        session.truncate(keep)
+        session.rewind(keep)
         assert session.length == keep
         same(session)(session.predict(TOKENS[keep:]).logits, expected[keep:])
 
@@ -79,7 +87,7 @@ def test_what_comes_next_is_the_last_row(session: AnySession) -> None:
     expected = session.predict(TOKENS).logits.copy()
     for end in (1, 5, 9, 30, 30, 12, 40):
         logits = session.predict_next(TOKENS[:end]).logits
-        assert logits.shape == (1, session.vocab_size) and session.length == end
+        assert logits.shape == (1, session.model.vocab_size) and session.length == end
         same(session)(logits[0], expected[end - 1])
     with pytest.raises(RequestError, match="at least one"):
         session.predict_next([])
@@ -87,20 +95,20 @@ def test_what_comes_next_is_the_last_row(session: AnySession) -> None:
 
 def test_reserving_keeps_what_the_cache_holds(session: AnySession) -> None:
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(30)
+    session.rewind(30)
     capacity, size = session.capacity, session.kv_bytes
     session.reserve(capacity)
     assert (session.capacity, session.kv_bytes) == (capacity, size)
     session.reserve(capacity + 1)
-    assert capacity < session.capacity <= session.longest and session.kv_bytes > size
+    assert capacity < session.capacity <= session.model.longest and session.kv_bytes > size
     assert session.length == 30
     same(session)(session.predict(TOKENS[30:]).logits, expected[30:])
 
 
 def test_the_whole_context_can_be_used_and_no_more(session: AnySession) -> None:
-    text = LONG[: session.longest]
+    text = LONG[: session.model.longest]
     expected = session.predict_next(text).logits[0].copy()
-    session.truncate(len(text) - 3)
+    session.rewind(len(text) - 3)
     same(session)(session.predict(text[-3:]).logits[-1], expected)
     asks: tuple[Callable[[], object], ...] = (
         lambda: session.predict([1]),
@@ -173,12 +181,12 @@ def test_a_longer_bucket_that_does_not_run_is_not_kept(fresh: Open, monkeypatch:
     session = fresh("fixed shapes")
     expected = session.predict(TOKENS).logits.copy()
     with monkeypatch.context() as patch, pytest.raises(DeviceError, match="driver lost"):
-        patch.setattr(StaticIO, "_time", _failing(StaticIO._time, 1, DeviceError("driver lost")))
+        patch.setattr(StaticModel, "_time", _failing(StaticModel._time, 1, DeviceError("driver lost")))
         session.reserve(128)
     assert session.kv_bytes == 0
     _still_works(session, expected)
     session.reserve(128)
-    assert session.predict([5]).logits.shape == (1, session.vocab_size)
+    assert session.predict([5]).logits.shape == (1, session.model.vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_a_pass_that_fails_is_an_error_of_the_device(
 ) -> None:
     session = fresh(kind)
     expected = session.predict(TOKENS).logits.copy()
-    session.truncate(0)
+    session.rewind(0)
     for error in (ort_state.RuntimeException("no memory"), ort_state.EPFail("lost"), RuntimeError("lost")):
         with monkeypatch.context() as patch, pytest.raises(DeviceError, match=f"{said}{error}"):
             run = _failing(ort.InferenceSession.run_with_iobinding, 0, error)
@@ -201,7 +209,7 @@ def test_a_pass_that_fails_is_an_error_of_the_device(
 
 @pytest.mark.parametrize("kind", [SharedCache, GrowingCache])
 def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCache | GrowingCache]) -> None:
-    cache = kind([CacheTensor("past", "present", 2, 4, "float32")])
+    cache = kind([KeptTensor(input="past", output="present", per="token", shape=(2, 4), type="float32")])
     cache.reserve(16, [])
     assert cache.nbytes > 0
     with pytest.raises((MemoryError, ValueError)):
@@ -210,7 +218,9 @@ def test_what_nobody_keeps_is_freed_before_more_is_asked_for(kind: type[SharedCa
 
 
 def test_a_cache_that_grows_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = SharedCache([CacheTensor("past", "present", 2, 4, "float32")] * 3)
+    cache = SharedCache(
+        [KeptTensor(input="past", output="present", per="token", shape=(2, 4), type="float32")] * 3
+    )
     cache.reserve(16, [])
     olds, zeros, alive = [weakref.ref(array) for array in cache.arrays], np.zeros, []
 
@@ -225,7 +235,7 @@ def test_a_cache_that_grows_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) 
 
 def test_passes_of_all_sizes_share_memory_for_logits(session: AnySession) -> None:
     """A row is as long as the vocabulary, so memory of their own would add up."""
-    if isinstance(session, CudaSession | StaticSession):
+    if not keeps_rows(session):
         return
     three, one = (session.predict(TOKENS[:count]).logits for count in (3, 1))
     assert np.shares_memory(three, one)
@@ -235,8 +245,8 @@ def test_passes_of_all_sizes_share_memory_for_logits(session: AnySession) -> Non
 
 
 def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
-    session.prefill(LONG[:302] if session.longest > 302 else TOKENS)
-    if isinstance(session, CudaSession | StaticSession):
+    session.prefill(LONG[:302] if session.model.longest > 302 else TOKENS)
+    if not keeps_rows(session):
         assert session.view(0, 40) is None  # such caches are read again
         return
     whole, half = session.view(0, 64), session.view(0, 32)
@@ -245,25 +255,25 @@ def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
     for length in (299, 100, 17, 16, 15, 1):
         session.prefill(LONG[:length])
         expected = session.predict(LONG[length : length + 2]).logits.copy()
-        session.truncate(length)
+        session.rewind(length)
         view = session.view(0, length)
         assert view is not None and view.tokens == tuple(LONG[:length])
         saved = view.copy()
         session.prefill(OTHER)
-        session.truncate(0)
+        session.rewind(0)
         session.append(saved, length)
         assert session.length == length
         np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
-        session.truncate(length)
+        session.rewind(length)
         if length > 16:
             rest = session.view(16, length)
             assert rest is not None
             saved_rest = rest.copy()
             session.prefill([*LONG[:16], *OTHER])
-            session.truncate(16)
+            session.rewind(16)
             session.append(saved_rest, length - 16)  # behind its own beginning
             np.testing.assert_array_equal(session.predict(LONG[length : length + 2]).logits, expected)
-        session.truncate(0)
+        session.rewind(0)
         session.append(saved, length // 2)  # its beginning: another room, other rows behind it
         session.prefill(LONG[:length])
         same(session)(session.predict(LONG[length : length + 2]).logits, expected)
@@ -271,7 +281,7 @@ def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
 
 def test_texts_in_turn_are_read_once(session: AnySession) -> None:
     store, texts = KvStore(1 << 30), [LONG[:80], OTHER]
-    keeps = not isinstance(session, CudaSession | StaticSession)
+    keeps = keeps_rows(session)
     alone = []
     for text in texts:
         store.fetch(session, text)
@@ -280,7 +290,7 @@ def test_texts_in_turn_are_read_once(session: AnySession) -> None:
         store.fetch(session, text)
         if keeps:
             assert session.shared_prefix(text) == len(text)
-            session.truncate(len(text) - 1)
+            session.rewind(len(text) - 1)
         same(session)(session.predict_next(text).logits[0], expected)
     assert (store.nbytes > 0) == keeps
 

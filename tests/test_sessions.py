@@ -15,9 +15,10 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, TokenizerError
 from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
-from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.cuda import open_cuda
 from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
+from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.toy import INT4, LLAMA, tiny_bundle
 
@@ -42,29 +43,26 @@ def believed(monkeypatch: MonkeyPatch) -> None:
     )
 
 
-class _Recorded(CpuSession):
-    """Says whether it tested itself."""
+class Opened(list[Session]):
+    """Every session that is opened, and how many of them tested themselves."""
 
-    tested = False
-
-    def self_test(self) -> bool:
-        self.tested = True
-        return super().self_test()
-
-
-Opened = list[_Recorded]
+    tested = 0
 
 
 @pytest.fixture
 def opened(monkeypatch: MonkeyPatch) -> Opened:
-    """Every session that is opened."""
-    found: Opened = []
+    found, test = Opened(), Session.self_test
 
-    def open_session(*arguments: Any, **options: Any) -> _Recorded:
-        found.append(_Recorded(*arguments, **options))
+    def open_session(*arguments: Any, **options: Any) -> Session:
+        found.append(open_cpu(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(opening, "CpuSession", open_session)
+    def tested(session: Session) -> bool:
+        found.tested += 1
+        return test(session)
+
+    monkeypatch.setattr(opening, "open_cpu", open_session)
+    monkeypatch.setattr(Session, "self_test", tested)
     return found
 
 
@@ -73,7 +71,7 @@ def measured(monkeypatch: MonkeyPatch) -> list[int]:
     """The machine of this test has one speed; counts what is measured."""
     measured: list[int] = []
 
-    def measure(session: CpuSession, rows: tuple[int, ...], **_: Any) -> CostCurve:
+    def measure(session: Session, rows: tuple[int, ...], **_: Any) -> CostCurve:
         measured.append(max(rows))
         return CostCurve({n: 1.0 + 0.1 * n for n in rows})
 
@@ -102,9 +100,8 @@ def test_the_second_load_neither_tests_nor_measures(
         assert pair.drafter is not None and pair.same_vocabulary
         assert pair.target.remembered == pair.drafter.remembered == again
         known = _kept(bundles)
-        assert known is not None and known.row_exact == pair.target.session.row_exact is True
-        # Graphs of edgespec's own operators need none.
-        assert sum(session.tested for session in opened[-2:]) == (not again)
+        assert known is not None and known.row_exact == pair.target.session.model.row_exact is True
+        assert opened.tested == 1  # graphs of edgespec's own operators need none
         curves.append((pair.target.curve, pair.drafter.curve))
         for session in opened:
             session.close()
@@ -121,25 +118,26 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: Monk
 
     def open_session(bundle: Bundle, _: Device, options: CpuOptions, *, row_exact: bool | None) -> Any:
         given.append(row_exact)
-        return CudaSession(bundle, on_cpu, options, row_exact=row_exact)
+        return open_cuda(bundle, on_cpu, options, row_exact=row_exact)
 
-    monkeypatch.setattr("edgespec_runtimes.cuda.CudaSession", open_session)
+    monkeypatch.setattr("edgespec_runtimes.cuda.open_cuda", open_session)
     for device in (on_cpu, Device(KINDS["cuda"], "ready", version="1")):
         for remembered in (False, True):
             running = open_pair(half, None, OPTIONS, (Placement(device, "given"), None)).target
             assert running.remembered == remembered
             running.session.close()
-    assert given == [None, running.session.row_exact, None, None]
+    assert given == [None, running.session.model.row_exact, None, None]
 
 
 def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
     bundles: Bundles, opened: Opened, measured: list[int], monkeypatch: MonkeyPatch
 ) -> None:
     _load(bundles)
+    tested = opened.tested
     monkeypatch.setattr(opening, "recheck_cost", lambda *_: None)
     running, known = _load(bundles), _kept(bundles)
     assert not running.remembered and measured == [2, 2]
-    assert not opened[1].tested  # the machine's speed is no matter of correctness
+    assert opened.tested == tested  # the machine's speed is no matter of correctness
     assert known is not None and known.curve == running.curve
 
 
@@ -187,7 +185,7 @@ def test_what_does_not_load_leaves_nothing_loaded(
     error, said = (TokenizerError, None) if broken == "tokenizer" else (BundleError, "cannot load")
     with pytest.raises(error, match=said):
         open_pair(pair["target"], pair["drafter"], OPTIONS)
-    assert {session._io for session in opened} == {None}
+    assert all(session.closed for session in opened)
 
 
 def _interrupt(*_: object, **__: object) -> None:
@@ -204,7 +202,7 @@ def test_ctrl_c_leaves_nothing_loaded_and_nothing_kept(
     monkeypatch.setattr(where, at, replacement)
     with pytest.raises(KeyboardInterrupt):
         open_pair(Bundle(bundles["target"].path), Bundle(bundles["drafter"].path), OPTIONS)
-    assert opened and all(session._io is None for session in opened)
+    assert opened and all(session.closed for session in opened)
     assert not own_measurements.exists()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edgespec-load")]
 
@@ -212,12 +210,11 @@ def test_ctrl_c_leaves_nothing_loaded_and_nothing_kept(
 def test_the_target_loads_while_the_drafter_does(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)
 
-    class Waiting(CpuSession):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            both.wait()
-            super().__init__(*arguments, **options)
+    def waiting(*arguments: Any, **options: Any) -> Session:
+        both.wait()
+        return open_cpu(*arguments, **options)
 
-    monkeypatch.setattr(opening, "CpuSession", Waiting)
+    monkeypatch.setattr(opening, "open_cpu", waiting)
     pair = open_pair(bundles["target"], bundles["drafter"], OPTIONS)
     assert pair.drafter is not None
     assert pair.target.session is not pair.drafter.session

@@ -330,7 +330,7 @@ def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
 def test_a_close_ends_all_of_them() -> None:
     model, target = several(3)
     running, go = threading.Event(), threading.Event()
-    law = target._next_logits
+    law = target.model.next_logits
 
     def slow(tokens: Any) -> Any:
         if len(target.passes) > 8:
@@ -339,7 +339,7 @@ def test_a_close_ends_all_of_them() -> None:
         return law(tokens)
 
     with ThreadPoolExecutor(8) as pool:
-        target._next_logits = slow
+        target.model.next_logits = slow
         answers = all_at_once(model, pool, 3800)
         assert running.wait(60)
         closing = pool.submit(model.close)
@@ -349,4 +349,4 @@ def test_a_close_ends_all_of_them() -> None:
         closing.result(60)
         results: list[Generation] = [each.result(60) for each in answers]
     assert {each.finish_reason for each in results} == {"closed"}
-    assert target.closed and all(each.closed for each in model._runner.seats.sessions)  # type: ignore[attr-defined]
+    assert target.closed and all(each.closed for each in model._runner.seats.sessions)

@@ -12,7 +12,7 @@ from edgespec.requests.seats import Seats
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import DeviceError
 from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, reads, stream
-from tests.toy import ToySession
+from tests.toy import ToyModel, ToySession
 
 
 def test_one_for_which_there_is_no_room_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_pass_that_fails_ends_all_and_the_model_answers_again(monkeypatch: pyt
         for _ in range(8):
             one.turn()
         with monkeypatch.context() as patch:
-            patch.setattr(ToySession, "predict_together", broken)
+            patch.setattr(ToyModel, "predict_together", broken)
             one.turn()
         for prompt, each in zip(PROMPTS, streams, strict=False):
             with pytest.raises(EdgespecError, match="a pass broke"):
@@ -179,7 +179,7 @@ def test_room_that_fails_empties_all_caches_and_the_others_read_again(
 
         def scarce(self: ToySession, capacity: int) -> None:
             for each in one.model._runner.seats.sessions:
-                each.truncate(0)
+                each.rewind(0)
             raise DeviceError("not enough memory")
 
         failing = stream(one, PROMPTS[2], max_new_tokens=NEW)

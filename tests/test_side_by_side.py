@@ -17,9 +17,9 @@ from edgespec.requests.request import RequestOptions
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.session import Rows
+from edgespec_runtimes.session import Rows, Session
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native
 from tests.toy import tiny_bundle
@@ -35,8 +35,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def session(bundle: Bundle) -> Iterator[CpuSession]:
-    with closing(CpuSession(bundle, CHUNKS)) as opened:
+def session(bundle: Bundle) -> Iterator[Session]:
+    with closing(open_cpu(bundle, CHUNKS)) as opened:
         yield opened
 
 
@@ -46,28 +46,26 @@ TEXTS = st.lists(TOKENS, min_size=1, max_size=20)
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_every_sequence_is_as_if_it_were_alone(
-    bundle: Bundle, session: CpuSession, data: st.DataObject
-) -> None:
+def test_every_sequence_is_as_if_it_were_alone(bundle: Bundle, session: Session, data: st.DataObject) -> None:
     """Whatever they read in whichever passes, how often they are rolled back, and what room others need."""
-    together = [session, *(session.beside() for _ in range(data.draw(st.integers(0, 4))))]
+    together = [session, *(session.model.session() for _ in range(data.draw(st.integers(0, 4))))]
     texts: list[list[int]] = [[] for _ in together]
-    session.truncate(0)
+    session.rewind(0)
     for _ in range(data.draw(st.integers(1, 6))):
         for each, text in zip(together, texts, strict=True):
             keep = data.draw(st.integers(0, len(text)))
-            each.truncate(keep)
+            each.rewind(keep)
             del text[keep:]
             if not data.draw(st.integers(0, 9)):
-                each.reserve(min(each.longest, each.capacity + 200))
+                each.reserve(min(each.model.longest, each.capacity + 200))
         who = data.draw(st.lists(st.sampled_from(range(len(together))), min_size=1, unique=True))
         parts = [data.draw(TEXTS) for _ in who]
         asked = [
             Rows(together[at], part, data.draw(st.integers(0, len(part))))
             for at, part in zip(who, parts, strict=True)
         ]
-        said = session.predict_together(asked)
-        with closing(CpuSession(bundle, CHUNKS)) as alone:
+        said = session.model.predict_together(asked)
+        with closing(open_cpu(bundle, CHUNKS)) as alone:
             for at, part, rows, one in zip(who, parts, asked, said, strict=True):
                 alone.prefill(texts[at])
                 wanted = alone.predict(part).logits[len(part) - rows.wanted :]
@@ -81,9 +79,9 @@ def test_every_sequence_is_as_if_it_were_alone(
 
 
 def test_the_model_goes_with_its_last_session(bundle: Bundle) -> None:
-    first = CpuSession(bundle, CHUNKS)
+    first = open_cpu(bundle, CHUNKS)
     wanted = first.predict([1, 2, 3]).logits.copy()
-    second = first.beside()
+    second = first.model.session()
     first.close()
     np.testing.assert_array_equal(second.predict([1, 2, 3]).logits, wanted)
     assert first.kv_bytes == 0 < second.kv_bytes
@@ -95,7 +93,7 @@ def test_the_model_goes_with_its_last_session(bundle: Bundle) -> None:
 
 def test_each_knows_its_own_room(bundle: Bundle) -> None:
     """By which what may be put aside is counted."""
-    with closing(CpuSession(bundle, CHUNKS)) as first, closing(first.beside()) as second:
+    with closing(open_cpu(bundle, CHUNKS)) as first, closing(first.model.session()) as second:
         first.reserve(100)
         alone = first.kv_bytes
         second.reserve(500)
@@ -112,7 +110,7 @@ def test_each_knows_its_own_room(bundle: Bundle) -> None:
 def test_room_that_there_is_no_memory_for_empties_all(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(CpuSession(bundle, CHUNKS)) as first, closing(first.beside()) as second:
+    with closing(open_cpu(bundle, CHUNKS)) as first, closing(first.model.session()) as second:
         wanted = first.predict([1, 2, 3]).logits.copy()
         zeros = np.zeros
 
@@ -137,16 +135,16 @@ def test_bundles_of_before_are_to_be_exported_again(tmp_path: Path) -> None:
         node.input[:] = [name.replace("sequences", "past_length") for name in node.input]
     onnx.save(graph, bundle.graph)
     with pytest.raises(BundleError, match="was made by an earlier version; export the model again"):
-        CpuSession(bundle, CHUNKS)
+        open_cpu(bundle, CHUNKS)
 
 
-def test_what_cannot_stand_beside_each_other(bundle: Bundle, session: CpuSession, tmp_path: Path) -> None:
-    with closing(CpuSession(tiny_bundle(tmp_path / "m").bundle, CHUNKS)) as portable:
-        assert session.takes_several and not portable.takes_several
+def test_what_cannot_stand_beside_each_other(bundle: Bundle, session: Session, tmp_path: Path) -> None:
+    with closing(open_cpu(tiny_bundle(tmp_path / "m").bundle, CHUNKS)) as portable:
+        assert session.model.takes_several and not portable.model.takes_several
         with pytest.raises(RequestError, match="of one sequence"):
-            portable.beside()
+            portable.model.session()
         with pytest.raises(RequestError, match="another model's"):
-            session.predict_together([Rows(portable, [1], 1)])
+            session.model.predict_together([Rows(portable, [1], 1)])
 
 
 # ---- Answers -----------------------------------------------------------------------------------------------

@@ -23,13 +23,15 @@ from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
 from edgespec_models.graphs.static_decoder import encoding
 from edgespec_models.progress import Progress
-from edgespec_runtimes.cpu import CpuSession, open_graph
+from edgespec_runtimes.cpu import open_cpu, open_graph
 from edgespec_runtimes.discovery import resolve
-from edgespec_runtimes.static import StaticSession, cheapest_passes
+from edgespec_runtimes.session import Session
+from edgespec_runtimes.static import cheapest_passes, open_static
 from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
 from tests.machines_for_tests import PLAIN
 from tests.sessions_for_tests import ON_CPU, ONE_THREAD, alike, steps
@@ -48,12 +50,10 @@ CUDA = ExportOptions(device="cuda")
 REFUSED = (
     (replace(QNN, weights="exact"), "device=npu-qnn settles formats.*leave out weights"),
     (replace(QNN, quantization=Quantization()), "leave out quantization"),
-    (replace(QNN, kv="int8"), "leave out kv"),
     (replace(QNN, role="drafter", trim=1000), "leave out trim"),
     (replace(QNN, buckets=(64, 641)), "641 tokens exceeds the context of 640"),
     (replace(QNN, device=None), "give an NPU as device"),
     (replace(CUDA, buckets=(64,)), "give an NPU as device"),
-    (replace(CUDA, kv="int8"), "float16 KV cache; leave out kv='int8'"),
     (replace(CUDA, weights="exact"), "kernels, which run on CPUs"),
     (replace(CUDA, role="drafter", trim="auto"), "measures on this CPU"),
     (replace(CUDA, role="drafter", trim=300), "multiple of 8, such as 304"),
@@ -82,7 +82,7 @@ def test_a_bundle_is_whole_and_says_what_it_is(source: Path, tmp_path: Path) -> 
     assert static is not None and static.form == "static-quantized"
     assert {*static.files, "model.onnx.data", "report.json"} <= manifest.files.keys()
     assert {file.name for file in (tmp_path / "out").iterdir()} == {*manifest.files, "edgespec.json"}
-    assert (manifest.role, manifest.kv, manifest.head_rows) == ("drafter", "uint8", None)
+    assert (manifest.role, types_of(manifest.kept), manifest.head_rows) == ("drafter", "uint8", None)
     assert report["static"]["calibration_texts"] > 1
     assert bundle.report() == report
     options = ExportOptions(device="npu-openvino", buckets=(64,))
@@ -113,12 +113,13 @@ def test_keys_that_8_bits_would_drown_have_16(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(static_export, "_LARGEST_STEP", step)
         report = export_model(source, tmp_path / f"{step}", options=QNN)
         manifest = Bundle(tmp_path / f"{step}").manifest
-        assert manifest.static is not None
-        found[manifest.static.wide_keys] = report["static"]["kl"]
-        session = StaticSession(Bundle(tmp_path / f"{step}"), ON_CPU)
+        wide = tuple(tensor.input for tensor in manifest.kept if tensor.type == "uint16")
+        found[wide] = report["static"]["kl"]
+        session = open_static(Bundle(tmp_path / f"{step}"), ON_CPU)
         session.prefill([1, 2, 3])
         assert session.kv_bytes == 64 * manifest.kv_bytes_per_token
-    assert found.keys() == {(0,), ()} and found[0,] < 0.5 * found[()]
+    key = ("past_key_values.0.key",)
+    assert found.keys() == {key, ()} and found[key] < 0.5 * found[()]
 
 
 @given(st.floats(-1e4, 1e4), st.floats(0, 1e4), st.sampled_from([np.uint8, np.uint16]))
@@ -221,7 +222,7 @@ def test_what_was_rounded_is_not_rounded_again(low: float, high: float) -> None:
 Kind = StaticDevice | Literal["float", "cpu"]
 """A device; ``float`` is like ``npu-openvino`` with float32 weights."""
 Make = Callable[[str, Kind], Bundle]
-OpenStatic = Callable[[str, Kind], StaticSession]
+OpenStatic = Callable[[str, Kind], Session]
 
 
 @pytest.fixture(scope="module")
@@ -249,10 +250,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 @pytest.fixture(scope="module")
-def open_static(make: Make) -> OpenStatic:
+def opened_static(make: Make) -> OpenStatic:
     @cache
-    def opened(architecture: str, device: Kind) -> StaticSession:
-        return StaticSession(make(architecture, device), ON_CPU, ONE_THREAD)
+    def opened(architecture: str, device: Kind) -> Session:
+        return open_static(make(architecture, device), ON_CPU, ONE_THREAD)
 
     return opened
 
@@ -260,44 +261,44 @@ def open_static(make: Make) -> OpenStatic:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps, seed=st.integers(0, 99))
-@example(steps=[("prefill", 60), ("forward", 8), ("truncate", 66), ("next", 4)], seed=0)  # a longer bucket
+@example(steps=[("prefill", 60), ("forward", 8), ("rewind", 66), ("next", 4)], seed=0)  # a longer bucket
 def test_whatever_is_asked_equals_the_cpu_session(
-    architecture: str, open_static: OpenStatic, make: Make, steps: list[tuple[str, int]], seed: int
+    architecture: str, opened_static: OpenStatic, make: Make, steps: list[tuple[str, int]], seed: int
 ) -> None:
-    with closing(CpuSession(make(architecture, "cpu"), ONE_THREAD)) as dynamic:
-        alike(open_static(architecture, "float"), dynamic, steps, seed, near=2e-4)
+    with closing(open_cpu(make(architecture, "cpu"), ONE_THREAD)) as dynamic:
+        alike(opened_static(architecture, "float"), dynamic, steps, seed, near=2e-4)
 
 
 @pytest.mark.parametrize(
     ("architecture", "device"), [(name, "npu-qnn") for name in ARCHITECTURES] + [("llama", "npu-openvino")]
 )
 def test_quantized_graphs_stay_near_and_roll_back(
-    architecture: str, device: Kind, open_static: OpenStatic, make: Make
+    architecture: str, device: Kind, opened_static: OpenStatic, make: Make
 ) -> None:
     report = make(architecture, device).report()["static"]
     assert report["top1_agreement"] > 0.7 and report["kl"] < 0.01
-    session = open_static(architecture, device)
+    session = opened_static(architecture, device)
     session.prefill([])
     tokens = list(range(40))
     whole = session.predict(tokens).logits.copy()
-    session.truncate(33)
+    session.rewind(33)
     session.predict([9, 9, 9])
-    session.truncate(33)
+    session.rewind(33)
     again = session.predict(tokens[33:]).logits
     np.testing.assert_allclose(again, whole[33:], atol=0.02 * float(np.abs(whole).max()))
 
 
-def test_nothing_can_be_tuned(open_static: OpenStatic, make: Make) -> None:
-    session = open_static("llama", "float")
-    assert not session.tunable and session.head_tokens is None
-    with pytest.raises(RequestError, match="no weights to tune"):
-        session.tune({})
+def test_nothing_can_be_tuned(opened_static: OpenStatic, make: Make) -> None:
+    session = opened_static("llama", "float")
+    assert not session.model.tunable and session.model.head_tokens is None
+    with pytest.raises(RequestError, match="not let weights be replaced"):
+        session.model.tune({})
     with pytest.raises(UnsupportedModelError, match="own operators"):
         StoredWeights(make("llama", "float"))
 
 
-def test_what_does_not_fit_is_an_error(open_static: OpenStatic, make: Make) -> None:
-    session = open_static("llama", "float")
+def test_what_does_not_fit_is_an_error(opened_static: OpenStatic, make: Make) -> None:
+    session = opened_static("llama", "float")
     session.prefill([])
     with pytest.raises(RequestError, match=r"129 tokens do not fit the largest bucket .*, 128.*--buckets"):
         session.reserve(129)
@@ -308,9 +309,9 @@ def test_what_does_not_fit_is_an_error(open_static: OpenStatic, make: Make) -> N
         session.predict(list(range(8)))
     assert session.length == 124
     with pytest.raises(BundleError, match="no graphs of fixed shapes"):
-        StaticSession(make("llama", "cpu"), ON_CPU)
+        open_static(make("llama", "cpu"), ON_CPU)
     with pytest.raises(BundleError, match="graphs of fixed shapes"):
-        CpuSession(make("llama", "float"))
+        open_cpu(make("llama", "float"))
 
 
 GRAPHS = StaticGraphs(

@@ -86,8 +86,8 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
     expected, read = {prompt: alone(prompt).tokens for prompt in PROMPTS}, list[Sequence[int]]()
 
     class Logged(Gated):
-        def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-            said = super().predict_together(asked)
+        def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
+            said = super().pass_over(rows)
             read.append(list(self.cache))
             return said
 

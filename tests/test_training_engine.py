@@ -15,8 +15,8 @@ from edgespec.learning.trainer import Trainer
 from edgespec_export.align.settings import Text
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.cpu import CpuSession
-from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle, until
@@ -79,15 +79,15 @@ def _trainer(model: Model) -> Trainer:
     return model._side.trainer
 
 
-def _drafter(model: Model) -> CpuSession:
-    assert model._side is not None and isinstance(model._side.session, CpuSession)
+def _drafter(model: Model) -> Session:
+    assert model._side is not None and isinstance(model._side.session, Session)
     return model._side.session
 
 
 def _tuned(model: Model) -> dict[str, F32]:
     """The gains that the drafter runs with instead of its bundle's."""
-    io = _drafter(model)._io
-    assert isinstance(io, DynamicIO)
+    io = _drafter(model).model
+    assert isinstance(io, OwnModel)
     return {name: array for name, (array, _) in io._tuned.items()}
 
 
@@ -150,7 +150,7 @@ def test_greedy_output_is_the_same_whatever_the_drafter_learned(
             assert result.tokens == expected
             assert result.stats.drafted > 0 and result.stats.history_problem is None
             after = _tuned(model)
-            assert set(after) == (_drafter(model).tunable if number else set())
+            assert set(after) == (_drafter(model).model.tunable if number else set())
             assert not [name for name, gain in before.items() if np.array_equal(gain, after[name])]
             before = after
             _learned(model, number + 1)
@@ -169,7 +169,7 @@ def test_a_long_conversation_keeps_its_gains(model: Model) -> None:
     _answer(model, follow + " again")
     assert _tuned(model) == {}
     _answer(model)
-    assert set(_tuned(model)) == _drafter(model).tunable
+    assert set(_tuned(model)) == _drafter(model).model.tunable
 
 
 def test_a_drafter_without_gains_to_tune_is_told_and_has_no_thread(models: Models, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pyt
         raise RuntimeError("a pass failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model._session, "predict_together", fail)
+        patch.setattr(model._session.model, "predict_together", fail)
         with pytest.raises(RuntimeError):
             _answer(model)
     assert not _trainer(model)._busy

@@ -25,7 +25,7 @@ from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_runtimes.cpu import open_cpu
 from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
@@ -142,7 +142,7 @@ def test_the_rows_that_stay_give_the_same_logits(tmp_path: Path, architecture: s
     assert whole.head_tokens is None
     kept = trimmed.head_tokens
     assert kept is not None and len(kept) == KEPT == trimmed.manifest.head_rows
-    logits = [CpuSession(bundle).predict(TOKENS).logits.copy() for bundle in (trimmed, whole)]
+    logits = [open_cpu(bundle).predict(TOKENS).logits.copy() for bundle in (trimmed, whole)]
     # Where words of the context get columns too, the last norm is ONNX Runtime's.
     np.testing.assert_allclose(logits[0][:, :KEPT], logits[1][:, kept], rtol=1e-5, atol=1e-5)
     assert isinstance(trimmed.config, ModelConfig)
@@ -158,27 +158,27 @@ def test_the_rows_that_stay_give_the_same_logits(tmp_path: Path, architecture: s
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "llama"])
 def test_offered_tokens_can_be_written_too(tmp_path: Path, architecture: str, kind: str) -> None:
     model = tiny_gguf(architecture, kind)
-    session = CpuSession(_drafter(tmp_path, model))
-    whole = CpuSession(_drafter(tmp_path, model, "full"))
-    assert session.head_tokens is not None
-    offered = [t for t in range(whole.vocab_size) if t not in session.head_tokens][:9]
+    session = open_cpu(_drafter(tmp_path, model))
+    whole = open_cpu(_drafter(tmp_path, model, "full"))
+    assert session.model.head_tokens is not None
+    offered = [t for t in range(whole.model.vocab_size) if t not in session.model.head_tokens][:9]
     expected = whole.predict(TOKENS).logits.copy()
     for tokens in (offered[:3], offered[2:], []):
-        session.offer(tokens)
+        session.model.offer(tokens)
         session.prefill(TOKENS[:3])
         logits = session.predict(TOKENS[3:]).logits.copy()
-        columns = session.head_tokens
+        columns = session.model.head_tokens
         assert columns[KEPT : KEPT + len(tokens)].tolist() == tokens
         assert logits.shape[1] == len(columns)
         error = np.linalg.norm(logits - expected[3:, columns]) / np.linalg.norm(logits)
         assert error < 0.02  # the embedding meets float activations, the LM head 8-bit ones
-        session.truncate(0)
+        session.rewind(0)
 
 
 def test_a_head_of_its_own_takes_no_offers_and_a_small_vocabulary_is_left_alone(tmp_path: Path) -> None:
-    session = CpuSession(_drafter(tmp_path, tiny_gguf("llama")))
-    session.offer([1, 2, 3])
-    assert session.head_tokens is not None and len(session.head_tokens) == KEPT
+    session = open_cpu(_drafter(tmp_path, tiny_gguf("llama")))
+    session.model.offer([1, 2, 3])
+    assert session.model.head_tokens is not None and len(session.model.head_tokens) == KEPT
     assert session.predict(TOKENS).logits.shape == (len(TOKENS), KEPT)
     assert _drafter(tmp_path, tiny_gguf("llama"), "auto").head_tokens is None
 

@@ -13,7 +13,8 @@ from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import RequestError
 from edgespec_models.files.onnx_header import read_header
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.session import Session
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
 from tests.native_for_tests import tiny_native
 from tests.toy import F32, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
@@ -21,8 +22,8 @@ from tests.toy import F32, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63]
 
 
-def _session(bundle: Bundle) -> CpuSession:
-    return CpuSession(bundle, CpuOptions(threads=1, exact_rows=False))
+def _session(bundle: Bundle) -> Session:
+    return open_cpu(bundle, CpuOptions(threads=1, exact_rows=False))
 
 
 def _other(model: TinyModel, seed: int = 1) -> dict[str, F32]:
@@ -45,11 +46,11 @@ def _stored(model: TinyModel, gains: dict[str, F32], folder: Path) -> Bundle:
     return Bundle(folder)
 
 
-def _passes(session: CpuSession) -> F32:
+def _passes(session: Session) -> F32:
     """Logits of passes of several widths."""
-    session.truncate(0)
+    session.rewind(0)
     logits = [session.predict_next(TOKENS).logits.copy()]
-    session.truncate(0)
+    session.rewind(0)
     parts = TOKENS[:5], TOKENS[5:6], TOKENS[6:8], TOKENS[8:]
     return np.concatenate(logits + [session.predict(part).logits.copy() for part in parts])
 
@@ -65,10 +66,10 @@ def test_a_tuned_session_gives_the_bits_of_a_bundle_with_these_gains(
         model = tiny_bundle(tmp_path / "m", config, form, role="drafter")
     gains = _other(model)
     session, other = _session(model.bundle), _session(_stored(model, gains, tmp_path / "other"))
-    assert session.tunable == gains.keys()
+    assert session.model.tunable == gains.keys()
     session.reserve(300)
     before, room = _passes(session), (session.capacity, session.kv_bytes)
-    session.tune(gains)
+    session.model.tune(gains)
     assert session.length == session.shared_prefix(TOKENS) == 0
     assert (session.capacity, session.kv_bytes) == room
     tuned = _passes(session)
@@ -77,7 +78,7 @@ def test_a_tuned_session_gives_the_bits_of_a_bundle_with_these_gains(
     for gain in gains.values():
         gain[:] = 0.0
     session.reserve(600)
-    session.offer([1, 2])  # no trimmed head: no notice
+    session.model.offer([1, 2])  # no trimmed head: no notice
     np.testing.assert_array_equal(tuned, _passes(session))
     other.close()
     session.close()
@@ -89,14 +90,14 @@ def test_the_stored_gains_give_the_stored_bits_and_onnx_runtime_warns_nobody(
     model = tiny_native(tmp_path / "m", GEMMA, role="drafter")
     session = _session(model.bundle)
     before = _passes(session)
-    for gains in ({name: model.weights[name] for name in session.tunable}, {}):  # {}: none are replaced
-        session.tune(_other(model))
+    for gains in ({name: model.weights[name] for name in session.model.tunable}, {}):  # {}: none are replaced
+        session.model.tune(_other(model))
         assert not np.array_equal(_passes(session)[0], before[0])
-        session.tune(gains)
+        session.model.tune(gains)
         np.testing.assert_array_equal(_passes(session), before)
     session.close()
     with pytest.raises(RequestError, match="closed"):
-        session.tune({})
+        session.predict([1])
     assert capfd.readouterr() == ("", "")
 
 
@@ -114,7 +115,7 @@ def test_unknown_weights_and_other_shapes_are_refused_and_change_nothing(
     session = _session(model.bundle)
     before = _passes(session)
     with pytest.raises(RequestError, match=name):
-        session.tune({**_other(model), name: np.ones(shape, np.float32)})
+        session.model.tune({**_other(model), name: np.ones(shape, np.float32)})
     assert session.length == len(TOKENS)
     np.testing.assert_array_equal(_passes(session), before)
     session.close()
@@ -132,7 +133,7 @@ OTHERS: list[Callable[[Path], object]] = [
 def test_other_graphs_have_nothing_to_tune(tmp_path: Path, write: Callable[[Path], object]) -> None:
     write(tmp_path / "m")
     session = _session(open_bundle(tmp_path / "m"))
-    assert session.tunable == frozenset()
+    assert session.model.tunable == frozenset()
     with pytest.raises(RequestError, match="replaced"):
-        session.tune({"final_norm.weight": np.ones(96, np.float32)})
+        session.model.tune({"final_norm.weight": np.ones(96, np.float32)})
     session.close()

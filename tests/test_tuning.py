@@ -13,7 +13,7 @@ from edgespec.learning.tuning import Tuning
 from edgespec_export.align.settings import Text
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from tests.native_for_tests import tiny_native
 from tests.toy import GEMMA, LLAMA
 
@@ -32,7 +32,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="module")
 def own(bundle: Bundle) -> Text:
     """What the drafter itself writes: all of it is guessed right."""
-    session, tokens = CpuSession(bundle, CpuOptions(threads=1, exact_rows=False)), list(PROMPT)
+    session, tokens = open_cpu(bundle, CpuOptions(threads=1, exact_rows=False)), list(PROMPT)
     for _ in range(WRITTEN):
         tokens.append(session.predict_next(tokens).best(0))
     session.close()

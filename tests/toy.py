@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +31,17 @@ from edgespec_models.bundles.bundle import (
     FileRecord,
     Manifest,
 )
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.config import DecoderShape, ModelConfig
+from edgespec_models.bundles.graph_contract import Part
+from edgespec_models.bundles.layers import kept_by
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.errors import RequestError
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.kv_cache import SavedCache, shared_length
+from edgespec_runtimes.kv_cache import SavedCache, Stretch
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.session import LoadedModel, Rows, Session
 from tests.tokenizers_for_tests import byte_level_json
 from tests.weights_for_tests import filled, tiny_plan
 
@@ -118,20 +119,17 @@ def script_logits(tokenizer: Tokenizer, script: bytes, start: int) -> NextLogits
     return next_logits
 
 
-class ToySession(Session):
-    """A :class:`~edgespec_runtimes.session.Session` over next_logits, with a real cache: its tokens.
+class ToyModel(LoadedModel):
+    """What toy sessions have in common.
 
     Attributes:
+        kind: of further sessions.
         passes: rows of every pass.
-        cache: the tokens whose keys and values a model would hold.
+        closed: whether it is.
     """
 
     row_exact = True
-    vocab_size = longest = capacity = piece = 0
-    takes_several = False
-    model: object = None
-    head_tokens: npt.NDArray[np.int32] | None = None
-    tunable: frozenset[str] = frozenset()
+    kind: "type[ToySession]"
 
     def __init__(
         self,
@@ -142,13 +140,70 @@ class ToySession(Session):
         chunk: int = 8,
         several: bool = False,
     ) -> None:
-        self._next_logits, self.piece, self.takes_several = next_logits, chunk, several
-        self.model = self
-        self.vocab_size, self.longest, self.capacity = vocab_size, context, 0
-        self.cache: list[int] = []
-        self.passes: list[int] = []
-        self.closed = False
-        self._buffer = np.zeros((128, vocab_size), np.float32)
+        shape = DecoderShape(architecture="toy", vocab_size=vocab_size, num_layers=1, context_length=context)
+        super().__init__(shape, chunk=chunk)
+        self.next_logits, self.takes_several, self.most_rows = next_logits, several, context
+        self.kind, self.passes, self.closed = ToySession, list[int](), False
+
+    @property
+    def kv_bytes(self) -> int:
+        return KV_BYTES * sum(each.capacity for each in self.stretches)
+
+    def session(self) -> "ToySession":
+        return self.kind(self.next_logits, self.vocab_size, model=self)
+
+    def rounded(self, capacity: int) -> int:
+        return capacity
+
+    def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
+        return cast(ToySession, rows[0].session).pass_over(rows)
+
+    def run(self, parts: Sequence[Part]) -> list[Predictions]:
+        raise AssertionError("a toy's sessions compute their rows themselves")
+
+    def make_room(self, stretch: Stretch, capacity: int) -> None:
+        pass
+
+    def tune(self, weights: Mapping[str, F32]) -> None:
+        for stretch in self.stretches:
+            stretch.cut(0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ToySession(Session):
+    """A :class:`~edgespec_runtimes.session.Session` over next_logits, of a model of its own if none is given.
+
+    Attributes:
+        model: the toy that it is a session of.
+    """
+
+    model: ToyModel
+
+    def __init__(
+        self,
+        next_logits: NextLogits | None = None,
+        vocab_size: int = 0,
+        *,
+        model: ToyModel | None = None,
+        **options: Any,
+    ) -> None:
+        if model is None:
+            assert next_logits is not None
+            model = ToyModel(next_logits, vocab_size, **options)
+        super().__init__(model)
+        self._buffer = np.zeros((128, model.vocab_size), np.float32)
+
+    @property
+    def cache(self) -> list[int]:
+        """The tokens whose keys and values a model would hold."""
+        return self.stretch.tokens
+
+    @property
+    def passes(self) -> list[int]:
+        """Rows of every pass of the model."""
+        return self.model.passes
 
     @classmethod
     def markov(cls, seed: int, vocab_size: int, *, scale: float = 2.0) -> "ToySession":
@@ -158,24 +213,6 @@ class ToySession(Session):
     def writing(cls, tokenizer: Tokenizer, script: bytes, start: int) -> "ToySession":
         return cls(script_logits(tokenizer, script, start), tokenizer.vocab_size)
 
-    @property
-    def length(self) -> int:
-        return len(self.cache)
-
-    @property
-    def attended(self) -> float:
-        return float(len(self.cache))
-
-    @property
-    def kv_bytes(self) -> int:
-        return KV_BYTES * self.capacity
-
-    def tune(self, weights: Mapping[str, F32]) -> None:
-        self.cache.clear()
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        pass
-
     def view(self, start: int, end: int) -> SavedCache | None:
         assert 0 <= start <= end <= len(self.cache) and start % 16 == 0
         held = np.array(self.cache[start:end], np.int64).reshape(1, 1, -1, 1)
@@ -184,70 +221,37 @@ class ToySession(Session):
     def append(self, saved: SavedCache, count: int) -> None:
         assert len(self.cache) % 16 == 0
         self.reserve(len(self.cache) + count)
-        self.cache += saved.arrays[0][0, 0, :count, 0].tolist()
-
-    def reserve(self, capacity: int) -> None:
-        if capacity > self.longest:
-            raise RequestError(f"{capacity} tokens do not fit {self.longest}")
-        self.capacity = max(self.capacity, capacity)
-
-    def shared_prefix(self, tokens: Sequence[int]) -> int:
-        return shared_length(self.cache, tokens)
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        self._advance(tokens, len(tokens))
-
-    def predict_next(self, tokens: Sequence[int]) -> Predictions:
-        row = self._advance(tokens, len(tokens) - 1)
-        assert row is not None
-        return Predictions(row[None])
+        self.stretch.add(saved.arrays[0][0, 0, :count, 0].tolist())
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         return Predictions(self.forward(tokens))
 
-    def beside(self) -> "ToySession":
-        other = ToySession(
-            self._next_logits, self.vocab_size, context=self.longest, chunk=self.piece, several=True
-        )
-        other.model, other.passes = self.model, self.passes
-        return other
-
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        said = [each.session.predict(each.tokens).logits for each in asked]
-        self.passes[-len(asked) :] = [sum(self.passes[-len(asked) :])]  # which were one
+    def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
+        """A pass over rows of sessions of the model."""
+        said = [each.session.predict(each.tokens).logits for each in rows]
+        self.passes[-len(rows) :] = [sum(self.passes[-len(rows) :])]  # which were one
         return [
-            Predictions(logits[len(logits) - each.wanted :]) for logits, each in zip(said, asked, strict=True)
+            Predictions(logits[len(logits) - each.wanted :]) for logits, each in zip(said, rows, strict=True)
         ]
 
     def forward(self, tokens: Sequence[int]) -> F32:
         """A pass: the logits of every row."""
         assert not self.closed and len(tokens) > 0
-        assert all(0 <= token < self.vocab_size for token in tokens)
-        self.reserve(len(self.cache) + len(tokens))
+        assert all(0 <= token < self.model.vocab_size for token in tokens)
+        self.reserve(self.length + len(tokens))
         self.passes.append(len(tokens))
+        text = list(self.cache)
         for row, token in enumerate(tokens):
-            self.cache.append(token)
-            self._buffer[row] = self._next_logits(self.cache)
+            text.append(token)
+            self._buffer[row] = self.model.next_logits(text)
+        self.stretch.add(tokens, fresh=len(tokens))
         return self._buffer[: len(tokens)]
 
     def release(self) -> int:
-        freed, self.capacity = self.kv_bytes, 0
-        self.truncate(0)
+        freed = self.kv_bytes
+        self.rewind(0)
+        self.stretch.capacity = 0
         return freed
-
-    def truncate(self, length: int) -> None:
-        assert 0 <= length <= len(self.cache)
-        del self.cache[length:]
-
-    def close(self) -> None:
-        self.closed = True
-
-    def _advance(self, tokens: Sequence[int], keep: int) -> F32 | None:
-        self.truncate(min(self.shared_prefix(tokens), keep))
-        logits = None
-        while len(self.cache) < len(tokens):
-            logits = self.forward(tokens[len(self.cache) : len(self.cache) + self.piece])[-1]
-        return logits
 
 
 def stream_over(prepared: PreparedRequest) -> Stream:
@@ -270,8 +274,8 @@ def decode(
     one = Decoding(target, policy, verify, tokens, clock=clock, **options)
     while not one.ended and not cancelled():
         alone(one.propose(), clock)
-        rows, began = one.rows(target.piece), clock()
-        (said,) = target.predict_together([rows])
+        rows, began = one.rows(target.model.piece), clock()
+        (said,) = target.model.predict_together([rows])
         passed = clock() - began
         step = one.take(said, Passed(len(rows.tokens), passed, passed))
         if step is not None:
@@ -375,7 +379,7 @@ def tiny_bundle(
     facts = {
         "weights": "portable",
         "formats": {form.name: 1},
-        "kv": precision.activations,
+        "kept": kept_by(config, precision.activations),
         "activations": precision.activations,
         "device": None if precision == FULL else "cuda",
         "choices": plan.choices,

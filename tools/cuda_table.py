@@ -28,11 +28,12 @@ from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cost import measure_cost
-from edgespec_runtimes.cuda import CudaSession
+from edgespec_runtimes.cuda import open_cuda
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Session
 from tools.arguments import arguments
 
 ROWS = tuple(range(1, 17))
@@ -61,8 +62,11 @@ def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bu
     )
 
 
-class Reading(CudaSession):
+class Reading(Session):
     """Copies all rows of logits to the host and looks for the largest there."""
+
+    def __init__(self, session: Session) -> None:
+        self.model, self.stretch, self.closed = session.model, session.stretch, False
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         """See :class:`edgespec_runtimes.session.Session`."""
@@ -75,11 +79,11 @@ class Reading(CudaSession):
 def pass_times(opened: Bundle, device: Device) -> dict[str, Any]:
     """T(n) in milliseconds, most likely columns included, and what the session's self-test found."""
     curves = {}
-    for name, kind in (("argmax on the device", CudaSession), ("logits to the host", Reading)):
-        session = kind(opened, device)
+    for name, reads in (("argmax on the device", False), ("logits to the host", True)):
+        session = open_cuda(opened, device)
         try:
-            curves[name] = measure_cost(session, ROWS)
-            row_exact = session.row_exact
+            curves[name] = measure_cost(Reading(session) if reads else session, ROWS)
+            row_exact = session.model.row_exact
         finally:
             session.close()
     curve = curves["argmax on the device"]

@@ -30,7 +30,7 @@ from edgespec_runtimes.devices import CPU, KINDS, Device
 from edgespec_runtimes.discovery import place
 from edgespec_runtimes.predictions import Logits
 from edgespec_runtimes.session import Session
-from edgespec_runtimes.static import StaticIO, StaticSession
+from edgespec_runtimes.static import StaticModel, open_static
 from tools.arguments import arguments
 
 TEXT = (
@@ -52,7 +52,7 @@ def compare(session: Session, reference: Session, tokens: Sequence[int], against
         for start in range(0, len(tokens), 8):
             if start == 16:
                 each.predict(tokens[:4])
-                each.truncate(start)
+                each.keep(0)
             rows.append(each.predict(tokens[start : start + 8]).logits.copy())
     ours, theirs = np.concatenate(found), np.concatenate(expected)
     same, far = (
@@ -65,17 +65,17 @@ def compare(session: Session, reference: Session, tokens: Sequence[int], against
     )
 
 
-def timed_session(bundle: Bundle, device: Device) -> StaticSession:
+def timed_session(bundle: Bundle, device: Device) -> Session:
     """Open a session, and print how long that and its passes take."""
     started = perf_counter()
-    session = StaticSession(bundle, device)
+    session = open_static(bundle, device)
     print(f"{device.name} ({device.state}): opened and tested in {perf_counter() - started:.1f} s")
-    if session.compiled:
-        print(f"  {session.compiled}")
-    assert isinstance(session._io, StaticIO)
-    for rows, seconds in session._io.seconds.items():
+    if session.model.compiled:
+        print(f"  {session.model.compiled}")
+    assert isinstance(session.model, StaticModel)
+    for rows, seconds in session.model.seconds.items():
         print(f"  a pass over {rows:2} rows: {seconds * 1e3:,.0f} ms")
-    print(f"  same bits for any rows: {'yes' if session.row_exact else 'no'}")
+    print(f"  same bits for any rows: {'yes' if session.model.row_exact else 'no'}")
     return session
 
 

@@ -17,21 +17,22 @@ from edgespec.drafting.model import context_tokens
 from edgespec_export.align.settings import Guesses, Text
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.session import Session
 from tools.arguments import arguments
 
 _ROWS = 32
 
 
-def count(session: CpuSession, bundle: Bundle, text: Text) -> int:
+def count(session: Session, bundle: Bundle, text: Text) -> int:
     """Right first guesses among the tokens of an answer."""
     ids, right = text.tokens, 0
     if bundle.head_tokens is not None:
-        session.offer(context_tokens(ids[: text.start], bundle.tokenizer, bundle.head_tokens))
+        session.model.offer(context_tokens(ids[: text.start], bundle.tokenizer, bundle.head_tokens))
     session.prefill(ids[: text.start - 1])
     for at in range(text.start - 1, len(ids) - 1, _ROWS):
         rows = ids[at : min(at + _ROWS, len(ids) - 1)]
-        said, head = session.predict(rows), session.head_tokens
+        said, head = session.predict(rows), session.model.head_tokens
         best = [said.best(row) for row in range(len(rows))]
         tokens = best if head is None else [int(head[row]) for row in best]
         right += sum(a == b for a, b in zip(tokens, ids[at + 1 :], strict=False))
@@ -41,7 +42,7 @@ def count(session: CpuSession, bundle: Bundle, text: Text) -> int:
 def measured(bundle: Bundle, written: Sequence[Answer]) -> Guesses:
     """Right ones, and of how many, by category."""
     found: Guesses = {}
-    with closing(CpuSession(bundle, CpuOptions(exact_rows=False))) as session:
+    with closing(open_cpu(bundle, CpuOptions(exact_rows=False))) as session:
         for text in filter(None, (text_of(answer, bundle) for answer in written)):
             right, of = found.get(text.category, (0, 0))
             found[text.category] = right + count(session, bundle, text), of + len(text.tokens) - text.start

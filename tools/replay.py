@@ -37,10 +37,11 @@ from edgespec.requests.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.discovery import place
+from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.predictions import Logits, Predictions
-from edgespec_runtimes.session import Rows
+from edgespec_runtimes.session import Rows, Session
 from tools.arguments import arguments
 
 Answer = tuple[list[int], RequestOptions]
@@ -97,7 +98,7 @@ class Recorded:
 
     def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int]) -> None:
         self.vocab_size, self._curve, self._clock, self._contexts = vocab_size, curve, clock, cycle(behind)
-        self._behind = 0
+        self._behind = self._fresh = 0
         self._tokens: list[int] = []
         self._text: Sequence[int] = ()
         self.capacity = self.longest = self.piece = 1 << 30
@@ -136,13 +137,20 @@ class Recorded:
         """Takes no time here."""
         self._tokens = list(tokens)
 
-    def truncate(self, length: int) -> None:
+    def keep(self, rows: int) -> None:
+        """Forget the last rows of a pass."""
+        del self._tokens[len(self._tokens) - self._fresh + rows :]
+        self._fresh = rows
+
+    def rewind(self, length: int) -> int:
         """Forget tokens."""
         del self._tokens[length:]
+        return length
 
     def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
         """A round's pass; what belongs to the reading of a prompt takes no time."""
         ((_, tokens, wanted),) = ((each.session, each.tokens, each.wanted) for each in asked)
+        self._fresh = len(tokens)
         if wanted == 1 and len(tokens) > 1:
             self.prefill([*self._tokens, *tokens[:-1]])
             tokens = tokens[-1:]
@@ -160,13 +168,15 @@ class Recorded:
         return Predictions(logits)
 
 
-class Priced(CpuSession):
+class Priced(OwnModel):
     """A drafter whose passes take the given time, and compute only what the memo lacks."""
 
     def __init__(self, bundle: Bundle, options: CpuOptions, pricing: "tuple[CostCurve, Clock, Memo]") -> None:
-        self._priced: tuple[CostCurve, Clock, Memo] | None = None
-        super().__init__(bundle, options)
-        self._priced = pricing
+        native = bundle.manifest.operators == "edgespec"
+        super().__init__(
+            open_graph(bundle.graph, options, native=native), bundle, chunk=options.prefill_chunk
+        )
+        self._priced: tuple[CostCurve, Clock, Memo] | None = pricing
         self._bundle_key = self._key = bundle.manifest.files["model.onnx.data"].sha256.encode()
         self._computed: list[int] = []
         self._offered: tuple[int, ...] = ()
@@ -185,38 +195,39 @@ class Priced(CpuSession):
         self._key = hashlib.blake2b(self._key, digest_size=16).digest()
         self._computed = []
 
-    def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
+    def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
+        """See :class:`edgespec_runtimes.session.LoadedModel`."""
         if self._priced is None:
-            return super()._run(asked)
-        tokens, wanted = asked[0].tokens, asked[0].wanted
+            return super().predict_together(rows)
+        session, tokens, wanted = rows[0].session, rows[0].tokens, rows[0].wanted
         curve, clock, _ = self._priced
         clock.spend(curve.seconds(len(tokens)))
-        sequence = [*self._stretch.tokens, *tokens]
+        sequence = [*session.stretch.tokens, *tokens]
         ends = range(len(sequence) - max(wanted, 1) + 1, len(sequence) + 1)
-        said = [self._said(sequence[:end]) for end in ends]
-        self._stretch.tokens = sequence
+        said = [self._said(session, sequence[:end]) for end in ends]
+        session.stretch.tokens, session.stretch.fresh = sequence, len(tokens)
         return [Predictions(np.concatenate(said))]
 
-    def _said(self, sequence: list[int]) -> Logits:
+    def _said(self, session: Session, sequence: list[int]) -> Logits:
         assert self._priced is not None
         memo = self._priced[2]
         text = np.array([*self._offered, -1, *sequence], np.int64).tobytes()
         key = hashlib.blake2b(self._key + text, digest_size=16).hexdigest()
         if key not in memo:
-            memo[key] = self._compute(sequence)
-        return self._logits(*memo[key])
+            memo[key] = self._compute(session, sequence)
+        return self._distribution(*memo[key])
 
-    def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
+    def _compute(self, session: Session, sequence: list[int]) -> tuple[Any, Any]:
         """Bring the real cache up to date and ask."""
-        self._stretch.tokens = self._computed
+        session.stretch.tokens = self._computed
         priced, self._priced = self._priced, None
-        logits = super().predict_next(sequence).logits[0].astype(np.float64)
-        self._priced, self._computed = priced, list(self._stretch.tokens)
+        logits = session.predict_next(sequence).logits[0].astype(np.float64)
+        self._priced, self._computed = priced, list(session.stretch.tokens)
         logits -= logits.max() + np.log(np.exp(logits - logits.max()).sum())
         top = np.argpartition(logits, -_TOP)[-_TOP:]
         return top.astype(np.int32), logits[top].astype(np.float32)
 
-    def _logits(self, rows: Any, logs: Any) -> Logits:
+    def _distribution(self, rows: Any, logs: Any) -> Logits:
         """A distribution with these most probable rows; the others share the rest."""
         head = self.head_tokens
         width = self.vocab_size if head is None else len(head)
@@ -248,7 +259,7 @@ def replayed(
     with shelve.open(str(args.memo)) as memo:
         if drafter is not None:
             curve = curve_of(args.drafter_ms)
-            small = Priced(drafter, CpuOptions(exact_rows=False), (curve, clock, memo))
+            small = Priced(drafter, CpuOptions(exact_rows=False), (curve, clock, memo)).opened(True)
             same = drafter.tokenizer.matches(target.tokenizer)
             loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
             beside = Beside(curve, clock=clock, thread=lane(clock)) if args.ahead else None

@@ -37,7 +37,7 @@ def export(
         Literal["exact", "portable"] | None,
         typer.Option(
             help="exact keeps the file's blocks, for edgespec's kernels on CPUs; portable takes the nearest "
-            "that ONNX Runtime's operators have. Default: exact, but portable with --kv."
+            "that ONNX Runtime's operators have. Default: exact."
         ),
     ] = None,
     trim_vocab: Annotated[
@@ -71,7 +71,7 @@ def export(
     bits: Annotated[
         Literal["4", "8"] | None,
         typer.Option(
-            help="Round all weights to so many bits, instead of --weights. Default: 4 if --mixed is set."
+            help="Round all weights to so many bits. Not with --weights exact. Default: 4 if --mixed is set."
         ),
     ] = None,
     mixed: Annotated[
@@ -79,13 +79,6 @@ def export(
         typer.Option(
             help="What keeps 8 bits when --bits is 4: none; the LM head (head); the LM head and half "
             "of the value and down projections (sensitive). Default: head."
-        ),
-    ] = None,
-    kv: Annotated[
-        Literal["float32", "int8"] | None,
-        typer.Option(
-            help="What the KV cache of a portable bundle holds; int8 takes a quarter of the memory and "
-            "rounds. Default: float32. Only with --weights portable and --device cpu."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
@@ -150,8 +143,6 @@ def export(
 
         edgespec export model.gguf -o small --bits 4 --mixed sensitive
 
-        edgespec export qwen2.5-coder-1.5b-instruct -o long --kv int8
-
         edgespec export qwen2.5-coder-0.5b-instruct -o npu --device npu-qnn --buckets 512,2048
 
         edgespec export qwen2.5-coder-0.5b-instruct -o laptop --device npu-qnn --chip snapdragon-x-elite
@@ -169,7 +160,7 @@ def export(
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
         words |= {"--alignment": alignment, "--target": target, "--chat-template": chat_template}
-        words |= {"--kv": kv, "--role": role == "drafter"}
+        words |= {"--role": role == "drafter"}
         words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
@@ -181,7 +172,6 @@ def export(
             role=role or ("drafter" if drafts else "target"),
             weights=weights,
             quantization=quantization,
-            kv=kv,
             name=name or (None if entry is None else entry.name),
             alignment=alignment or (None if entry is None else alignment_of(entry, made_for)),
             target=None if target is None else locate(target, progress, note)[0],

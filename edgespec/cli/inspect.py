@@ -8,12 +8,13 @@ import typer
 
 from edgespec.cli.console import fact_table, output, print_json, size
 from edgespec.cli.options import JsonFlag
+from edgespec_models.bundles.kept import types_of
 from edgespec_models.errors import BundleError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgespec_models.bundles.bundle import Bundle, Manifest
+    from edgespec_models.bundles.bundle import Bundle
 
 
 def inspect(
@@ -109,7 +110,7 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     if config.is_head:
         layers, digest = ", ".join(map(str, config.feature_layers)), manifest.provenance.get("target_sha256")
         table.add_row("reads", f"layers {layers} of the target with SHA-256 {digest}")
-    table.add_row("KV cache", _cache(manifest))
+    table.add_row("KV cache", types_of(manifest.kept))
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )
@@ -119,14 +120,6 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         table.add_row("aligned", manifest.provenance["aligned"])
     table.add_row("files", _files(bundle, verified))
     return table
-
-
-def _cache(manifest: "Manifest") -> str:
-    floats = ", ".join(map(str, manifest.float_kv_layers))
-    wide = ", ".join(map(str, manifest.static.wide_keys)) if manifest.static is not None else ""
-    words = [f"float32 in the layers {floats}"] if floats else []
-    words += [f"uint16 for the keys of layers {wide}"] if wide else []
-    return ", ".join([manifest.kv, *words])
 
 
 def _files(bundle: "Bundle", verified: bool) -> str:

@@ -72,7 +72,7 @@ def _facts(model: "Footprint") -> dict[str, str]:
         "on this machine": model.state if model.device is None else f"{model.state}, made for {model.device}",
         "weights": size(model.weights_bytes),
         "tables, mapped": size(model.table_bytes),
-        "KV cache": f"{cache.kind}, {size(cache.bytes_per_token * cache.copies)} a token",
+        "KV cache": f"{cache.types}, {size(cache.bytes_per_token)} a token",
         "context": f"{cache.longest:,} tokens",
         "working memory": size(model.working_bytes),
     }

@@ -79,7 +79,7 @@ def alone(work: Work[T], clock: Clock) -> T:
             value: T = end.value
             return value
         began = clock()
-        (predictions,) = rows.session.predict_together([rows])
+        (predictions,) = rows.session.model.predict_together([rows])
         seconds = clock() - began
         said = predictions, Passed(len(rows.tokens), seconds, seconds)
 

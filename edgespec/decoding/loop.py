@@ -129,7 +129,8 @@ class Decoding:
         self._prompt_logprobs = prompt_logprobs
         self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
         self._features: Floats | None = None  # of the prompt's end
-        target.truncate(target.shared_prefix(tokens[:-1]))
+        self._read = 0  # rows of this round's pass
+        target.rewind(target.shared_prefix(tokens[:-1]))
 
     @property
     def unread(self) -> int:
@@ -162,7 +163,9 @@ class Decoding:
         begins = len(piece) > self.unread
         if self.unread:
             self.draft = self.draft.head(most - len(piece) if begins else 0)
+        self._read = len(piece)
         if begins and not scored:
+            self._read += len(self.draft.tokens)
             return Rows(self._target, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
         return Rows(self._target, piece, len(piece) if scored else 0)
 
@@ -182,7 +185,7 @@ class Decoding:
         top = self._top_logprobs
         told = ((), ()) if top is None else _log_probabilities(predictions, new, top)
         self.tokens += new
-        self._target.truncate(len(self.tokens) - 1)
+        self._target.keep(self._read - len(draft.tokens) + len(new) - 1)
         self.ended |= len(self.tokens) >= self._end
         seconds = self._drafter_s + passed.share_s + self._clock() - began
         times = self._drafter_s, passed.share_s, seconds

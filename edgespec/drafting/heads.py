@@ -33,7 +33,7 @@ class HeadReader(Chain):
         self, session: Session, curve: CostCurve, length: int, *, clock: Clock = perf_counter
     ) -> None:
         super().__init__(session, curve, clock)
-        self._length, self._most = length, min(_MOST, session.piece)
+        self._length, self._most = length, min(_MOST, session.model.piece)
         self._features: Floats | None = None  # of the last tokens
         self._held = self._unread = 0  # committed tokens: in the cache, and behind these
         self._state: Floats | None = None  # behind the last token that was read
@@ -75,7 +75,7 @@ class HeadReader(Chain):
         return said
 
     def _ask(self, held: int, tokens: Sequence[int], hidden: Floats) -> Work[tuple[Said, Passed]]:
-        self._session.truncate(held)
+        self._session.rewind(held)  # which has keys and values alone, and goes back anywhere
         predictions, passed = yield Rows(self._session, tokens, 1, hidden)
         self._state = predictions.hidden
         return self._said(tokens[-1], predictions), passed
@@ -100,7 +100,7 @@ class HeadSide(DrafterSide):
     ) -> Part:
         """A request begins; see :meth:`DrafterSide.begin`."""
         session = sessions[0]
-        session.reserve(min(_MOST + max_new_tokens + 4 * max_draft, session.longest))
+        session.reserve(min(_MOST + max_new_tokens + 4 * max_draft, session.model.longest))
         model = ModelDrafter(
             HeadReader(session, self.curve, len(tokens), clock=self.clock),
             IdentityBridge(self.bundle.config.vocab_size),

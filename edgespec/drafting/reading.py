@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgespec.decoding.draft import Clock, Passed, Work, alone
-from edgespec.drafting.cascade import CONTEXT, Follower, Followers
+from edgespec.drafting.cascade import Follower, Followers
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Floats, Predictions
 from edgespec_runtimes.session import Rows, Session
@@ -94,7 +94,7 @@ class Chain(ABC):
 
     def _said(self, token: int, predictions: Predictions, row: int = 0) -> Said:
         """What a row says behind ``token``."""
-        best, kept = predictions.best(row), self._session.head_tokens
+        best, kept = predictions.best(row), self._session.model.head_tokens
         return Said(token, best if kept is None else int(kept[best]), predictions.probability(row))
 
 
@@ -128,7 +128,7 @@ class Reader(Chain):
         self._length = 0  # of the text; the cache may hold tokens read ahead of it
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
         self._guessed: dict[int, Follower] = {}  # by position, those that were right and not needed yet
-        self._context: list[int] = []  # the end of the text
+        self._text: list[int] = []  # with what is drafted behind it
         self._learned = held  # of the text
         self.has_read = False
 
@@ -166,11 +166,11 @@ class Reader(Chain):
         """See :class:`Chain`."""
         last, seconds = len(text) - 1, 0.0
         self._followers.learn(text, self._learned)
-        self._learned, self._context = len(text), list(text[-CONTEXT:])
+        self._learned, self._text = len(text), list(text)
         if not self._knows(text):
             held = self._roll_back(text)
-            for start in range(held, len(text), self._session.piece):
-                piece = list(text[start : start + self._session.piece])
+            for start in range(held, len(text), self._session.model.piece):
+                piece = list(text[start : start + self._session.model.piece])
                 ends = start + len(piece) > last
                 guesses = self._guesses(len(piece)) if ends and len(piece) <= _FEW else []
                 rows = Rows(self._session, [*piece, *_tokens(guesses)], ends + len(guesses))
@@ -179,7 +179,7 @@ class Reader(Chain):
             if self.has_read:
                 self._first.observe(seconds)
             self.has_read = True
-            self._hear(text[last], guesses, predictions)
+            self._hear(piece, guesses, predictions)
         self._move(len(text))
         self._heard = {at: said for at, said in self._heard.items() if at >= last}
         return self._heard[last]
@@ -187,12 +187,12 @@ class Reader(Chain):
     def step(self, token: int) -> Work[Said]:
         """See :class:`Chain`."""
         said = self._known(token)
-        self._context.append(token)
+        self._text.append(token)
         if said is None:
-            self._forget(self._length)
-            if self._session.length > self._length:
-                self._session.truncate(self._length)
-            said, passed = yield from self._ask(token, self._guesses(1))
+            held = self._session.rewind(min(self._length, self._session.length))
+            self._forget(held)
+            tokens = self._text[held:]
+            said, passed = yield from self._ask(tokens, self._guesses(len(tokens)))
             self._step.observe(passed.share_s * passed.requests)
         self._move(self._length + 1)
         return said
@@ -203,25 +203,25 @@ class Reader(Chain):
 
     def read_on(self, token: int) -> Said:
         """Read a token ahead of the text, behind those read ahead already."""
-        said, _ = alone(self._ask(token, []), self.clock)
+        said, _ = alone(self._ask([token], []), self.clock)
         self._ahead.add(self._session.length - 1)
         self.drafted_ahead += 1
         return said
 
-    def _ask(self, token: int, guesses: Sequence[Follower]) -> Work[tuple[Said, Passed]]:
-        rows = [token, *_tokens(guesses)]
-        predictions, passed = yield Rows(self._session, rows, len(rows))
-        return self._hear(token, guesses, predictions), passed
+    def _ask(self, tokens: Sequence[int], guesses: Sequence[Follower]) -> Work[tuple[Said, Passed]]:
+        rows = Rows(self._session, [*tokens, *_tokens(guesses)], 1 + len(guesses))
+        predictions, passed = yield rows
+        return self._hear(tokens, guesses, predictions), passed
 
     def _guesses(self, rows: int) -> list[Follower]:
         """What to read besides, in a pass over so many rows."""
         session = self._session
-        room = min(session.piece, session.capacity - session.length) - rows
-        return self._followers.guesses(self._context, rows, room)
+        room = min(session.model.piece, session.capacity - session.length) - rows
+        return self._followers.guesses(self._text, rows, room)
 
-    def _hear(self, token: int, guesses: Sequence[Follower], predictions: Predictions) -> Said:
-        """Keep what is said behind ``token`` and each guess that is right; the cache loses the others."""
-        at, right = self._session.length - len(guesses) - 1, 0
+    def _hear(self, tokens: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> Said:
+        """Keep what a pass says behind ``tokens`` and each guess that is right; the others do not stay."""
+        at, right, token = self._session.length - len(guesses) - 1, 0, tokens[-1]
         while True:
             said = self._heard[at + right] = self._said(token, predictions, right)
             if right == len(guesses) or guesses[right].token != said.following:
@@ -231,8 +231,7 @@ class Reader(Chain):
             right += 1
         for guess in guesses[right:]:
             self._followers.fared(guess, spared=False)
-        if right < len(guesses):
-            self._session.truncate(at + 1 + right)
+        self._session.keep(len(tokens) + right)
         return self._heard[at]
 
     def _knows(self, text: Sequence[int]) -> bool:
@@ -244,9 +243,8 @@ class Reader(Chain):
 
     def _roll_back(self, text: Sequence[int]) -> int:
         """Let the KV cache hold nothing else than the beginning of ``text``, and how much that is."""
-        held = min(self._session.shared_prefix(text), len(text) - 1)
+        held = self._session.rewind(min(self._session.shared_prefix(text), len(text) - 1))
         self._forget(held)
-        self._session.truncate(held)
         return held
 
     def _move(self, length: int) -> None:

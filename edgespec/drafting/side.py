@@ -57,7 +57,7 @@ class DrafterSide:
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
         self._row_s = running.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS  # of a prompt
-        self._tuned = self.session if self.session.tunable else None
+        self._tuned = self.session.model if self.session.model.tunable else None
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
@@ -99,7 +99,7 @@ class DrafterSide:
         left_out = begin, max(begin, len(prompt) - max(_LEAST_READ, int(_READING * token_s / self._row_s)))
         length = len(prompt) - left_out[1] + begin
         # Another vocabulary may need more tokens for the same text.
-        session.reserve(min(length + 2 * max_new_tokens + 4 * max_draft, session.longest))
+        session.reserve(min(length + 2 * max_new_tokens + 4 * max_draft, session.model.longest))
         reading_s, longest_s = (length - held) * self._row_s, max_new_tokens * token_s
         if length >= session.capacity or reading_s >= _GAIN * longest_s:
             return self.part()
@@ -217,4 +217,4 @@ class DrafterSide:
         words = {each: self._words[each] for each in others if each in self._words}
         words[session] = context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens)
         self._words = words
-        session.offer(list(dict.fromkeys(chain.from_iterable(words.values()))))
+        session.model.offer(list(dict.fromkeys(chain.from_iterable(words.values()))))

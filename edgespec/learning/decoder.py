@@ -59,6 +59,8 @@ class NumpyDecoder(Decoder):
         UnsupportedModelError: another kind of bundle, or weights stored in a way that cannot be undone.
     """
 
+    medium = "NumPy"
+
     def __init__(self, bundle: Bundle) -> None:
         if not isinstance(bundle.config, ModelConfig):
             raise UnsupportedModelError(f"{bundle.path} is not a bundle of edgespec's own")
@@ -200,7 +202,7 @@ class NumpyDecoder(Decoder):
             return
         packed, start = self.product(f"{layer.name}.qkv", x), 0
         for which in "qkv":
-            columns = slice(start, start := start + self.shapes[which][0])
+            columns = slice(start, start := start + self.shapes[f"{layer.name}.{which}"][0])
 
             def back(given: F32, columns: slice = columns) -> tuple[F32]:
                 by_packed = np.zeros_like(packed.data)

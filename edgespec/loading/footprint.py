@@ -1,10 +1,12 @@
 """What one model takes: memory for its weights, its KV cache and its passes; disk until it can be opened."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
-from edgespec_models.bundles.bundle import Bundle, CacheType
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.kv_cache import KEY_TILE
@@ -29,6 +31,7 @@ class CacheSize:
     """How large the KV cache of a text is: sessions make room in steps.
 
     Attributes:
+        kept: what a sequence keeps.
         longest: tokens it can hold at most.
         spare: tokens of room behind the text, which some passes write.
         tile: its room is a multiple of so many tokens.
@@ -36,8 +39,7 @@ class CacheSize:
         buckets: lengths that graphs of fixed shapes have; empty where any will do.
     """
 
-    kind: CacheType
-    bytes_per_token: int
+    kept: Sequence[KeptTensor]
     longest: int
     spare: int = 0
     tile: int = 1
@@ -54,7 +56,17 @@ class CacheSize:
 
     def bytes(self, tokens: int) -> int:
         """Bytes that are reserved for a text of ``tokens``."""
-        return self.room(tokens) * self.bytes_per_token * self.copies
+        return self.room(tokens) * self.bytes_per_token + bytes_per_sequence(self.kept) * self.copies
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of room for a token."""
+        return bytes_per_token(self.kept) * self.copies
+
+    @property
+    def types(self) -> str:
+        """What it holds."""
+        return types_of(self.kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +102,8 @@ class Footprint:
         del values["cache"]
         return {
             **values,
-            "kv_type": self.cache.kind,
-            "kv_bytes_per_token": self.cache.bytes_per_token * self.cache.copies,
+            "kv_type": self.cache.types,
+            "kv_bytes_per_token": self.cache.bytes_per_token,
             "context_length": self.cache.longest,
         }
 
@@ -205,12 +217,10 @@ def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
 
 def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:
     manifest, static = bundle.manifest, bundle.manifest.static
-    size, context = manifest.kv_bytes_per_token, bundle.config.context_length
     if static is not None:
-        longest, buckets = static.longest, static.buckets
-        return CacheSize(kind=manifest.kv, bytes_per_token=size, longest=longest, buckets=buckets)
-    spare = int(exact_rows and manifest.operators == "standard")
-    own = CacheSize(kind=manifest.kv, bytes_per_token=size, longest=context, spare=spare, tile=KEY_TILE)
+        return CacheSize(kept=manifest.kept, longest=static.longest, buckets=static.buckets)
+    spare, longest = int(exact_rows and manifest.operators == "standard"), bundle.config.context_length
+    own = CacheSize(kept=manifest.kept, longest=longest, spare=spare, tile=KEY_TILE)
     if manifest.files:
         return own
     return replace(own, tile=1, copies=1 if _shares_cache(bundle) else 2)  # another exporter's, without files
@@ -219,11 +229,11 @@ def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:
 def _shares_cache(bundle: Bundle) -> bool:
     """Whether a foreign graph writes its cache in place, as attention does that takes it whole.
 
-    A session tries it out (:class:`edgespec_runtimes.graph_io.MaskedIO`); this is read from the header.
+    A load tries it out (:class:`edgespec_runtimes.graph_io.ForeignModel`); this is read from the header.
     """
     from edgespec_models.files.onnx_header import read_header  # of no use to edgespec's own bundles
 
-    written = {tensor.present for tensor in bundle.tensors.cache} if bundle.tensors is not None else set()
+    written = {tensor.output for tensor in bundle.manifest.kept}
     writers = [node for node in read_header(bundle.graph).nodes if written & set(node.outputs)]
     return all(node.op_type == "GroupQueryAttention" for node in writers)
 

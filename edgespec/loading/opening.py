@@ -23,7 +23,7 @@ from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import Checked, checked, form, length, one_of, shown, within
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_context, measure_cost, recheck_cost
-from edgespec_runtimes.cpu import CpuOptions, CpuSession, Instructions, Threads
+from edgespec_runtimes.cpu import CpuOptions, Instructions, Threads, open_cpu
 from edgespec_runtimes.devices import AUTO, PROCESSOR, Device, Placement
 from edgespec_runtimes.session import Session
 
@@ -301,17 +301,16 @@ def _open(
     known = recall(conditions)
     # Of other devices, what measurements are kept under does not name the chip.
     row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
-    session: Session
     if bundle.manifest.form == "dynamic":
-        session = CpuSession(bundle, options, row_exact=row_exact, read_layers=read_layers)
+        session = open_cpu(bundle, options, row_exact=row_exact, read_layers=read_layers)
     elif bundle.manifest.form == "dynamic-float16":
-        from edgespec_runtimes.cuda import CudaSession
+        from edgespec_runtimes.cuda import open_cuda
 
-        session = CudaSession(bundle, place.device, options, row_exact=row_exact)
+        session = open_cuda(bundle, place.device, options, row_exact=row_exact)
     else:
-        from edgespec_runtimes.static import StaticSession
+        from edgespec_runtimes.static import open_static
 
-        session = StaticSession(bundle, place.device, options, row_exact=row_exact)
+        session = open_static(bundle, place.device, options, row_exact=row_exact)
     opened.append(session)
 
     def timed(rows: Sequence[int], progress: ProgressCallback = ignore_progress) -> Running:
@@ -336,5 +335,5 @@ def _curve(
             return curve, True
     curve = measure_context(session, measure_cost(session, rows, progress=progress))
     if curve.confirmed:
-        remember(conditions, Measurement(session.row_exact, curve))
+        remember(conditions, Measurement(session.model.row_exact, curve))
     return curve, False

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -10,9 +11,11 @@ from edgespec.loading import drafters, first_use
 from edgespec.loading.first_use import Found, Wanted, name_of
 from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
 from edgespec.loading.opening import NGRAM, Reference
-from edgespec_models.bundles.bundle import Bundle, CacheType, Role
+from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.foreign import is_model
+from edgespec_models.bundles.kept import KeptTensor, KeptType, keys_and_values
+from edgespec_models.bundles.layers import kept_by
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
 from edgespec_models.downloads.hub import on_hub, pulled_hub
@@ -123,7 +126,11 @@ def footprint(found: Found, role: Role, weights: str | None = None, target: Path
     if is_pulled(found):
         return _of_checkpoint(found.name, model_path(found), role, weights)
     size = found.size_bytes  # which stands for its weights, for an export keeps them as they are
-    return _planned(found.name, _shape_of(found), (role, weights), {"matrices": size}, (size, size))
+    assert found.shape is not None  # which _shape_of has seen
+    shape, kind = found.shape, _kept_type(weights)
+    layers = (keys_and_values(at, shape.kv_heads, shape.head_dim, kind) for at in range(shape.layers))
+    kept = tuple(chain.from_iterable(layers))
+    return _planned(found.name, (_shape_of(found), kept), (role, weights), {"matrices": size}, (size, size))
 
 
 def _of_checkpoint(
@@ -137,7 +144,8 @@ def _of_checkpoint(
     with open_checkpoint(source, target if is_head(source) else None) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, role, weights)
         config = checkpoint.config
-    return _planned(name, config, (role, weights), by_class, (0, file_bytes))
+    kept = kept_by(config, _kept_type(weights))
+    return _planned(name, (config, kept), (role, weights), by_class, (0, file_bytes))
 
 
 def _shape_of(entry: CatalogueEntry) -> DecoderShape:
@@ -150,28 +158,31 @@ def _shape_of(entry: CatalogueEntry) -> DecoderShape:
         architecture=entry.architecture,
         vocab_size=shape.vocabulary,
         num_layers=shape.layers,
-        num_heads=shape.kv_heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         context_length=shape.context,
     )
 
 
+def _is_native(weights: str | None) -> bool:
+    return weights in (None, "exact")
+
+
+def _kept_type(weights: str | None) -> KeptType:
+    return "float16" if _is_native(weights) else "float32"
+
+
 def _planned(
     name: str,
-    config: DecoderShape,
+    model: tuple[DecoderShape, tuple[KeptTensor, ...]],
     wanted: tuple[Role, str | None],
     by_class: Mapping[str, int],
     disk: tuple[int, int],
 ) -> Footprint:
     """What an export for the CPU will take; ``disk`` are bytes to download and to write."""
-    role, weights = wanted
-    native = weights in (None, "exact")
-    kind: CacheType = "float16" if native else "float32"
+    (config, kept), (role, weights) = model, wanted
+    native = _is_native(weights)
     tables = sum(by_class.get(name, 0) for name in ("embedding", "other"))
     cache = CacheSize(
-        kind=kind,
-        bytes_per_token=config.kv_bytes_per_token // (2 if native else 1),
+        kept=kept,
         longest=config.context_length,
         spare=int(not native and role == "target"),
         tile=KEY_TILE,

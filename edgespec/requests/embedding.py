@@ -13,7 +13,7 @@ from edgespec.requests.worker import Answer
 from edgespec_models.bundles.layers import graph_name
 from edgespec_models.errors import Cancelled, Closed, DoesNotFit, EdgespecError, RequestError, too_long
 from edgespec_models.schema import checked, length
-from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.session import LoadedModel, Rows, Session
 
 if TYPE_CHECKING:
     from edgespec_models.bundles.bundle import Bundle
@@ -83,15 +83,15 @@ class EmbeddingRequest(Answer):
 
 
 class Embedder:
-    """Makes vectors with the model of ``session``, whose predictions have what leaves the last layer.
+    """Makes vectors with ``model``, whose predictions have what leaves the last layer.
 
-    Texts are read by ``readers``, sessions beside that, made when they are needed.
+    Texts are read by ``readers``, sessions of it, made when they are needed.
 
     Raises:
         RequestError: the model was not made for it, or does not run on edgespec's kernels.
     """
 
-    def __init__(self, bundle: "Bundle", session: Session, readers: list[Session]) -> None:
+    def __init__(self, bundle: "Bundle", model: LoadedModel, readers: list[Session]) -> None:
         name, made = bundle.manifest.name, bundle.manifest.embedding
         if made is None:
             raise RequestError(
@@ -103,7 +103,7 @@ class Embedder:
             raise RequestError(f"{name} gives out no hidden states; export it for the CPU, weights exact")
         from edgespec_export.formats.stored_weights import StoredWeights  # which answers do not need
 
-        self._bundle, self._session, self._readers, self._end = bundle, session, readers, made.end
+        self._bundle, self._model, self._readers, self._end = bundle, model, readers, made.end
         self._gain = StoredWeights(bundle).vector(f"{graph_name('final_norm')}.weight")
 
     @checked
@@ -136,12 +136,12 @@ class Embedder:
         running.sort(key=lambda one: sum(map(len, one.unread)))
         try:
             asked = list(self._pieces(running, rows))
-            said = self._session.predict_together([each for _, each in asked]) if asked else ()
+            said = self._model.predict_together([each for _, each in asked]) if asked else ()
             for (one, each), predictions in zip(asked, said, strict=True):
                 assert predictions.hidden is not None
                 if each.session.length == len(one.unread[0]):
                     one.put_vector(predictions.hidden[-1] * self._gain)
-                    each.session.truncate(0)
+                    each.session.rewind(0)
         except BaseException as error:  # noqa: BLE001 - raised where the vectors are waited for
             for one in running:
                 one.finish(error)
@@ -159,11 +159,11 @@ class Embedder:
             if not rows or len(self._readers) - len(free) == _AT_ONCE:
                 return
             if not free:
-                free.append(self._session.beside())
+                free.append(self._model.session())
                 self._readers.append(free[0])
             reader = max(free, key=lambda each: (each.shared_prefix(text), -each.length))
             free.remove(reader)
-            reader.truncate(min(reader.shared_prefix(text), len(text) - 1))
+            reader.rewind(min(reader.shared_prefix(text), len(text) - 1))
             reader.reserve(len(text))
             piece = text[reader.length : reader.length + rows]
             rows -= len(piece)
@@ -177,13 +177,13 @@ class Embedder:
             said = text if instruction is None else _QUERY.format(instruction, text)
             tokens = encode_text(self._bundle, said)
         else:
-            tokens, size = list(text), self._session.vocab_size
+            tokens, size = list(text), self._model.vocab_size
             if instruction is not None or not 0 <= min(tokens) <= max(tokens) < size:
                 raise RequestError(f"text {at} is tokens; allowed: 0 to {size - 1}, and no instruction")
         if self._end is not None and tokens[-1:] != [self._end]:
             tokens.append(self._end)
-        if len(tokens) > self._session.longest:
+        if len(tokens) > self._model.longest:
             raise DoesNotFit(
-                f"{too_long(f'text {at}', len(tokens), self._session.longest)}, the model's context; cut it"
+                f"{too_long(f'text {at}', len(tokens), self._model.longest)}, the model's context; cut it"
             )
         return tokens

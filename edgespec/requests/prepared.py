@@ -72,9 +72,7 @@ class PreparedRequest:
         """Its turn has come, for which it waited so long."""
         self._started = self.clock() if self.started is None else self.started
         if self.request.prompt_logprobs:
-            self.session.truncate(0)  # what is in the cache says nothing of how likely it was
-        cached = self.session.shared_prefix(self.tokens[:-1])
-        self._measured |= {"queued_s": queued_s, "cached_tokens": cached}
+            self.session.rewind(0)  # what is in the cache says nothing of how likely it was
         self._policy = policy = self.begin()
         masks: list[RowStep] = [] if self.constraint is None else [self.constraint]
         if self.hole is not None and self.hole.held:
@@ -91,7 +89,9 @@ class PreparedRequest:
             prompt_logprobs=self.request.top_logprobs if self.request.prompt_logprobs else None,
             clock=self.clock,
         )
-        if self._decoding.unread >= self.session.piece:
+        cached = self.session.length
+        self._measured |= {"queued_s": queued_s, "cached_tokens": cached}
+        if self._decoding.unread >= self.session.model.piece:
             self._progress = Progress(len(self.tokens), cached, cached, 0.0)
 
     @property

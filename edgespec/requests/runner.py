@@ -113,13 +113,13 @@ class Runner:
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
         sessions = self.session, None if self.side is None else self.side.session
-        self._reopens = any(session is not None and session.compiled for session in sessions)
+        self._reopens = any(session is not None and session.model.compiled for session in sessions)
         self._where = self._placements()
         self._is_closed = False
 
     def constraint(self, request: Request) -> Constraint | None:
         """What the answer may be; None where that is anything."""
-        request.check_vocabulary(self.session.vocab_size)
+        request.check_vocabulary(self.session.model.vocab_size)
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
@@ -129,14 +129,14 @@ class Runner:
         if isinstance(said, Hole):
             from edgespec.requests.fill import fill_tokens
 
-            tokens, hole = fill_tokens(self.target, said, request, self.session.longest)
+            tokens, hole = fill_tokens(self.target, said, request, self.session.model.longest)
             said = hole.prefix
         else:
             tokens = prompt_tokens(self.target, said, request)
         if ids_of(said) is not None:  # a drafter of another vocabulary reads their text
             said = self.target.tokenizer.decode(tokens, skip_special=False)
             request = replace(request, special=True)
-        if len(tokens) >= self.session.longest:
+        if len(tokens) >= self.session.model.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
         aside = side.prompt(tokens, lambda each: drafter_tokens(each, said, request)) if side else []
@@ -156,7 +156,7 @@ class Runner:
             from edgespec.decoding.thinking import with_thoughts
 
             constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
-        fits = min(request.max_new_tokens, self.session.longest - len(tokens))
+        fits = min(request.max_new_tokens, self.session.model.longest - len(tokens))
         request = replace(request, max_new_tokens=fits)
         if self.seats.any_taken and not self._has_room(len(tokens) + fits):
             return None
@@ -187,7 +187,7 @@ class Runner:
 
     def _has_room(self, tokens: int) -> bool:
         """Whether there is memory for one more KV cache of so many tokens."""
-        return tokens * self.target.manifest.kv_bytes_per_token <= machine_memory().available // _SHARE
+        return self.target.manifest.kept_bytes(tokens) <= machine_memory().available // _SHARE
 
     @property
     def embedder(self) -> "Embedder":
@@ -198,7 +198,7 @@ class Runner:
             raise RequestError("beside a head the target gives out other states; load it without a drafter")
         from edgespec.requests.embedding import Embedder
 
-        self._embedder = Embedder(self.target, self.session, self.seats.readers)
+        self._embedder = Embedder(self.target, self.session.model, self.seats.readers)
         return self._embedder
 
     def turn(self, answers: Sequence[Answer]) -> None:
@@ -211,7 +211,7 @@ class Runner:
         if others:
             take_turn(others, self.pricing)
         if texts and (not others or self._has_room(max(each.longest for each in texts))):
-            self.embedder.turn(texts, self.pricing.piece(len(others)) if others else self.session.piece)
+            self.embedder.turn(texts, self.pricing.piece(len(others)) if others else self.session.model.piece)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""
@@ -240,7 +240,7 @@ class Runner:
         if not on_disk:
             self._caches.write_behind()
         for session in self.seats.sessions:
-            session.truncate(0)
+            session.rewind(0)
             self._caches.forget(session, on_disk=on_disk)
         if on_disk and self.side is not None:
             self.side.forget()
@@ -274,7 +274,7 @@ class Runner:
         return f"target on {self.loaded.target.placement}{beside}"
 
     def _too_long(self, count: int) -> str:
-        longest, context = self.session.longest, self.target.config.context_length
+        longest, context = self.session.model.longest, self.target.config.context_length
         if longest < context and count < context:
             return (
                 f"{too_long('prompt', count, longest)}, the largest bucket of this bundle, which holds the "
@@ -308,7 +308,7 @@ class Runner:
     def _custom(self, drafter: Drafter) -> "Custom":
         from edgespec.drafting.custom import Custom
 
-        return Custom(drafter, self.session.vocab_size)
+        return Custom(drafter, self.session.model.vocab_size)
 
     def _part(self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat) -> Part:
         """The part of a model or of an app's own drafter."""

@@ -25,7 +25,7 @@ class Seats:
     def __init__(self, target: Session, drafter: Session | None, caches: KvStore, most: int) -> None:
         self.all, self._caches = [Seat(target, drafter)], caches
         self.readers = list[Session]()
-        self.most = most if target.takes_several else 1
+        self.most = most if target.model.takes_several else 1
 
     @property
     def sessions(self) -> list[Session]:
@@ -55,7 +55,8 @@ class Seats:
         return [each.drafter for each in others if each.drafter is not None]
 
     def _another(self) -> Seat:
-        target, drafter = self.all[0].target, self.all[0].drafter
-        several = drafter is not None and drafter.takes_several
-        self.all.append(Seat(target.beside(), drafter.beside() if drafter is not None and several else None))
+        target, drafter = self.all[0].target.model, self.all[0].drafter
+        several = drafter is not None and drafter.model.takes_several
+        second = drafter.model.session() if drafter is not None and several else None
+        self.all.append(Seat(target.session(), second))
         return self.all[-1]

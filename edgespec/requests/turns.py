@@ -39,13 +39,13 @@ def take_turn(answers: Sequence[Answer], pricing: Pricing) -> None:
     for each, count in zip(decodings, counts, strict=True):
         each.draft = each.draft.head(count)
     beside = sum(1 + len(each.draft.tokens) for each in decodings if not each.unread)
-    session, clock = drafted[0][1].session, drafted[0][1].clock
-    rows = _rows(decodings, min(session.piece, pricing.piece(beside)) if beside else session.piece)
+    model, clock = drafted[0][1].session.model, drafted[0][1].clock
+    rows = _rows(decodings, min(model.piece, pricing.piece(beside)) if beside else model.piece)
     drafted = [each for each, most in zip(drafted, rows, strict=True) if most]
     asked = [each.rows(most) for each, most in zip(decodings, rows, strict=True) if most]
     began = clock()
     try:
-        said = session.predict_together(asked)
+        said = model.predict_together(asked)
     except BaseException as error:  # noqa: BLE001 - raised where the answers are read
         for answer, _ in drafted:
             answer.finish(error)
@@ -121,7 +121,7 @@ def _drafted(running: Sequence[tuple[Answer, PreparedRequest]]) -> list[tuple[An
         asking.clear()
         began = clock()
         try:
-            said = done[0][1][1].session.predict_together([rows for _, (_, rows) in done])
+            said = done[0][1][1].session.model.predict_together([rows for _, (_, rows) in done])
         except BaseException as error:  # noqa: BLE001 - raised where the answers are read
             for answer, _ in done:
                 answer.finish(error)

@@ -79,15 +79,10 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
         )
     if options.role == "target" and options.alignment is not None:
         yield "role=target with an alignment: only drafters are aligned; use role=drafter"
-    if options.weights is not None and options.quantization is not None:
+    if options.weights == "exact" and options.quantization is not None:
         yield (
-            f"weights={options.weights!r} and quantization {options.quantization.name!r} exclude each other; "
-            "give a policy, or bits"
-        )
-    if options.weights == "exact" and options.kv is not None:
-        yield (
-            "weights='exact' is of graphs for edgespec's kernels, whose KV cache is float16; leave out "
-            f"weights, or kv={options.kv!r}"
+            f"weights='exact' and quantization {options.quantization.name!r} exclude each other; leave out "
+            "one of them"
         )
     if options.chip is not None and device != "npu-qnn":
         yield f"chip={options.chip!r} is of bundles for the device npu-qnn, not for {device or 'the CPU'}"
@@ -99,7 +94,6 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
         settled = {
             "weights": options.weights,
             "quantization": options.quantization,
-            "kv": options.kv,
             "trim": size not in (None, "full"),
             "alignment": options.alignment,
         }
@@ -111,7 +105,7 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
 def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:
     if options.role == "target":
         yield f"a head drafts for {options.target} and is no target itself; use role=drafter"
-    settled = ("kv", "device", "alignment", "calibration", "calibrate_with")
+    settled = ("device", "alignment", "calibration", "calibrate_with")
     names = [name for name in settled if getattr(options, name)]
     names += ["weights"] * (options.weights == "portable") + ["trim"] * (options.trim not in (None, "full"))
     if names:
@@ -122,8 +116,6 @@ def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:
     size = options.trim
     if options.weights == "exact":
         yield "weights='exact' is of graphs for edgespec's kernels, which run on CPUs; leave out weights"
-    if options.kv is not None:
-        yield f"device=cuda has a float16 KV cache; leave out kv={options.kv!r}"
     if size == "auto":
         yield "trim size auto measures on this CPU; with device=cuda give a number, or 'full'"
     if isinstance(size, int) and size % _CUDA_ROWS:

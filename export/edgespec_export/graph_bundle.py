@@ -12,7 +12,6 @@ import numpy as np
 from edgespec_export.align.alignment import open_aligned
 from edgespec_export.bundle_files import describe, finish, parameters_by_class, write_json, write_texts
 from edgespec_export.formats.plan import plan_decoder
-from edgespec_export.graphs.kv_cache import calibration_tokens, quantize_cache
 from edgespec_export.graphs.parity import Golden, check_parity, find_golden, measure_losses, session_logits
 from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_export.graphs.ranges import ActivationRanges, measure_ranges, precision_for
@@ -21,13 +20,13 @@ from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
-from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, TOKENIZER, Bundle, Manifest
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, Bundle, Manifest
+from edgespec_models.bundles.layers import kept_by
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
 from edgespec_models.graphs.plan import FULL, DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.cpu import CpuSession
+from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.memory import peak_memory_bytes
 
 
@@ -81,16 +80,13 @@ def _write(
     target, aligned = options.target, options.alignment
     with open_checkpoint(source, target) if target else open_aligned(source, aligned) as checkpoint:
         kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
-        config, special = checkpoint.config, checkpoint.special_tokens()
+        config = checkpoint.config
         write_texts(checkpoint, folder, options.chat_template)
         digest, plan = checkpoint.digest(progress), _plan(checkpoint, options, settled)
         if kept is not None:
             np.save(folder / HEAD_TOKENS, kept)
         model, by_class = write_graph(checkpoint, plan, folder, progress)
         losses = measure_losses(plan, checkpoint, model)
-        float_kv_layers: tuple[int, ...] = ()
-        if options.kv == "int8":
-            float_kv_layers = _quantize_cache(folder, config, special)
         rows = config.vocab_size if kept is None else len(kept)
         activations = plan.precision.activations
         policy = "exact" if options.native else "portable"
@@ -104,8 +100,7 @@ def _write(
             bytes_by_class=by_class,
             parameters_by_class=parameters_by_class(checkpoint, config.hidden_size * rows),
             head_rows=None if kept is None else rows,
-            kv=options.kv or ("float16" if options.native else activations),
-            float_kv_layers=float_kv_layers,
+            kept=kept_by(config, "float16" if options.native else activations),
             activations=activations,
             device="cuda" if options.device == "cuda" else None,
             choices=plan.choices,
@@ -140,12 +135,6 @@ def _ranges(
         return measure_ranges(checkpoint, options.calibration, folder / "ranges", progress)
 
 
-def _quantize_cache(folder: Path, config: ModelConfig, special: SpecialTokens) -> tuple[int, ...]:
-    tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
-    texts = calibration_tokens(tokenizer, special)
-    return quantize_cache(folder / GRAPH, config, texts)
-
-
 def _weights_by_format(losses: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for loss in losses:
@@ -161,7 +150,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
         return _check_whole(bundle, golden, progress)
     pieces = cut(folder / GRAPH)
     texts = () if golden is None else golden.texts
-    rolls_back, row_exact, rows = run_pieces(pieces, bundle.config, texts, progress)
+    rolls_back, row_exact, rows = run_pieces(pieces, bundle.manifest, texts, progress)
     if not rolls_back:
         raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
     parity = None if golden is None else check_parity(([text] for text in rows), golden, bundle.head_tokens)
@@ -176,7 +165,7 @@ def _check_whole(
 ) -> tuple[bool, dict[str, Any] | None]:
     """The same of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
     progress(Progress("Checking", 0, 1, "step"))
-    with closing(CpuSession(bundle)) as session:
+    with closing(open_cpu(bundle)) as session:
         row_exact, parity = session.self_test(), None
         if golden is not None:
             parity = check_parity(session_logits(session, golden, progress), golden, bundle.head_tokens)

@@ -20,7 +20,7 @@ from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.errors import EdgespecError, ModelFileError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.storage import writing
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 
 _TASK = "text-generation-with-past"
 _SHOWN_LINES = 3
@@ -71,8 +71,8 @@ def export_with_optimum(
 def _tried(source: Path, folder: Path, started: float) -> dict[str, Any]:
     """Run what Optimum wrote. Nothing stays open: Windows moves no open files."""
     bundle = open_bundle(folder)
-    with closing(CpuSession(bundle, CpuOptions())) as session:
-        copies_cache, row_exact = session.copies_cache, session.row_exact
+    with closing(open_cpu(bundle, CpuOptions())) as session:
+        copies_cache, row_exact = session.model.copies_cache, session.model.row_exact
     return {
         "architecture": bundle.config.architecture,
         "copies_cache": copies_cache,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from edgespec_export.formats.quantization import Quantization
-from edgespec_models.bundles.bundle import WEIGHTS, KVType, Role
+from edgespec_models.bundles.bundle import WEIGHTS, Role
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, ExportDevice
 from edgespec_models.schema import Checked, length, one_of, within
 
@@ -19,11 +19,8 @@ class ExportOptions(Checked):
     Attributes:
         weights: one of :data:`edgespec_export.recipe.WEIGHTS`: ``exact`` keeps the file's blocks, for
             edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` where
-            those kernels run: on CPUs, with no other KV cache asked for than theirs.
-        quantization: how to round every matrix, instead.
-        kv: what the KV cache of a portable bundle holds; ``int8`` takes a quarter of the memory of
-            ``float32`` and is calibrated at export. None is ``float32``, and what else edgespec's kernels and
-            devices have: float16, or formats of an NPU.
+            those kernels run: on CPUs.
+        quantization: how to round every matrix, instead of keeping the file's blocks.
         name: the model's name; None takes the source's.
         trim: rows that a drafter's LM head keeps; ``auto`` takes what promises most tokens per second,
             ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets.
@@ -46,7 +43,6 @@ class ExportOptions(Checked):
     role: Role = "target"
     weights: Annotated[str, one_of(WEIGHTS)] | None = None
     quantization: Quantization | None = None
-    kv: KVType | None = None
     name: Annotated[str, length(1, 200)] | None = None
     overwrite: bool = False
     trim: TrimSize | None = None
@@ -62,4 +58,4 @@ class ExportOptions(Checked):
     @property
     def native(self) -> bool:
         """Whether the graph consists of edgespec's own operators."""
-        return self.weights in (None, "exact") and self.device is None and self.kv is None
+        return self.weights in (None, "exact") and self.device is None

@@ -88,7 +88,7 @@ def measure_cost(
         progress(Progress("Timing passes", min(repeat + 1, repeats + 1), repeats + 1, "rounds"))
         if not unsettled:
             break
-    session.truncate(0)
+    session.rewind(0)
     confirmed = all(_settled(n, times) for n in rows)
     return CostCurve({n: _least(n, times) for n in rows}, confirmed)
 
@@ -104,9 +104,9 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     tokens = _tokens(session, _PAST + wide)
     session.prefill(tokens[:_PAST])
     per_token = session.kv_bytes / session.capacity
-    most = min(_CONTEXT, session.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
+    most = min(_CONTEXT, session.model.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
     if wide == 1 or most < 4 * _PAST or session.view(0, _PAST) is None:
-        session.truncate(0)
+        session.rewind(0)
         return curve
     session.reserve(most + wide)
     least, near = {}, session.attended
@@ -139,7 +139,7 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
         The curve as it is now; None where its shape has changed or it was disturbed: measure again.
     """
     tokens = _tokens(session, 1 + rows)
-    session.truncate(0)
+    session.rewind(0)
     session.predict(tokens[:1])  # warms up
     least = {1: math.inf, rows: math.inf}
     for _ in range(_CHECKS):
@@ -149,7 +149,7 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
         alike = max(single, wide) <= _SHAPE_TOLERANCE * min(single, wide)
         if alike and min(single, wide) <= _SLOWER:
             break
-    session.truncate(0)
+    session.rewind(0)
     if not alike or max(single, wide) < 1 / _SLOWER:
         return None
     points = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()} | {1: least[1]}
@@ -158,16 +158,15 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
 
 def _tokens(session: Session, count: int) -> list[int]:
     """Tokens of many kinds; which they are makes no difference."""
-    return [index * 7919 % session.vocab_size for index in range(count)]
+    return [index * 7919 % session.model.vocab_size for index in range(count)]
 
 
 def _timed(session: Session, tokens: Sequence[int]) -> float:
-    """Seconds of a pass over ``tokens``; the cache is left as it was."""
-    before = session.length
+    """Seconds of a pass over ``tokens``, of which no row stays."""
     started = perf_counter()
     session.predict(tokens)
     seconds = perf_counter() - started
-    session.truncate(before)
+    session.keep(0)
     return seconds
 
 

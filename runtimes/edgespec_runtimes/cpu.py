@@ -24,7 +24,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import Part, stream_name
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import Checked, one_of, within
-from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_io import ForeignModel, OwnModel
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
 from edgespec_runtimes.session import Session
@@ -108,43 +108,38 @@ class _LowPriority:
         return getattr(self._session, name)
 
 
-class CpuSession(Session):
-    """One model reading one sequence on the CPU; see :class:`edgespec_runtimes.session.Session`.
+def open_cpu(
+    bundle: Bundle,
+    options: CpuOptions | None = None,
+    *,
+    row_exact: bool | None = None,
+    read_layers: Sequence[int] = (),
+) -> Session:
+    """Load a bundle's graph on the CPU and prove that it can roll back.
 
-    ``copies_cache`` says whether every pass writes the whole KV cache anew, as graphs do that concatenate.
+    ``row_exact`` is what an earlier self-test found with the same bundle, options, processor and version
+    of ONNX Runtime, on which alone it depends; None tests now. Of ``read_layers`` predictions have the
+    residual streams that enter them (:attr:`Predictions.hidden`), side by side; bits stay the same.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load the graph, or the graph cannot roll back.
     """
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        options: CpuOptions | None = None,
-        *,
-        row_exact: bool | None = None,
-        read_layers: Sequence[int] = (),
-    ) -> None:
-        """Load the graph and prove that the session can roll back.
-
-        ``row_exact`` is what an earlier self-test found with the same bundle, options, processor and version
-        of ONNX Runtime, on which alone it depends; None tests now. Of ``read_layers`` predictions have the
-        residual streams that enter them (:attr:`Predictions.hidden`), side by side; bits stay the same.
-
-        Raises:
-            BundleError: ONNX Runtime cannot load the graph, or the graph cannot roll back.
-        """
-        if bundle.manifest.static is not None:
-            raise BundleError(f"{bundle.path} has graphs of fixed shapes; open it with edgespec.load")
-        self._options = options or CpuOptions()
-        native = bundle.manifest.operators == "edgespec"
-        streams = [stream_name(layer) for layer in read_layers]
-        session = open_graph(bundle.graph, self._options, native=native, streams=streams)
-        io = DynamicIO(session, bundle, exact_rows=self._options.exact_rows, streams=streams)
-        if native and not io.takes_several:
-            raise BundleError(f"{bundle.path} was made by an earlier version; export the model again")
-        if native:
-            _check_shapes(io, bundle.graph)
-            self.prompt_key = _prompt_key(bundle)
-        self.copies_cache, row_exact = io.grows, True if native else row_exact
-        super().__init__(io, bundle.config, chunk=self._options.prefill_chunk, row_exact=row_exact)
+    if bundle.manifest.static is not None:
+        raise BundleError(f"{bundle.path} has graphs of fixed shapes; open it with edgespec.load")
+    options = options or CpuOptions()
+    native, chunk, exact = bundle.manifest.operators == "edgespec", options.prefill_chunk, options.exact_rows
+    streams = [stream_name(layer) for layer in read_layers]
+    session = open_graph(bundle.graph, options, native=native, streams=streams)
+    if not bundle.tensors.ours:
+        return ForeignModel(session, bundle, chunk=chunk, exact_rows=exact).opened(row_exact)
+    model = OwnModel(session, bundle, chunk=chunk, exact_rows=exact, streams=streams)
+    if not native:
+        return model.opened(row_exact)
+    if not model.takes_several:
+        raise BundleError(f"{bundle.path} was made by an earlier version; export the model again")
+    _check_shapes(model, bundle.graph)
+    model.prompt_key = _prompt_key(bundle)
+    return model.opened(row_exact=True)
 
 
 def _prompt_key(bundle: Bundle) -> str:
@@ -153,11 +148,11 @@ def _prompt_key(bundle: Bundle) -> str:
     return f"{re.sub('[^A-Za-z0-9._-]', '_', bundle.manifest.name)[:80]}-{digest[:16]}"
 
 
-def _check_shapes(io: DynamicIO, graph: Path) -> None:
+def _check_shapes(model: OwnModel, graph: Path) -> None:
     """Run a pass over no tokens: operators compare their shapes, and read no weights."""
     try:
-        io.reserve(Stretch(), 0)
-        io.run([Part((), 0, 0)])
+        model.reserve(Stretch(), 0)
+        model.run([Part((), 0, 0)])
     except DeviceError as error:
         raise BundleError(
             f"the parts of {graph} do not fit each other ({error}); export the model again"

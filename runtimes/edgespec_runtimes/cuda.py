@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
-from edgespec_runtimes.graph_io import DynamicIO
+from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.kv_cache import KVBuffers, Memory, Move
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 from edgespec_runtimes.session import Session
@@ -29,37 +29,25 @@ _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there s
 _Array = npt.NDArray[Any]
 
 
-class CudaSession(Session):
-    """One model reading one sequence on a GPU; see :class:`edgespec_runtimes.session.Session`.
+def open_cuda(
+    bundle: Bundle, device: Device, options: CpuOptions | None = None, *, row_exact: bool | None = None
+) -> Session:
+    """Load a bundle's graph on a GPU and prove that it can roll back.
 
-    Whether a row's bits depend on the number of rows is up to the kernels, which are chosen by that number
-    (``row_exact``); no token is run twice.
+    ``bundle`` has a float16 graph of any shape, and every operator of it runs on ``device``, or it is an
+    error. ``row_exact`` is what an earlier self-test found; None tests now. Whether a row's bits depend on
+    the number of rows is up to the kernels, which are chosen by that number; no token is run twice.
+
+    Raises:
+        BundleError: the bundle has another graph, or one that cannot roll back.
+        DeviceError: the device cannot run all of the graph, or has too little memory.
     """
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        device: Device,
-        options: CpuOptions | None = None,
-        *,
-        row_exact: bool | None = None,
-    ) -> None:
-        """Load the graph and prove that the session can roll back.
-
-        ``bundle`` has a float16 graph of any shape, and every operator of it runs on ``device``, or it is an
-        error. ``row_exact`` is what an earlier self-test found; None tests now.
-
-        Raises:
-            BundleError: the bundle has another graph, or one that cannot roll back.
-            DeviceError: the device cannot run all of the graph, or has too little memory.
-        """
-        if bundle.manifest.form != "dynamic-float16":
-            raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
-        options = options or CpuOptions()
-        session = open_on(device, bundle.graph, options)
-        io = DynamicIO(session, bundle, exact_rows=False, memory=DeviceMemory(device.kind.memory))
-        chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
-        super().__init__(io, bundle.config, chunk=chunk, row_exact=row_exact)
+    if bundle.manifest.form != "dynamic-float16":
+        raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
+    options = options or CpuOptions()
+    session, memory = open_on(device, bundle.graph, options), DeviceMemory(device.kind.memory)
+    chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
+    return OwnModel(session, bundle, chunk=chunk, memory=memory).opened(row_exact)
 
 
 class DeviceMemory(Memory):
@@ -86,7 +74,7 @@ class DeviceMemory(Memory):
         value = self._allocate(shape, dtype)
         return value, value.numpy
 
-    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+    def cache(self, layout: Sequence[KeptTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""
         return DeviceCache(layout, self)
 
@@ -105,7 +93,7 @@ class DeviceCache(KVBuffers):
     sessions reserve what a request needs at its start.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor], memory: DeviceMemory) -> None:
+    def __init__(self, layout: Sequence[KeptTensor], memory: DeviceMemory) -> None:
         super().__init__(layout)
         self._memory, self._nbytes = memory, 0
 
@@ -134,7 +122,7 @@ class DeviceCache(KVBuffers):
     def _reserve(self, capacity: int, keep: int) -> None:
         self._nbytes = 0
         for index, tensor in enumerate(self._layout):
-            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            array = np.zeros(tensor.of_tokens(capacity), tensor.dtype)
             self._nbytes += array.nbytes
             if index == len(self._values):
                 self._values.append(None)

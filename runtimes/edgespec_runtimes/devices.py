@@ -198,7 +198,7 @@ class Placement:
 
     def opened(self, session: Session) -> "Placement":
         """With what opening the graphs found out: whether the bundle's context binaries are used."""
-        found = session.compiled
+        found = session.model.compiled
         return replace(self, reason=f"{self.reason}; {found}") if found else self
 
 

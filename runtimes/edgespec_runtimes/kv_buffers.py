@@ -45,10 +45,10 @@ class KvStore:
             shared = other.shared_prefix(tokens)
             view = other.view(0, shared) if shared >= session.shared_prefix(tokens) + _LEAST else None
             if view is not None:
-                session.truncate(0)
+                session.rewind(0)
                 session.append(view, shared)
-        if self._prompts is not None and on_disk and session.prompt_key:
-            session.truncate(session.shared_prefix(tokens))  # the rest may be of what is not to be written
+        if self._prompts is not None and on_disk and session.model.prompt_key:
+            session.rewind(session.shared_prefix(tokens))  # the rest may be of what is not to be written
             self._prompts.read(session, tokens)
             self._due.append((session, None))
 
@@ -57,7 +57,7 @@ class KvStore:
         while self._prompts is not None and self._due and not stop():
             session, saved = self._due[-1]
             text = session.view(0, session.length) if saved is None else saved
-            if text is not None and not self._prompts.write(session.prompt_key, text, stop):
+            if text is not None and not self._prompts.write(session.model.prompt_key, text, stop):
                 return
             self._due.pop()
 
@@ -85,7 +85,7 @@ class KvStore:
             return
         saved = found[1]
         shared = shared_length(saved.tokens, tokens)
-        session.truncate(0)
+        session.rewind(0)
         session.append(saved, shared)
         if len(saved.tokens) - shared >= _LEAST:  # another text's too: that goes on without its end here
             self._keep(session, saved)
@@ -98,7 +98,7 @@ class KvStore:
         for owner, saved in self._of_model(session):
             self._drop(owner, saved)
         if on_disk and self._prompts is not None:
-            self._prompts.forget(session.prompt_key)
+            self._prompts.forget(session.model.prompt_key)
 
     def _of_model(self, session: Session) -> list[tuple[Session, SavedCache]]:
         return [each for each in self._kept if each[0].model is session.model]

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.graph_contract import CacheTensor
+from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.errors import BundleError
 from edgespec_runtimes.ort import ort
 
 KEY_TILE: Final = 16
@@ -25,11 +26,25 @@ def ort_value(array: _Array) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for."""
+    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for.
+
+    ``fresh`` are the tokens at the end that the last pass read, if nothing was changed since.
+    """
 
     tokens: list[int] = field(default_factory=list)
     begin: int = 0
     capacity: int = 0
+    fresh: int = 0
+
+    def add(self, tokens: Sequence[int], *, fresh: int = 0) -> None:
+        """Tell that the cache holds these too."""
+        self.tokens += tokens
+        self.fresh = fresh
+
+    def cut(self, length: int) -> None:
+        """Tell that the cache holds the first ``length`` tokens only."""
+        del self.tokens[length:]
+        self.fresh = 0
 
 
 class Move(NamedTuple):
@@ -46,7 +61,10 @@ class KVBuffers(ABC):
     What is not overridden is of graphs that read and write one buffer of full capacity for each tensor.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+    def __init__(self, layout: Sequence[KeptTensor]) -> None:
+        """Reserve nothing yet; BundleError for what a sequence keeps besides keys and values."""
+        if states := [tensor.input for tensor in layout if tensor.per != "token"]:
+            raise BundleError(f"the graph keeps states ({', '.join(states)}), which edgespec cannot run yet")
         self._layout = layout
         self._values: list[Any] = []
 
@@ -62,8 +80,8 @@ class KVBuffers(ABC):
     def bind(self, binding: Any, start: int, count: int) -> None:
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
         for tensor, value in zip(self._layout, self._values, strict=True):
-            binding.bind_ortvalue_input(tensor.past, value)
-            binding.bind_ortvalue_output(tensor.present, value)
+            binding.bind_ortvalue_input(tensor.input, value)
+            binding.bind_ortvalue_output(tensor.output, value)
 
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
@@ -91,7 +109,7 @@ class SharedCache(KVBuffers):
     ``arrays`` are ``(1, heads, capacity, head_dim)`` each.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+    def __init__(self, layout: Sequence[KeptTensor]) -> None:
         super().__init__(layout)
         self.arrays: list[_Array] = []
 
@@ -108,7 +126,7 @@ class SharedCache(KVBuffers):
         self._values.clear()
         arrays = []
         for tensor in self._layout:
-            array = np.zeros((1, tensor.heads, capacity, tensor.head_dim), tensor.dtype)
+            array = np.zeros(tensor.of_tokens(capacity), tensor.dtype)
             # Each goes when it is copied, so that one alone is there twice.
             old = self.arrays.pop(0) if moves else array
             for begin, to, held in moves:
@@ -136,11 +154,11 @@ class SharedCache(KVBuffers):
 class GrowingCache(KVBuffers):
     """For graphs that concatenate: each pass reads exactly the past and writes past and new rows anew.
 
-    Two buffers for each tensor take turns, so that passes allocate nothing. A truncation is made good when
+    Two buffers for each tensor take turns, so that passes allocate nothing. A roll-back is made good when
     the next pass binds: the rows that stay move together.
     """
 
-    def __init__(self, layout: Sequence[CacheTensor]) -> None:
+    def __init__(self, layout: Sequence[KeptTensor]) -> None:
         super().__init__(layout)
         self._past: list[_Array] = []
         self._present: list[_Array] = []
@@ -159,7 +177,7 @@ class GrowingCache(KVBuffers):
             self.clear()
         past, present = [], []
         for index, tensor in enumerate(self._layout):
-            size = tensor.heads * capacity * tensor.head_dim
+            size = prod(tensor.of_tokens(capacity))
             past.append(np.zeros(size, tensor.dtype))
             present.append(np.zeros(size, tensor.dtype))
             if keep:
@@ -174,12 +192,12 @@ class GrowingCache(KVBuffers):
             read, write = _rows(past, tensor, start), _rows(present, tensor, start + count)
             if start != self._held:
                 held = _rows(past, tensor, self._held)
-                for head in range(1, tensor.heads):  # the first lies where it will lie
+                for head in range(1, len(held[0])):  # the first lies where it will lie
                     read[0, head] = held[0, head, :start]
             values = ort_value(read), ort_value(write)
             self._bound += [(read, values[0]), (write, values[1])]
-            binding.bind_ortvalue_input(tensor.past, values[0])
-            binding.bind_ortvalue_output(tensor.present, values[1])
+            binding.bind_ortvalue_input(tensor.input, values[0])
+            binding.bind_ortvalue_output(tensor.output, values[1])
         self._held = start
 
     def written(self, length: int) -> None:
@@ -210,9 +228,9 @@ def _whole_tiles(tokens: int) -> int:
     return -(-tokens // KEY_TILE) * KEY_TILE
 
 
-def _rows(buffer: _Array, tensor: CacheTensor, tokens: int) -> _Array:
+def _rows(buffer: _Array, tensor: KeptTensor, tokens: int) -> _Array:
     """The beginning of a buffer as keys or values of ``tokens`` tokens."""
-    shape = (1, tensor.heads, tokens, tensor.head_dim)
+    shape = tensor.of_tokens(tokens)
     return buffer[: prod(shape)].reshape(shape)
 
 
@@ -242,7 +260,7 @@ class Memory:
         array = self._output[: prod(shape)].reshape(shape)
         return ort_value(array), lambda: array
 
-    def cache(self, layout: Sequence[CacheTensor]) -> KVBuffers:
+    def cache(self, layout: Sequence[KeptTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""
         return SharedCache(layout)
 

@@ -1,9 +1,9 @@
 """Keys and values of prompts on disk, in blocks of tokens: what was read stays read, also after a restart.
 
 A block is a file. Its name is a chain of digests: over what the bits depend on besides tokens
-(:attr:`Session.prompt_key <edgespec_runtimes.session.Session.prompt_key>`), then over all tokens up to the
-block's end. So texts share the blocks of what they begin with alike, and nothing has to be looked up. Blocks
-of one key lie in a folder of their own.
+(:attr:`edgespec_runtimes.session.LoadedModel.prompt_key`), then over all tokens up to the block's end. So
+texts share the blocks of what they begin with alike, and nothing has to be looked up. Blocks of one key lie
+in a folder of their own.
 
 Any file may be damaged, foreign, or gone at any moment, since other processes use the folder too. What a
 block holds is compared with its digest whenever it is read, so that nothing needs to be synchronized, and
@@ -75,12 +75,13 @@ class PromptCache:
         Raises:
             DeviceError: no memory; the session's cache is empty then.
         """
-        first, names = session.shared_prefix(tokens) // BLOCK, _names(session.prompt_key, tokens)
-        paths = [self._folder / session.prompt_key / name for name in names[first:]]
+        first, names = session.shared_prefix(tokens) // BLOCK, _names(session.model.prompt_key, tokens)
+        paths = [self._folder / session.model.prompt_key / name for name in names[first:]]
         found = list(takewhile(is_file, paths))
         if not found:
             return
-        session.truncate(first * BLOCK)
+        if session.rewind(first * BLOCK) != first * BLOCK:
+            return
         session.reserve((first + len(found)) * BLOCK)
         like = session.view(0, 0)
         for start, path in enumerate(found, first):

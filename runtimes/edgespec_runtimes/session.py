@@ -1,9 +1,9 @@
-"""A running model, whatever device it runs on: sessions, each a sequence of tokens over a graph."""
+"""Loaded models, whatever device they run on, and sessions: the sequences of tokens that they read."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,7 @@ import numpy.typing as npt
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.graph_io import GraphIO
-from edgespec_runtimes.kv_cache import SavedCache, Stretch, shared_length
+from edgespec_runtimes.kv_cache import KVBuffers, SavedCache, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions
 
 KV_STEP: Final = 256
@@ -35,95 +34,126 @@ class Rows:
     hidden: npt.NDArray[np.float32] | None = None
 
 
-class Session:
-    """A sequence that a model reads; the only owner of its KV cache.
+class LoadedModel(ABC):
+    """A graph with its weights on a device; runs passes over rows of its sessions.
 
-    The cache holds the keys and values of ``length`` tokens, at most ``capacity``. Rollback is a number:
-    :meth:`truncate`. Predictions have a column for every row of the LM head: every token, or the tokens a
-    trimmed drafter's bundle lists (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`). They lie in
-    the session's own buffers: the next pass overwrites them.
+    Predictions have a column for every row of the LM head: every token, or the tokens a trimmed drafter's
+    bundle lists (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`). They lie in the model's own
+    buffers: the next pass overwrites them. The first values below are those of a model whose cache no session
+    is given rows of, whose weights stay and whose LM head has every token.
 
     Attributes:
+        config: what running it needs to know of the decoder.
+        most_rows: how many rows of a pass have logits at most where not all are wanted; it bounds the memory
+            for them.
+        takes_several: whether passes may be over rows of several sessions.
+        copies_cache: whether every pass writes the whole KV cache anew, as graphs do that concatenate.
+        cache: where keys and values of all sessions lie; None where the host has none.
+        stretches: those of the sessions, one behind the other.
+        tunable: weights that :meth:`tune` replaces, by their names in the graph.
+        head_tokens: the token of every column of the logits, int32; None where column i is token i.
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
         prompt_key: what the bits of the KV cache depend on besides its tokens, as a name that a folder may
-            have. Empty where a session does not promise them to other processes. Weights given to
-            :meth:`tune` are not in it: who gives some keeps nothing on disk.
+            have. Empty where a model does not promise them to other processes. Weights given to :meth:`tune`
+            are not in it: who gives some keeps nothing on disk.
     """
 
+    most_rows: int
+    takes_several = False
+    copies_cache = False
+    cache: KVBuffers | None = None
+    tunable: frozenset[str] = frozenset()
+    head_tokens: npt.NDArray[np.int32] | None = None
+    row_exact = False
     prompt_key = ""
 
-    def __init__(self, io: GraphIO, config: DecoderShape, *, chunk: int, row_exact: bool | None) -> None:
-        """Prove that the graph can roll back.
+    def __init__(self, config: DecoderShape, *, chunk: int) -> None:
+        """``chunk`` are tokens of one prefill pass."""
+        self.config, self._chunk = config, chunk
+        self.stretches: list[Stretch] = []
 
-        ``io`` is closed with the last of the sessions beside each other. ``chunk`` are tokens of one prefill
-        pass. ``row_exact`` is what an earlier self-test found; None tests now.
+    def opened(self, row_exact: bool | None) -> "Session":
+        """The first session; ``row_exact`` is what an earlier self-test found, None tests now.
 
         Raises:
             BundleError: the graph cannot roll back.
         """
-        self._config, self._chunk = config, chunk
-        self._io: GraphIO | None = io
-        self._stretch = self._new_stretch()
-        self.row_exact = self.self_test() if row_exact is None else row_exact
+        session = Session(self)
+        self.row_exact = session.self_test() if row_exact is None else row_exact
+        return session
+
+    def session(self) -> "Session":
+        """One more session, its cache empty; RequestError if passes are of one."""
+        if self.stretches and not self.takes_several:
+            raise RequestError("this model's passes are of one sequence")
+        return Session(self)
 
     @property
     def vocab_size(self) -> int:
         """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
-        return self._config.vocab_size
-
-    @property
-    def length(self) -> int:
-        """Tokens the KV cache holds."""
-        return len(self._stretch.tokens)
-
-    @property
-    def attended(self) -> float:
-        """Tokens that a layer attends to, the mean of all layers; see :meth:`DecoderShape.attended`."""
-        return self._config.attended(self.length)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens the KV cache can hold now."""
-        return self._stretch.capacity
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes reserved for its part of the KV cache."""
-        if self._io is None:
-            return 0
-        whole = sum(each.capacity for each in self._io.stretches)
-        return self._io.kv_bytes * self.capacity // whole if whole else self._io.kv_bytes
+        return self.config.vocab_size
 
     @property
     def longest(self) -> int:
-        """Tokens the KV cache can hold at most."""
-        return self._config.context_length
+        """Tokens a session's cache can hold at most."""
+        return self.config.context_length
 
     @property
-    def model(self) -> object:
-        """The same for sessions of one model, which understand each other's saved caches."""
-        return self._io
+    def piece(self) -> int:
+        """Tokens of a prompt that one pass reads at most."""
+        return min(self._chunk, self.most_rows)
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
+    @property
+    def compiled(self) -> str:
+        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+        return ""
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes reserved for the KV caches of all sessions."""
+
+    def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
+        """One pass over rows of sessions, to whose caches they are appended; a row has the bits it has alone.
 
         Raises:
-            RequestError: more than :attr:`longest`.
+            RequestError: rows of another model's session, or tokens that there are not.
+            BundleError: ONNX Runtime fails to run a foreign graph.
+            DeviceError: it fails to run one of edgespec's, mostly for want of memory.
+        """
+        parts = list[Part]()
+        for each in rows:
+            session, tokens = each.session, each.tokens
+            if session.model is not self:
+                raise RequestError("a pass cannot read rows of another model's session")
+            session.reserve(session.length + len(tokens))
+            if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
+        for each in rows:  # all have their places now
+            stretch = each.session.stretch
+            parts.append(
+                Part(each.tokens, len(stretch.tokens), each.wanted, stretch.begin, hidden=each.hidden)
+            )
+        predictions = self.run(parts)
+        for each in rows:
+            each.session.stretch.add(each.tokens, fresh=len(each.tokens))
+        return predictions
+
+    @abstractmethod
+    def run(self, parts: Sequence[Part]) -> list[Predictions]:
+        """Run a pass for which there is room; for each part a row for each of its last ``rows``."""
+
+    def reserve(self, stretch: Stretch, capacity: int) -> None:
+        """Make room for ``capacity`` tokens in ``stretch``, keeping what all hold; they are empty on failure.
+
+        Raises:
             DeviceError: no memory for it, or the device's compiler refuses a graph.
         """
-        io = self._open_io
-        if capacity > self.longest:
-            raise RequestError(self._too_long(capacity))
-        if capacity <= self.capacity:
-            return
-        self._resize(io, self._rounded(capacity))
-
-    def _resize(self, io: GraphIO, capacity: int) -> None:
         try:
-            io.reserve(self._stretch, capacity)
+            self.make_room(stretch, capacity)
         except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
-            for each in io.stretches:
-                each.tokens.clear()
+            for each in self.stretches:
+                each.cut(0)
                 each.capacity = 0
             if isinstance(error, MemoryError):
                 raise DeviceError(
@@ -131,16 +161,99 @@ class Session:
                     "fewer new tokens, or free memory"
                 ) from error
             raise
-        self._stretch.capacity = capacity
+        stretch.capacity = capacity
+
+    @abstractmethod
+    def make_room(self, stretch: Stretch, capacity: int) -> None:
+        """What :meth:`reserve` does, without a thought of failures."""
+
+    def rounded(self, capacity: int) -> int:
+        """Tokens to make room for where ``capacity`` are asked for."""
+        return min(-(-capacity // KV_STEP) * KV_STEP, self.longest)
+
+    def too_long(self, tokens: int) -> str:
+        """Why there is no room for so many."""
+        return (
+            f"{tokens:,} tokens do not fit the model's context of {self.config.context_length:,}; "
+            "shorten the prompt or ask for fewer new tokens"
+        )
+
+    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Run with these weights from the next pass on; caches, which others computed, are empty then.
+
+        Raises:
+            RequestError: one that is not among :attr:`tunable`, or of another shape.
+        """
+        raise RequestError("this graph does not let weights be replaced")
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Let a head that is tied to the embedding write ``tokens`` too: a column each, behind its rows'.
+
+        They replace what was offered before; the tokens in caches stay. Other heads take no notice.
+        """
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what passes use."""
+
+
+class Session:
+    """A sequence of tokens that a model reads, with what it keeps of them; closed with the model's last.
+
+    The cache holds what the model keeps of ``length`` tokens, at most ``capacity``. Behind a pass
+    :meth:`keep` says how many of its rows stay; :meth:`rewind` goes back further.
+
+    Attributes:
+        model: what reads it; sessions of one model understand each other's saved caches.
+        stretch: its part of the model's cache.
+        closed: whether it is, after which nothing is read.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model, self.stretch, self.closed = model, Stretch(), False
+        model.stretches.append(self.stretch)
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache holds."""
+        return len(self.stretch.tokens)
+
+    @property
+    def attended(self) -> float:
+        """Tokens that a layer attends to, the mean of all layers; see :meth:`DecoderShape.attended`."""
+        return self.model.config.attended(self.length)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the cache can hold now."""
+        return self.stretch.capacity
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for its part of the cache."""
+        if self.closed:
+            return 0
+        whole = sum(each.capacity for each in self.model.stretches)
+        return self.model.kv_bytes * self.capacity // whole if whole else self.model.kv_bytes
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
+
+        Raises:
+            RequestError: more than the model can hold.
+            DeviceError: as :meth:`LoadedModel.reserve`.
+        """
+        if self.closed:
+            raise RequestError("this session is closed; open the bundle again")
+        if capacity > self.model.longest:
+            raise RequestError(self.model.too_long(capacity))
+        if capacity > self.capacity:
+            self.model.reserve(self.stretch, self.model.rounded(capacity))
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, the cache holds already."""
-        return shared_length(self._stretch.tokens, tokens)
-
-    @property
-    def piece(self) -> int:
-        """Tokens of a prompt that one pass reads at most."""
-        return min(self._chunk, self._open_io.most_rows)
+        return shared_length(self.stretch.tokens, tokens)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
@@ -158,52 +271,55 @@ class Session:
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         """Append ``tokens``; what the model says behind each, a row for each of them."""
-        return self.predict_together([Rows(self, tokens, len(tokens))])[0]
+        return self.model.predict_together([Rows(self, tokens, len(tokens))])[0]
 
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
-        """One pass over rows of this session and of those that it made :meth:`beside` it.
+    def keep(self, rows: int) -> None:
+        """Of the rows that the last pass read of this sequence the first ``rows`` stay; all do if not called.
 
-        They are appended to their caches; a row has the bits it has alone.
+        Nothing is copied: keys and values behind these are overwritten. A layer with a state has it from
+        before the pass, with a log of the pass's rows, and applies those that stay in the next pass.
+
+        Raises:
+            RequestError: the last pass read fewer, or the sequence was changed since.
         """
-        for each in asked:
-            each.session.reserve(each.session.length + len(each.tokens))
-        return self._run(asked)
+        stretch = self.stretch
+        if not 0 <= rows <= stretch.fresh:
+            raise RequestError(f"cannot keep {rows} rows: the last pass read {stretch.fresh}")
+        stretch.cut(self.length - stretch.fresh + rows)
+        stretch.fresh = rows
 
-    @property
-    def takes_several(self) -> bool:
-        """Whether passes may be over rows of several sequences."""
-        return self._open_io.takes_several
+    def rewind(self, length: int) -> int:
+        """Go back to the nearest place, at most ``length``, from which the sequence can go on.
 
-    def beside(self) -> Self:
-        """Another session of the model, its cache empty; RequestError if passes are of one sequence."""
-        if not self.takes_several:
-            raise RequestError("this model's passes are of one sequence")
-        other = copy(self)
-        other._stretch = self._new_stretch()
-        return other
+        Returns:
+            That place, the tokens that stay. With keys and values alone it is ``length``; layers with a
+            state can go back as far as their log of rows reaches, and to 0. Whoever needs the tokens
+            between has to read them again.
 
-    def truncate(self, length: int) -> None:
-        """Forget every token from position ``length`` on."""
+        Raises:
+            RequestError: the cache holds fewer tokens.
+        """
         if not 0 <= length <= self.length:
-            raise RequestError(f"cannot truncate to {length}: the cache holds {self.length} tokens")
-        del self._stretch.tokens[length:]
+            raise RequestError(f"cannot rewind to {length}: the cache holds {self.length} tokens")
+        self.stretch.cut(length)
+        return length
 
     def release(self) -> int:
         """Forget every token and free their memory, where no graph has to be opened for that; its bytes."""
-        self.truncate(0)
-        io, before = self._open_io, self.kv_bytes
-        if io.takes_several:
-            self._resize(io, 0)
+        self.rewind(0)
+        before = self.kv_bytes
+        if self.model.takes_several:
+            self.model.reserve(self.stretch, 0)
         return before - self.kv_bytes
 
     def view(self, start: int, end: int) -> SavedCache | None:
         """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows.
 
-        They lie in the session's own memory: the next call overwrites them. ``start`` is a multiple of 16.
+        They lie in the model's own memory: the next call overwrites them. ``start`` is a multiple of 16.
         """
-        begin, cache = self._stretch.begin, self._open_io.cache
+        begin, cache = self.stretch.begin, self.model.cache
         arrays = None if cache is None else cache.view(begin + start, begin + end)
-        return None if arrays is None else SavedCache(tuple(self._stretch.tokens[start:end]), tuple(arrays))
+        return None if arrays is None else SavedCache(tuple(self.stretch.tokens[start:end]), tuple(arrays))
 
     def append(self, saved: SavedCache, count: int) -> None:
         """Put the first ``count`` tokens of a view behind what the cache holds: the same bits again.
@@ -214,96 +330,29 @@ class Session:
             DeviceError: no memory for them; the cache is empty then.
         """
         self.reserve(self.length + count)
-        cache = self._open_io.cache
+        cache = self.model.cache
         assert cache is not None  # which gave the view
-        cache.paste(saved.arrays, self._stretch.begin + self.length, count)
-        self._stretch.tokens += saved.tokens[:count]
-
-    @property
-    def compiled(self) -> str:
-        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
-        return ""
-
-    @property
-    def tunable(self) -> frozenset[str]:
-        """Weights that :meth:`tune` replaces, by their names in the graph."""
-        return self._open_io.tunable
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with these weights from the next pass on; the cache, which others computed, is empty then.
-
-        Raises:
-            RequestError: one that is not among :attr:`tunable`, or of another shape.
-        """
-        self._open_io.tune(weights)
-
-    @property
-    def head_tokens(self) -> npt.NDArray[np.int32] | None:
-        """The token of every column of the logits, int32; None where column i is token i."""
-        return self._open_io.head_tokens
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Let a head that is tied to the embedding write ``tokens`` too: a column each, behind its rows'.
-
-        They replace what was offered before; the tokens in the cache stay. Other heads take no notice.
-        """
-        self._open_io.offer(tokens)
+        cache.paste(saved.arrays, self.stretch.begin + self.length, count)
+        self.stretch.add(saved.tokens[:count])
 
     def close(self) -> None:
-        """Free the cache and, behind the last of those beside each other, the model."""
-        io, self._io = self._io, None
-        if io is not None:
-            io.stretches.remove(self._stretch)
-            if not io.stretches:
-                io.close()
-        self._stretch = Stretch()
-
-    @property
-    def _open_io(self) -> GraphIO:
-        if self._io is None:
-            raise RequestError("this session is closed; open the bundle again")
-        return self._io
-
-    def _stretch_of(self, rows: Rows) -> Stretch:
-        if rows.session._io is not self._open_io:
-            raise RequestError("a pass cannot read rows of another model's session")
-        return rows.session._stretch
-
-    def _new_stretch(self) -> Stretch:
-        self._open_io.stretches.append(Stretch())
-        return self._open_io.stretches[-1]
-
-    def _rounded(self, capacity: int) -> int:
-        """Tokens to make room for where ``capacity`` are asked for."""
-        return min(-(-capacity // KV_STEP) * KV_STEP, self.longest)
-
-    def _too_long(self, tokens: int) -> str:
-        return (
-            f"{tokens:,} tokens do not fit the model's context of {self._config.context_length:,}; "
-            "shorten the prompt or ask for fewer new tokens"
-        )
+        """Free the cache and, with the model's last session, the model."""
+        if not self.closed:
+            self.closed = True
+            self.model.stretches.remove(self.stretch)
+            if not self.model.stretches:
+                self.model.close()
+        self.stretch = Stretch()
 
     def _extend(self, tokens: Sequence[int], keep: int) -> Predictions | None:
         """Make the cache hold ``tokens``, reusing at most ``keep`` of them; the last's row if any ran."""
         self.reserve(len(tokens))
-        self.truncate(min(self.shared_prefix(tokens), max(keep, 0)))
-        last, size = None, self.piece
+        self.rewind(min(self.shared_prefix(tokens), max(keep, 0)))
+        last, size = None, self.model.piece
         while self.length < len(tokens):
-            (last,) = self._run([Rows(self, tokens[self.length : self.length + size], 1)])
+            rows = Rows(self, tokens[self.length : self.length + size], 1)
+            (last,) = self.model.predict_together([rows])
         return last
-
-    def _run(self, asked: Sequence[Rows]) -> list[Predictions]:
-        """Append tokens, for which there is room."""
-        parts = list[Part]()
-        for each in asked:
-            tokens, stretch = each.tokens, self._stretch_of(each)
-            if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-                raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-            parts.append(Part(tokens, len(stretch.tokens), each.wanted, stretch.begin, hidden=each.hidden))
-        predictions = self._open_io.run(parts)
-        for each in asked:
-            self._stretch_of(each).tokens.extend(each.tokens)
-        return predictions
 
     def self_test(self) -> bool:
         """Roll back and compare; returns whether the number of rows leaves no trace in the bits.
@@ -313,21 +362,22 @@ class Session:
         Raises:
             BundleError: the graph cannot roll back.
         """
-        count = min(_TESTED, self.longest)
-        tokens, kept = [(7 * i * i + 5) % self.vocab_size for i in range(count)], count - 7
+        vocab_size, count = self.model.vocab_size, min(_TESTED, self.model.longest)
+        tokens, kept = [(7 * i * i + 5) % vocab_size for i in range(count)], count - 7
         # What comes behind must leave no trace either, as a bias that is counted from the end does.
-        self.prefill(tokens[:kept])
-        together = self.predict(tokens[kept:]).logits[:3].copy()
-        self.truncate(kept)
-        tokens = tokens[kept : kept + 3]
+        text, tokens = tokens[:kept], tokens[kept:]
+        self.prefill(text)
+        together = self.predict(tokens).logits[:3].copy()
+        self.keep(0)
+        tokens = tokens[:3]
         again = self.predict(tokens).logits.copy()
-        self.truncate(kept)
+        self.keep(0)
         single = np.concatenate([self.predict([token]).logits.copy() for token in tokens])
-        self.truncate(kept)
-        self.predict([(token + 1) % self.vocab_size for token in tokens])
-        self.truncate(kept)
+        self.prefill(text)
+        self.predict([(token + 1) % vocab_size for token in tokens])
+        self.keep(0)
         after = self.predict(tokens).logits.copy()
-        self.truncate(0)
+        self.rewind(0)
         scale = float(np.abs(together).max())
         # Passes over as many rows agree to the bit; others may round otherwise in every layer.
         rolled_back = np.allclose(again, after, atol=_SAME * scale)
@@ -335,7 +385,7 @@ class Session:
             np.isfinite(together).all() and rolled_back and np.allclose(together, again, atol=_NEAR * scale)
         ):
             raise BundleError(
-                "this graph cannot roll back: the same tokens gave other logits after a truncation. "
+                "this graph cannot roll back: the same tokens gave other logits after a roll-back. "
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
         return bool(np.array_equal(together, again) and np.array_equal(again, single))

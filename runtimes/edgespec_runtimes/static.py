@@ -2,11 +2,11 @@
 
 Masks, positions and the KV cache are the host's business. A graph attends over ``capacity`` cached tokens and
 the pass's own rows, and returns keys and values of its own rows only; those that stay are copied behind the
-cache's. What must not be looked at, free places, rows of a truncated past and later rows, is masked. So
+cache's. What must not be looked at, free places, rows that were not kept and later rows, is masked. So
 roll-back is bookkeeping: nothing is moved or cleared.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -19,17 +19,17 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import Part, StaticInputs, cache_names
+from edgespec_models.bundles.graph_contract import Part, StaticInputs
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
-from edgespec_runtimes.graph_io import GraphIO
 from edgespec_runtimes.kv_cache import Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
 from edgespec_runtimes.predictions import Logits, Predictions
-from edgespec_runtimes.session import Session
+from edgespec_runtimes.session import LoadedModel, Session
 
 _Array = npt.NDArray[Any]
 _TIMED = 2
@@ -74,23 +74,28 @@ class _Pass:
     keep_alive: tuple[Any, ...]
 
 
-class StaticIO(GraphIO):
+class StaticModel(LoadedModel):
     """A bundle's graphs of fixed shapes, those of one bucket at a time.
 
+    Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.
     ``seconds`` are what a pass of each width cost when its graph was opened.
     """
 
-    def __init__(self, bundle: Bundle, open_graphs: Callable[[Sequence[Path]], Sequence[Any]]) -> None:
+    def __init__(self, bundle: Bundle, device: Device, options: CpuOptions | None = None) -> None:
         """Open nothing yet: :meth:`reserve` does.
 
-        Args:
-            bundle: with graphs of fixed shapes.
-            open_graphs: ONNX Runtime's sessions over a bucket's graphs, on the device.
+        Context binaries are opened where they fit; else the device's compiler takes the graphs. ``device``
+        runs every operator of the bundle's graphs, or it is an error.
         """
-        super().__init__()
         static, config = bundle.manifest.static, bundle.config
-        assert static is not None and isinstance(config, ModelConfig)
-        self._static, self._config, self._path, self._open = static, config, bundle.path, open_graphs
+        if static is None:
+            raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
+        assert isinstance(config, ModelConfig)
+        super().__init__(config, chunk=static.prefill)
+        self._static, self._bundle, self._device = static, bundle, device
+        self._options, self._path, self._kept = options or CpuOptions(), bundle.path, bundle.manifest.kept
+        self._contexts = static.contexts if static.device == device.kind.export else None
+        self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
         self._host = StaticInputs(config, static.masked)
         self._passes: dict[int, _Pass] = {}
         self._cache: list[_Array] = []
@@ -104,7 +109,7 @@ class StaticIO(GraphIO):
         """Bytes reserved for the KV cache."""
         return sum(array.nbytes for array in self._cache)
 
-    def reserve(self, stretch: Stretch, capacity: int) -> None:
+    def make_room(self, stretch: Stretch, capacity: int) -> None:
         """Open the graphs of the bucket of ``capacity`` tokens, keeping those of ``stretch``.
 
         Raises:
@@ -126,7 +131,7 @@ class StaticIO(GraphIO):
         """Run a part's tokens; a row for each of its last ``rows``."""
         ((tokens, start, rows, *_),) = parts
         if len(self._logits) < rows:
-            self._logits = np.zeros((rows, self._config.vocab_size), np.float32)
+            self._logits = np.zeros((rows, self.vocab_size), np.float32)
         left, filled = len(tokens), 0
         for width in cheapest_passes(left, rows, self._static, self.seconds):
             taken, at = min(width, left), len(tokens) - left
@@ -146,109 +151,6 @@ class StaticIO(GraphIO):
         self._passes.clear()
         self._cache.clear()
         self._capacity = 0
-
-    def _open_bucket(self, capacity: int, old: Sequence[_Array], keep: int) -> None:
-        files = {rows: self._static.file(capacity, rows) for rows in self._static.widths}
-        opened = self._open([self._path / file for file in files.values()])
-        sessions = dict(zip(files, opened, strict=True))
-        types = {value.name: TYPES[value.type] for value in sessions[1].get_inputs()}
-        for index, (name, shape) in enumerate(_cache_shapes(self._config, capacity)):
-            self._cache.append(np.zeros(shape, types[name]))
-            if old:
-                _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
-        self._passes = {rows: self._bind(session) for rows, session in sessions.items()}
-        self.seconds = {width: self._time(width) for width in self._static.widths}
-
-    def _execute(self, width: int, tokens: Sequence[int], start: int) -> None:
-        """One pass over ``tokens`` and as many spare rows as are left of ``width``."""
-        one = self._passes[width]
-        self._host.fill(one.inputs, tokens, start)
-        try:
-            one.session.run_with_iobinding(one.binding)
-        except RUN_ERRORS as error:
-            raise DeviceError(f"the device cannot run {self._path}: {error}") from error
-
-    def _keep(self, width: int, start: int, count: int) -> None:
-        """Copy the keys and values of the pass's first ``count`` rows to places ``start`` on."""
-        for index, present in enumerate(self._passes[width].presents):
-            _tokens(self._cache[index], index, start, count)[:] = _tokens(present, index, 0, count)
-
-    def _time(self, width: int) -> float:
-        """Seconds of a pass; a graph's first may set it up. The cache stays as it is."""
-        least = np.inf
-        for _ in range(_TIMED):
-            began = perf_counter()
-            self._execute(width, [0] * width, 0)
-            least = min(least, perf_counter() - began)
-        return float(least)
-
-    def _bind(self, session: Any) -> _Pass:
-        binding, keep = session.io_binding(), list[Any]()
-        shared = dict(zip((n for n, _ in _cache_shapes(self._config, 1)), self._cache, strict=True))
-        inputs = {
-            value.name: np.zeros(value.shape, TYPES[value.type])
-            for value in session.get_inputs()
-            if value.name not in shared
-        }
-        for name, array in (inputs | shared).items():
-            keep.append(ort_value(array))
-            binding.bind_ortvalue_input(name, keep[-1])
-        outputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_outputs()}
-        for name, array in outputs.items():
-            keep.append(ort_value(array))
-            binding.bind_ortvalue_output(name, keep[-1])
-        presents = tuple(outputs[name.replace("past_key_values", "present")] for name in shared)
-        return _Pass(session, binding, inputs, outputs["logits"], presents, tuple(keep))
-
-
-def _cache_shapes(config: ModelConfig, capacity: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Keys lie transposed, as the product with the queries takes them."""
-    heads, width = config.num_kv_heads, config.head_dim
-    shapes = (1, heads, width, capacity), (1, heads, capacity, width)
-    return [(past, shapes[index % 2]) for index, (past, _) in enumerate(cache_names(config.num_layers))]
-
-
-def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:
-    """Tokens of a tensor of the cache: keys have even indices."""
-    if index % 2 == 0:
-        return array[:, :, :, start : start + count]
-    return array[:, :, start : start + count]
-
-
-class StaticSession(Session):
-    """One model reading one sequence in passes of a few fixed sizes; see :class:`Session`.
-
-    Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.
-    """
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        device: Device,
-        options: CpuOptions | None = None,
-        *,
-        row_exact: bool | None = None,
-    ) -> None:
-        """Open the graphs of the smallest bucket and prove that the session can roll back.
-
-        Context binaries are opened where they fit; else the device's compiler takes the graphs.
-
-        ``device`` runs every operator of the bundle's graphs, or it is an error. ``row_exact`` is what an
-        earlier self-test found; None tests now.
-
-        Raises:
-            BundleError: the bundle has other graphs, or they cannot roll back; a context binary is damaged.
-            DeviceError: the device cannot run all of a graph.
-        """
-        static = bundle.manifest.static
-        if static is None:
-            raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
-        self._static, self._bundle, self._device = static, bundle, device
-        self._options = options or CpuOptions()
-        self._contexts = static.contexts if static.device == device.kind.export else None
-        self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
-        io = StaticIO(bundle, self._open_graphs)
-        super().__init__(io, bundle.config, chunk=static.prefill, row_exact=row_exact)
 
     @property
     def compiled(self) -> str:
@@ -285,16 +187,100 @@ class StaticSession(Session):
             self._bundle.verify(name)  # the provider's library is given whole files only
         return [open_on(self._device, self._bundle.path / name, self._options) for name, _ in files]
 
-    def _rounded(self, capacity: int) -> int:
+    def rounded(self, capacity: int) -> int:
+        """The bucket for so many tokens."""
         return self._static.bucket_for(capacity)
 
-    def _too_long(self, tokens: int) -> str:
-        if tokens > self._config.context_length:
-            return super()._too_long(tokens)
+    def too_long(self, tokens: int) -> str:
+        """Why there is no room for so many."""
+        if tokens > self.config.context_length:
+            return super().too_long(tokens)
         return (
             f"{tokens:,} tokens do not fit the largest bucket of this bundle, {self.longest:,}; shorten the "
             f"prompt, ask for fewer new tokens, or export the model with --buckets up to {tokens:,}"
         )
+
+    def _open_bucket(self, capacity: int, old: Sequence[_Array], keep: int) -> None:
+        files = {rows: self._static.file(capacity, rows) for rows in self._static.widths}
+        opened = self._open_graphs([self._path / file for file in files.values()])
+        sessions = dict(zip(files, opened, strict=True))
+        types = {value.name: TYPES[value.type] for value in sessions[1].get_inputs()}
+        for index, (name, shape) in enumerate(_cache_shapes(self._kept, capacity)):
+            self._cache.append(np.zeros(shape, types[name]))
+            if old:
+                _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
+        self._passes = {rows: self._bind(session) for rows, session in sessions.items()}
+        self.seconds = {width: self._time(width) for width in self._static.widths}
+
+    def _execute(self, width: int, tokens: Sequence[int], start: int) -> None:
+        """One pass over ``tokens`` and as many spare rows as are left of ``width``."""
+        one = self._passes[width]
+        self._host.fill(one.inputs, tokens, start)
+        try:
+            one.session.run_with_iobinding(one.binding)
+        except RUN_ERRORS as error:
+            raise DeviceError(f"the device cannot run {self._path}: {error}") from error
+
+    def _keep(self, width: int, start: int, count: int) -> None:
+        """Copy the keys and values of the pass's first ``count`` rows to places ``start`` on."""
+        for index, present in enumerate(self._passes[width].presents):
+            _tokens(self._cache[index], index, start, count)[:] = _tokens(present, index, 0, count)
+
+    def _time(self, width: int) -> float:
+        """Seconds of a pass; a graph's first may set it up. The cache stays as it is."""
+        least = np.inf
+        for _ in range(_TIMED):
+            began = perf_counter()
+            self._execute(width, [0] * width, 0)
+            least = min(least, perf_counter() - began)
+        return float(least)
+
+    def _bind(self, session: Any) -> _Pass:
+        binding, keep = session.io_binding(), list[Any]()
+        shared = dict(zip((n for n, _ in _cache_shapes(self._kept, 1)), self._cache, strict=True))
+        inputs = {
+            value.name: np.zeros(value.shape, TYPES[value.type])
+            for value in session.get_inputs()
+            if value.name not in shared
+        }
+        for name, array in (inputs | shared).items():
+            keep.append(ort_value(array))
+            binding.bind_ortvalue_input(name, keep[-1])
+        outputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_outputs()}
+        for name, array in outputs.items():
+            keep.append(ort_value(array))
+            binding.bind_ortvalue_output(name, keep[-1])
+        presents = tuple(outputs[name.replace("past_key_values", "present")] for name in shared)
+        return _Pass(session, binding, inputs, outputs["logits"], presents, tuple(keep))
+
+
+def _cache_shapes(kept: Sequence[KeptTensor], capacity: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Keys lie transposed, as the product with the queries takes them."""
+    shapes = [tensor.of_tokens(capacity) for tensor in kept]
+    keys = [(one, heads, width, tokens) for one, heads, tokens, width in shapes]
+    pairs = zip(kept, keys, shapes, strict=True)
+    return [(tensor.input, shape if index % 2 else key) for index, (tensor, key, shape) in enumerate(pairs)]
+
+
+def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:
+    """Tokens of a tensor of the cache: keys have even indices."""
+    if index % 2 == 0:
+        return array[:, :, :, start : start + count]
+    return array[:, :, start : start + count]
+
+
+def open_static(
+    bundle: Bundle, device: Device, options: CpuOptions | None = None, *, row_exact: bool | None = None
+) -> Session:
+    """Open the graphs of the smallest bucket and prove that they can roll back.
+
+    ``row_exact`` is what an earlier self-test found; None tests now.
+
+    Raises:
+        BundleError: the bundle has other graphs, or they cannot roll back; a context binary is damaged.
+        DeviceError: the device cannot run all of a graph.
+    """
+    return StaticModel(bundle, device, options).opened(row_exact)
 
 
 def _misfit(contexts: Contexts, device: Device) -> str | None:

@@ -24,7 +24,8 @@ from statistics import median
 from time import perf_counter
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.session import Session
 from tools.arguments import arguments
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
@@ -57,7 +58,7 @@ def _run(command: list[str]) -> str:
 
 def ours(bundle: Path, instructions: str, threads: int, prompt: int, behind: int) -> Times:
     """The same of edgespec, in a session of its own."""
-    session = CpuSession(Bundle(bundle), CpuOptions(threads=threads, instructions=instructions))
+    session = open_cpu(Bundle(bundle), CpuOptions(threads=threads, instructions=instructions))
     start = [100 + token for token in range(behind)]
     times: dict[str, float] = {}
     session.reserve(behind + prompt)
@@ -66,7 +67,7 @@ def ours(bundle: Path, instructions: str, threads: int, prompt: int, behind: int
         times[str(rows)] = 1000 * median(_timed(session, start, rows) for _ in range(_REPEATED))
     seconds = []
     for number in range(4):
-        session.truncate(0)
+        session.rewind(0)
         began = perf_counter()
         session.predict_next([200 + number + token for token in range(prompt)]).best(0)
         seconds.append(perf_counter() - began)
@@ -74,8 +75,8 @@ def ours(bundle: Path, instructions: str, threads: int, prompt: int, behind: int
     return times | {"prompt": prompt / median(seconds[1:])}
 
 
-def _timed(session: CpuSession, start: list[int], rows: int) -> float:
-    session.truncate(len(start))
+def _timed(session: Session, start: list[int], rows: int) -> float:
+    session.rewind(len(start))
     began = perf_counter()
     session.predict([300 + token for token in range(rows)]).best(rows - 1)
     return perf_counter() - began

@@ -48,6 +48,8 @@ class TorchDecoder(Decoder):
     matrix in floats, which an export rounds anyway, a change of ``rank``.
     """
 
+    medium = "PyTorch"
+
     def __init__(
         self,
         source: Checkpoint,

@@ -27,7 +27,7 @@ from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.discovery import Runtime, resolve
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.static import StaticSession
+from edgespec_runtimes.static import open_static
 
 _TEXTS = 32
 _SHORTEST = 16
@@ -46,7 +46,7 @@ def build_for_device(
         tokenizer = Tokenizer.from_file(folder / TOKENIZER, vocab_size=config.vocab_size)
         texts = _texts(tokenizer, checkpoint.special_tokens(), options.calibration)
         golden = find_golden(digest)
-        made, by_class, report, parity = export_static(
+        made, kept, by_class, report, parity = export_static(
             checkpoint, folder, graphs, texts, golden=golden, progress=progress
         )
         if options.chip is not None:
@@ -63,7 +63,7 @@ def build_for_device(
             formats={name: sum(counts.values())},
             bytes_by_class=by_class,
             parameters_by_class=counts,
-            kv="float32" if made.activations == "float32" else "uint8",
+            kept=kept,
             static=made,
         )
         size, peak = checkpoint.n_bytes, peak_memory_bytes()
@@ -92,9 +92,9 @@ def _texts(tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path]) 
 def _rolls_back(folder: Path) -> bool:
     """Whether passes of any width give a row the same bits; BundleError where graphs cannot roll back."""
     options = CpuOptions(keep_memory=False)
-    session = StaticSession(Bundle(folder), Device(CPU, "ready"), options)
+    session = open_static(Bundle(folder), Device(CPU, "ready"), options)
     session.close()
-    return session.row_exact
+    return session.model.row_exact
 
 
 def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:

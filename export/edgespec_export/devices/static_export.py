@@ -25,6 +25,7 @@ from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import StaticInputs
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -149,15 +150,15 @@ def export_static(
     *,
     golden: Golden | None = None,
     progress: ProgressCallback = ignore_progress,
-) -> tuple[StaticGraphs, dict[str, int], dict[str, Any], dict[str, Any] | None]:
+) -> tuple[StaticGraphs, tuple[KeptTensor, ...], dict[str, int], dict[str, Any], dict[str, Any] | None]:
     """Write the weights and every graph of ``graphs`` to ``folder``.
 
     The mask's value is found here where activations are quantized. ``texts`` are token ids of two texts or
     more; every fourth is kept for the comparison.
 
     Returns:
-        What graphs there are, bytes of weights by class, what the format costs, and how near the logits are
-        to the reference.
+        What graphs there are, what they keep, bytes of weights by class, what the format costs, and how
+        near the logits are to the reference.
 
     Raises:
         ParityError: far from the reference.
@@ -179,7 +180,7 @@ def export_static(
     report = compare(references, islice(results, len(held_out)), len(calibrated))
     parity = None if golden is None else check_parity(([rows] for rows in results), golden)
     rmtree(scratch)
-    return graphs, weights.bytes_by_class, report, parity
+    return graphs, plan.kept(config), weights.bytes_by_class, report, parity
 
 
 def _settled(
@@ -190,9 +191,9 @@ def _settled(
     plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases)
     if not quantized:
         return graphs, plan
-    graphs = replace(graphs, masked=_mask_value(found.ranges), wide_keys=found.wide_keys)
+    graphs = replace(graphs, masked=_mask_value(found.ranges))
     ranges = _all_ranges(checkpoint.config, found.ranges | weights.ranges, graphs.masked)
-    return graphs, replace(plan, ranges=ranges, wide_keys=graphs.wide_keys)
+    return graphs, replace(plan, ranges=ranges, wide_keys=found.wide_keys)
 
 
 def _mask_value(found: _Ranges) -> float:

@@ -18,7 +18,7 @@ from edgespec_export.graphs.writer import DATA_FILE, allocate, bytes_by_class, r
 from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import graph_name, layer_shapes
+from edgespec_models.bundles.layers import Layer, graph_name, layer_shapes, layers_of
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding
 from edgespec_models.progress import Progress, ProgressCallback
 
@@ -91,7 +91,7 @@ def _stored(checkpoint: Checkpoint, int8: bool, parts: range) -> _Tensors:
         if part == 0:
             yield from _embedding(checkpoint, int8)
         if part < layers:
-            yield from _layer(checkpoint, f"layers.{part}.", matrix)
+            yield from _layer(checkpoint, layers_of(checkpoint.config)[part], matrix)
         else:
             yield "final_norm.weight", checkpoint.values("final_norm")
             yield from _head(checkpoint, matrix)
@@ -127,11 +127,11 @@ def _spans(checkpoint: Checkpoint, name: str) -> Iterator[F32]:
         yield checkpoint.values(name, start, min(start + _SPAN_ROWS, count))
 
 
-def _layer(checkpoint: Checkpoint, prefix: str, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
-    config = checkpoint.config
+def _layer(checkpoint: Checkpoint, layer: Layer, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
+    config, prefix = checkpoint.config, f"{layer.name}."
     order, scale = _head_order(config), np.float32(config.attention_scale)
     scaled = "q_norm" if config.qk_norm else "q"
-    for kind in layer_shapes(config, biases=checkpoint.has_biases):
+    for kind in layer_shapes(config, layer, biases=checkpoint.has_biases):
         name, values = kind.removesuffix("_bias"), checkpoint.values(prefix + kind)
         if order is not None and name in ("q", "k", "q_norm", "k_norm"):
             heads = values.reshape(-1, config.head_dim, *values.shape[1:])

@@ -15,7 +15,8 @@ from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.schema import read_lines
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve, measure_cost
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.session import Session
 
 _SHIPPED = "calibration.jsonl.gz"
 _PROMPTS = 64
@@ -77,7 +78,7 @@ def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], Cos
     bundle = open_bundle(target)
     if bundle.head_tokens is not None:
         raise RequestError(f"{target} is a trimmed drafter; calibrate with a target")
-    session = CpuSession(bundle, CpuOptions(exact_rows=False))
+    session = open_cpu(bundle, CpuOptions(exact_rows=False))
     try:
         curve = measure_cost(session)
         prompts = shipped_prompts()
@@ -91,7 +92,7 @@ def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], Cos
         session.close()
 
 
-def _answer(bundle: Bundle, session: CpuSession, prompt: str) -> str:
+def _answer(bundle: Bundle, session: Session, prompt: str) -> str:
     tokenizer, special = bundle.tokenizer, bundle.manifest.special_tokens
     if bundle.chat_template is None:
         ids = tokenizer.encode(prompt + "\n\n")

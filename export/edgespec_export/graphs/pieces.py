@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.bundles.graph_contract import INPUTS, Part, Pass, cache_names
+from edgespec_models.bundles.bundle import Manifest
+from edgespec_models.bundles.graph_contract import INPUTS, Part, Pass
+from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES
@@ -58,7 +59,7 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
 
 
 class PiecePass(NamedTuple):
-    """A text's pass through a piece: whose number it is, what went in and came out, and the KV cache.
+    """A text's pass through a piece: whose number it is, what went in and what came out.
 
     ``last`` of the texts, after which the piece is closed.
     """
@@ -67,26 +68,30 @@ class PiecePass(NamedTuple):
     text: int
     given: _Values
     left: _Values
-    cache: _Values
     last: bool
 
 
-def walk(pieces: Sequence[Path], config: DecoderShape, texts: Sequence[Sequence[int]]) -> Iterator[PiecePass]:
-    """Take ``texts``, token ids, through all ``pieces`` of a graph: each text through one, then the next."""
+def walk(
+    pieces: Sequence[Path], kept: Sequence[KeptTensor], texts: Sequence[Sequence[int]]
+) -> Iterator[PiecePass]:
+    """Take ``texts``, token ids, through all ``pieces`` of a graph: each text through one, then the next.
+
+    ``kept`` is what the graph keeps.
+    """
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
     for path, following in zip_longest(pieces, pieces[1:]):
-        piece = _Piece(path, config)
+        piece = _Piece(path, kept)
         needed = set() if following is None else _input_names(following)
         for index, given in enumerate(carried):
-            left, cache = piece.run(given)
+            left, _ = piece.run(given)
             carried[index] = {name: array for name, array in left.items() if name in needed}
-            yield PiecePass(piece, index, given, left, cache, index == len(carried) - 1)
+            yield PiecePass(piece, index, given, left, index == len(carried) - 1)
         piece.close()  # whoever still holds it
 
 
 def run_pieces(
     pieces: Sequence[Path],
-    config: DecoderShape,
+    manifest: Manifest,
     texts: Sequence[Sequence[int]],
     progress: ProgressCallback = ignore_progress,
 ) -> tuple[bool, bool, Iterator[Logits]]:
@@ -100,7 +105,8 @@ def run_pieces(
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
     """
-    steps = walk(pieces, config, ([token % config.vocab_size for token in _TEST_TOKENS], *texts))
+    own = [token % manifest.config.vocab_size for token in _TEST_TOKENS]
+    steps = walk(pieces, manifest.kept, (own, *texts))
     rolls_back, row_exact, done = True, True, 0
     for step in steps:
         if step.text == 0:
@@ -118,27 +124,27 @@ def _input_names(path: Path) -> set[str]:
 
 
 class _Piece:
-    def __init__(self, path: Path, config: DecoderShape) -> None:
-        self._session, self._config = open_graph(path, CpuOptions()), config
+    def __init__(self, path: Path, kept: Sequence[KeptTensor]) -> None:
+        self._session = open_graph(path, CpuOptions())
         self._inputs = {value.name: TYPES[value.type] for value in self._session.get_inputs()}
         self._outputs = [value.name for value in self._session.get_outputs()]
-        self._cache = {present: past for past, present in cache_names(config.num_layers)}
+        self._kept = [tensor for tensor in kept if tensor.input in self._inputs]
 
     def run(self, values: _Values, past: _Values | None = None, start: int = 0) -> tuple[_Values, _Values]:
         """Results for ``values``, arrays (1, rows, ...), behind ``start`` tokens; and the KV cache.
 
-        Runs a single token twice, as :class:`edgespec_runtimes.graph_io.DynamicIO` does.
+        Runs a single token twice, as :class:`edgespec_runtimes.graph_io.OwnModel` does.
         """
         count = next(iter(values.values())).shape[1]
         rows = np.arange(count) if count > 1 else np.zeros(2, np.int64)
         one = Pass([Part([0] * len(rows), start, len(rows))])
         feeds = {n: np.array(INPUTS[n](one), kind) for n, kind in self._inputs.items() if n in INPUTS}
-        shape = (1, self._config.num_kv_heads, start + len(rows) + 1, self._config.head_dim)
-        for name in self._inputs.keys() & self._cache.values():
-            feeds[name] = past[name] if past else np.zeros(shape, self._inputs[name])
+        for tensor in self._kept:
+            empty = np.zeros(tensor.of_tokens(start + len(rows) + 1), tensor.dtype)
+            feeds[tensor.input] = past[tensor.input] if past else empty
         feeds |= {name: array[:, rows] for name, array in values.items()}
         results = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
-        cache = {self._cache[name]: results.pop(name) for name in self._cache.keys() & results.keys()}
+        cache = {tensor.input: results.pop(tensor.output) for tensor in self._kept}
         return {name: array[:, :count] for name, array in results.items()}, cache
 
     def test(self, values: _Values) -> tuple[bool, bool]:

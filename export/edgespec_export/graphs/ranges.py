@@ -24,6 +24,7 @@ from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.bundles.config import FloatType
+from edgespec_models.bundles.layers import kept_by
 from edgespec_models.errors import RequestError, UnsupportedModelError
 from edgespec_models.graphs.plan import Precision
 from edgespec_models.progress import Progress, ProgressCallback
@@ -95,7 +96,7 @@ def measure_ranges(
 
         pieces = cut(graph, watched=largest.keys())
         done = 0
-        for step in walk(pieces, checkpoint.config, tokens):
+        for step in walk(pieces, kept_by(checkpoint.config, "float32"), tokens):
             for name in step.left.keys() & largest.keys():
                 # As max is not, NaN is larger than any other to np.maximum.
                 value = _largest(step.left[name][0], sums=name in given)

@@ -23,7 +23,8 @@ from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve, measure_cost
-from edgespec_runtimes.cpu import CpuOptions, CpuSession
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.session import Session
 
 Tokens = npt.NDArray[np.int32]
 WriteBundle = Callable[[Path, Tokens], None]
@@ -142,7 +143,7 @@ def plan_trim(
         scratch.mkdir(parents=True)
         write(scratch, ranking.tokens(ranking.whole))
         bundle = Bundle(scratch)
-        with closing(CpuSession(bundle, CpuOptions(exact_rows=False))) as session:
+        with closing(open_cpu(bundle, CpuOptions(exact_rows=False))) as session:
             step_s = _steps(bundle.manifest, measure_cost(session, (1,)).seconds(1))
             acceptance = _acceptance(session, ranking, (*sizes, ranking.whole), special)
     finally:
@@ -189,7 +190,7 @@ def _steps(manifest: Manifest, whole_s: float) -> Callable[[int], float]:
 
 
 def _acceptance(
-    session: CpuSession, ranking: Ranking, sizes: Sequence[int], special: SpecialTokens
+    session: Session, ranking: Ranking, sizes: Sequence[int], special: SpecialTokens
 ) -> dict[int, float]:
     """Share of held-out tokens that are the drafter's first guess, given the text before, by size."""
     bos = prompt_start(special)
@@ -205,7 +206,7 @@ def _acceptance(
             kept = ranking.tokens(size, held_out=True)
             right[size] += int((kept[logits[:, kept].argmax(axis=1)] == truth).sum())
         total += len(truth)
-    session.truncate(0)
+    session.rewind(0)
     return {size: count / max(1, total) for size, count in right.items()}
 
 

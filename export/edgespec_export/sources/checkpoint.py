@@ -17,7 +17,7 @@ import numpy.typing as npt
 from edgespec_export.sources.blocks import F32, Blocks, GGMLType, Tensor, unpack
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, outer_shapes
+from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, layers_of, outer_shapes, tensor_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
@@ -161,10 +161,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         Raises:
             ModelFileError: such a tensor has another shape, or its rows are there twice.
         """
-        shapes, tensors = layer_shapes(self.config), dict(self.tensors)
+        shapes, tensors = tensor_shapes(self.config), dict(self.tensors)
         for name, stacked in self.tensors.items():
             layer, _, kind = name.rpartition(".")
-            parts = {f"{layer}.{part}": shapes[part][0] for part in PRODUCTS.get(kind, ())}
+            names = [f"{layer}.{part}" for part in PRODUCTS.get(kind, ())]
+            parts = {part: shapes[part][0] for part in names if part in shapes}
             if len(parts) < 2:
                 continue
             for twice in sorted(tensors.keys() & parts.keys()):
@@ -190,9 +191,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             del expected["lm_head"]
         elif self.head_tokens is not None:
             expected["lm_head"] = len(self.head_tokens), config.hidden_size
-        shapes = layer_shapes(config, biases=self.has_biases)
-        for layer in range(min(config.num_layers, len(self.tensors) + 1)):  # a damaged count may be huge
-            expected |= {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}
+        for layer in layers_of(config)[: len(self.tensors) + 1]:  # a damaged count may be huge
+            shapes = layer_shapes(config, layer, biases=self.has_biases)
+            expected |= {f"{layer.name}.{name}": shape for name, shape in shapes.items()}
         for name, shape in expected.items():
             if name not in self.tensors:
                 raise ModelFileError(

@@ -27,6 +27,7 @@ from numpy.lib import format as npy
 
 from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
 from edgespec_models.bundles.graph_contract import GraphTensors
+from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.bundles.static_graphs import ExportDevice, Form, StaticGraphs
 from edgespec_models.errors import BundleError, naming
 from edgespec_models.schema import form, length, parse, read, read_text, shown, within
@@ -42,14 +43,9 @@ MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = FILE, "report.json", "head_tokens.npy"
 GENAI, HF_CONFIG = "genai_config.json", "config.json"
 """What marks directories of other exporters."""
-FORMAT_VERSION = 3
+FORMAT_VERSION = 5
 
 Role = Literal["target", "drafter"]
-KVType = Literal["float32", "int8"]
-"""What the cache of a portable bundle for CPUs may hold."""
-CacheType = Literal["float32", "float16", "int8", "uint8"]
-"""What caches hold; float16 is of edgespec's kernels, graphs for GPUs and foreign ones, uint8 of quantized
-activations."""
 Operators = Literal["edgespec", "standard"]
 WEIGHTS: Final = ("exact", "portable")
 """Policies of exports: the file's own blocks, for edgespec's kernels on CPUs; or the nearest formats that
@@ -114,8 +110,7 @@ class Manifest:
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.
         head_rows: rows of a trimmed LM head; None where it has one for every token.
-        kv: what the KV cache holds.
-        float_kv_layers: layers whose cache is float32 all the same.
+        kept: what a sequence keeps between passes, layer by layer.
         static: the graphs of fixed shapes that a bundle for an NPU has; None without.
         activations: what a graph of any shape computes in.
         device: what else than the CPU a graph of any shape was made for.
@@ -135,9 +130,8 @@ class Manifest:
     special_tokens: SpecialTokens
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
+    kept: Annotated[tuple[KeptTensor, ...], length(1)]
     head_rows: Count | None = None
-    kv: CacheType = "float32"
-    float_kv_layers: tuple[int, ...] = ()
     static: StaticGraphs | None = None
     activations: FloatType = "float32"
     device: Literal["cuda"] | None = None
@@ -146,12 +140,6 @@ class Manifest:
     embedding: Embedding | None = None
 
     def __post_init__(self) -> None:
-        wide = () if self.static is None else self.static.wide_keys
-        if not {*self.float_kv_layers, *wide} <= set(range(self.config.num_layers)):
-            raise BundleError(
-                f"float_kv_layers are {self.float_kv_layers}, wide_keys {wide}; allowed: layers from 0 to "
-                f"{self.config.num_layers - 1}"
-            )
         ends, size = self.special_tokens, self.config.vocab_size
         end = None if self.embedding is None else self.embedding.end
         named = {"special_tokens.bos": (ends.bos or 0,), "special_tokens.eos": ends.eos}
@@ -174,10 +162,11 @@ class Manifest:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache a token takes."""
-        whole, layers = self.config.kv_bytes_per_token, self.config.num_layers
-        floats = whole * len(self.float_kv_layers) // layers
-        keys = 0 if self.static is None else whole // 2 * len(self.static.wide_keys) // layers
-        return floats + keys // 4 + (whole - floats) * np.dtype(self.kv).itemsize // 4
+        return bytes_per_token(self.kept)
+
+    def kept_bytes(self, tokens: int) -> int:
+        """Bytes that a sequence of so many tokens keeps."""
+        return bytes_per_sequence(self.kept) + tokens * self.kv_bytes_per_token
 
     @property
     def bytes_per_pass(self) -> int:
@@ -269,7 +258,7 @@ class Bundle:
     @cached_property
     def tensors(self) -> GraphTensors:
         """Names of the inputs and outputs of a graph of any shape."""
-        return GraphTensors.of(self.config, self.manifest.kv, self.manifest.float_kv_layers)
+        return GraphTensors(ours=True)
 
     @property
     def digest(self) -> str:

@@ -37,10 +37,7 @@ class DecoderShape:
     Attributes:
         architecture: the family.
         vocab_size: rows of the LM head.
-        num_layers: layers with a KV cache.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        head_dim: width of a head.
+        num_layers: how many layers there are.
         context_length: positions the model was made for.
         feature_layers: of a head: layers of its target whose input it reads.
         feature_width: of a head: width of that input.
@@ -49,9 +46,6 @@ class DecoderShape:
     architecture: Annotated[str, length(1)]
     vocab_size: Count
     num_layers: Layers
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
     context_length: Context
     feature_layers: tuple[Annotated[int, within(0, 4095)], ...] = ()
     feature_width: Annotated[int, within(0, 2**31 - 1)] = 0
@@ -60,21 +54,6 @@ class DecoderShape:
     def is_head(self) -> bool:
         """Whether the model drafts from what its target computes, as EAGLE-3 does (arXiv 2503.01840)."""
         return bool(self.feature_layers)
-
-    @property
-    def query_width(self) -> int:
-        """Width of all query heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all key heads (and of all value heads)."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of float32 KV cache a token takes."""
-        return self.num_layers * 2 * self.kv_width * 4
 
     def attended(self, tokens: int) -> float:
         """Tokens that a layer attends to, the mean of all layers, where ``tokens`` are in the KV cache."""
@@ -86,6 +65,9 @@ class ModelConfig(DecoderShape):
     """A decoder-only transformer that edgespec can build a graph of.
 
     Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: width of a head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
         norm_epsilon: epsilon of every RMSNorm.
@@ -111,6 +93,9 @@ class ModelConfig(DecoderShape):
     """
 
     architecture: Architecture
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
     hidden_size: Count
     intermediate_size: Count
     norm_epsilon: _Factor
@@ -159,6 +144,16 @@ class ModelConfig(DecoderShape):
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads (and of all value heads)."""
+        return self.num_kv_heads * self.head_dim
 
     @property
     def rotary_width(self) -> int:

@@ -10,9 +10,8 @@ before any weight is loaded, so that a model edgespec cannot run is refused at o
 import hashlib
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import cast
 
-from edgespec_models.bundles.bundle import GENAI, GRAPH, HF_CONFIG, TOKENIZER, Bundle, CacheType, Manifest
+from edgespec_models.bundles.bundle import GENAI, GRAPH, HF_CONFIG, TOKENIZER, Bundle, Manifest
 from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
 from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
@@ -22,7 +21,6 @@ from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-_HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 # Where genai_config.json says how the graph calls its inputs and outputs.
 _NAMES = {
     "ids": ("inputs", "input_ids"),
@@ -48,7 +46,7 @@ class ForeignBundle(Bundle):
         self.path = path
         self.graph, stated, facts = _genai(path) if optimum is None else _optimum(optimum, path)
         header = read_header(self.graph)
-        self.tensors, shape = judge(self.graph, header, stated)
+        self.tensors, kept, shape = judge(self.graph, header, stated)
         self._weight_files = weight_files(self.graph, header)
         self._files = TokenizerFiles(path, facts, shape.vocab_size)
         where = path / TOKENIZER
@@ -68,7 +66,7 @@ class ForeignBundle(Bundle):
             special_tokens=special,
             provenance={"source": facts.where},
             files={},
-            kv=cast(CacheType, self.tensors.cache[0].type),
+            kept=kept,
         )
 
     @cached_property
@@ -113,7 +111,6 @@ def _genai(folder: Path) -> tuple[Path, Stated, Facts]:
     stated = Stated(
         architecture=model.text("type", "unknown"),
         vocab_size=model.integer("vocab_size"),
-        num_heads=decoder.integer("num_attention_heads"),
         context_length=model.integer("context_length"),
         num_layers=decoder.integer("num_hidden_layers"),
         **names,
@@ -129,7 +126,6 @@ def _optimum(graph: Path, folder: Path) -> tuple[Path, Stated, Facts]:
     stated = Stated(
         architecture=config.text("model_type", "unknown"),
         vocab_size=config.integer("vocab_size"),
-        num_heads=_first(config, _HEADS_KEYS),
         context_length=_first(config, _CONTEXT_KEYS),
     )
     return graph, stated, config

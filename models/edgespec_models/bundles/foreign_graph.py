@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import cast
 
 from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.bundles.graph_contract import CacheTensor, GraphTensors
+from edgespec_models.bundles.graph_contract import GraphTensors
+from edgespec_models.bundles.kept import KeptTensor, KeptType
 from edgespec_models.errors import BundleError, UnsupportedModelError, naming
 from edgespec_models.files.onnx_header import FLOAT_TYPES, Graph, Node, Tensor
 from edgespec_models.storage import is_file
@@ -28,7 +30,6 @@ class Stated:
 
     architecture: str
     vocab_size: int
-    num_heads: int
     context_length: int
     num_layers: int | None = None
     ids: str = "input_ids"
@@ -41,20 +42,10 @@ class Stated:
     present_value: str = "present.%d.value"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignShape(DecoderShape):
-    """A foreign decoder; its layers may differ in their heads, of which the first layer's are named."""
-
-    kv_values_per_token: int
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache a token would take in float32."""
-        return self.kv_values_per_token * 4
-
-
-def judge(path: Path, header: Graph, stated: Stated) -> tuple[GraphTensors, ForeignShape]:
-    """What the decoder graph at ``path`` calls its tensors, and its shape, if edgespec can run it.
+def judge(
+    path: Path, header: Graph, stated: Stated
+) -> tuple[GraphTensors, tuple[KeptTensor, ...], DecoderShape]:
+    """What the decoder graph at ``path`` calls its tensors, what it keeps, and its shape.
 
     Raises:
         BundleError: a file with weights is missing.
@@ -64,8 +55,8 @@ def judge(path: Path, header: Graph, stated: Stated) -> tuple[GraphTensors, Fore
         if not is_file(file):
             raise BundleError(f"{path} keeps weights in {file.name}, which is not there; copy it too")
     with naming(path):
-        tensors = _find_tensors(header, stated)
-        return tensors, _shape(header, tensors, stated)
+        tensors, kept = _find_tensors(header, stated)
+        return tensors, kept, _shape(header, kept, stated)
 
 
 def weight_files(path: Path, header: Graph) -> list[Path]:
@@ -89,17 +80,17 @@ def count_weights(header: Graph) -> dict[str, dict[str, int]]:
     return {"bytes_by_class": sizes, "parameters_by_class": parameters, "formats": formats}
 
 
-def _find_tensors(header: Graph, stated: Stated) -> GraphTensors:
+def _find_tensors(header: Graph, stated: Stated) -> tuple[GraphTensors, tuple[KeptTensor, ...]]:
     layers = range(stated.num_layers) if stated.num_layers is not None else _layers(header, stated)
     names = (stated.past_key, stated.present_key), (stated.past_value, stated.present_value)
-    cache = tuple(
-        _cache_tensor(header, _of_layer(past, layer), _of_layer(present, layer))
+    kept = tuple(
+        _kept_tensor(header, _of_layer(past, layer), _of_layer(present, layer))
         for layer in layers
         for past, present in names
     )
-    known = {stated.ids, stated.mask, stated.positions, *(tensor.past for tensor in cache)}
+    known = {stated.ids, stated.mask, stated.positions, *(tensor.input for tensor in kept)}
     unknown = sorted(header.inputs.keys() - known)
-    if not cache or unknown:
+    if not kept or unknown:
         found = f"the inputs {', '.join(unknown)}" if unknown else "no KV cache"
         raise UnsupportedModelError(
             f"the graph has {found}; edgespec runs decoders that read {stated.ids}, {stated.mask}, "
@@ -110,10 +101,10 @@ def _find_tensors(header: Graph, stated: Stated) -> GraphTensors:
             "the graph takes one of two ways (If), by the context's length or in its first pass; both must "
             "compute the same in every pass. Export the model without (of the Phi models, one of 4k context)."
         )
-    _check_types(header, stated, cache)
+    _check_types(header, stated, kept)
     named = {"input_ids": stated.ids, "attention_mask": stated.mask, "position_ids": stated.positions}
     inputs = {name: called for name, called in named.items() if called in header.inputs}
-    return GraphTensors(inputs=inputs, logits=stated.logits, cache=cache)
+    return GraphTensors(inputs=inputs, logits=stated.logits), kept
 
 
 def _layers(header: Graph, stated: Stated) -> range:
@@ -124,7 +115,7 @@ def _of_layer(name: str, layer: int) -> str:
     return name.replace("%d", str(layer))
 
 
-def _cache_tensor(header: Graph, past: str, present: str) -> CacheTensor:
+def _kept_tensor(header: Graph, past: str, present: str) -> KeptTensor:
     read = header.inputs.get(past)
     if read is None or present not in header.outputs:
         missing = f"input {past}" if read is None else f"output {present}"
@@ -140,10 +131,11 @@ def _cache_tensor(header: Graph, past: str, present: str) -> CacheTensor:
         )
     if isinstance(dims[2], int):
         raise UnsupportedModelError(f"{past} has room for exactly {dims[2]} tokens; the number must be free")
-    return CacheTensor(past, present, dims[1], dims[3], read.type)
+    shape, kind = (dims[1], dims[3]), cast(KeptType, read.type)  # which is checked later
+    return KeptTensor(input=past, output=present, per="token", shape=shape, type=kind)
 
 
-def _check_types(header: Graph, stated: Stated, cache: Sequence[CacheTensor]) -> None:
+def _check_types(header: Graph, stated: Stated, kept: Sequence[KeptTensor]) -> None:
     if stated.ids not in header.inputs or stated.logits not in header.outputs:
         raise UnsupportedModelError(
             f"the graph must read {stated.ids} and write {stated.logits}; it reads "
@@ -151,7 +143,7 @@ def _check_types(header: Graph, stated: Stated, cache: Sequence[CacheTensor]) ->
         )
     named = (stated.ids, stated.mask, stated.positions)
     ids = [header.inputs[name] for name in named if name in header.inputs]
-    kv = [header.inputs[tensor.past] for tensor in cache]
+    kv = [header.inputs[tensor.input] for tensor in kept]
     logits = [header.outputs[stated.logits]]
     for tensors, allowed in ((ids, _ID_TYPES), (logits, FLOAT_TYPES), (kv, _CACHE_TYPES)):
         for tensor in tensors:
@@ -169,27 +161,23 @@ def _check_types(header: Graph, stated: Stated, cache: Sequence[CacheTensor]) ->
             )
 
 
-def _shape(header: Graph, tensors: GraphTensors, stated: Stated) -> ForeignShape:
-    dims, first = header.outputs[tensors.logits].dims, tensors.cache[0]
+def _shape(header: Graph, kept: Sequence[KeptTensor], stated: Stated) -> DecoderShape:
+    dims = header.outputs[stated.logits].dims
     if len(dims) not in (0, 3) or (dims and isinstance(dims[1], int)):
         raise UnsupportedModelError(
-            f"{tensors.logits} has the shape {dims}; to check drafts edgespec needs logits of every token, "
+            f"{stated.logits} has the shape {dims}; to check drafts edgespec needs logits of every token, "
             "(batch, tokens, vocabulary). Build the model without prune_lm_head."
         )
     vocab_size = dims[-1] if dims and isinstance(dims[-1], int) else stated.vocab_size
-    sizes = {"vocabulary": vocab_size, "context": stated.context_length, "attention heads": stated.num_heads}
+    sizes = {"vocabulary": vocab_size, "context": stated.context_length}
     for what, size in sizes.items():
         if not 0 < size < 1 << 31:
             raise UnsupportedModelError(f"{size} as size of {what}; it must be a positive number")
-    return ForeignShape(
+    return DecoderShape(
         architecture=stated.architecture,
         vocab_size=vocab_size,
-        num_layers=len(tensors.cache) // 2,
-        num_heads=stated.num_heads,
-        num_kv_heads=first.heads,
-        head_dim=first.head_dim,
+        num_layers=len(kept) // 2,
         context_length=stated.context_length,
-        kv_values_per_token=sum(tensor.values_per_token for tensor in tensors.cache),
     )
 
 

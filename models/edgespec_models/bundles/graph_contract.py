@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.config import DecoderShape, ModelConfig
+from edgespec_models.bundles.config import ModelConfig
 
 _Array = npt.NDArray[Any]
 
@@ -115,33 +115,6 @@ def stream_name(layer: int) -> str:
     return f"layers.{layer}.stream"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheTensor:
-    """Keys or values of one layer, ``(1, heads, tokens, head_dim)``: input, output and what they hold."""
-
-    past: str
-    present: str
-    heads: int
-    head_dim: int
-    type: str
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of an element."""
-        return np.dtype(self.type)
-
-    @property
-    def values_per_token(self) -> int:
-        """Numbers a token takes."""
-        return self.heads * self.head_dim
-
-
-def cache_names(num_layers: int) -> list[tuple[str, str]]:
-    """Inputs and outputs of the KV cache in graphs that edgespec builds: keys, values, layer by layer."""
-    names = (f"{layer}.{kind}" for layer in range(num_layers) for kind in ("key", "value"))
-    return [(f"past_key_values.{name}", f"present.{name}") for name in names]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphTensors:
     """What a graph of any shape calls its inputs and outputs.
@@ -149,24 +122,12 @@ class GraphTensors:
     Attributes:
         inputs: what the graph calls each of :data:`INPUTS`, by its name there; of a foreign one those it has.
         logits: of every row, ``(1, n, vocabulary)``, or of those that are asked for.
-        cache: keys and values of every layer.
         ours: whether edgespec built the graph: names are those of :data:`INPUTS`, the cache is in place.
     """
 
     inputs: Mapping[str, str] = field(default_factory=lambda: {name: name for name in INPUTS})
     logits: str = "logits"
-    cache: tuple[CacheTensor, ...]
     ours: bool = False
-
-    @classmethod
-    def of(cls, config: DecoderShape, cache_type: str, float_layers: Sequence[int] = ()) -> "GraphTensors":
-        """Those of a graph that edgespec built; layers in ``float_layers`` keep float32."""
-        cache = (
-            CacheTensor(past, present, config.num_kv_heads, config.head_dim, kind)
-            for index, (past, present) in enumerate(cache_names(config.num_layers))
-            for kind in ("float32" if index // 2 in float_layers else cache_type,)
-        )
-        return cls(cache=tuple(cache), ours=True)
 
 
 class StaticInputs:

@@ -14,13 +14,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.kept import KeptTensor, KeptType, keys_and_values
+from edgespec_models.errors import UnsupportedModelError
 
 PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -46,6 +49,8 @@ class Layer:
     """What a layer has of its own.
 
     Attributes:
+        mixer: what lets tokens see each other: the method of :class:`Decoder` that computes it.
+        mlp: what follows it, likewise.
         rope: the rotary tables of its queries and keys (:func:`rotary_tables`); None where nothing rotates.
         window: tokens that it sees, the token itself included; None where it sees the whole context.
     """
@@ -53,6 +58,8 @@ class Layer:
     index: int
     rope: str | None
     window: int | None
+    mixer: str = "attention"
+    mlp: str = "gated_mlp"
 
     @property
     def name(self) -> str:
@@ -91,8 +98,8 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def layer_shapes(config: ModelConfig, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer; ``biases`` says whether queries, keys and values have some.
+def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer, behind its name; ``biases``: whether queries, keys and values have some.
 
     Matrices are ``(outputs, inputs)``.
     """
@@ -117,9 +124,25 @@ def layer_shapes(config: ModelConfig, *, biases: bool = False) -> dict[str, tupl
 
 def gain_names(config: ModelConfig) -> Iterator[str]:
     """The tensors that normalizations multiply by, layer by layer."""
-    kinds = [kind for kind in layer_shapes(config) if kind.endswith("_norm")]
-    yield from (f"layers.{layer}.{kind}" for layer in range(config.num_layers) for kind in kinds)
-    yield from (name for name in outer_shapes(config) if name.endswith("_norm"))
+    names = (f"{layer.name}.{kind}" for layer in layers_of(config) for kind in layer_shapes(config, layer))
+    yield from (name for name in (*names, *outer_shapes(config)) if name.endswith("_norm"))
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """All tensors, but for biases."""
+    shapes = outer_shapes(config)
+    for layer in layers_of(config):
+        shapes |= {f"{layer.name}.{kind}": shape for kind, shape in layer_shapes(config, layer).items()}
+    return shapes
+
+
+def kept_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
+    """What a sequence keeps, layer by layer, in a graph of any shape that edgespec builds."""
+    layers = (
+        keys_and_values(layer.index, config.num_kv_heads, config.head_dim, kind)
+        for layer in layers_of(config)
+    )
+    return tuple(chain.from_iterable(layers))
 
 
 def graph_name(name: str) -> str:
@@ -159,19 +182,30 @@ class Decoder(ABC):
     ``x`` is the residual stream or what a sublayer reads of it, ``y`` what a sublayer adds to it: whatever
     stands for them in the backend's medium. ``name`` is a tensor's, such as ``layers.3.attn_norm``. Backends
     whose operators compute attention as a whole override :meth:`attended`; the others need :meth:`projected`,
-    :meth:`apart`, :meth:`head_norm`, :meth:`rotate` and :meth:`attend`.
+    :meth:`apart`, :meth:`head_norm`, :meth:`rotate` and :meth:`attend`. ``medium`` is what they compute with,
+    for messages.
     """
 
+    medium: ClassVar[str]
+
     def __init__(self, config: ModelConfig) -> None:
+        """Raise UnsupportedModelError where a layer has what this backend lacks."""
         self.config, self.all_layers = config, layers_of(config)
-        self.shapes = outer_shapes(config) | layer_shapes(config)
+        self.shapes = tensor_shapes(config)
+        for layer in self.all_layers:
+            for sublayer in (layer.mixer, layer.mlp):
+                if not hasattr(self, sublayer):
+                    raise UnsupportedModelError(
+                        f"{layer.name} of this {config.architecture} model is {sublayer}, which edgespec has "
+                        f"not for {self.medium}; export it in another form, or take another model"
+                    )
 
     def layer(self, layer: Layer, x: Any) -> Any:
         """The residual stream behind ``layer``."""
         read = self.norm if self.config.pre_norms else self.bare
         with self.scope(layer.name, "Layer"):
-            for kind, sublayer, end in (("attn", self.attention, "middle"), ("mlp", self.mlp, "residual")):
-                y = sublayer(layer, read(x, f"{layer.name}.{kind}_norm"))
+            for kind, sublayer, end in (("attn", layer.mixer, "middle"), ("mlp", layer.mlp, "residual")):
+                y = getattr(self, sublayer)(layer, read(x, f"{layer.name}.{kind}_norm"))
                 if self.config.post_norms:
                     y = self.post_norm(y, f"{layer.name}.post_{kind}_norm")
                 x = self.add(x, y, f"{layer.name}.{end}")
@@ -196,7 +230,7 @@ class Decoder(ABC):
             parts.append(part)
         return self.attend(layer, *parts)
 
-    def mlp(self, layer: Layer, x: Any) -> Any:
+    def gated_mlp(self, layer: Layer, x: Any) -> Any:
         """What the MLP adds to the stream."""
         with self.scope("mlp", "MLP"):
             return self.product(f"{layer.name}.down", self.gated(layer, x))

@@ -90,7 +90,6 @@ class StaticGraphs:
         activations: ``uint16`` where every tensor is quantized, ``float32`` where only weights may be.
         masked: what the attention mask adds where a row must not look.
         contexts: what compiled every graph ahead; None where the device is to do that.
-        wide_keys: layers whose keys are rounded to 16 bits in a cache that otherwise has 8.
     """
 
     device: StaticDevice
@@ -100,7 +99,6 @@ class StaticGraphs:
     activations: Activations
     masked: float
     contexts: Contexts | None = None
-    wide_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, BundleError)

@@ -43,6 +43,8 @@ class _Stream:
 
 
 class _StandardDecoder(GraphDecoder):
+    medium = "ONNX Runtime's operators"
+
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         self.plan, self.precision = plan, plan.precision
         super().__init__(config, {"": _OPSETS[self.precision.activations], "com.microsoft": 1})
@@ -56,7 +58,7 @@ class _StandardDecoder(GraphDecoder):
         lengths: dict[str, list[int | str]] = {"seqlens_k": [1], "total_sequence_length": []}
         self.lengths = [self.input(name, _INT32, shape) for name, shape in lengths.items()]
         rows = self.input("logits_rows", INT64, ["r"])
-        self.read_cache(self.floats)
+        self.read_cache(plan.precision.activations)
         context = self.input("context_tokens", INT64, ["m"]) if plan.context else None
         with self.scope("", "Decoder"):
             shape = [rotary_rows(config), config.rotary_width // 2]
@@ -115,8 +117,8 @@ class _StandardDecoder(GraphDecoder):
     def attention(self, layer: Layer, x: ir.Value) -> ir.Value:
         return self.to_stream(super().attention(layer, x))
 
-    def mlp(self, layer: Layer, x: ir.Value) -> ir.Value:
-        return self.to_stream(super().mlp(layer, x))
+    def gated_mlp(self, layer: Layer, x: ir.Value) -> ir.Value:
+        return self.to_stream(super().gated_mlp(layer, x))
 
     def to_stream(self, y: ir.Value) -> ir.Value:
         """What a sublayer adds, in the residual stream's type."""

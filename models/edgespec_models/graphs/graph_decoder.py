@@ -18,8 +18,8 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder
 
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import cache_names
-from edgespec_models.bundles.layers import Decoder, graph_name
+from edgespec_models.bundles.kept import KeptTensor, KeptType
+from edgespec_models.bundles.layers import Decoder, graph_name, kept_by
 
 FLOAT: Final = ir.DataType.FLOAT
 INT64: Final = ir.DataType.INT64
@@ -52,7 +52,7 @@ class GraphDecoder(Decoder):
 
     def gain(self, name: str, kind: ir.DataType = FLOAT) -> ir.Value:
         """What a normalization multiplies by."""
-        return self.parameter(f"{graph_name(name)}.weight", self.shapes[name.rpartition(".")[2]], kind)
+        return self.parameter(f"{graph_name(name)}.weight", self.shapes[name], kind)
 
     def output(
         self, value: ir.Value, name: str, kind: ir.DataType, shape: Sequence[int | str] | None
@@ -62,11 +62,10 @@ class GraphDecoder(Decoder):
         value.shape = None if shape is None else ir.Shape(shape)
         self.graph.outputs.append(value)
 
-    def read_cache(self, kind: ir.DataType) -> None:
+    def read_cache(self, kind: KeptType) -> None:
         """Give every layer its keys and values of before, in a cache that is written in place."""
-        shape: list[int | str] = [1, self.config.num_kv_heads, "capacity", self.config.head_dim]
-        self._cache = kind, shape
-        past = [self.input(name, *self._cache) for name, _ in cache_names(self.config.num_layers)]
+        self.kept = kept_by(self.config, kind)
+        past = [self.input(tensor.input, *_type_of(tensor)) for tensor in self.kept]
         self.past = dict(enumerate(zip(past[::2], past[1::2], strict=True)))
 
     def write_outputs(self, logits: ir.Value, columns: int | str, choices: Sequence[ir.Value]) -> None:
@@ -76,8 +75,8 @@ class GraphDecoder(Decoder):
             choices, ("best_columns", "best_probabilities"), (INT64, FLOAT), strict=False
         ):
             self.output(value, name, kind, [1, "r"])
-        for (_, name), value in zip(cache_names(self.config.num_layers), self.present, strict=True):
-            self.output(value, name, *self._cache)
+        for tensor, value in zip(self.kept, self.present, strict=True):
+            self.output(value, tensor.output, *_type_of(tensor))
 
     def through_layers(self, x: Any) -> Any:
         """The residual stream behind the layers that the graph has."""
@@ -92,6 +91,12 @@ class GraphDecoder(Decoder):
             gains = (value for name, value in self.graph.initializers.items() if name.endswith("norm.weight"))
             self.graph.inputs.extend(gains)
         return ir.Model(self.graph, ir_version=_IR_VERSION, producer_name="edgespec")
+
+
+def _type_of(tensor: KeptTensor) -> tuple[ir.DataType, list[int | str]]:
+    """Of keys or values in a graph of any shape."""
+    heads, width = tensor.shape
+    return ir.DataType.from_numpy(tensor.dtype), [1, heads, "capacity", width]
 
 
 def parameter(graph: ir.Graph, name: str, shape: Sequence[int], kind: ir.DataType) -> ir.Value:

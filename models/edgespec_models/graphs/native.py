@@ -36,6 +36,8 @@ class _NativeDecoder(GraphDecoder):
     stream is a product without its matrix yet, and what a sublayer adds one without the stream.
     """
 
+    medium = "edgespec's kernels"
+
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         super().__init__(config, {"": _OPSET, DOMAIN: 1})
         self.plan, self.epsilon = plan, float(config.norm_epsilon)
@@ -44,7 +46,7 @@ class _NativeDecoder(GraphDecoder):
         ids = self.input("input_ids", INT64, [1, "n"])
         self.sequences = self.input("sequences", INT64, ["s", 3])
         rows = self.input("logits_rows", INT64, ["r"])
-        self.read_cache(ir.DataType.FLOAT16)
+        self.read_cache("float16")
         x = self.through_layers(self.stream(ids))
         x.name = stream_name(self.config.num_layers)
         x = self.one("Gather", x, rows, axis=1)

@@ -23,16 +23,17 @@ Queries arrive scaled and, like keys, with the halves of a rotation apart: see
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import Layer, graph_name, rotary_thetas
+from edgespec_models.bundles.kept import KeptTensor, KeptType
+from edgespec_models.bundles.layers import Layer, graph_name, kept_by, rotary_thetas
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
 
 _OPSET = 23
@@ -67,6 +68,13 @@ class StaticPlan:
         """Those that the graph has, of a model of so many layers."""
         return range(num_layers + 1) if self.parts is None else self.parts
 
+    def kept(self, config: ModelConfig) -> tuple[KeptTensor, ...]:
+        """What a sequence keeps."""
+        points = [(t, t.input.replace("past_key_values", "layers")) for t in kept_by(config, "float32")]
+        return tuple(
+            replace(tensor, type=cast(KeptType, self.type_at(point).__name__)) for tensor, point in points
+        )
+
     def type_at(self, name: str) -> type[np.generic]:
         """Of the integers that leave the point ``name``; of floats, where nothing is quantized."""
         if self.ranges is None:
@@ -85,6 +93,8 @@ def encoding(low: float, high: float, kind: type[np.unsignedinteger[Any]]) -> tu
 
 class _StaticDecoder(GraphDecoder):
     """Every value leaves the point that it is named after."""
+
+    medium = "graphs of fixed shapes"
 
     def __init__(self, config: ModelConfig, plan: StaticPlan) -> None:
         super().__init__(config, {"": _OPSET})
@@ -219,7 +229,7 @@ class _StaticDecoder(GraphDecoder):
         """A product with a matrix stored (inputs, outputs)."""
         op, int8, path, point = self.op, self.plan.int8, graph_name(name), point or name
         kind = name.rpartition(".")[2]
-        outputs, inputs = self.shapes[kind]
+        outputs, inputs = self.shapes[name]
         with scoped(self.builder, kind, "_Matrix"):
             weight = self.parameter(f"{path}.weight", [inputs, outputs], ir.DataType.INT8 if int8 else FLOAT)
             if int8:
@@ -273,7 +283,7 @@ class _StaticDecoder(GraphDecoder):
         # In three dimensions: of four, the emulated Hexagon processor normalizes the wrong one at times.
         op, rows, width = self.op, self.plan.rows, self.config.head_dim
         name_of_heads = name.removesuffix("_norm")
-        count = self.shapes[name_of_heads.rpartition(".")[2]][0] // width
+        count = self.shapes[name_of_heads][0] // width
         flat = self.point(op.Reshape(heads, [1, count * rows, width]), name_of_heads)
         normed = self.norm(flat, name, f"{name_of_heads}.norm")
         return self.point(op.Reshape(normed, [1, count, rows, width]), f"{name_of_heads}.norm")

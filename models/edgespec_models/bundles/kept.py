@@ -1,0 +1,84 @@
+"""What a sequence keeps between passes: a graph's inputs that come out of it again."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from edgespec_models.bundles.config import Count
+from edgespec_models.errors import BundleError
+from edgespec_models.schema import length
+
+KeptType = Literal["float32", "float16", "int8", "uint8", "uint16"]
+"""float16 is of edgespec's kernels, graphs for GPUs and foreign ones, int8 of foreign ones alone, uint8 and
+uint16 of quantized activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTensor:
+    """A tensor of one layer that a sequence keeps.
+
+    Attributes:
+        input: what the graph calls it before a pass.
+        output: and behind it.
+        per: ``token`` for keys and values, which have a row for each token; ``sequence`` for a state.
+        shape: of a token's row, ``(heads, width)``, or of the state.
+        type: of an element.
+    """
+
+    input: Annotated[str, length(1)]
+    output: Annotated[str, length(1)]
+    per: Literal["token", "sequence"]
+    shape: Annotated[tuple[Count, ...], length(1, 4)]
+    type: KeptType
+
+    def __post_init__(self) -> None:
+        if self.per == "token" and len(self.shape) != 2:
+            raise BundleError(f"{self.input} has rows of shape {self.shape}; allowed: heads and width")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of an element."""
+        return np.dtype(self.type)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's row, or of the state."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def of_tokens(self, tokens: int) -> tuple[int, ...]:
+        """Shape of keys or values of so many tokens: ``(1, heads, tokens, width)``."""
+        heads, width = self.shape
+        return 1, heads, tokens, width
+
+
+def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple[KeptTensor, KeptTensor]:
+    """What attention keeps in a graph that edgespec builds."""
+    key, value = (
+        KeptTensor(
+            input=f"past_key_values.{layer}.{name}",
+            output=f"present.{layer}.{name}",
+            per="token",
+            shape=(heads, width),
+            type=kind,
+        )
+        for name in ("key", "value")
+    )
+    return key, value
+
+
+def bytes_per_token(kept: Iterable[KeptTensor]) -> int:
+    """Bytes that each token takes."""
+    return sum(tensor.nbytes for tensor in kept if tensor.per == "token")
+
+
+def bytes_per_sequence(kept: Iterable[KeptTensor]) -> int:
+    """Bytes that a sequence takes, however long it is."""
+    return sum(tensor.nbytes for tensor in kept if tensor.per == "sequence")
+
+
+def types_of(kept: Iterable[KeptTensor]) -> str:
+    """Which types there are, such as ``float16`` or ``uint8, uint16``."""
+    return ", ".join(sorted({tensor.type for tensor in kept}))

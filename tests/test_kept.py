@@ -1,0 +1,84 @@
+"""What sequences keep, as manifests declare it, and layers that a backend lacks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgespec.learning.decoder import NumpyDecoder
+from edgespec.loading.footprint import footprint_of
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.bundles import layers
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
+from edgespec_models.errors import BundleError, UnsupportedModelError
+from edgespec_models.graphs.decoder import build_decoder
+from edgespec_models.graphs.native import build_native
+from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
+from edgespec_runtimes.cpu import open_cpu
+from tests.gguf_for_tests import tiny_gguf
+from tests.native_for_tests import edit_manifest, native_plan, tiny_native
+from tests.toy import FLOAT, LLAMA, tiny_bundle
+from tests.weights_for_tests import tiny_plan
+
+KEY = KeptTensor(input="k", output="k+", per="token", shape=(2, 16), type="float16")
+KEPT = (
+    KEY,
+    replace(KEY, input="v", shape=(4, 8), type="uint8"),
+    replace(KEY, input="narrow", shape=(1, 8), type="float32"),
+    replace(KEY, input="state", per="sequence", shape=(3, 5, 7), type="float32"),
+)
+
+
+def test_sizes_are_sums_of_tensors_that_may_differ() -> None:
+    assert [tensor.nbytes for tensor in KEPT] == [64, 32, 32, 420]
+    assert (bytes_per_token(KEPT), bytes_per_sequence(KEPT)) == (128, 420)
+    assert types_of(KEPT) == "float16, float32, uint8" and KEY.of_tokens(9) == (1, 2, 9, 16)
+    with pytest.raises(BundleError, match=r"k has rows of shape .* heads and width"):
+        replace(KEY, shape=(4,))
+
+
+def test_a_plan_counts_states_once(tmp_path: Path) -> None:
+    bundle = tiny_native(tmp_path / "m").bundle
+    manifest = bundle.manifest
+    plain = manifest.kept_bytes(100)
+    assert plain == 100 * LLAMA.num_layers * 2 * LLAMA.kv_width * 2
+    before = footprint_of(bundle, exact_rows=True)
+    bundle.manifest = replace(manifest, kept=(*manifest.kept, KEPT[-1]))
+    after = footprint_of(bundle, exact_rows=True)
+    assert bundle.manifest.kept_bytes(100) == plain + 420
+    assert [after.cache.bytes(n) - before.cache.bytes(n) for n in (1, 600)] == [420, 420]
+
+
+@pytest.mark.parametrize("make", [tiny_native, tiny_bundle])
+def test_a_device_without_states_refuses_them(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "m")
+    edit_manifest(tmp_path / "m", lambda m: m["kept"][1].update(per="sequence"))
+    with pytest.raises(BundleError, match=r"keeps states \(past_key_values\.0\.value\)"):
+        open_cpu(Bundle(tmp_path / "m"))
+
+
+def test_a_backend_that_lacks_a_layer_refuses_it_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, source = tiny_native(tmp_path / "m").bundle, tiny_gguf("llama").write(tmp_path / "m.gguf")
+    native, standard = native_plan(LLAMA, "Q4_0"), tiny_plan(LLAMA, FLOAT)
+    fixed = StaticPlan(rows=1, capacity=16, all_logits=True, int8=False, biases=False)
+    all_layers = layers.layers_of(LLAMA)
+    other = replace(all_layers[1], mixer="delta_net"), replace(all_layers[1], mlp="experts")
+    for layer, name in zip(other, ("delta_net", "experts"), strict=True):
+        changed = all_layers[0], layer
+        monkeypatch.setattr(layers, "layers_of", lambda config, changed=changed: changed)
+        builds: dict[str, Callable[[], object]] = {
+            "edgespec's kernels": lambda: build_native(LLAMA, native),
+            "ONNX Runtime's operators": lambda: build_decoder(LLAMA, standard),
+            "graphs of fixed shapes": lambda: build_static_decoder(LLAMA, fixed),
+            "NumPy": lambda: NumpyDecoder(bundle),
+        }
+        for medium, build in builds.items():
+            with pytest.raises(UnsupportedModelError, match=rf"layers\.1 .* {name}, .* {medium}; export it"):
+                build()
+        with pytest.raises(UnsupportedModelError, match=name):
+            export_model(source, tmp_path / "out", options=ExportOptions())
+        assert not (tmp_path / "out").exists()
