@@ -12,9 +12,9 @@ from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter
-from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.drafting.reading import Reader
+from edgespec.drafting.reading import Chain, Prediction, Reader
 from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
@@ -23,7 +23,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import F32, NextLogits, Silent, ToySession, stream_over
+from tests.toy import F32, NextLogits, Silent, ToySession, alone, stream_over
 from tools import replay
 
 VOCAB = 50
@@ -75,16 +75,15 @@ def model_of(
     *,
     pricing: Pricing | None = None,
     curve: CostCurve = QUICK,
-    clock: Clock = perf_counter,
     reader: Reader | None = None,
     calibration: Calibration | None = None,
     ends: Collection[int] = (),
     target_end: int | None = None,
-) -> ModelDrafter[Reader]:
+) -> ModelDrafter:
     """A drafter with ``session``; of the target's own vocabulary without a bridge."""
     session.reserve(min(1000, session.model.longest))
     return ModelDrafter(
-        reader or Reader(session, curve, Followers(curve), clock=clock),
+        reader or reader_of(session, curve),
         bridge or IdentityBridge(session.model.vocab_size),
         ends=ends,
         target_end=target_end,
@@ -101,21 +100,50 @@ def policy_of(
     constraint: Constraint | None = None,
     opening: Draft | None = None,
     remarks: Remarks | None = None,
+    clock: Clock = perf_counter,
 ) -> Policy:
     pricing = pricing or Pricing(FREE)
     return Policy(
         free,
-        Part(model),
+        model,
         pricing=pricing,
         guard=Guard(pricing),
         constraint=constraint,
         opening=opening,
         remarks=remarks,
+        clock=clock,
     )
 
 
-def ahead_of(model: ModelDrafter[Reader], beside: Beside, pricing: Pricing) -> Ahead:
-    return Ahead(model, beside, pricing=pricing, remarks=Remarks())
+def reader_of(session: Session, curve: CostCurve = QUICK) -> Reader:
+    return Reader(session, curve, Followers(curve))
+
+
+def ahead_of(
+    model: ModelDrafter, reader: Reader, beside: Beside, pricing: Pricing, remarks: Remarks | None = None
+) -> Ahead:
+    return Ahead(model, reader, beside, pricing=pricing, remarks=remarks or Remarks())
+
+
+def draft_of(source: Source, tokens: Sequence[int], limit: int, clock: Clock = perf_counter) -> Draft:
+    """What a source proposes, with passes of its own."""
+    source.begin_round(tokens, limit)
+    alone(lambda: source.rows, source.take, clock)
+    return source.draft
+
+
+def read(reader: Chain, text: Sequence[int], clock: Clock = perf_counter) -> Prediction:
+    """What a reader predicts behind a text."""
+    reader.read(text)
+    alone(lambda: reader.rows, reader.take, clock)
+    return reader.latest
+
+
+def step(reader: Chain, token: int, clock: Clock = perf_counter) -> Prediction:
+    """What a reader predicts behind a drafted token."""
+    reader.step(token)
+    alone(lambda: reader.rows, reader.take, clock)
+    return reader.latest
 
 
 def mixed(next_logits: NextLogits, other: NextLogits, right: float) -> NextLogits:
@@ -151,17 +179,12 @@ def answering(
 
 def stream_of(
     target: ToySession,
-    model: ModelDrafter[Reader],
-    beside: Beside | None,
+    model: Source,
     pricing: Pricing,
     request: Request,
     clock: Clock = perf_counter,
+    remarks: Remarks | None = None,
 ) -> Stream:
     """A request that drafts with a model alone."""
-
-    def begin() -> Policy:
-        remarks, source = Remarks(), model if beside is None else None
-        ahead = None if beside is None else Ahead(model, beside, pricing=pricing, remarks=remarks)
-        return policy_of(Silent(), source or ahead, pricing=pricing, remarks=remarks)
-
-    return answering(target, begin, request, clock, max_draft=4)
+    policy = policy_of(Silent(), model, pricing=pricing, remarks=remarks, clock=clock)
+    return answering(target, lambda: policy, request, clock, max_draft=4)

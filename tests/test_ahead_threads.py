@@ -13,9 +13,8 @@ from edgespec import LoadOptions, Model
 from edgespec.decoding.draft import Source, Step
 from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.drafting.ahead import Beside
-from edgespec.drafting.bridge import ByteBridge
-from edgespec.drafting.model import ModelDrafter
+from edgespec.drafting.ahead import Ahead, Beside
+from edgespec.drafting.bridge import Bridge, ByteBridge
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
@@ -28,10 +27,12 @@ from tests.drafters_for_tests import (
     QUICK,
     VOCAB,
     ahead_of,
+    draft_of,
     mixed,
     model_of,
     plain,
     policy_of,
+    reader_of,
     stream_of,
     tokenizer,
 )
@@ -93,11 +94,16 @@ class _Slow(ToySession):
         return super().forward(tokens)
 
 
+def _ahead(reader: Reader, small: ToySession, pricing: Pricing, bridge: Bridge | None = None) -> Ahead:
+    model = model_of(small, bridge, pricing=pricing, reader=reader)
+    return ahead_of(model, reader, Beside(QUICK), pricing)
+
+
 def _written(
-    target: ToySession, model: ModelDrafter[Reader], count: int, max_draft: int = 4
+    target: ToySession, drafter: Ahead, count: int, max_draft: int = 4
 ) -> Iterator[tuple[Step, list[int]]]:
     """The rounds of a request that drafts ahead, each with all tokens so far."""
-    tokens, drafter = list(PROMPT), ahead_of(model, Beside(QUICK), Pricing(LONG))
+    tokens = list(PROMPT)
     verify = Verifier(GREEDY)
     for step in decode(target, drafter, verify, tokens, max_new_tokens=count, max_draft=max_draft):
         yield step, tokens
@@ -107,12 +113,12 @@ def _written(
 
 def test_the_next_draft_is_there_when_verification_ends() -> None:
     small = _Small(NEXT_LOGITS)
-    model = model_of(small, pricing=Pricing(LONG))
-    rounds = list(_written(_Slow(NEXT_LOGITS, VOCAB), model, 50))
+    reader = reader_of(small)
+    rounds = list(_written(_Slow(NEXT_LOGITS, VOCAB), _ahead(reader, small, Pricing(LONG)), 50))
     assert small.waited_for == 4  # for the first draft alone: the prompt and three steps
     assert all(step.accepted == 4 for step, _ in rounds[1:9])
     assert rounds[-1][1] == plain(NEXT_LOGITS, 50)
-    assert model.reader.drafted_ahead >= model.reader.used_ahead >= 5 * 8
+    assert reader.drafted_ahead >= reader.used_ahead >= 5 * 8
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,8 +137,8 @@ def test_output_is_that_of_plain_decoding(
     params = SamplingParams(temperature=temperature, seed=seed if temperature else None)
     small = _Small(mixed(next_logits, markov_logits(seed + 1, VOCAB), right))
     pricing, tokens = Pricing(LONG), list(PROMPT)
-    model = model_of(small, pricing=pricing)
-    drafter: Source = ahead_of(model, Beside(QUICK), pricing)
+    reader = reader_of(small)
+    drafter: Source = _ahead(reader, small, pricing)
     if with_ngrams:
         drafter = policy_of(NgramDrafter(), drafter, pricing=pricing)
     target = ToySession(next_logits, VOCAB)
@@ -140,7 +146,7 @@ def test_output_is_that_of_plain_decoding(
         assert target.cache == tokens[:-1]
     drafter.close()
     assert tokens == plain(next_logits, count, params)
-    assert model.reader.used_ahead <= model.reader.drafted_ahead == small.read_ahead
+    assert reader.used_ahead <= reader.drafted_ahead == small.read_ahead
 
 
 def test_across_vocabularies() -> None:
@@ -148,10 +154,12 @@ def test_across_vocabularies() -> None:
     script = b"the quick brown fox jumps over the lazy dog. "
     before = other.encode("go on: ")
     bridge = ByteBridge(large, other, prompt_length=3, drafter_prompt=before)
-    model = model_of(ToySession.writing(other, script, len(before)), bridge, pricing=Pricing(LONG))
-    *_, (_, tokens) = _written(ToySession.writing(large, script, 3), model, 90, max_draft=5)
+    small = ToySession.writing(other, script, len(before))
+    reader = reader_of(small)
+    drafter = _ahead(reader, small, Pricing(LONG), bridge)
+    *_, (_, tokens) = _written(ToySession.writing(large, script, 3), drafter, 90, max_draft=5)
     assert large.bytes_of(tokens[3:]) == (script * 9)[: len(large.bytes_of(tokens[3:]))]
-    assert model.reader.drafted_ahead > 0
+    assert reader.drafted_ahead > 0
 
 
 class _Held(_Small):
@@ -192,11 +200,15 @@ class _Request:
         self.pricing, self.beside = Pricing(LONG), Beside(QUICK)
         self.held, self.target = _Held(NEXT_LOGITS, error), _After(NEXT_LOGITS, VOCAB)
         self.target.held = self.held
-        self.model = model_of(self.held, pricing=self.pricing)
+        self.reader = reader_of(self.held)
+
+    def drafter(self, pricing: Pricing) -> Ahead:
+        model = model_of(self.held, pricing=pricing, reader=self.reader)
+        return ahead_of(model, self.reader, self.beside, pricing)
 
     def stream(self, cancelled: Callable[[], bool] = lambda: False) -> Stream:
         request = Request(max_new_tokens=40, cancelled=cancelled)
-        return stream_of(self.target, self.model, self.beside, self.pricing, request)
+        return stream_of(self.target, self.drafter(self.pricing), self.pricing, request)
 
 
 def test_a_request_that_is_cancelled_waits_for_the_step_that_runs() -> None:
@@ -230,8 +242,9 @@ def test_what_fails_beside_a_pass_fails_the_round_behind_it(error: BaseException
     it.held.error, it.held.let_go = None, threading.Event()
     it.held.let_go.set()
     pricing = Pricing(LONG)  # the request's knows by now that its passes take no time
-    fresh = ahead_of(model_of(it.held, pricing=pricing), it.beside, pricing)
-    assert fresh.propose(tokens, 4).tokens == tuple(plain(NEXT_LOGITS, len(tokens) + 1)[len(tokens) :])
+    it.reader = reader_of(it.held)
+    fresh = it.drafter(pricing)
+    assert draft_of(fresh, tokens, 4).tokens == tuple(plain(NEXT_LOGITS, len(tokens) + 1)[len(tokens) :])
     fresh.close()
 
 
@@ -265,7 +278,7 @@ def test_a_stream_that_is_left_ends_its_thread_when_it_is_closed() -> None:
     it.held.let_go.set()
     with it.stream() as stream:
         for _ in stream:
-            if it.model.reader.drafted_ahead:
+            if it.reader.drafted_ahead:
                 break
     assert not _threads()
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import History, LoadOptions
-from edgespec.decoding.draft import Extending
 from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.history.drafter import BestOf
 from edgespec.history.memory import Snapshot
@@ -56,7 +55,7 @@ class _Machine:
         free = BestOf(NgramDrafter(), self.use.begin(self.guards[1]))
         self.requests += 1
         asked = model if self.requests % 3 else None
-        policy = Policy(free, Part(asked), pricing=self.pricing, guard=self.guards[0])
+        policy = Policy(free, asked, pricing=self.pricing, guard=self.guards[0])
         ends = partial(decode, max_new_tokens=count, max_draft=4, clock=self.clock)
         for step in ends(self.target, policy, Verifier(params), tokens):
             for source in step.draft.sources[: step.accepted]:
@@ -128,8 +127,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 _policy = Policy.__init__
 
 
-def _asking_the_model(self: Policy, free: Extending | None, part: Part, **options: Any) -> None:
-    _policy(self, free, part, **options)
+def _asking_the_model(self: Policy, *sources: Any, **options: Any) -> None:
+    _policy(self, *sources, **options)
     self._model_surplus = 1e9
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import Draft, alone
+from edgespec.decoding.draft import Draft
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.requests.turns import _step_shares
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Rows
-from tests.drafters_for_tests import model_of
+from tests.drafters_for_tests import draft_of, model_of, read, step
 from tests.toy import ToySession, markov_logits
 
 VOCAB = 12
@@ -79,7 +79,7 @@ def _drafts(followers: Followers, texts: Sequence[Sequence[int]]) -> tuple[list[
     session = _session()
     pricing = _Eager(CostCurve({1: 100.0, 32: 100.01}))
     drafter = model_of(session, pricing=pricing, reader=Reader(session, CHEAP, followers))
-    return [drafter.propose(text, 6) for text in texts], session
+    return [draft_of(drafter, text, 6) for text in texts], session
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), st.data())
@@ -99,9 +99,9 @@ def test_a_text_that_it_knows_takes_a_pass_for_four_tokens() -> None:
     followers.learn(text, 0)
     session = _session()
     reader = Reader(session, CHEAP, followers)
-    said = [alone(reader.read(text[:3]), reader.clock)]
+    said = [read(reader, text[:3])]
     for _ in range(7):
-        said.append(alone(reader.step(said[-1].following), reader.clock))
+        said.append(step(reader, said[-1].following))
     assert [each.following for each in said] == text[3:11]
     assert session.passes == [6, 4]
     assert reader.seconds_of_step(said[-1].following) > 0.0
@@ -120,7 +120,7 @@ def test_it_guesses_no_further_than_the_cache_has_room() -> None:
         capacity = session.capacity
         session.passes.clear()
         reader = Reader(session, CHEAP, followers)
-        alone(reader.read([*before, *text[1:3]]), reader.clock)
+        read(reader, [*before, *text[1:3]])
         assert session.passes == [2 + min(room, 3)] and session.capacity == capacity
 
 

@@ -16,7 +16,7 @@ from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.custom import Custom
 from edgespec_models.errors import RequestError
-from tests.drafters_for_tests import plain
+from tests.drafters_for_tests import draft_of, plain
 from tests.native_for_tests import tiny_native
 from tests.toy import ToySession, decode, markov_logits
 
@@ -79,23 +79,23 @@ def test_no_proposal_changes_a_text(given: list[Any], sampled: bool) -> None:
 )
 def test_what_is_no_proposal_is_an_error(proposal: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        Custom(Anything([proposal]), VOCAB).propose(PROMPT, 8)
+        draft_of(Custom(Anything([proposal]), VOCAB), PROMPT, 8)
 
 
 def test_confidence_is_learned_from_what_is_accepted_and_the_drafter_told() -> None:
     own = Anything([[1, 2]])
     source = Custom(own, VOCAB)
-    first = source.propose(PROMPT, 8).confidence
+    first = draft_of(source, PROMPT, 8).confidence
     for _ in range(30):
-        source.propose(PROMPT, 8)
+        draft_of(source, PROMPT, 8)
         source.observe(Step((1, 3), accepted=1))
-    last = source.propose(PROMPT, 8).confidence
+    last = draft_of(source, PROMPT, 8).confidence
     assert first[0] == first[1] and last[0] == last[1]
     assert last[0] < first[0]
     for _ in range(90):
-        source.propose(PROMPT, 8)
+        draft_of(source, PROMPT, 8)
         source.observe(Step((1, 2, 3), accepted=2))
-    assert source.propose(PROMPT, 8).confidence[0] > 0.9
+    assert draft_of(source, PROMPT, 8).confidence[0] > 0.9
     assert own.told == [Step((1, 3), accepted=1)] * 30 + [Step((1, 2, 3), accepted=2)] * 90
 
 

@@ -5,21 +5,20 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Source, Step, alone
+from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Passed, Source, Step
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.reading import Reader
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
 from tests.machines_for_tests import X86
@@ -34,6 +33,7 @@ from tests.toy import (
     Silent,
     ToySession,
     decode,
+    in_loop,
     markov_logits,
     tiny_bundle,
 )
@@ -41,7 +41,7 @@ from tests.toy import (
 SCRIPT = "\n".join(CORPUS).encode()
 
 
-def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter[Reader]:
+def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
     """A drafter of another vocabulary for prompts of 3 tokens; by script often right, else hardly ever."""
     other = tokenizer(kind)
     prompt = other.encode("go on: ")
@@ -54,7 +54,7 @@ def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter[Reader]:
     return model_of(session, bridge)
 
 
-def _drafters(seed: int) -> dict[str, Callable[[], Source]]:
+def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending]]:
     """Every kind of drafter for a target with the tokenizer ``byte``."""
     vocab = tokenizer("byte").vocab_size
     oracle = markov_logits(0, vocab)
@@ -77,7 +77,7 @@ def _drafters(seed: int) -> dict[str, Callable[[], Source]]:
 DRAFTERS = tuple(_drafters(0))
 
 
-def _drafter(kind: str, seed: int = 0) -> Source:
+def _drafter(kind: str, seed: int = 0) -> Source | Extending:
     return _drafters(seed)[kind]()
 
 
@@ -99,17 +99,22 @@ def _plain(
     return tokens
 
 
-class _Watched:
+class _Watched(Source):
     """A source that is asked for no more than may come, and told of every round."""
 
-    def __init__(self, inner: Source, first: int, end: int, max_draft: int) -> None:
-        self.inner, self.told = inner, list[Step]()
+    def __init__(self, inner: Source | Extending, first: int, end: int, max_draft: int) -> None:
+        self.inner, self.told = in_loop(inner), list[Step]()
         self._first, self._end, self._max_draft = first, end, max_draft
 
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
         assert len(tokens) >= self._first
         assert 0 < limit == min(self._max_draft, self._end - len(tokens) - 1)
-        return self.inner.propose(tokens, limit)
+        self.inner.begin_round(tokens, limit)
+        self.rows, self.draft = self.inner.rows, self.inner.draft
+
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        self.inner.take(predictions, passed)
+        self.rows, self.draft = self.inner.rows, self.inner.draft
 
     def observe(self, step: Step) -> None:
         self.told.append(step)
@@ -121,7 +126,7 @@ class _Watched:
 
 def _run(
     target: Session,
-    drafter: Source | None,
+    drafter: Source | Extending | None,
     prompt: list[int],
     *,
     count: int,
@@ -263,7 +268,8 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     one = Decoding(target, Silent(), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
     left = list[int]()
     while not one.ended:
-        alone(one.propose(), perf_counter)
+        one.propose()
+        assert one.drafter_rows is None
         rows = one.rows(8)
         left.append(one.unread)
         (said,) = target.model.predict_together([rows])

@@ -7,9 +7,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Remarks
+from edgespec.decoding.draft import Observer, Remarks, Source, Step
 from edgespec.drafting.model import ModelDrafter, context_tokens
-from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.learning.trainer import Trainer
@@ -19,6 +18,7 @@ from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
 from edgespec_runtimes.kv_buffers import KvStore
+from tests.drafters_for_tests import draft_of
 from tests.models_for_tests import toy_bundle, toy_session
 
 EOS = 3
@@ -60,7 +60,9 @@ def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
     )
 
 
-def _begin(side: DrafterSide, prompt: list[int], max_new_tokens: int = 20) -> Part:
+def _begin(
+    side: DrafterSide, prompt: list[int], max_new_tokens: int = 20
+) -> tuple[Source | None, Observer | None]:
     return side.begin(
         prompt,
         list(prompt),
@@ -86,7 +88,8 @@ def test_its_cache_has_room_for_the_answer_too(
     context: int, length: int, drafts: bool, capacity: int
 ) -> None:
     side = _side(context=context)
-    assert (_begin(side, [5] * length).source is not None) == drafts
+    source, _ = _begin(side, [5] * length)
+    assert (source is not None) == drafts
     assert side.session.capacity == capacity
 
 
@@ -94,16 +97,16 @@ def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> N
     """15 % of twenty seconds is expected of it: three seconds."""
     for seconds, drafts in ((2.9, True), (3.1, False)):
         side = _side(curve=CostCurve({1: seconds / 36, 32: seconds / 36 * 32}))
-        part = _begin(side, [5] * 500)  # of which it would read 36 tokens
-        assert (part.source is not None) == drafts
+        source, _ = _begin(side, [5] * 500)  # of which it would read 36 tokens
+        assert (source is not None) == drafts
 
 
 def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     side, offered, prompt = _side(), list[Sequence[int]](), [300, 20, 310]
     kept = cast(Any, side.bundle).head_tokens = np.arange(200, dtype=np.int32)
     cast(Any, side.session).offer = offered.append
-    model = cast(Any, _begin(side, prompt).source)
-    assert (model._ends, model._target_end) == ((EOS,), EOS)
+    model = cast(ModelDrafter, _begin(side, prompt)[0])
+    assert model.ends == (EOS,)
     assert offered == [context_tokens(prompt, side.bundle.tokenizer, kept)]
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
 
@@ -129,9 +132,11 @@ def test_what_was_answered_is_offered_to_learn_from(
     """Of long texts the end of the prompt and the beginning of the answer; nothing without a draft."""
     side, trainer = _side(), _Trainer()
     side.trainer = cast(Trainer, trainer)
-    part = side.part() if prompt is None else _begin(side, prompt)
-    assert trainer.told == ["pause"] and (part.source is None) == (prompt is None)
-    part.ended(answer)
+    teaching = side.teaching() if prompt is None else _begin(side, prompt)[1]
+    assert trainer.told == ["pause"] and teaching is not None
+    for token in answer:
+        teaching.observe(Step((token,)))
+    teaching.close()
     assert trainer.told == ["pause", "resume", *offered]
 
 
@@ -150,8 +155,8 @@ def test_of_a_long_prompt_it_reads_the_end(length: int, held: int, read: list[in
     prompt = list(range(5, 5 + length))
     side.session.reserve(200)
     side.session.prefill(prompt[:held])
-    source = _begin(side, prompt, max_new_tokens=100).source
+    source, _ = _begin(side, prompt, max_new_tokens=100)
     assert isinstance(source, ModelDrafter)
-    source.propose(prompt, 1)
+    draft_of(source, prompt, 1)
     expected = [prompt[at] for at in read]
     assert side.session.shared_prefix([*expected, 0]) == len(expected)

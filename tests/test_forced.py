@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Source, Step
-from edgespec.decoding.grammar import Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
-from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.grammar import Allowed, Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
+from edgespec.decoding.sampling import Row, SamplingParams
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.reading import Reader
 from edgespec.measuring.chi_square import pool_rare, two_samples
-from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
+from tests.drafters_for_tests import GREEDY, draft_of, model_of, policy_of, tokenizer
 from tests.formats_for_tests import NEW, PROMPT, accepts, formats, written
 from tests.toy import Deaf, RandomDrafter, Silent, ToySession, markov_logits
 
@@ -72,7 +71,7 @@ def ended(answer: list[int], kind: str, name: str) -> list[int]:
     return answer[:-1] if name.endswith("uncut") and answer[-1] in ends(kind) else answer
 
 
-def across(kind: str, seed: int) -> ModelDrafter[Reader]:
+def across(kind: str, seed: int) -> ModelDrafter:
     """A random drafter of another vocabulary."""
     other = "sentencepiece" if kind == "byte" else "byte"
     session = ToySession(markov(seed, tokenizer(other).vocab_size), tokenizer(other).vocab_size)
@@ -120,7 +119,7 @@ def test_forced_tokens_are_drafts_that_are_always_accepted(kind: str) -> None:
     expected, rounds = write(SPEED, kind=kind)
     answer, steps = write(SPEED, drafters(kind, 0)["forced"], kind=kind)
     assert answer == expected and len(steps) < len(rounds) / 2
-    assert all(step.accepted == len(step.draft.tokens) <= step.draft.forced for step in steps)
+    assert all(step.accepted == len(step.draft.tokens) for step in steps)
     assert {source for step in steps for source in step.draft.sources} == {"grammar"}
 
 
@@ -133,22 +132,12 @@ def test_a_draft_is_cut_where_the_grammar_forbids_it_and_what_is_forced_follows(
             assert tokenizer("byte").bytes_of(tokens) == b"12"
             return Draft((y, other, one), ("said",) * 3, (0.5, 0.4, 0.3))
 
-    draft = policy_of(Proposing(), constraint=constraint, opening=NO_DRAFT).propose([], 40)
+    draft = draft_of(policy_of(Proposing(), constraint=constraint, opening=NO_DRAFT), [], 40)
     assert tokenizer("byte").bytes_of(draft.tokens) == b"12y345678"  # the last completes the text
     at = draft.sources.index("said")
-    assert at == draft.forced and draft.tokens[at] == y
+    assert tokenizer("byte").bytes_of(draft.tokens[:at]) == b"12" and draft.tokens[at] == y
     assert set(draft.sources[:at] + draft.sources[at + 1 :]) == {"grammar"}
     assert set(draft.confidence[:at] + draft.confidence[at + 1 :]) == {1.0}
-
-
-def test_what_drafting_costs_beside_the_pass_is_told_on() -> None:
-    class Beside(Deaf):
-        def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-            return Draft(slowdown=1.5)
-
-    constraint = grammars("byte").constraint(Choice(["12x", "12y3456789"]))
-    draft = policy_of(Beside(), constraint=constraint, opening=NO_DRAFT).propose([], 40)
-    assert (draft.slowdown, draft.forced) == (1.5, len(draft.tokens))
 
 
 def test_the_token_that_completes_the_text_is_not_proposed() -> None:
@@ -205,26 +194,53 @@ def test_sources_are_judged_by_what_came_where_they_were_asked() -> None:
     assert len(judged) > 1 and all(tokens == whole[: len(tokens)] for tokens in judged)
 
 
-def _behind_forced(*said: int) -> Draft:
-    """Two forced tokens and what a source proposes behind them."""
-    sources = ("grammar", "grammar", *["said"] * len(said))
-    return Draft((1, 2, *said), sources, (1.0, 1.0, *[0.5] * len(said)), forced=2)
+class _Behind(Deaf):
+    """Proposes the same each time."""
+
+    def __init__(self, *proposed: int) -> None:
+        self._proposed = proposed
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        count = len(self._proposed)
+        return Draft(self._proposed, ("said",) * count, (0.5,) * count)
 
 
-def _loses(draft: Draft, committed: tuple[int, ...], seconds: float, rounds: int = 40) -> bool:
+class _TwoForced(Constraint):
+    """Forces 1 and 2, and then nothing."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def apply(self, row: Row, drafted: Sequence[int]) -> None:
+        pass
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        return False
+
+    def completes(self, drafted: Sequence[int]) -> bool:
+        return False
+
+    def allowed(self, drafted: Sequence[int]) -> Allowed:
+        bits = np.full(32, len(drafted) > 1)
+        bits[len(drafted) + 1] = True
+        return Allowed.where(bits)
+
+
+def _loses(source: _Behind, committed: tuple[int, ...], seconds: float, rounds: int = 40) -> bool:
     """Whether rounds like this have drafting paused, where a pass takes a second and a row no time."""
-    policy = policy_of(Silent())
+    policy = policy_of(source, constraint=_TwoForced())
     for _ in range(rounds):
-        policy.observe(Step(committed, draft, len(committed) - 1, 0.0, 1.0, seconds))
+        policy.begin_round([0], 8)
+        policy.observe(Step(committed, policy.draft, len(committed) - 1, 0.0, 1.0, seconds))
     policy.close()
     return policy.remarks.speculation_off_reason is not None
 
 
 def test_sources_have_no_credit_for_what_is_forced() -> None:
     """Three tokens in 1.8 seconds are more than plain decoding's, but two of them came for nothing."""
-    assert _loses(_behind_forced(3), (1, 2, 9), 1.8)
-    assert not _loses(_behind_forced(3), (1, 2, 3, 9), 1.8)
-    assert not _loses(_behind_forced(), (1, 2, 9), 1.8)  # no source drafted in these
+    assert _loses(_Behind(3), (1, 2, 9), 1.8)
+    assert not _loses(_Behind(3), (1, 2, 3, 9), 1.8)
+    assert not _loses(_Behind(), (1, 2, 9), 1.8)  # no source drafted in these
 
 
 def test_ngrams_learn_from_where_they_were_asked() -> None:
@@ -233,5 +249,5 @@ def test_ngrams_learn_from_where_they_were_asked() -> None:
     before = ngrams.propose(text, 4).confidence[0]
     for _ in range(20):
         ngrams.propose(text, 4)
-        ngrams.observe(Step((1, 2, 7, 8, 9, 10), _behind_forced(7, 8, 9, 10)))
+        ngrams.observe(Step((1, 2, 7, 8, 9, 10), forced=2))
     assert ngrams.propose(text, 4).confidence[0] > before

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgespec.decoding.draft import Clock, Step
-from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import Request
@@ -73,8 +73,7 @@ class _Requests:
     def _begin(self) -> Policy:
         free, learner, model = (_Source(name, self.log, self.fails, self.observed) for name in NAMES)
         pricing = Pricing(CostCurve({1: 1.0}))
-        part = Part(model, ended=lambda answer: learner.close())
-        return Policy(free, part, pricing=pricing, guard=Guard(pricing))
+        return Policy(free, model, pricing=pricing, guard=Guard(pricing), teaching=learner)
 
 
 def _read(requests: _Requests) -> None:
@@ -142,9 +141,9 @@ def test_decoding_is_charged_the_work_between_rounds() -> None:
     now = [0.0]
 
     def learn() -> None:
-        now[0] += 1.0  # each of two sources, in each round
+        now[0] += 1.0  # each of three, in each round
 
     requests = _Requests(clock=lambda: now[0], observed=learn)
     stats = requests.stream().run().stats
     assert stats.rounds > 1
-    assert (stats.ttft_s, stats.decode_s) == (2.0, 2.0 * (stats.rounds - 1))
+    assert (stats.ttft_s, stats.decode_s) == (3.0, 3.0 * (stats.rounds - 1))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from edgespec import RequestOptions, load, plan
-from edgespec.decoding.draft import alone
 from edgespec.drafting.heads import HeadReader
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
@@ -18,7 +17,7 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
-from tests.drafters_for_tests import FREE, QUICK
+from tests.drafters_for_tests import FREE, QUICK, read, step
 from tests.golden_heads_for_tests import (
     CASES,
     HEADS,
@@ -135,13 +134,13 @@ def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, P
             text = [token for token in prompt.tolist() if token >= 0]
             reads.rewind(0)
             reader = HeadReader(session, CostCurve({1: 1.0}), len(text) - 1)
-            reader.hear(cast(Any, reads.predict(text[:-1]).hidden), 1)
+            reader.add_features(cast(Any, reads.predict(text[:-1]).hidden), 1)
             for place, token in enumerate(tokens.tolist()):
-                said = [alone(reader.read(text), reader.clock)]
+                said = [read(reader, text)]
                 while len(said) < drafts.shape[-1]:
-                    said.append(alone(reader.step(said[-1].following), reader.clock))
+                    said.append(step(reader, said[-1].following))
                 drafts[index, place] = [each.following for each in said]
-                reader.hear(cast(Any, reads.predict(text[-1:]).hidden), 1)
+                reader.add_features(cast(Any, reads.predict(text[-1:]).hidden), 1)
                 text.append(token)
     for other, margins in (("drafts", "margins"), ("llama_drafts", "llama_margins")):
         same, of = compared(drafts, stored[other], stored[margins], 0.15)

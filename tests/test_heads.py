@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec import LoadOptions, Model
-from edgespec.decoding.draft import alone
 from edgespec.drafting.heads import HeadReader
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
+from tests.drafters_for_tests import read, step
 from tests.models_for_tests import VOCAB, printable, toy_bundle, toy_model
 from tests.toy import F32, NextLogits, ToySession, markov_logits
 
@@ -119,18 +119,18 @@ def test_it_reads_what_is_unread_or_the_end_of_it(rounds: list[tuple[int, int, i
     head.reserve(capacity)
     text = [5, 6, 7]
     reader = HeadReader(head, CURVE, 2)
-    reader.hear(_features(text[:-1], 0), 1)
+    reader.add_features(_features(text[:-1], 0), 1)
     for committed, drafted, forced in rounds:
         if drafted:
             ahead = [*text, *range(20, 20 + forced)]
             assert reader.room_for(ahead, drafted)
-            said = alone(reader.read(ahead), reader.clock)
+            said = read(reader, ahead)
             logits = LAW(ahead)[KEPT]
             assert said.following == KEPT[logits.argmax()]
             for _ in range(drafted - 1):
-                said = alone(reader.step(said.following), reader.clock)
+                said = step(reader, said.following)
         new = [(7 * committed + at) % VOCAB for at in range(committed)]
-        reader.hear(_features([text[-1], *new[:-1]], len(text) - 1), committed)
+        reader.add_features(_features([text[-1], *new[:-1]], len(text) - 1), committed)
         text += new
 
 
@@ -138,7 +138,7 @@ def test_a_cache_too_small_for_a_draft_drafts_nothing() -> None:
     head = _Head(LAW, VOCAB, chunk=8, context=9)
     head.reserve(9)
     reader = HeadReader(head, CURVE, 4)
-    reader.hear(_features([1, 2, 3, 4], 0), 1)
+    reader.add_features(_features([1, 2, 3, 4], 0), 1)
     assert reader.room_for([1, 2, 3, 4, 5], 5) and not reader.room_for([1, 2, 3, 4, 5], 6)
     assert reader.room_for([1, 2, 3, 4, 5, 6], 4) and not reader.room_for([1, 2, 3, 4, 5, 6], 5)  # one forced
 
@@ -148,8 +148,8 @@ def test_a_text_that_the_target_reads_anew_is_read_anew() -> None:
     head, text = _Head(LAW, VOCAB, chunk=64), [5, 6, 7, 8, 9]
     head.reserve(64)
     reader = HeadReader(head, CURVE, 2)
-    reader.hear(_features(text[:2], 0), 1)
-    reader.hear(_features(text[2:3], 2), 1)
-    reader.hear(_features(text[:4], 0), 1)
-    said = alone(reader.read(text), reader.clock)
+    reader.add_features(_features(text[:2], 0), 1)
+    reader.add_features(_features(text[2:3], 2), 1)
+    reader.add_features(_features(text[:4], 0), 1)
+    said = read(reader, text)
     assert said.following == KEPT[LAW(text)[KEPT].argmax()] and head.cache == text[1:]

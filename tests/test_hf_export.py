@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec.decoding.draft import Source
+from edgespec.decoding.draft import Extending
 from edgespec.decoding.loop import Verifier
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.loading.opening import open_model
@@ -123,7 +123,7 @@ def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None
     session.close()
 
 
-def written(session: Session, source: Source) -> tuple[list[int], int]:
+def written(session: Session, source: Extending) -> tuple[list[int], int]:
     """A greedy answer, and how many of its tokens were drafted."""
     session.rewind(0)
     tokens = list(TOKENS[:16])

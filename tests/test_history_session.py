@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import History, LoadOptions
-from edgespec.decoding.draft import Source
+from edgespec.decoding.draft import Extending
 from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.ngram import NgramDrafter
@@ -40,7 +40,7 @@ def _toy_run(
     session = ToySession.markov(1, VOCAB, scale=1.0)
     history = None if memory is None else HistoryDrafter(memory, stop_below=0.0)
     near = NgramDrafter(stop_below=0.0)
-    source: Source = Silent() if history is None else BestOf(near, history)
+    source: Extending = Silent() if history is None else BestOf(near, history)
     verify = Verifier(params)
     for _ in decode(session, source, verify, tokens, max_new_tokens=count, max_draft=6):
         rounds += 1

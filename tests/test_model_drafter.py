@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, alone
+from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
-from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import FREE, VOCAB, model_of
+from tests.drafters_for_tests import FREE, VOCAB, draft_of, model_of, read, reader_of, step
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
 
@@ -38,12 +37,12 @@ def _follow(next_logits: NextLogits, tokens: list[int], count: int) -> tuple[int
 def test_it_proposes_what_the_model_would_write_and_each_step_reads_one_token() -> None:
     next_logits, session, tokens = markov_logits(0, VOCAB, scale=200.0), _sure(), [3, 1, 4]
     drafter = model_of(session)
-    draft = drafter.propose(tokens, 4)
+    draft = draft_of(drafter, tokens, 4)
     assert draft.tokens == _follow(next_logits, tokens, 4)
     assert draft.sources == ("model",) * 4
     assert draft.confidence == pytest.approx((0.95,) * 4)  # untested, the highest bin means its middle
     tokens += [draft.tokens[0], (draft.tokens[1] + 1) % VOCAB]
-    assert drafter.propose(tokens, 4).tokens == _follow(next_logits, tokens, 4)
+    assert draft_of(drafter, tokens, 4).tokens == _follow(next_logits, tokens, 4)
     assert session.passes == [3, 1, 1, 1] + [1] * 4  # the first proposal was in the cache already
 
 
@@ -51,19 +50,20 @@ def test_beside_others_it_reads_in_pieces_and_never_beyond_its_context() -> None
     tokens = [(7 * i) % VOCAB for i in range(150)]
     session = ToySession(markov_logits(0, VOCAB, scale=200.0), VOCAB, context=160)
     session.reserve(160)
-    drafter = model_of(session)
-    drafter._pricing.sequences = 2
-    assert drafter.propose(tokens, 4).reading and session.length == 64
-    assert drafter.propose(tokens, 6) == NO_DRAFT and session.length == 64  # 162 tokens of room are too many
-    assert drafter.propose(tokens, 4).reading and session.length == 128
-    assert drafter.propose(tokens, 4).tokens
+    pricing = Pricing(FREE)
+    pricing.sequences = 2
+    drafter = model_of(session, pricing=pricing)
+    for limit, length, reads in ((4, 64, True), (6, 64, False), (4, 128, True)):  # 162 tokens have no room
+        assert draft_of(drafter, tokens, limit) == NO_DRAFT
+        assert session.length == length and drafter.is_reading == reads
+    assert draft_of(drafter, tokens, 4).tokens and not drafter.is_reading
 
 
 def test_each_proposal_has_its_own_confidence() -> None:
     """Not that of the draft up to it."""
     logits = np.zeros(VOCAB, np.float32)
     logits[7] = math.log(3.0 * (VOCAB - 1))  # a probability of three quarters
-    draft = model_of(ToySession(lambda tokens: logits, VOCAB)).propose([3, 1, 4], 4)
+    draft = draft_of(model_of(ToySession(lambda tokens: logits, VOCAB)), [3, 1, 4], 4)
     assert draft.tokens == (7,) * 4
     assert draft.confidence == pytest.approx((0.75,) * 4)
 
@@ -73,7 +73,7 @@ def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound(
 ) -> None:
     monkeypatch.setattr(IdentityBridge, "translate", lambda self, drafted: [(7, len(drafted))])
     session = _sure()
-    assert model_of(session).propose([3, 1, 4], 3).tokens == (7,)
+    assert draft_of(model_of(session), [3, 1, 4], 3).tokens == (7,)
     assert session.passes == [3] + [1] * 5
 
 
@@ -97,7 +97,7 @@ def test_it_drafts_as_far_as_that_pays(
 ) -> None:
     session = ToySession.markov(0, VOCAB, scale=scale)
     drafter = model_of(session, pricing=Pricing(curve), curve=CostCurve({1: step_s}))
-    assert len(drafter.propose([3, 1, 4], 8).tokens) == length
+    assert len(draft_of(drafter, [3, 1, 4], 8).tokens) == length
     assert bool(session.passes) == asked
 
 
@@ -105,8 +105,8 @@ def test_a_cache_without_room_gives_no_draft() -> None:
     session = _sure()
     drafter = model_of(session)
     capacity = session.capacity
-    assert drafter.propose([1] * (capacity - 8), 5) == Draft()
-    assert len(drafter.propose([1] * (capacity - 10), 5).tokens) == 5
+    assert draft_of(drafter, [1] * (capacity - 8), 5) == Draft()
+    assert len(draft_of(drafter, [1] * (capacity - 10), 5).tokens) == 5
     assert session.capacity == capacity
 
 
@@ -126,9 +126,9 @@ def test_the_end_of_the_text_is_proposed_as_the_target_s_own(
     end: int | None, expected: tuple[int, ...]
 ) -> None:
     drafter = model_of(_Ending(markov_logits(0, VOCAB), VOCAB), ends={0}, target_end=end)
-    assert drafter.propose([5, 1], 8).tokens == expected
-    assert drafter.propose([5, 1, 2], 1).tokens == (3,)
-    at_end = drafter.propose([5, 1, 2, 3], 8)
+    assert draft_of(drafter, [5, 1], 8).tokens == expected
+    assert draft_of(drafter, [5, 1, 2], 1).tokens == (3,)
+    at_end = draft_of(drafter, [5, 1, 2, 3], 8)
     assert at_end.tokens == expected[2:]
 
 
@@ -136,8 +136,8 @@ def test_it_learns_from_proposals_that_were_judged_what_its_confidence_is_worth(
     calibration = Calibration()
     drafter = model_of(_sure(), calibration=calibration)
     tokens, seen = [3, 1, 4], Calibration()
-    draft = drafter.propose(tokens, 5)
-    drafter.propose(tokens, 5)  # asked again: nothing was committed
+    draft = draft_of(drafter, tokens, 5)
+    draft_of(drafter, tokens, 5)  # asked again: nothing was committed
     assert calibration.probability(SURE) == seen.probability(SURE)
     # What follows the rejected token was judged by nobody.
     drafter.observe(round_of(*draft.tokens[:2], (draft.tokens[2] + 1) % VOCAB, draft.tokens[3]))
@@ -156,7 +156,7 @@ def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
     tokens = [3, 1, 4]
     drafted: list[bool] = []
     for _ in range(2000):
-        draft = drafter.propose(tokens, 2)
+        draft = draft_of(drafter, tokens, 2)
         drafted.append(bool(draft.tokens))
         wrong = (draft.tokens[0] + 1) % VOCAB if draft.tokens else 7
         drafter.observe(round_of(wrong))
@@ -179,18 +179,18 @@ class _Watch:
 def test_a_slow_spell_ends_drafting_only_for_a_while_and_one_slow_step_not_at_all() -> None:
     clock, tokens = _Watch(), [3, 1, 4]
     pricing = Pricing(CostCurve({1: 0.010, 16: 0.012}))
-    drafter = model_of(_sure(), pricing=pricing, curve=CostCurve({1: 0.001}), clock=clock)
+    drafter = model_of(_sure(), pricing=pricing, curve=CostCurve({1: 0.001}))
     for clock.step_s in (0.001, 60.0, 0.001, 0.001):
-        drafted = drafter.propose(tokens, 1).tokens
+        drafted = draft_of(drafter, tokens, 1, clock).tokens
         assert drafted
         tokens += drafted
     clock.step_s = 0.5
-    while draft := drafter.propose(tokens, 8).tokens:
+    while draft := draft_of(drafter, tokens, 8, clock).tokens:
         tokens += draft
     clock.step_s = 0.001
     for _ in range(400):
         tokens.append(7)
-        if drafter.propose(tokens, 8).tokens:
+        if draft_of(drafter, tokens, 8, clock).tokens:
             return
     pytest.fail("never drafted again")
 
@@ -201,9 +201,9 @@ def test_a_byte_the_drafter_cannot_spell_only_costs_drafts() -> None:
     session = ToySession.writing(lacking, b"the quick brown fox ", start=1)
     drafter = model_of(session, ByteBridge(target, lacking, prompt_length=0, drafter_prompt=[7]))
     tokens = target.encode("the")
-    assert drafter.propose(tokens, 3).tokens
-    assert drafter.propose([*tokens, *target.encode_bytes(b"\xff")], 3) == Draft()
-    assert drafter.propose([*tokens, *target.encode_bytes(b"\xff quick")], 3) == Draft()
+    assert draft_of(drafter, tokens, 3).tokens
+    assert draft_of(drafter, [*tokens, *target.encode_bytes(b"\xff")], 3) == Draft()
+    assert draft_of(drafter, [*tokens, *target.encode_bytes(b"\xff quick")], 3) == Draft()
 
 
 def _guess(confidence: float, *, is_open: bool = False) -> Guess:
@@ -247,8 +247,8 @@ def _session() -> ToySession:
 def _reading() -> tuple[ToySession, Reader, list[int]]:
     """A text that was read."""
     session, text = _session(), [1, 2, 3]
-    reader = Reader(session, SLOW, Followers(SLOW))
-    alone(reader.read(text), reader.clock)
+    reader = reader_of(session, SLOW)
+    read(reader, text)
     return session, reader, text
 
 
@@ -261,16 +261,16 @@ def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
     said = reader.latest
     for _ in range(3):
         text.append(said.following)
-        said = alone(reader.step(said.following), reader.clock)
+        said = step(reader, said.following)
     assert session.passes == [3, 1, 1, 1]
     assert reader.seconds_of_text(text[:5]) == 0.0
-    assert alone(reader.read(text[:5]), reader.clock).following == text[5]
+    assert read(reader, text[:5]).following == text[5]
     assert reader.seconds_of_step(text[5]) == 0.0
-    assert alone(reader.step(text[5]), reader.clock) == said
+    assert step(reader, text[5]) == said
     assert session.passes == [3, 1, 1, 1]
     other = (text[5] + 1) % VOCAB
     assert reader.seconds_of_text([*text[:5], other]) == pytest.approx(2.0, abs=0.3)
-    assert alone(reader.read([*text[:5], other]), reader.clock).following == _next([*text[:5], other])
+    assert read(reader, [*text[:5], other]).following == _next([*text[:5], other])
     assert session.passes == [3, 1, 1, 1, 1]
 
 
@@ -281,33 +281,33 @@ def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
         text.append(said.following)
         said = reader.read_on(said.following)
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 0)
-    assert alone(reader.read(text[:5]), reader.clock).following == text[5]
+    assert read(reader, text[:5]).following == text[5]
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 2)
     assert reader.ahead(0) is not None and reader.ahead(2) is None
-    assert alone(reader.step(text[5]), reader.clock).following == text[6]
+    assert step(reader, text[5]).following == text[6]
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
-    alone(reader.read([*text[:6], (text[6] + 1) % VOCAB]), reader.clock)
+    read(reader, [*text[:6], (text[6] + 1) % VOCAB])
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
     assert session.passes == [3, 1, 1, 1, 1, 1]
 
 
 def test_it_has_room_for_what_the_cache_holds() -> None:
     session = _session()
-    reader = Reader(session, SLOW, Followers(SLOW))
-    alone(reader.read([1, 2, 3]), reader.clock)
+    reader = reader_of(session, SLOW)
+    read(reader, [1, 2, 3])
     assert reader.has_read
     assert reader.room_ahead and reader.room_for([1] * session.capacity, 0)
-    alone(reader.read([1] * session.capacity), reader.clock)
+    read(reader, [1] * session.capacity)
     assert not reader.room_ahead and not reader.room_for([1] * session.capacity, 1)
 
 
 def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:
     clock = _Watch()
-    reader, text = Reader(_session(), SLOW, Followers(SLOW), clock=clock), [1, 2, 3]
+    reader, text = reader_of(_session(), SLOW), [1, 2, 3]
     clock.step_s = 30.0
     for _ in range(40):
-        token = alone(reader.read(text), reader.clock).following
-        alone(reader.step(token), reader.clock)
+        token = read(reader, text, clock).following
+        step(reader, token, clock)
         text += [token, (token + 1) % VOCAB]
     assert reader.seconds_of_text([9]) > 20.0 and reader.seconds_of_step(-1) > 20.0
     for _ in range(2000):
@@ -335,11 +335,11 @@ def test_whatever_is_asked_in_whatever_order_the_answer_is_the_model_s(
         if what == "read":
             # Shorter than before, or longer by what was guessed, and one token of anybody's.
             text = [*session.cache[: max(1, len(text) + value)], *rest]
-            assert alone(reader.read(text), reader.clock).following == _next(text)
+            assert read(reader, text).following == _next(text)
         elif what == "step":
             token = reader.latest.following if value else (reader.latest.following + 1) % VOCAB
             text.append(token)
-            assert alone(reader.step(token), reader.clock).following == _next(text)
+            assert step(reader, token).following == _next(text)
         elif reader.room_ahead:
             token = _next(session.cache)
             said = reader.read_on(token)

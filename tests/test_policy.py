@@ -7,12 +7,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Step
-from edgespec.drafting.policy import Part, Policy
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Step
+from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.requests.request import Request
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import VOCAB, Timed, answering, policy_of
+from tests.drafters_for_tests import VOCAB, Timed, answering, draft_of, policy_of
 from tests.toy import Deaf, markov_logits, round_of
 from tools.replay import Clock
 
@@ -53,15 +53,15 @@ class _Rounds:
     They take no time, but for that of proposing.
     """
 
-    def __init__(self, free: _Source | None, model: _Source | None, *, curve: CostCurve = FLAT) -> None:
+    def __init__(self, free: _Source, model: _Source | None, *, curve: CostCurve = FLAT) -> None:
         pricing = Pricing(curve)
         self.guard, self._curve = Guard(pricing), curve
-        self.policy = Policy(free, Part(model), pricing=pricing, guard=self.guard)
+        self.policy = Policy(free, model, pricing=pricing, guard=self.guard, clock=free.clock)
         self.policy.observe(round_of(1, 1))
 
     def propose(self, clock: Clock, tokens: list[int], limit: int) -> Draft:
         started = clock.now
-        draft = self.policy.propose(tokens, limit)
+        draft = draft_of(self.policy, tokens, limit)
         taken, pass_s = clock.now - started, self._curve.seconds(1 + len(draft.tokens))
         self.policy.observe(Step((99,), draft, 0, drafter_s=taken, target_s=pass_s))
         return draft
@@ -173,11 +173,12 @@ class TestPolicy:
 
     def test_the_model_is_not_asked_before_its_token(self, clock: Clock) -> None:
         free, model, pricing = _Source(clock, name="ngram"), _Source(clock, (0.9,)), Pricing(FLAT)
-        policy = Policy(free, Part(model, earliest=2), pricing=pricing, guard=Guard(pricing))
+        model.earliest = 2
+        policy = Policy(free, model, pricing=pricing, guard=Guard(pricing))
         proposed = list[tuple[int, ...]]()
         for n in range(1, 4):
             policy.observe(round_of(1))
-            proposed.append(policy.propose([1] * n, 4).tokens)
+            proposed.append(draft_of(policy, [1] * n, 4).tokens)
         assert proposed == [(), (0,), (0,)]
         assert (free.asked, model.asked) == ([1, 2, 3], [2, 3])
 
@@ -185,10 +186,10 @@ class TestPolicy:
         free, model, pricing = _Source(clock, (0.9,)), _Source(clock, (0.9,)), Pricing(FLAT)
         free.beyond = (0.9,)
         openings = None, NO_DRAFT, Draft((5,), ("ngram",), (0.9,))
-        drafts = [
-            Policy(free, Part(model), pricing=pricing, guard=Guard(pricing), opening=each).propose([1], 4)
-            for each in openings
+        policies = [
+            Policy(free, model, pricing=pricing, guard=Guard(pricing), opening=each) for each in openings
         ]
+        drafts = [draft_of(policy, [1], 4) for policy in policies]
         assert [each.tokens for each in drafts] == [(), (0,), (5, 99)] and not model.asked
 
     @pytest.mark.parametrize(("confidence", "seconds"), [((), 0.5), ((0.5,), 0.9)])
@@ -229,11 +230,26 @@ class TestPolicy:
         chosen.propose(clock, [1], 8)
         assert not chosen.propose(clock, [1], 8).tokens
 
+    def test_a_draft_whose_pass_is_not_priced_is_not_judged_later(self, clock: Clock) -> None:
+        model = _Source(clock, (0.9,), 0.1)
+        chosen = _Rounds(_Source(clock), model)
+        for _ in range(2):
+            chosen.propose(clock, [1], 8)
+        model.seconds = 500.0
+        draft = draft_of(chosen.policy, [1], 8)
+        reads = Passed(70, 2.0, 1.0, requests=2, reads=True)  # a piece of another request's prompt
+        chosen.policy.observe(Step((99,), draft, 0, drafter_s=500.0, target_s=1.0, passed=reads))
+        _lose(chosen.guard)  # in another request
+        while not chosen.guard.allows:
+            chosen.propose(clock, [1], 8)
+        model.seconds = 0.1
+        assert chosen.propose(clock, [1], 8).tokens
+
     def test_a_draft_is_at_most_twice_as_long_as_what_was_accepted_before(self, clock: Clock) -> None:
         rounds = _Rounds(_Source(clock, (0.999,) * 64, name="ngram"), None)
         lengths = []
         for accepted in (3, 8, 16, 20, 2, 0):
-            draft = rounds.policy.propose([1], 32)
+            draft = draft_of(rounds.policy, [1], 32)
             lengths.append(len(draft.tokens))
             tokens = (*draft.tokens[:accepted], 99)
             rounds.policy.observe(Step(tokens, draft, accepted, target_s=1.0))
@@ -242,7 +258,7 @@ class TestPolicy:
     def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: Clock) -> None:
         free, model = _Source(clock, (0.9,)), _Source(clock, (0.9,))
         chosen = _Rounds(free, model)
-        assert chosen.policy.propose([1], 0) is NO_DRAFT
+        assert draft_of(chosen.policy, [1], 0) is NO_DRAFT
         _lose(chosen.guard)
         for _ in range(16):
             assert chosen.propose(clock, [1], 8) is NO_DRAFT
@@ -299,7 +315,7 @@ def test_without_sources_nothing_is_drafted_passes_are_priced_and_pauses_stay() 
     policy.observe(Step((1,), target_s=50.0, seconds=50.0))
     assert pricing.pass_seconds(1) == 1.0  # the first round is not priced
     for _ in range(200):
-        assert policy.propose([1, 2, 3], 8) is NO_DRAFT
+        assert draft_of(policy, [1, 2, 3], 8) is NO_DRAFT
         policy.observe(Step((1,), target_s=2.0, seconds=2.0))
     assert pricing.pass_seconds(1) == pytest.approx(2.0, rel=0.02)
     assert _paused(guard) == 16

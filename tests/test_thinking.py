@@ -21,7 +21,7 @@ from edgespec.requests.results import FinishReason, Record, TokenRecord
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.drafters_for_tests import GREEDY, model_of, policy_of
+from tests.drafters_for_tests import GREEDY, draft_of, model_of, policy_of
 from tests.formats_for_tests import NEW, PROMPT, accepts, written
 from tests.thoughts_for_tests import (
     GRANITE,
@@ -241,7 +241,8 @@ def test_the_closing_tag_is_forced_at_the_budget_and_drafted(kind: str) -> None:
     assert answer[5 : 5 + len(closing)] == closing
     constraint = ThoughtsFirst(Place(THINK, "opened"), TOKENIZERS[kind](), (), budget=5)
     constraint.begin(PROMPT)
-    draft = policy_of(Silent(), constraint=constraint, opening=NO_DRAFT).propose([*PROMPT, *answer[:5]], 20)
+    policy = policy_of(Silent(), constraint=constraint, opening=NO_DRAFT)
+    draft = draft_of(policy, [*PROMPT, *answer[:5]], 20)
     assert [*draft.tokens] == closing and set(draft.sources) == {"grammar"}
 
 

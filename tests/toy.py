@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step, alone
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Extending, Passed, Source, Step
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.prepared import PreparedRequest
@@ -260,9 +260,22 @@ def stream_over(prepared: PreparedRequest) -> Stream:
     return Stream(Answer(prepared.request, lambda: prepared), Worker(0, turn))
 
 
+def alone(
+    wanted: Callable[[], Rows | None],
+    take: Callable[[Predictions, Passed], None],
+    clock: Clock = perf_counter,
+) -> None:
+    """Have all rows read that are wanted, each time in a pass of their own."""
+    while rows := wanted():
+        began = clock()
+        (predictions,) = rows.session.model.predict_together([rows])
+        seconds = clock() - began
+        take(predictions, Passed(len(rows.tokens), seconds, seconds))
+
+
 def decode(
     target: Session,
-    policy: Source,
+    source: Source | Extending,
     verify: Verifier,
     tokens: list[int],
     *,
@@ -271,9 +284,10 @@ def decode(
     **options: Any,
 ) -> Iterator[Step]:
     """All rounds of one request that has the target for itself."""
-    one = Decoding(target, policy, verify, tokens, clock=clock, **options)
+    one = Decoding(target, in_loop(source), verify, tokens, clock=clock, **options)
     while not one.ended and not cancelled():
-        alone(one.propose(), clock)
+        one.propose()
+        alone(lambda: one.drafter_rows, one.take_drafter, clock)
         rows, began = one.rows(target.model.piece), clock()
         (said,) = target.model.predict_together([rows])
         passed = clock() - began
@@ -297,8 +311,35 @@ def settle() -> None:
             assert not thread.is_alive()
 
 
-class Deaf:
-    """Part of a source that learns nothing, and goes on behind nothing."""
+def in_loop(source: Source | Extending) -> Source:
+    """A source, or a free one, as a source of the loop."""
+    return cast(Source, source) if hasattr(source, "begin_round") else AtOnce(source)
+
+
+class AtOnce(Source):
+    """A source of the loop whose drafts are those of a free one."""
+
+    def __init__(self, free: Extending) -> None:
+        self._free = free
+
+    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
+        self.draft = self._free.propose(tokens, limit)
+
+    def observe(self, step: Step) -> None:
+        self._free.observe(step)
+
+    def close(self) -> None:
+        self._free.close()
+
+
+class Deaf(Source):
+    """A source of the loop and a free one, which learns nothing, and goes on behind nothing."""
+
+    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
+        self.draft = self.propose(tokens, limit)
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        return NO_DRAFT
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
         return draft
@@ -312,9 +353,6 @@ class Deaf:
 
 class Silent(Deaf):
     """Proposes nothing."""
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        return NO_DRAFT
 
 
 def round_of(*tokens: int, draft: Draft = NO_DRAFT, accepted: int = 0) -> Step:

@@ -39,10 +39,10 @@ JsonFile = Annotated[
 ]
 
 
+@options.shared(options.LOADING)
 def bench(
     context: typer.Context,
     target: options.Target,
-    drafter: options.Drafter = "auto",
     prompts: options.PromptsFile = None,
     limit: options.Limit = None,
     max_new_tokens: options.MaxNewTokens = 128,
@@ -50,13 +50,8 @@ def bench(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
     ] = False,
-    threads: options.Threads = 0,
     instructions: options.Instructions = "",
-    device: options.Device = "auto",
-    drafter_device: options.DrafterDevice = "auto",
     prompt_cache: options.PromptCache = False,
-    history: options.HistoryName = None,
-    training_share: options.TrainingShare = 0.0,
     json_file: JsonFile = None,
     report: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write a page with pictures.")

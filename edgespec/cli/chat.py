@@ -25,28 +25,12 @@ _HELP = """/help     show this list
 Ctrl-C    stop the answer"""
 
 
+@options.shared(options.LOADING, options.PROMPTS, options.REQUEST)
 def chat(
     context: typer.Context,
     target: options.Target,
-    drafter: options.Drafter = "auto",
     system: Annotated[str | None, typer.Option(help="The system message, which comes first.")] = None,
     max_new_tokens: options.MaxNewTokens = 1024,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    thinking: options.Thinking = None,
-    no_speculation: options.WithoutSpeculation = False,
-    threads: options.Threads = 0,
-    device: options.Device = "auto",
-    drafter_device: options.DrafterDevice = "auto",
-    prompt_cache: options.PromptCache = True,
-    chat_template: options.ChatTemplate = None,
-    history: options.HistoryName = None,
-    training_share: options.TrainingShare = 0.0,
     as_json: Annotated[
         bool,
         typer.Option(

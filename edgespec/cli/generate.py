@@ -9,13 +9,13 @@ from edgespec.cli.answers import answer_json, stats_line, stream_to_terminal
 from edgespec.cli.console import note, print_json, progress_bars
 
 
+@options.shared(options.LOADING, options.PROMPTS, options.REQUEST)
 def generate(
     context: typer.Context,
     target: options.Target,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The prompt; '-' reads it from standard input.")
     ] = "-",
-    drafter: options.Drafter = "auto",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
@@ -23,22 +23,6 @@ def generate(
         bool, typer.Option("--special", help="The same, and control tokens that it spells are meant.")
     ] = False,
     max_new_tokens: options.MaxNewTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    thinking: options.Thinking = None,
-    no_speculation: options.WithoutSpeculation = False,
-    threads: options.Threads = 0,
-    device: options.Device = "auto",
-    drafter_device: options.DrafterDevice = "auto",
-    prompt_cache: options.PromptCache = True,
-    chat_template: options.ChatTemplate = None,
-    history: options.HistoryName = None,
-    training_share: options.TrainingShare = 0.0,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Answer a prompt. The text goes to standard output, what it cost goes to standard error.

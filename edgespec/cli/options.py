@@ -1,5 +1,8 @@
-"""Parameters that several commands share, and the model they name."""
+"""Options that several commands share, and the model and the request that they describe."""
 
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -28,16 +31,6 @@ Drafter = Annotated[
         "'ngram' (phrases of the text alone), or 'none'.",
     ),
 ]
-_DEVICE_NAMES = "auto, cpu, npu, or a name that 'edgespec devices' lists"
-Device = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help=f"Where the target runs: {_DEVICE_NAMES}.")
-]
-DrafterDevice = Annotated[
-    str,
-    typer.Option(
-        "--drafter-device", metavar="DEVICE", help="Where the drafter runs: the same names as for --device."
-    ),
-]
 Threads = Annotated[
     int,
     typer.Option(
@@ -49,38 +42,7 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens that an 
 Temperature = Annotated[
     float, typer.Option(help="0 takes the most likely token; 1 samples from the model's own distribution.")
 ]
-TopK = Annotated[int, typer.Option(help="Keep the K most likely tokens; 0 keeps all.")]
-TopP = Annotated[
-    float, typer.Option(help="Keep the most likely tokens whose probabilities add up to this; 1 keeps all.")
-]
-MinP = Annotated[
-    float,
-    typer.Option(help="Keep tokens whose probability is at least this share of the most likely token's."),
-]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens seen before less likely.")]
-Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
-Thinking = Annotated[
-    str | None,
-    typer.Option(
-        metavar="on|off|TOKENS",
-        help="Whether the model thinks before it answers, or for how many tokens at most; the chat template "
-        "decides without it.",
-    ),
-]
-WithoutSpeculation = Annotated[
-    bool, typer.Option("--no-speculation", help="Decode without drafts, for comparison.")
-]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-HistoryName = Annotated[
-    str | None,
-    typer.Option(
-        "--history",
-        metavar="NAME",
-        help="Learn from answers into this history and draft from it (a name, or a file); 'edgespec history' "
-        "shows and deletes what was learned. Without it nothing is learned.",
-    ),
-]
 PromptCache = Annotated[
     bool,
     typer.Option(
@@ -95,15 +57,6 @@ ChatTemplate = Annotated[
         "--chat-template",
         metavar="FILE",
         help="A file with a chat template in Jinja, in place of the one that the model has, if any.",
-    ),
-]
-TrainingShare = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="With --history: train the drafter on the answers between requests, for at most this "
-        "share of the time; 0 does not train.",
     ),
 ]
 Instructions = Annotated[
@@ -125,6 +78,95 @@ PromptsFile = Annotated[
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Take at most so many prompts, spread over the categories.")
 ]
+
+
+_DEVICES = "auto, cpu, npu, or a name that 'edgespec devices' lists"
+
+Group = Mapping[str, tuple[Any, Any]]
+"""Options by name: each with what typer reads of its type, and its default."""
+
+
+def _option(kind: Any, default: Any, text: str, *names: str, **settings: Any) -> tuple[Any, Any]:
+    return Annotated[kind, typer.Option(*names, help=text, **settings)], default
+
+
+LOADING: Group = {
+    "drafter": (Drafter, "auto"),
+    "threads": (Threads, 0),
+    "device": _option(str, "auto", f"Where the target runs: {_DEVICES}.", metavar="DEVICE"),
+    "drafter_device": _option(
+        str, "auto", "Where the drafter runs: the same names as for --device.", metavar="DEVICE"
+    ),
+    "history": _option(
+        str | None,
+        None,
+        "Learn from answers into this history and draft from it (a name, or a file); 'edgespec history' "
+        "shows and deletes what was learned. Without it nothing is learned.",
+        metavar="NAME",
+    ),
+    "training_share": _option(
+        float,
+        0.0,
+        "With --history: train the drafter on the answers between requests, for at most this share of the "
+        "time; 0 does not train.",
+        min=0.0,
+        max=1.0,
+    ),
+}
+"""Of commands that load a target and a drafter: what :func:`load_model` reads."""
+PROMPTS: Group = {
+    "prompt_cache": (PromptCache, True),
+    "chat_template": (ChatTemplate, None),
+}
+"""Of commands that answer what a user asks."""
+SAMPLING: Group = {
+    "temperature": (Temperature, 0.0),
+    "top_k": _option(int, 0, "Keep the K most likely tokens; 0 keeps all."),
+    "top_p": _option(
+        float, 1.0, "Keep the most likely tokens whose probabilities add up to this; 1 keeps all."
+    ),
+    "min_p": _option(
+        float, 0.0, "Keep tokens whose probability is at least this share of the most likely token's."
+    ),
+    "repetition_penalty": _option(float, 1.0, "Above 1 makes tokens seen before less likely."),
+}
+"""How tokens are chosen: what :func:`sampling_options` reads."""
+REQUEST: Group = {
+    **SAMPLING,
+    "seed": _option(int | None, None, "Makes a sampled answer repeatable."),
+    "stop": _option(list[str] | None, None, "End the answer before this text; may be repeated."),
+    "thinking": _option(
+        str | None,
+        None,
+        "Whether the model thinks before it answers, or for how many tokens at most; the chat template "
+        "decides without it.",
+        metavar="on|off|TOKENS",
+    ),
+    "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
+}
+"""What a request asks for: what :func:`request_options` reads beside ``max_new_tokens``."""
+
+
+def shared(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these groups, behind its own; it finds them in its context."""
+    options = {name: option for group in groups for name, option in group.items()}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in options.items()
+        ]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            command(**{name: values[name] for name in own})
+
+        run.__signature__ = inspect.Signature([*own.values(), *added])  # type: ignore[attr-defined]
+        run.__annotations__ |= {each.name: each.annotation for each in added}
+        return run
+
+    return decorate
 
 
 def load_model(context: typer.Context, progress: ProgressCallback, **named: str) -> "Model":

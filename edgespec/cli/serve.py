@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "EDGESPEC_API_KEY"
 
 
+@options.shared(options.LOADING, options.PROMPTS)
 def serve(
     context: typer.Context,
     targets: Annotated[
@@ -30,7 +31,6 @@ def serve(
             help="Models, named as for 'edgespec chat'. The first is loaded now, others when asked for.",
         ),
     ],
-    drafter: options.Drafter = "auto",
     host: Annotated[
         str,
         typer.Option(help="The address to listen at. An address that other machines can reach needs a key."),
@@ -75,11 +75,6 @@ def serve(
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
     ] = 600.0,
-    threads: options.Threads = 0,
-    device: options.Device = "auto",
-    drafter_device: options.DrafterDevice = "auto",
-    prompt_cache: options.PromptCache = True,
-    chat_template: options.ChatTemplate = None,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -95,8 +90,6 @@ def serve(
             min=0, metavar="SECONDS", help="Unload a model that was not asked for so long. Default: never."
         ),
     ] = None,
-    history: options.HistoryName = None,
-    training_share: options.TrainingShare = 0.0,
 ) -> None:
     """Serve models to OpenAI's and Anthropic's clients, and a page to chat with it. Ctrl-C ends it.
 
@@ -133,7 +126,7 @@ def serve(
         if len(named) < len(targets):
             raise RequestError(f"two of {', '.join(targets)} have one name; requests tell models by it")
         with Models(named, memory=None if memory is None else int(memory * 1e9), keep=keep) as models:
-            _run(models, limits, listening, history)
+            _run(models, limits, listening, context.params["history"])
 
 
 def _run(models: "Models", limits: "ServeOptions", listening: socket.socket, history: str | None) -> None:

@@ -11,10 +11,10 @@ from edgespec.cli.console import print_json, progress_bars, say
 _SHOWN_DIFFERENCES = 10
 
 
+@options.shared(options.LOADING, options.SAMPLING)
 def verify(
     context: typer.Context,
     target: options.Target,
-    drafter: options.Drafter = "auto",
     prompts: options.PromptsFile = None,
     limit: options.Limit = 100,
     max_new_tokens: options.MaxNewTokens = 64,
@@ -26,16 +26,6 @@ def verify(
             "test.",
         ),
     ] = 100,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    threads: options.Threads = 0,
-    history: options.HistoryName = None,
-    training_share: options.TrainingShare = 0.0,
-    device: options.Device = "auto",
-    drafter_device: options.DrafterDevice = "auto",
     as_json: options.JsonFlag = False,
 ) -> None:
     """Check that speculation changes neither greedy answers nor the distribution of sampled ones.

@@ -1,8 +1,8 @@
 """What decoding and its sources of proposals tell each other: drafts, and what came of them."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from edgespec_runtimes.predictions import Floats, Predictions
 from edgespec_runtimes.session import Rows
@@ -20,30 +20,22 @@ class Draft:
         sources: which drafter proposed each token; as long as ``tokens``.
         confidence: for each token, an estimate in [0, 1] that it will be accepted given that those
             before it are; a function of the context and of earlier proposals only.
-        slowdown: the factor by which the target's pass takes longer because its source computes beside it.
-        forced: how many of the first tokens a grammar forces; sources were asked to go on behind them.
-        reading: whether its source has read a piece of the prompt only, and goes on with that next time.
     """
 
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     confidence: tuple[float, ...] = field(default=())
-    slowdown: float = 1.0
-    forced: int = 0
-    reading: bool = False
 
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
-        kept = self.tokens[:count], self.sources[:count], self.confidence[:count]
-        return Draft(*kept, self.slowdown, self.forced)
+        return Draft(self.tokens[:count], self.sources[:count], self.confidence[:count])
 
     def then(self, more: "Draft") -> "Draft":
         """This draft and ``more`` behind it."""
         if not more.tokens:
             return self
         tokens, sources = self.tokens + more.tokens, self.sources + more.sources
-        confidence = self.confidence + more.confidence
-        return Draft(tokens, sources, confidence, self.slowdown, self.forced)
+        return Draft(tokens, sources, self.confidence + more.confidence)
 
 
 NO_DRAFT = Draft()
@@ -63,44 +55,6 @@ class Passed:
     reads: bool = False
 
 
-T = TypeVar("T")
-Work = Generator[Rows, tuple[Predictions, Passed], T]
-"""Work that needs passes of a model: it asks for rows, and is told what these say, and what the pass took. So
-the work of several requests can share passes."""
-
-
-def alone(work: Work[T], clock: Clock) -> T:
-    """Do ``work`` with passes of its own."""
-    said: Any = None
-    while True:
-        try:
-            rows = work.send(said)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        began = clock()
-        (predictions,) = rows.session.model.predict_together([rows])
-        seconds = clock() - began
-        said = predictions, Passed(len(rows.tokens), seconds, seconds)
-
-
-def timed(
-    work: Work[T], clock: Clock, share: Callable[[Passed], float] = lambda passed: passed.share_s
-) -> Work[tuple[T, float]]:
-    """The same work, which says besides how many seconds it took, its ``share`` of each pass included."""
-    said: Any = None
-    spent_s = 0.0
-    while True:
-        began = clock()
-        try:
-            rows = work.send(said)
-        except StopIteration as end:
-            return end.value, spent_s + clock() - began
-        spent_s += clock() - began
-        said = yield rows
-        spent_s += share(said[1])
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One round of decoding.
@@ -117,6 +71,7 @@ class Step:
         features: of a target that a head reads (:mod:`edgespec_runtimes.predictions`), those of the last
             tokens in its cache: all whose keys and values the round left there, at the end of a prompt some
             of these.
+        forced: how many of the first proposals a grammar forced; sources were asked to go on behind them.
     """
 
     tokens: tuple[int, ...]
@@ -129,6 +84,7 @@ class Step:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     passed: Passed | None = None
     features: Floats | None = None
+    forced: int = 0
 
     @property
     def target_pass(self) -> Passed:
@@ -138,7 +94,7 @@ class Step:
     @property
     def judged(self) -> tuple[int, ...]:
         """What the round committed from where its sources were asked to go on."""
-        return self.tokens[self.draft.forced :]
+        return self.tokens[self.forced :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +114,8 @@ class Progress:
     seconds: float
 
 
-class Source(Protocol):
-    """Proposes tokens in one request. It owns its state and never decides what is kept."""
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """Propose at most ``limit`` tokens to follow ``tokens`` (all committed so far, prompt included).
-
-        An empty draft is always legal.
-        """
+class Observer(Protocol):
+    """Learns from the rounds of one request."""
 
     def observe(self, step: Step) -> None:
         """A round is over."""
@@ -175,16 +125,37 @@ class Source(Protocol):
         return
 
 
-@runtime_checkable
-class Asking(Protocol):
-    """A source whose proposals need passes of a model."""
+class Source(Observer, Protocol):
+    """Proposes tokens in one request, a round at a time. It owns its state and never decides what is kept.
 
-    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
-        """Like :meth:`Source.propose`, as work that can be done together with that of other requests."""
+    Attributes:
+        rows: what a model has to read next; None where the draft is complete. The caller has them read,
+            perhaps in one pass with those of other requests.
+        draft: what is proposed; an empty draft is always legal.
+        is_reading: whether this round only read a piece of the prompt, and the next one goes on with that.
+        slowdown: the factor by which the target's pass takes longer because this source computes beside it.
+        earliest: tokens that the answer has before this source is asked.
+    """
+
+    rows: Rows | None = None
+    draft: Draft = NO_DRAFT
+    is_reading: bool = False
+    slowdown: float = 1.0
+    earliest: int = 0
+
+    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
+        """Propose at most ``limit`` tokens to follow ``tokens`` (all committed so far, prompt included)."""
+
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        """Go on with what the model says about ``rows``; ``passed`` is the pass that read them."""
+        return
 
 
-class Extending(Source, Protocol):
-    """A source that also goes on where another one stopped."""
+class Extending(Observer, Protocol):
+    """Proposes tokens at once, at no cost in time, and goes on where another source stopped."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """At most ``limit`` tokens to follow ``tokens``; an empty draft is always legal."""
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
         """``draft``, which another source proposed behind ``tokens``, made longer: up to ``limit`` tokens.

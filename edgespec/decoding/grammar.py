@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edgespec.decoding.draft import Draft
 from edgespec.decoding.sampling import RowStep
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import Checked, form, length
@@ -208,6 +209,28 @@ class Constraint(RowStep, Protocol):
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
         """What may follow them; they end nothing. RequestError where a grammar leaves no token in time."""
+
+    def fit(self, forced: Draft, more: Draft, limit: int) -> Draft:
+        """``forced``, what of ``more`` is allowed behind it and what is forced there; up to ``limit`` tokens.
+
+        A forced token is the only one allowed, so its confidence is 1. The token that completes the text is
+        never proposed: the pass that would verify it gives it anyway.
+        """
+        tokens, sources, confidence = list(forced.tokens), list(forced.sources), list(forced.confidence)
+        proposals = zip(more.tokens, more.sources, more.confidence, strict=False)
+        while len(tokens) < limit:
+            allowed = self.allowed(tokens)
+            token, source, sure = next(proposals, (None, "", 0.0))
+            if (only := allowed.only) is not None:
+                if token != only:
+                    proposals = zip((), (), (), strict=False)  # they go on behind another token
+                token, source, sure = only, "grammar", 1.0
+            if token is None or token not in allowed or self.completes([*tokens, token]):
+                break
+            tokens.append(token)
+            sources.append(source)
+            confidence.append(sure)
+        return Draft(tuple(tokens), tuple(sources), tuple(confidence))
 
 
 class GrammarConstraint(Constraint):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from edgespec.decoding.draft import NO_DRAFT, Asking, Clock, Draft, Passed, Source, Step, Work, timed
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Source, Step
 from edgespec.decoding.sampling import (
     Penalties,
     Row,
@@ -137,19 +137,31 @@ class Decoding:
         """Tokens of the prompt that the target has to read before the last of them."""
         return len(self.tokens) - 1 - self._target.length
 
-    def propose(self) -> Work[None]:
-        """Draft for this round, if it is one in which that may be."""
+    def propose(self) -> None:
+        """Begin to draft for this round, if it is one in which that may be."""
         self.draft, self._drafter_s = NO_DRAFT, 0.0
         limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         if limit > 0 and self.unread <= _FEW and not self._scores:
-            draft, self._drafter_s = yield from timed(self._drafting(limit), self._clock)
-            # Nothing is committed behind the end.
-            self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
+            began = self._clock()
+            self._policy.begin_round(self.tokens, limit)
+            self._spend(self._clock() - began)
 
-    def _drafting(self, limit: int) -> Work[Draft]:
-        if isinstance(self._policy, Asking):
-            return (yield from self._policy.proposing(self.tokens, limit))
-        return self._policy.propose(self.tokens, limit)
+    @property
+    def drafter_rows(self) -> Rows | None:
+        """What a drafter has to read next for :attr:`draft`; None where that is complete."""
+        return self._policy.rows
+
+    def take_drafter(self, predictions: Predictions, passed: Passed) -> None:
+        """Go on drafting with what the drafter's pass says about :attr:`drafter_rows`."""
+        began = self._clock()
+        self._policy.take(predictions, passed)
+        self._spend(self._clock() - began + passed.share_s)
+
+    def _spend(self, seconds: float) -> None:
+        self._drafter_s += seconds
+        if self.drafter_rows is None:
+            draft = self._policy.draft  # nothing is committed behind the end
+            self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
 
     @property
     def _scores(self) -> bool:

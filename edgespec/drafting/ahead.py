@@ -8,15 +8,17 @@ cost nothing any more, drafts may be longer.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import prod
 from threading import Event, Thread, current_thread
 from time import perf_counter
 
-from edgespec.decoding.draft import Clock, Draft, Remarks, Step
-from edgespec.drafting.model import ModelDrafter
+from edgespec.decoding.draft import Clock, Draft, Passed, Remarks, Source, Step
+from edgespec.drafting.model import Guess, ModelDrafter
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader, RunningMean
 from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.predictions import Predictions
 
 _LOG = logging.getLogger("edgespec")
 _ALONE_EVERY = 16  # rounds
@@ -32,28 +34,36 @@ class _Run:
     error: BaseException | None = None
 
 
-class Ahead:
-    """A model's drafts, and what it reads on while the target verifies them; how much, ``remarks`` says."""
+class Ahead(Source):
+    """Drafts of a ``model`` with ``reader``, which reads on while the target verifies them.
+
+    How much that was is written to ``remarks``.
+    """
 
     def __init__(
-        self, model: ModelDrafter[Reader], beside: "Beside", *, pricing: Pricing, remarks: Remarks
+        self, model: ModelDrafter, reader: Reader, beside: "Beside", *, pricing: Pricing, remarks: Remarks
     ) -> None:
-        self._model, self._beside = model, beside
+        self._model, self._reader, self._beside = model, reader, beside
         self._pricing, self._remarks = pricing, remarks
+        self.earliest = model.earliest
+        self._limit = 0
 
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
         self._beside.settle()
-        draft = self._model.propose(tokens, limit)
-        if not draft.tokens:
-            return draft
-        steps, count = self._model.read_on(draft, limit), len(draft.tokens)
-        runs = self._beside.start(steps, pass_s=self._pricing.pass_seconds(1 + count), wanted=count)
-        return replace(draft, slowdown=self._beside.slowdown) if runs else draft
+        self._limit = limit
+        self._model.begin_round(tokens, limit)
+        self._go_on()
+
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        """See :class:`~edgespec.decoding.draft.Source`."""
+        self._model.take(predictions, passed)
+        self._go_on()
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        if self._model.reader.has_read:  # before, passes may be of the prompt
+        self.slowdown = 1.0
+        if self._reader.has_read:  # before, passes may be of the prompt
             self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
@@ -61,8 +71,42 @@ class Ahead:
         """See :class:`~edgespec.decoding.draft.Source`."""
         self._beside.stop()
         self._model.close()
-        reader = self._model.reader
-        self._remarks.drafted_ahead, self._remarks.used_ahead = reader.drafted_ahead, reader.used_ahead
+        self._remarks.drafted_ahead = self._reader.drafted_ahead
+        self._remarks.used_ahead = self._reader.used_ahead
+
+    def _go_on(self) -> None:
+        """Read on, where the model's draft is complete."""
+        self.rows, self.draft, count = self._model.rows, self._model.draft, len(self._model.draft.tokens)
+        if self.rows is None and count:
+            steps, pass_s = self._read_on(self.draft, self._limit), self._pricing.pass_seconds(1 + count)
+            if self._beside.start(steps, pass_s=pass_s, wanted=count):
+                self.slowdown = self._beside.slowdown
+
+    def _read_on(self, draft: Draft, limit: int) -> Iterator[float]:
+        """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.
+
+        Yields, before each step, the probability that the token is needed: that the whole draft is accepted
+        and the token behind it, which the target adds, is the one that the model would write.
+        """
+        calibration = self._model.calibration
+        accepted, added, survival = prod(draft.confidence), calibration.typical, 1.0
+        prediction = self._reader.latest
+        for count in range(limit + 1):  # the last of the draft, what the target adds, the next draft
+            token = prediction.following
+            probability = calibration.probability(Guess(token, prediction.probability, open=False))
+            if count == 1:
+                added = probability
+            elif count:
+                survival *= probability
+            if token in self._model.ends or not self._model.pays(survival, max(1, count), 0.0):
+                return
+            known = self._reader.ahead(count)
+            if known is None:
+                if not self._reader.room_ahead:
+                    return
+                yield accepted * added
+                known = self._reader.read_on(token)
+            prediction = known
 
 
 class Beside:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Drafter, Step
+from edgespec.decoding.draft import Draft, Drafter, Source, Step
 from edgespec.drafting.model import Calibration, Guess
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
@@ -16,7 +16,7 @@ from edgespec_models.schema import shown
 _UNSAID = 0.75  # the confidence of proposals whose drafter states none, until rounds have shown theirs
 
 
-class Custom:
+class Custom(Source):
     """A :class:`Drafter` as a :class:`~edgespec.decoding.draft.Source`; its proposals are checked."""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
@@ -25,7 +25,7 @@ class Custom:
         self._calibration = Calibration()
         self._proposed: list[Guess] = []  # this round
 
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
         """See :class:`~edgespec.decoding.draft.Source`.
 
         Raises:
@@ -36,10 +36,8 @@ class Custom:
         ids = self._ids(draft.tokens)[:limit]
         confidence = self._stated(draft.confidence, ids)
         self._proposed = [Guess(*each, open=False) for each in zip(ids, confidence, strict=True)]
-        if not ids:
-            return NO_DRAFT
         expected = tuple(self._calibration.probability(guess) for guess in self._proposed)
-        return Draft(ids, (self.name,) * len(ids), expected)
+        self.draft = Draft(ids, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: proposals are judged, verified or not."""

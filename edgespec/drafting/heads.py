@@ -5,21 +5,16 @@ Behind its own drafts it reads the state that it wrote itself. So what a round h
 once the target's features of it are there, and nothing that was drafted stays in the KV cache.
 """
 
-from collections.abc import Callable, Sequence
-from time import perf_counter
+from collections.abc import Sequence
 
-from edgespec.decoding.draft import Clock, Passed, Work
-from edgespec.drafting.bridge import IdentityBridge
-from edgespec.drafting.model import ModelDrafter
-from edgespec.drafting.policy import Part
-from edgespec.drafting.reading import Chain, Said
-from edgespec.drafting.side import DrafterSide
-from edgespec_models.bundles.bundle import Bundle
+from edgespec.decoding.draft import Passed
+from edgespec.drafting.reading import Chain, Prediction
 from edgespec_runtimes.cost import CostCurve
-from edgespec_runtimes.predictions import Floats, joined
+from edgespec_runtimes.predictions import Floats, Predictions, joined
 from edgespec_runtimes.session import Rows, Session
 
-_MOST = 128  # tokens that are read at once: of a prompt, and where drafting has paused
+MOST_READ = 128
+"""Tokens that are read at once, at most: of a prompt, and where drafting has paused."""
 
 
 class HeadReader(Chain):
@@ -29,16 +24,22 @@ class HeadReader(Chain):
     the text.
     """
 
-    def __init__(
-        self, session: Session, curve: CostCurve, length: int, *, clock: Clock = perf_counter
-    ) -> None:
-        super().__init__(session, curve, clock)
-        self._length, self._most = length, min(_MOST, session.model.piece)
+    def __init__(self, session: Session, curve: CostCurve, length: int) -> None:
+        super().__init__(session, curve)
+        self._length, self._most = length, min(MOST_READ, session.model.piece)
         self._features: Floats | None = None  # of the last tokens
         self._held = self._unread = 0  # committed tokens: in the cache, and behind these
+        self._forced: list[int] = []  # tokens behind the committed ones, which are read like drafts
         self._state: Floats | None = None  # behind the last token that was read
+        self._latest: Prediction | None = None
 
-    def hear(self, features: Floats, committed: int) -> None:
+    @property
+    def latest(self) -> Prediction:
+        """See :class:`Chain`."""
+        assert self._latest is not None
+        return self._latest
+
+    def add_features(self, features: Floats, committed: int) -> None:
         """Tell of so many new tokens, and of the target's features of what stands before the last of them."""
         self._length += committed
         if len(features) != committed:  # of the prompt, or of a text that the target had to read anew
@@ -48,63 +49,37 @@ class HeadReader(Chain):
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
         """See :class:`Chain`."""
-        more += len(text) - self._length  # forced tokens, which are read like drafts
+        more += len(text) - self._length  # forced tokens
         if self._unread > self._most or self._held + self._unread + more > self._session.capacity:
             kept = 0 if self._features is None else len(self._features)
             self._held, self._unread = 0, min(self._most, kept)
         return self._held + self._unread + more <= self._session.capacity
 
-    def read(self, text: Sequence[int]) -> Work[Said]:
+    def read(self, text: Sequence[int]) -> None:
         """See :class:`Chain`. What a grammar forces behind the text is read like drafts."""
         assert self._features is not None  # the target has read the text
-        count = self._unread
-        tokens = text[self._length - count : self._length]
-        said, passed = yield from self._ask(self._held, tokens, self._features[-count:])
-        if self._held:
-            self._first.observe(passed.share_s * passed.requests)
-        self._held, self._unread = self._held + count, 0
-        for token in text[self._length :]:
-            said = yield from self.step(token)
-        return said
+        count, self._forced = self._unread, list(text[self._length :])
+        self._ask(self._held, text[self._length - count : self._length], self._features[-count:])
 
-    def step(self, token: int) -> Work[Said]:
+    def step(self, token: int) -> None:
         """See :class:`Chain`."""
         assert self._state is not None
-        said, passed = yield from self._ask(self._session.length, [token], self._state)
-        self._step.observe(passed.share_s * passed.requests)
-        return said
+        self._ask(self._session.length, [token], self._state)
 
-    def _ask(self, held: int, tokens: Sequence[int], hidden: Floats) -> Work[tuple[Said, Passed]]:
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        """See :class:`Chain`."""
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        self._state, self._latest = predictions.hidden, self._prediction(rows.tokens[-1], predictions)
+        seconds = passed.share_s * passed.requests
+        if not self._unread:
+            self._step.observe(seconds)
+        elif self._held:  # the first time, it reads the prompt
+            self._first.observe(seconds)
+        self._held, self._unread = self._held + self._unread, 0
+        if self._forced:
+            self.step(self._forced.pop(0))
+
+    def _ask(self, held: int, tokens: Sequence[int], hidden: Floats) -> None:
         self._session.rewind(held)  # which has keys and values alone, and goes back anywhere
-        predictions, passed = yield Rows(self._session, tokens, 1, hidden)
-        self._state = predictions.hidden
-        return self._said(tokens[-1], predictions), passed
-
-
-class HeadSide(DrafterSide):
-    """A head beside its target: it reads no prompt of its own, and begins every request anew."""
-
-    def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
-        """Nothing."""
-        return []
-
-    def begin(
-        self,
-        tokens: Sequence[int],
-        prompt: list[int],
-        sessions: tuple[Session, Sequence[Session]],
-        *,
-        max_new_tokens: int,
-        max_draft: int,
-        **_: object,
-    ) -> Part:
-        """A request begins; see :meth:`DrafterSide.begin`."""
-        session = sessions[0]
-        session.reserve(min(_MOST + max_new_tokens + 4 * max_draft, session.model.longest))
-        model = ModelDrafter(
-            HeadReader(session, self.curve, len(tokens), clock=self.clock),
-            IdentityBridge(self.bundle.config.vocab_size),
-            pricing=self.pricing,
-            calibration=self.calibration,
-        )
-        return self.part(model)
+        self.rows = Rows(self._session, tokens, 1, hidden)

@@ -3,19 +3,18 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.decoding.draft import Draft, Source, Step, Work, alone
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Source, Step
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Chain, Reader
+from edgespec.drafting.reading import Chain, Prediction
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_runtimes.predictions import Predictions
 
-R = TypeVar("R", bound=Chain)
 _SOURCE = "model"
 _BINS = 10
 _PRIOR = 12.0
@@ -90,7 +89,7 @@ class Guess:
     open: bool
 
 
-class ModelDrafter(Source, Generic[R]):
+class ModelDrafter(Source):
     """Drafts greedily with a model, stopping when the next token no longer pays.
 
     It drafts its own argmax whatever the request's temperature: the proposals are then a function of
@@ -104,7 +103,7 @@ class ModelDrafter(Source, Generic[R]):
 
     def __init__(
         self,
-        reader: R,
+        reader: Chain,
         bridge: Bridge,
         *,
         ends: Collection[int] = (),
@@ -112,61 +111,55 @@ class ModelDrafter(Source, Generic[R]):
         pricing: Pricing,
         calibration: Calibration,
         left_out: tuple[int, int] = (0, 0),
+        earliest: int = 0,
     ) -> None:
-        self.reader, self._bridge, self._ends, self._target_end = reader, bridge, ends, target_end
-        self._pricing, self._calibration, self._left_out = pricing, calibration, left_out
-        self._proposed: list[Guess] = []  # this round
+        self._reader, self._bridge, self.ends, self._target_end = reader, bridge, ends, target_end
+        self._pricing, self.calibration, self._left_out = pricing, calibration, left_out
+        self.earliest = earliest
+        self._limit = 0
+        self._drafted: list[Prediction] = []  # this round, in the drafter's tokens
+        self._guesses: list[Guess] = []  # of these; when the draft is complete, what is proposed
 
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
         """See :class:`~edgespec.decoding.draft.Source`."""
-        return alone(self.proposing(tokens, limit), self.reader.clock)
-
-    def proposing(self, tokens: Sequence[int], limit: int) -> Work[Draft]:
-        """See :class:`~edgespec.decoding.draft.Asking`."""
+        self.draft, self._limit, self._drafted, self._guesses = NO_DRAFT, limit, [], []
         ids = self._aligned(tokens) if limit > 0 else []
-        shares = bool(ids) and self._pricing.sequences > 1 and self.reader.room_for(ids, 2 * limit)
-        if shares and (yield from self.reader.catch_up(ids)):  # a piece a round: other answers flow on
-            return Draft(reading=True)
-        guesses = yield from self._draft(ids, limit)
-        confidence = tuple(self._calibration.probability(guess) for guess in guesses)
-        count, _ = self._pricing.keep(confidence)
-        if not count:
-            self._calibration.forget()
-        self._proposed = guesses[:count]
-        drafted = tuple(guess.token for guess in self._proposed)
-        return Draft(drafted, (_SOURCE,) * count, confidence[:count])
+        reader, shares = self._reader, bool(ids) and self._pricing.sequences > 1
+        # A piece a round: the answers of other requests flow on.
+        self.is_reading = shares and reader.room_for(ids, 2 * limit) and reader.catch_up(ids)
+        if self.is_reading:
+            self.rows = reader.rows
+        elif not ids or not self.pays(1.0, 1, reader.seconds_of_text(ids)):
+            reader.idle()
+            self._propose([])
+        elif reader.room_for(ids, 2 * limit):
+            reader.read(ids)
+            self._go_on()
+        else:
+            self._propose([])
+
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        """See :class:`~edgespec.decoding.draft.Source`."""
+        self._reader.take(predictions, passed)
+        if self.is_reading:
+            self.rows = None
+        else:
+            self._go_on()
 
     def observe(self, step: Step) -> None:
         """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
         if step.features is not None:
-            self.reader.hear(step.features, len(step.tokens))
-        self._calibration.judge(self._proposed, step.judged)
-        self._proposed = []
+            self._reader.add_features(step.features, len(step.tokens))
+        self.calibration.judge(self._guesses, step.judged)
+        self._guesses = []
 
-    def read_on(self: "ModelDrafter[Reader]", draft: Draft, limit: int) -> Iterator[float]:
-        """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.
+    def pays(self, survival: float, rows: int, seconds: float) -> bool:
+        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`.
 
-        Yields, before each step, the probability that the token is needed: that the whole draft is accepted
-        and the token behind it, which the target adds, is the one that the model would write.
+        All requests are expected to share the drafter's pass of so many ``seconds``.
         """
-        accepted, added, survival = prod(draft.confidence), self._calibration.typical, 1.0
-        said = self.reader.latest
-        for count in range(limit + 1):  # the last of the draft, what the target adds, the next draft
-            token = said.following
-            guessed = self._calibration.probability(Guess(token, said.probability, open=False))
-            if count == 1:
-                added = guessed
-            elif count:
-                survival *= guessed
-            if token in self._ends or not self._pays(survival, max(1, count), 0.0):
-                return
-            known = self.reader.ahead(count)
-            if known is None:
-                if not self.reader.room_ahead:
-                    return
-                yield accepted * added
-                known = self.reader.read_on(token)
-            said = known
+        typical, seconds = self.calibration.typical, seconds / self._pricing.sequences
+        return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
         """What to read of the text; nothing where one of the vocabularies cannot spell it."""
@@ -177,52 +170,50 @@ class ModelDrafter(Source, Generic[R]):
             return []
         return ids[:begin] + ids[end:]
 
-    def _draft(self, ids: list[int], limit: int) -> Work[list[Guess]]:
-        if ids and self._pays(1.0, 1, self.reader.seconds_of_text(ids)):
+    def _go_on(self) -> None:
+        """Draft until the reader needs a pass, or the draft is complete."""
+        while (rows := self._reader.rows) is None:
+            prediction = self._reader.latest
+            token = prediction.following
+            if token in self.ends:
+                if self._target_end is not None:
+                    self._guesses.append(Guess(self._target_end, prediction.probability, open=False))
+                break
+            self._drafted.append(prediction)
             try:
-                fits = self.reader.room_for(ids, 2 * limit)
-                return (yield from self._guess(ids, limit)) if fits else []
+                self._guesses = _guesses(self._bridge, self._drafted)
             except TokenizerError:
-                return []
-        self.reader.idle()
-        return []
+                self._guesses = []
+                break
+            survival = prod(self.calibration.probability(guess) for guess in self._guesses)
+            if self._guesses:
+                self.calibration.consider(self._guesses[-1])
+            if len(self._guesses) >= self._limit or len(self._drafted) >= 2 * self._limit:
+                break
+            if not self.pays(survival, 1 + len(self._guesses), self._reader.seconds_of_step(token)):
+                break
+            self._reader.step(token)
+        self.rows = rows
+        if rows is None:
+            self._propose(self._guesses[: self._limit])
 
-    def _guess(self, ids: list[int], limit: int) -> Work[list[Guess]]:
-        drafted: list[int] = []
-        probabilities: list[float] = []
-        guesses: list[Guess] = []
-        said = yield from self.reader.read(ids)
-        while True:
-            token = said.following
-            if token in self._ends:
-                end = [] if self._target_end is None else [Guess(self._target_end, said.probability, False)]
-                return [*guesses, *end][:limit]
-            drafted.append(token)
-            probabilities.append(said.probability)
-            guesses = _guesses(self._bridge.translate(drafted), probabilities)
-            survival = prod(self._calibration.probability(guess) for guess in guesses)
-            if guesses:
-                self._calibration.consider(guesses[-1])
-            if len(guesses) >= limit or len(drafted) >= 2 * limit:
-                return guesses[:limit]
-            if not self._pays(survival, 1 + len(guesses), self.reader.seconds_of_step(token)):
-                return guesses
-            said = yield from self.reader.step(token)
-
-    def _pays(self, survival: float, rows: int, seconds: float) -> bool:
-        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`.
-
-        All requests are expected to share the drafter's pass of so many ``seconds``.
-        """
-        typical, seconds = self._calibration.typical, seconds / self._pricing.sequences
-        return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
+    def _propose(self, guesses: Sequence[Guess]) -> None:
+        """The draft is what of these is worth its rows."""
+        confidence = tuple(self.calibration.probability(guess) for guess in guesses)
+        count, _ = self._pricing.keep(confidence)
+        if not count:
+            self.calibration.forget()
+        self._guesses = list(guesses[:count])
+        tokens = tuple(guess.token for guess in self._guesses)
+        self.draft = Draft(tokens, (_SOURCE,) * count, confidence[:count])
 
 
-def _guesses(translated: Sequence[tuple[int, int]], probabilities: Sequence[float]) -> list[Guess]:
+def _guesses(bridge: Bridge, drafted: Sequence[Prediction]) -> list[Guess]:
     """Target tokens with the probabilities of the drafter tokens each needs beyond those before it."""
-    guesses, used = [], 0
+    guesses, used = list[Guess](), 0
+    translated = bridge.translate([prediction.following for prediction in drafted])
     for index, (token, needed) in enumerate(translated):
-        confidence = prod(probabilities[used:needed])
+        confidence = prod(prediction.probability for prediction in drafted[used:needed])
         guesses.append(Guess(token, confidence, index == len(translated) - 1))
         used = max(used, needed)
     return guesses

@@ -203,7 +203,7 @@ class NgramDrafter(Extending):
         self._considered: list[Match] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Source`. The proposals are a function of the tokens."""
+        """See :class:`~edgespec.decoding.draft.Extending`. The proposals are a function of the tokens."""
         self._tree.align(tokens)
         self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
         return draft
@@ -213,7 +213,7 @@ class NgramDrafter(Extending):
         return draft.then(self._draft(tokens, draft, limit)[1])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`: what was considered is judged, whoever drafted."""
+        """See :class:`~edgespec.decoding.draft.Extending`: what was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
         for match, token in zip(considered, step.judged, strict=False):
             key, is_right = _class_of(match), match.token == token

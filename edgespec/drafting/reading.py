@@ -1,11 +1,10 @@
-"""What a drafter says behind each token of a text, asked once, and what asking takes."""
+"""What a drafter predicts behind each token of a text, asked once, and what asking takes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
-from edgespec.decoding.draft import Clock, Passed, Work, alone
+from edgespec.decoding.draft import Passed
 from edgespec.drafting.cascade import Follower, Followers
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Floats, Predictions
@@ -39,8 +38,8 @@ class RunningMean:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What the model says behind ``token``: which token most probably follows, and how probably."""
+class Prediction:
+    """What the model predicts behind ``token``: which token most probably follows, and how probably."""
 
     token: int
     following: int
@@ -48,17 +47,29 @@ class Said:
 
 
 class Chain(ABC):
-    """What a drafter says behind a text, and behind each token that it drafts there.
+    """Reads a text with a drafter's session, and each token that is drafted behind it.
 
-    Nobody else uses the session while the request lasts; its passes take what ``curve`` says.
+    :meth:`read` and :meth:`step` begin to read. While ``rows`` are wanted, the caller has them read and calls
+    :meth:`take`; then :attr:`latest` is there. Nobody else uses the session while the request lasts; its
+    passes take what ``curve`` says.
+
+    Attributes:
+        rows: what the model has to read next; None where nothing is left to read.
     """
 
-    def __init__(self, session: Session, curve: CostCurve, clock: Clock) -> None:
-        self._session, self.clock = session, clock
+    rows: Rows | None = None
+
+    def __init__(self, session: Session, curve: CostCurve) -> None:
+        self._session = session
         # The first pass of a round also reads what was committed since the last.
         self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
 
-    def hear(self, features: Floats, committed: int) -> None:
+    @property
+    @abstractmethod
+    def latest(self) -> Prediction:
+        """What is predicted behind the text and all drafted tokens that were read."""
+
+    def add_features(self, features: Floats, committed: int) -> None:
         """Tell of so many new tokens, and of the target's features before the last of them, if it has any."""
         return
 
@@ -79,31 +90,34 @@ class Chain(ABC):
         self._first.fade()
         self._step.fade()
 
-    def catch_up(self, text: Sequence[int]) -> Work[bool]:
-        """Read a piece of the text if :meth:`read` would have to read several; whether that was so."""
-        yield from ()
+    def catch_up(self, text: Sequence[int]) -> bool:
+        """Begin to read a piece of the text if :meth:`read` would need several; whether that is so."""
         return False
 
     @abstractmethod
-    def read(self, text: Sequence[int]) -> Work[Said]:
+    def read(self, text: Sequence[int]) -> None:
         """Catch up with the committed text; the first time that is the prompt."""
 
     @abstractmethod
-    def step(self, token: int) -> Work[Said]:
+    def step(self, token: int) -> None:
         """Read a drafted token."""
 
-    def _said(self, token: int, predictions: Predictions, row: int = 0) -> Said:
+    @abstractmethod
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        """Go on with what the model says about ``rows``; ``passed`` is the pass that read them."""
+
+    def _prediction(self, token: int, predictions: Predictions, row: int = 0) -> Prediction:
         """What a row says behind ``token``."""
         best, kept = predictions.best(row), self._session.model.head_tokens
-        return Said(token, best if kept is None else int(kept[best]), predictions.probability(row))
+        return Prediction(token, best if kept is None else int(kept[best]), predictions.probability(row))
 
 
 class Reader(Chain):
     """Reads a text with the drafter's session: what is committed, and what is drafted behind it.
 
-    What was said behind the end of the text is kept as long as the KV cache holds the token, so nothing is
-    read twice: neither tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`), nor
-    those that ``followers`` guessed rightly, which a pass reads besides. One thread at a time.
+    A prediction is kept as long as the KV cache holds the token before it, so nothing is read twice: neither
+    tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`), nor those that
+    ``followers`` guessed rightly, which a pass reads besides. One thread at a time.
 
     The first ``held`` tokens of the text are known to ``followers`` already.
 
@@ -113,29 +127,25 @@ class Reader(Chain):
         used_ahead: of these, how many later drafts needed.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        curve: CostCurve,
-        followers: Followers,
-        *,
-        held: int = 0,
-        clock: Clock = perf_counter,
-    ) -> None:
-        super().__init__(session, curve, clock)
+    def __init__(self, session: Session, curve: CostCurve, followers: Followers, *, held: int = 0) -> None:
+        super().__init__(session, curve)
         self._followers, self.drafted_ahead, self.used_ahead = followers, 0, 0
-        self._heard: dict[int, Said] = {}  # by position
-        self._length = 0  # of the text; the cache may hold tokens read ahead of it
+        self._unread: Sequence[int] = ()  # of the text, behind what is read next
+        self._end = self._length = 0  # of the text with drafted tokens: when all is read, and now
+        self._seconds = 0.0  # that reading has taken
+        self._mean: RunningMean | None = None  # which learns from that
+        self._predicted: dict[int, Prediction] = {}  # by position
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
+        self._guesses: list[Follower] = []  # that the next pass reads besides
         self._guessed: dict[int, Follower] = {}  # by position, those that were right and not needed yet
         self._text: list[int] = []  # with what is drafted behind it
         self._learned = held  # of the text
         self.has_read = False
 
     @property
-    def latest(self) -> Said:
-        """What was said behind the text."""
-        return self._heard[self._length - 1]
+    def latest(self) -> Prediction:
+        """See :class:`Chain`."""
+        return self._predicted[self._length - 1]
 
     @property
     def room_ahead(self) -> bool:
@@ -152,94 +162,103 @@ class Reader(Chain):
 
     def seconds_of_step(self, token: int) -> float:
         """See :class:`Chain`."""
-        return super().seconds_of_step(token) if self._known(token) is None else 0.0
+        return 0.0 if self._knows_behind(token) else super().seconds_of_step(token)
 
-    def catch_up(self, text: Sequence[int]) -> Work[bool]:
+    def catch_up(self, text: Sequence[int]) -> bool:
         """See :class:`Chain`."""
         if len(text) - self._session.shared_prefix(text) <= _PIECE:
             return False
         held = self._roll_back(text)
-        yield Rows(self._session, text[held : held + _PIECE], 0)
+        self.rows = Rows(self._session, text[held : held + _PIECE], 0)
         return True
 
-    def read(self, text: Sequence[int]) -> Work[Said]:
+    def read(self, text: Sequence[int]) -> None:
         """See :class:`Chain`."""
-        last, seconds = len(text) - 1, 0.0
         self._followers.learn(text, self._learned)
         self._learned, self._text = len(text), list(text)
-        if not self._knows(text):
-            held = self._roll_back(text)
-            for start in range(held, len(text), self._session.model.piece):
-                piece = list(text[start : start + self._session.model.piece])
-                ends = start + len(piece) > last
-                guesses = self._guesses(len(piece)) if ends and len(piece) <= _FEW else []
-                rows = Rows(self._session, [*piece, *_tokens(guesses)], ends + len(guesses))
-                predictions, passed = yield rows
-                seconds += passed.share_s * passed.requests
-            if self.has_read:
-                self._first.observe(seconds)
-            self.has_read = True
-            self._hear(piece, guesses, predictions)
-        self._move(len(text))
-        self._heard = {at: said for at, said in self._heard.items() if at >= last}
-        return self._heard[last]
+        self._predicted = {at: each for at, each in self._predicted.items() if at >= len(text) - 1}
+        if self._knows(text):
+            self._move(len(text))
+            return
+        self._end, self._seconds, self._mean = len(text), 0.0, self._first if self.has_read else None
+        self.has_read = True
+        self._unread = text[self._roll_back(text) :]
+        self._read_piece()
 
-    def step(self, token: int) -> Work[Said]:
+    def step(self, token: int) -> None:
         """See :class:`Chain`."""
-        said = self._known(token)
         self._text.append(token)
-        if said is None:
-            held = self._session.rewind(min(self._length, self._session.length))
-            self._forget(held)
-            tokens = self._text[held:]
-            said, passed = yield from self._ask(tokens, self._guesses(len(tokens)))
-            self._step.observe(passed.share_s * passed.requests)
-        self._move(self._length + 1)
-        return said
+        if self._knows_behind(token):
+            self._move(self._length + 1)
+            return
+        self._end, self._seconds, self._mean = self._length + 1, 0.0, self._step
+        held = self._session.rewind(min(self._length, self._session.length))
+        self._forget(held)
+        self._unread = self._text[held:]
+        self._read_piece()
 
-    def ahead(self, count: int) -> Said | None:
-        """What was said behind the token ``count`` places behind the text, if that was read already."""
-        return self._heard.get(self._length + count)
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        """See :class:`Chain`."""
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        self._seconds += passed.share_s * passed.requests
+        if self._unread:
+            self._read_piece()
+        elif rows.wanted:
+            if self._mean is not None:
+                self._mean.observe(self._seconds)
+            self._keep(rows.tokens, self._guesses, predictions)
+            self._move(self._end)
 
-    def read_on(self, token: int) -> Said:
-        """Read a token ahead of the text, behind those read ahead already."""
-        said, _ = alone(self._ask([token], []), self.clock)
+    def ahead(self, count: int) -> Prediction | None:
+        """What is predicted behind the token ``count`` places behind the text, if that was read already."""
+        return self._predicted.get(self._length + count)
+
+    def read_on(self, token: int) -> Prediction:
+        """Read a token ahead of the text, behind those read ahead already, in a pass of its own."""
+        (predictions,) = self._session.model.predict_together([Rows(self._session, [token], 1)])
+        prediction = self._keep([token], [], predictions)
         self._ahead.add(self._session.length - 1)
         self.drafted_ahead += 1
-        return said
+        return prediction
 
-    def _ask(self, tokens: Sequence[int], guesses: Sequence[Follower]) -> Work[tuple[Said, Passed]]:
-        rows = Rows(self._session, [*tokens, *_tokens(guesses)], 1 + len(guesses))
-        predictions, passed = yield rows
-        return self._hear(tokens, guesses, predictions), passed
+    def _read_piece(self) -> None:
+        count = self._session.model.piece
+        piece, self._unread = self._unread[:count], self._unread[count:]
+        self._ask(piece, is_last=not self._unread)
 
-    def _guesses(self, rows: int) -> list[Follower]:
-        """What to read besides, in a pass over so many rows."""
-        session = self._session
-        room = min(session.model.piece, session.capacity - session.length) - rows
-        return self._followers.guesses(self._text, rows, room)
+    def _ask(self, tokens: Sequence[int], *, is_last: bool) -> None:
+        """Want these read, and behind the last of a text what is guessed to follow."""
+        guesses = list[Follower]()
+        if is_last and len(tokens) <= _FEW:
+            room = min(self._session.model.piece, self._session.capacity - self._session.length) - len(tokens)
+            guesses = self._followers.guesses(self._text, len(tokens), room)
+        self._guesses = guesses
+        rows = [*tokens, *(guess.token for guess in guesses)]
+        self.rows = Rows(self._session, rows, is_last + len(guesses))
 
-    def _hear(self, tokens: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> Said:
-        """Keep what a pass says behind ``tokens`` and each guess that is right; the others do not stay."""
-        at, right, token = self._session.length - len(guesses) - 1, 0, tokens[-1]
+    def _keep(self, rows: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> Prediction:
+        """Keep what a pass says behind the text and each right guess; the others do not stay."""
+        at, right = self._session.length - len(guesses) - 1, 0
+        token = rows[len(rows) - len(guesses) - 1]
         while True:
-            said = self._heard[at + right] = self._said(token, predictions, right)
-            if right == len(guesses) or guesses[right].token != said.following:
+            prediction = self._predicted[at + right] = self._prediction(token, predictions, right)
+            if right == len(guesses) or guesses[right].token != prediction.following:
                 break
-            token = said.following
+            token = prediction.following
             self._guessed[at + 1 + right] = guesses[right]
             right += 1
         for guess in guesses[right:]:
             self._followers.fared(guess, spared=False)
-        self._session.keep(len(tokens) + right)
-        return self._heard[at]
+        self._session.keep(len(rows) - len(guesses) + right)
+        return self._predicted[at]
 
     def _knows(self, text: Sequence[int]) -> bool:
-        return len(text) - 1 in self._heard and self._session.shared_prefix(text) == len(text)
+        return len(text) - 1 in self._predicted and self._session.shared_prefix(text) == len(text)
 
-    def _known(self, token: int) -> Said | None:
-        said = self._heard.get(self._length)
-        return said if said is not None and said.token == token else None
+    def _knows_behind(self, token: int) -> bool:
+        prediction = self._predicted.get(self._length)
+        return prediction is not None and prediction.token == token
 
     def _roll_back(self, text: Sequence[int]) -> int:
         """Let the KV cache hold nothing else than the beginning of ``text``, and how much that is."""
@@ -258,11 +277,7 @@ class Reader(Chain):
 
     def _forget(self, length: int) -> None:
         """The KV cache is about to lose every token from position ``length`` on."""
-        self._heard = {at: said for at, said in self._heard.items() if at < length}
+        self._predicted = {at: each for at, each in self._predicted.items() if at < length}
         self._ahead = {at for at in self._ahead if at < length}
         for at in [at for at in self._guessed if at >= length]:
             self._followers.fared(self._guessed.pop(at), spared=False)
-
-
-def _tokens(guesses: Sequence[Follower]) -> list[int]:
-    return [guess.token for guess in guesses]

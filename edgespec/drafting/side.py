@@ -1,17 +1,14 @@
 """The drafter's half of a loaded model: what it keeps between requests, and its part in each of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
-from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Clock, Remarks, Source
+from edgespec.decoding.draft import Observer, Remarks, Source, Step
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
-from edgespec.drafting.policy import Part
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
@@ -37,8 +34,30 @@ _EARLIEST = 2  # tokens of an answer; one of one word is over by then
 _GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays to read for it
 
 
+class Teaching(Observer):
+    """What one request teaches the drafter; training stands still until it has ended.
+
+    ``text_of`` makes of the answer a text to learn from, or None where that is not worth while.
+    """
+
+    def __init__(self, trainer: "Trainer", text_of: "Callable[[Sequence[int]], Text | None]") -> None:
+        self._trainer, self._text_of, self._answer = trainer, text_of, list[int]()
+        trainer.pause()
+
+    def observe(self, step: Step) -> None:
+        """See :class:`~edgespec.decoding.draft.Observer`."""
+        self._answer += step.tokens
+
+    def close(self) -> None:
+        """See :class:`~edgespec.decoding.draft.Observer`."""
+        self._trainer.resume()
+        text = self._text_of(self._answer)
+        if text is not None:
+            self._trainer.offer(text)
+
+
 class DrafterSide:
-    """A drafter beside its target.
+    """A drafter beside its target: a model that reads the text, or a head that reads the target's states.
 
     ``beside`` lets it draft on while the target's pass runs; None where both run on one device. ``trainer``
     teaches it what the target writes; None leaves it as it is.
@@ -53,7 +72,6 @@ class DrafterSide:
         pricing: Pricing,
         caches: KvStore,
         beside: Beside | None = None,
-        clock: Clock = perf_counter,
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
         self._row_s = running.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS  # of a prompt
@@ -61,13 +79,18 @@ class DrafterSide:
         self.trainer: Trainer | None = None
         self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
-        self.pricing, self._caches, self._beside, self.clock = pricing, caches, beside, clock
+        self.pricing, self._caches, self._beside = pricing, caches, beside
         self.calibration = Calibration()
         self._followers = Followers(running.curve, lambda: pricing.sequences)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
     def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
-        """``tokens``, the prompt, as the drafter is to read it: in its own tokens and chat template."""
+        """``tokens``, the prompt, as the drafter is to read it: in its own tokens and chat template.
+
+        A head reads no prompt of its own.
+        """
+        if self.bundle.config.is_head:
+            return []
         return tokens.copy() if self._same_vocabulary else encode(self.bundle)
 
     def begin(
@@ -80,21 +103,22 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         remarks: Remarks,
-    ) -> Part:
-        """A request begins: whether its answer may be long enough decides whether the model drafts.
+    ) -> tuple[Source | None, Observer | None]:
+        """What drafts in a new request, if its answer may be long enough, and what teaches the drafter.
 
         ``prompt`` is ``tokens`` as the drafter is to read them, with the first of ``sessions``; the others
         are those of requests that are being answered. ``target_end`` is the target's token to propose where
         the drafter ends the text. ``remarks`` receive how much was read ahead.
-
-        Of a long prompt it reads the end, besides what its cache holds and the first tokens, on which
-        attention rests (StreamingLLM, arXiv 2309.17453).
         """
         session, others = sessions
+        if self.bundle.config.is_head:
+            return self._head(session, len(tokens), max_new_tokens + 4 * max_draft), self.teaching()
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
         if not others:
             self._tune(session, prompt)
         held, token_s = session.shared_prefix(prompt), self.pricing.token_s
+        # Of a long prompt it reads the end, besides what its cache holds and the first tokens, on which
+        # attention rests (StreamingLLM, arXiv 2309.17453).
         begin = max(held, _FIRST)
         left_out = begin, max(begin, len(prompt) - max(_LEAST_READ, int(_READING * token_s / self._row_s)))
         length = len(prompt) - left_out[1] + begin
@@ -102,46 +126,32 @@ class DrafterSide:
         session.reserve(min(length + 2 * max_new_tokens + 4 * max_draft, session.model.longest))
         reading_s, longest_s = (length - held) * self._row_s, max_new_tokens * token_s
         if length >= session.capacity or reading_s >= _GAIN * longest_s:
-            return self.part()
-        bridge = self._bridge(tokens, prompt)
+            return None, self.teaching()
+        bridge, reader = self._bridge(tokens, prompt), Reader(session, self.curve, self._followers, held=held)
         self._offer(session, others, prompt)
         model = ModelDrafter(
-            Reader(session, self.curve, self._followers, held=held, clock=self.clock),
+            reader,
             bridge,
             ends=self.bundle.manifest.special_tokens.eos,
             target_end=target_end,
             pricing=self.pricing,
             calibration=self.calibration,
             left_out=left_out,
+            earliest=_EARLIEST,
         )
         source: Source = model
         if self._beside is not None:
-            source = Ahead(model, self._beside, pricing=self.pricing, remarks=remarks)
-        part = self.part(source, lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
-        return replace(part, earliest=_EARLIEST)
+            source = Ahead(model, reader, self._beside, pricing=self.pricing, remarks=remarks)
+        return source, self.teaching(lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
 
-    def part(
-        self,
-        source: Source | None = None,
-        example: "Callable[[Sequence[int]], Text | None]" = lambda answer: None,
-    ) -> Part:
-        """What ``source`` does in one request: the drafter, an app's own, or nothing.
+    def teaching(
+        self, text_of: "Callable[[Sequence[int]], Text | None]" = lambda answer: None
+    ) -> Observer | None:
+        """What a request teaches the drafter, nothing where that makes no text of the answer.
 
-        Training stands still until the request has ended; ``example`` then makes what is to be learned from
-        the answer, if that is worth while.
+        None where nothing trains the drafter.
         """
-        trainer = self.trainer
-        if trainer is None:
-            return Part(source)
-        trainer.pause()
-
-        def ended(answer: Sequence[int]) -> None:
-            trainer.resume()
-            lesson = example(answer)
-            if lesson is not None:
-                trainer.offer(lesson)
-
-        return Part(source, ended)
+        return None if self.trainer is None else Teaching(self.trainer, text_of)
 
     def stop(self) -> None:
         """Wait for what an earlier request may have left running."""
@@ -173,6 +183,15 @@ class DrafterSide:
         from edgespec.learning.tuning import Tuning
 
         return Tuning(NumpyDecoder(self.bundle), table)
+
+    def _head(self, session: Session, length: int, room: int) -> Source:
+        """What drafts with a head behind a prompt of so many tokens, and begins every request anew."""
+        from edgespec.drafting.heads import MOST_READ, HeadReader
+
+        session.reserve(min(MOST_READ + room, session.model.longest))
+        reader = HeadReader(session, self.curve, length)
+        bridge = IdentityBridge(self.bundle.config.vocab_size)
+        return ModelDrafter(reader, bridge, pricing=self.pricing, calibration=self.calibration)
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
         if self._same_vocabulary:

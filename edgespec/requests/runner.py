@@ -7,12 +7,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Clock, Draft, Drafter, Extending, Remarks
+from edgespec.decoding.draft import Clock, Draft, Drafter, Extending, Observer, Remarks, Source
 from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.policy import Part, Policy
+from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.loading.opening import Loaded, LoadOptions, Running
+from edgespec.loading.opening import Loaded, LoadOptions
 from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import (
     Hole,
@@ -45,17 +45,6 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
 
 _AGAIN = 0.7  # how often a token that was taken back is written again
 _SHARE = 2  # of the available memory, what one more KV cache may take beside others, which may move for it
-
-
-def _side_of(drafter: Running) -> "type[DrafterSide]":
-    """What drafts with ``drafter``."""
-    if drafter.bundle.config.is_head:
-        from edgespec.drafting.heads import HeadSide
-
-        return HeadSide
-    from edgespec.drafting.side import DrafterSide
-
-    return DrafterSide
 
 
 class Runner:
@@ -95,14 +84,15 @@ class Runner:
         self._embedder: Embedder | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
-            self.side = _side_of(loaded.drafter)(
+            from edgespec.drafting import side
+
+            self.side = side.DrafterSide(
                 self.target,
                 loaded.drafter,
                 same_vocabulary=loaded.same_vocabulary,
                 pricing=self.pricing,
                 caches=self._caches,
                 beside=beside,
-                clock=clock,
             )
         self.seats = Seats(
             self.session,
@@ -292,7 +282,7 @@ class Runner:
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
-            return policy(None, Part() if side is None else side.part())
+            return policy(teaching=None if side is None else side.teaching())
         free: Extending = NgramDrafter()
         if self.history is not None:
             from edgespec.history.drafter import BestOf
@@ -302,22 +292,24 @@ class Runner:
         if prompt.hole is not None:  # of which a cut word is perhaps written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
-        part = self._part(prompt, request, remarks, seat)
-        return policy(free, part, constraint=constraint, opening=opening)
+        model, teaching = self._model(prompt, request, remarks, seat)
+        return policy(free, model, constraint=constraint, opening=opening, teaching=teaching)
 
     def _custom(self, drafter: Drafter) -> "Custom":
         from edgespec.drafting.custom import Custom
 
         return Custom(drafter, self.session.model.vocab_size)
 
-    def _part(self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat) -> Part:
-        """The part of a model or of an app's own drafter."""
+    def _model(
+        self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat
+    ) -> tuple[Source | None, Observer | None]:
+        """A model or an app's own drafter, and what the request teaches the model."""
         own = self.own if request.drafter is None else self._custom(request.drafter)
         if self.side is None:
-            return Part(own)
+            return own, None
         is_short = prompt.hole and prompt.hole.ends_line  # reading the prompt takes longer than it saves
         if own is not None or seat.drafter is None or is_short:
-            return self.side.part(own)
+            return own, self.side.teaching()
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         return self.side.begin(
             prompt.target,

@@ -1,12 +1,11 @@
 """Requests that are being answered: each round by round, and the rounds of all in one pass of the target."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from edgespec.decoding.draft import Passed, Work
+from edgespec.decoding.draft import Passed
 from edgespec.decoding.loop import Decoding
 from edgespec.drafting.pricing import Pricing
 from edgespec.requests.prepared import PreparedRequest
@@ -108,27 +107,24 @@ def _rows(decodings: Sequence[Decoding], piece: int) -> list[int]:
 
 def _drafted(running: Sequence[tuple[Answer, PreparedRequest]]) -> list[tuple[Answer, PreparedRequest]]:
     """Those that have drafted; their drafters' steps share passes, as long as there are any to do."""
-    asking: dict[Answer, tuple[Work[None], Rows]] = {}
-
-    def go_on(answer: Answer, work: Work[None], said: Any) -> None:
-        with suppress(StopIteration):
-            asking[answer] = work, work.send(said)
-
     for answer, one in running:
-        _told(answer, partial(go_on, answer, one.decoding.propose(), None))
-    while asking:
-        done, clock = list(asking.items()), running[0][1].clock
-        asking.clear()
+        _told(answer, one.decoding.propose)
+    while waiting := [
+        (answer, one.decoding, rows)
+        for answer, one in running
+        if answer.result is None and (rows := one.decoding.drafter_rows)
+    ]:
+        asked, clock = [rows for _, _, rows in waiting], running[0][1].clock
         began = clock()
         try:
-            said = done[0][1][1].session.model.predict_together([rows for _, (_, rows) in done])
+            predictions = asked[0].session.model.predict_together(asked)
         except BaseException as error:  # noqa: BLE001 - raised where the answers are read
-            for answer, _ in done:
+            for answer, _, _ in waiting:
                 answer.finish(error)
-            break
-        passes = _step_shares([rows for _, (_, rows) in done], clock() - began)
-        for (answer, (work, _)), predictions, passed in zip(done, said, passes, strict=True):
-            _told(answer, partial(go_on, answer, work, (predictions, passed)))
+            continue
+        passes = _step_shares(asked, clock() - began)
+        for (answer, decoding, _), each, passed in zip(waiting, predictions, passes, strict=True):
+            _told(answer, partial(decoding.take_drafter, each, passed))
     return [each for each in running if each[0].result is None]
 
 
