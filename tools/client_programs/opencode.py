@@ -1,0 +1,21 @@
+"""opencode reads a file, and is asked on; its provider is the AI SDK's for OpenAI's likes."""
+
+import json
+import os
+from pathlib import Path
+
+from task import MODEL, PIECES, SECOND, URL, report_commands
+
+Path("stock.txt").write_text(f"blue teapots: {PIECES} pieces\n")
+provider = {
+    "npm": "@ai-sdk/openai-compatible", "name": "local", "options": {"baseURL": f"{URL}/v1", "apiKey": "none"},
+    "models": {MODEL: {"name": MODEL, "limit": {"context": 32768, "output": 1024}}},
+}  # fmt: skip
+Path("opencode.json").write_text(
+    json.dumps({"provider": {"local": provider}, "small_model": f"local/{MODEL}", "permission": "allow",
+                "autoupdate": False, "share": "disabled"})
+)  # fmt: skip
+os.environ["OPENCODE_DISABLE_MODELS_FETCH"] = os.environ["OPENCODE_DISABLE_AUTOUPDATE"] = "1"
+first = f"Read the file {Path('stock.txt').absolute()} with the tool read. How many blue teapots are in stock?"
+ask = ("opencode", "run", "--model", f"local/{MODEL}")
+report_commands((*ask, first), (*ask, "--continue", SECOND))
