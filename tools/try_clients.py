@@ -1,12 +1,12 @@
 """Clients as the package indexes have them, each at a task with a tool: before a release.
 
-    python -m tools.try_clients [--only NAME]... [--folder FOLDER] [--model NAME] [--json FILE]
+    python -m tools.try_clients [--only NAME]... [--folder FOLDER] [--installed] [--json FILE]
 
 Starts ``edgespec serve`` on a free port of this machine, installs each client into an environment of its own
 and runs its program of ``tools/client_programs`` there, with a home of its own. The program asks for a number
 that only its tool knows, then which article that was about. Both answers have to be right, and where the tool
 is the program's, its arguments. Prints a table, then what the server's log says of fields and tools that it
-leaves out. Needs npm for some. Exit code 1 if one fails: of the server if its log has an error, else because
+leaves out. Needs npm for some. With ``--installed`` it takes what an earlier run left in the folder. Exit code 1 if one fails: of the server if its log has an error, else because
 the model is too weak or the client has changed.
 """
 
@@ -80,7 +80,9 @@ CLIENTS = (
     Client("aider", CHAT, ("pip", "aider-chat"), "aider_edit.py", "openai", "writes a file, then edits it"),
     Client("opencode", CHAT, ("npm", "opencode-ai"), "opencode.py", task=FILE, minutes=20),
     Client("Codex", RESPONSES, ("npm", "@openai/codex"), "codex.py", task=FILE, minutes=20),
-    Client("Claude Code", MESSAGES, ("npm", "@anthropic-ai/claude-code"), "claude_code.py", task=FILE, minutes=30),
+    Client(
+        "Claude Code", MESSAGES, ("npm", "@anthropic-ai/claude-code"), "claude_code.py", task=FILE, minutes=30
+    ),
 )
 
 
@@ -100,7 +102,7 @@ class Outcome:
 @contextmanager
 def serving(model: str, log: Path) -> Iterator[str]:
     """A server of its own on a free port; yields its address."""
-    command = (sys.executable, "-m", "edgespec.cli", "serve", model, "--port", "0", "--timeout", "3600")
+    command = (sys.executable, "-c", "from edgespec.cli import main; main()", "serve", model, "--port", "0", "--timeout", "3600")
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as server:
         try:
             ends = monotonic() + STARTS_S
@@ -116,24 +118,25 @@ def serving(model: str, log: Path) -> Iterator[str]:
             server.terminate()
 
 
-def install(client: Client, folder: Path) -> tuple[Path, str]:
+def install(client: Client, folder: Path, *, fetch: bool) -> tuple[Path, str]:
     """The folder of the client's commands, and the versions of its packages."""
     index, *packages = client.packages
     home = folder / re.sub(r"\W+", "-", " ".join(client.packages))
     home.mkdir(parents=True, exist_ok=True)
     shutil.copytree(PROGRAMS, home / "programs", dirs_exist_ok=True)
     if index == "npm":
-        bare = [f"{package}@latest" for package in packages]
-        _run(("npm", "install", "--no-audit", "--no-fund", "--prefix", str(home), *bare), home)
+        if fetch:
+            latest = [f"{package}@latest" for package in packages]
+            _run(("npm", "install", "--no-audit", "--no-fund", "--prefix", str(home), *latest), home)
         files = [home / "node_modules" / package / "package.json" for package in packages]
         versions = [json.loads(file.read_text())["version"] for file in files]
         scripts = home / "node_modules" / ".bin"
     else:
         scripts = home / "venv" / "bin"
-        if not scripts.exists():
-            venv.create(home / "venv", with_pip=True)
         python = str(scripts / "python")
-        _run((python, "-m", "pip", "install", "--quiet", "--upgrade", *packages), home)
+        if fetch:
+            venv.create(home / "venv", with_pip=True)
+            _run((python, "-m", "pip", "install", "--quiet", "--upgrade", *packages), home)
         names = [package.partition("[")[0] for package in packages]
         show = f"from importlib.metadata import version; print(*map(version, {names}))"
         versions = _run((python, "-c", show), home).split()
@@ -142,9 +145,7 @@ def install(client: Client, folder: Path) -> tuple[Path, str]:
 
 
 def _run(command: tuple[str, ...], folder: Path) -> str:
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command[:4])} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return done.stdout
@@ -198,10 +199,31 @@ def cause_of(report: Mapping[str, list[str]], pieces: str) -> str:
     return ""
 
 
+def tried(client: Client, version: str, scripts: Path, task: Mapping[str, str], log: Path) -> Outcome:
+    """Have a client do the task."""
+    pieces, before, began = str(random.randrange(1000, 9999)), len(log.read_text()), monotonic()
+    answers, cause = tuple[str, ...](), ""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
+        try:
+            report = ask(client, scripts, {**task, "PIECES": pieces}, Path(work))
+            answers, cause = tuple(report["answers"]), cause_of(report, pieces)
+        except (OSError, ValueError) as error:
+            cause = str(error)
+    seconds = monotonic() - began
+    if cause and (refused := re.findall(r"(?:POST|GET) \S+ [45]\d\d .*", log.read_text()[before:])):
+        cause += f" (the server: {'; '.join(refused[:3])})"
+    return Outcome(client.name, version, client.api, client.task, seconds, " ".join(cause.split()), answers)
+
+
 def main() -> None:
     """Try all clients, print the table."""
     options = arguments(
-        __doc__, only=[str], folder=(Path,), model="qwen2.5-coder-1.5b-instruct", json=(Path,)
+        __doc__,
+        only=[str],
+        folder=(Path,),
+        installed=False,
+        model="qwen2.5-coder-1.5b-instruct",
+        json=(Path,),
     )
     if unknown := set(options.only) - {client.name for client in CLIENTS}:
         raise SystemExit(f"{unknown} are no clients; there are: {', '.join(each.name for each in CLIENTS)}")
@@ -213,7 +235,14 @@ def main() -> None:
         for client in CLIENTS:
             if options.only and client.name not in options.only:
                 continue
-            outcomes.append(outcome := tried(client, folder, {**TASK, "URL": url, "MODEL": options.model}, log))
+            print(f"  {client.name}: installing", file=sys.stderr)
+            task = {**TASK, "URL": url, "MODEL": options.model}
+            try:
+                scripts, version = install(client, folder, fetch=not options.installed)
+                outcome = tried(client, version, scripts, task, log)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                outcome = Outcome(client.name, "", client.api, client.task, 0.0, f"not installed: {error}")
+            outcomes.append(outcome)
             told = f"failed: {outcome.cause}" if outcome.cause else "ok"
             print(
                 f"| {client.name} ({outcome.version}) | {client.api} | {client.task} | {outcome.seconds:.0f} "
@@ -221,31 +250,10 @@ def main() -> None:
                 flush=True,
             )
     print("\nThe server's log:")
-    print("\n".join(line for line in log.read_text().splitlines() if " requests have " in line))
+    print("\n".join(line for line in log.read_text().splitlines() if re.search(r"\d requests have ", line)))
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     sys.exit(any(outcome.cause for outcome in outcomes))
-
-
-def tried(client: Client, folder: Path, task: Mapping[str, str], log: Path) -> Outcome:
-    """Install a client and have it do the task."""
-    version, seconds, answers, before = "", 0.0, tuple[str, ...](), len(log.read_text())
-    pieces = str(random.randrange(1000, 9999))
-    try:
-        print(f"  {client.name}: installing", file=sys.stderr)
-        scripts, version = install(client, folder)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
-            began = monotonic()
-            try:
-                report = ask(client, scripts, {**task, "PIECES": pieces}, Path(work))
-            finally:
-                seconds = monotonic() - began
-        answers, cause = tuple(report["answers"]), cause_of(report, pieces)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        cause = " ".join(str(error).split())
-    if cause and (refused := re.findall(r"(?:POST|GET) \S+ [45]\d\d .*", log.read_text()[before:])):
-        cause += f" (the server: {'; '.join(refused[:3])})"
-    return Outcome(client.name, version, client.api, client.task, seconds, cause, answers)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,11 @@ file = Path("stock.py")
 file.write_text("")
 provider = sys.argv[1]
 os.environ.update(
-    OPENAI_API_BASE=f"{URL}/v1", OPENAI_API_KEY="none", ANTHROPIC_API_BASE=URL, ANTHROPIC_API_KEY="none"
+    LITELLM_LOCAL_MODEL_COST_MAP="True",
+    OPENAI_API_BASE=f"{URL}/v1",
+    OPENAI_API_KEY="none",
+    ANTHROPIC_API_BASE=URL,
+    ANTHROPIC_API_KEY="none",
 )
 ask = (
     "aider", "--model", f"{provider}/{MODEL}", "--edit-format", "whole", "--yes-always", "--no-git",

@@ -22,7 +22,8 @@ def answer(question: str) -> str:
         if not calls:
             return "".join(block.text for block in message.content if block.type == "text")
         results = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": stock_level(**call.input)} for call in calls
+            {"type": "tool_result", "tool_use_id": call.id, "content": stock_level(**call.input)}
+            for call in calls
         ]
         messages.append({"role": "user", "content": results})
 

@@ -15,6 +15,4 @@ home.mkdir()
 os.environ["CODEX_HOME"] = str(home)
 first = 'Run the command "cat stock.txt". How many blue teapots are in stock?'
 rest = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-report_commands(
-    ("codex", "exec", *rest, first), ("codex", "exec", "resume", "--last", *rest, SECOND)
-)
+report_commands(("codex", "exec", *rest, first), ("codex", "exec", "resume", "--last", *rest, SECOND))

@@ -1,8 +1,11 @@
 """litellm. The argument is the provider before the model's name: openai, hosted_vllm or anthropic."""
 
 import json
+import os
 import sys
 from typing import Any
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks another server for prices first
 
 import litellm
 from task import DESCRIPTION, FIRST, INSTRUCTIONS, MODEL, PARAMETERS, SECOND, URL, report, stock_level

@@ -18,7 +18,11 @@ def answer(question: str) -> str:
     items: Any = question
     while True:
         with client.responses.stream(
-            model=MODEL, instructions=INSTRUCTIONS, input=items, tools=[tool], previous_response_id=last or omit
+            model=MODEL,
+            instructions=INSTRUCTIONS,
+            input=items,
+            tools=[tool],
+            previous_response_id=last or omit,
         ) as stream:
             response = stream.get_final_response()
         last = response.id
@@ -26,7 +30,11 @@ def answer(question: str) -> str:
         if not calls:
             return response.output_text
         items = [
-            {"type": "function_call_output", "call_id": call.call_id, "output": stock_level(**json.loads(call.arguments))}
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": stock_level(**json.loads(call.arguments)),
+            }
             for call in calls
         ]
 

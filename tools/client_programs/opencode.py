@@ -16,6 +16,8 @@ Path("opencode.json").write_text(
                 "autoupdate": False, "share": "disabled"})
 )  # fmt: skip
 os.environ["OPENCODE_DISABLE_MODELS_FETCH"] = os.environ["OPENCODE_DISABLE_AUTOUPDATE"] = "1"
-first = f"Read the file {Path('stock.txt').absolute()} with the tool read. How many blue teapots are in stock?"
+first = (
+    f"Read the file {Path('stock.txt').absolute()} with the tool read. How many blue teapots are in stock?"
+)
 ask = ("opencode", "run", "--model", f"local/{MODEL}")
 report_commands((*ask, first), (*ask, "--continue", SECOND))

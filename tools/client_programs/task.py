@@ -42,6 +42,8 @@ def report_commands(*commands: Sequence[str], file: Path | None = None) -> None:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         print(done.stdout, done.stderr, file=sys.stderr)
         if done.returncode:
-            sys.exit(f"{command[0]} ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}")
+            sys.exit(
+                f"{command[0]} ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}"
+            )
         answers.append(done.stdout if file is None else file.read_text(encoding="utf-8"))
     print(json.dumps({"answers": answers}))
