@@ -12,7 +12,8 @@ os.environ.update(
     CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1", CLAUDE_CONFIG_DIR=str(Path("claude").absolute()),
 )  # fmt: skip
 first = (
-    f"Read the file {Path('stock.txt').absolute()} with the tool Read. How many blue teapots are in stock?"
+    f"Read the file {Path('stock.txt').absolute()} with the tool Read, once. When it has answered, say in one "
+    "sentence how many blue teapots are in stock, and call nothing more."
 )
 ask = ("claude", "--tools", "Read", "--allowedTools", "Read", "-p")
 report_commands((*ask, first), (*ask, SECOND, "--continue"))

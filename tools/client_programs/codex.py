@@ -13,6 +13,9 @@ home.mkdir()
     f'base_url = "{URL}/v1"\nwire_api = "responses"\nstream_idle_timeout_ms = 1800000\nrequest_max_retries = 0\n'
 )
 os.environ["CODEX_HOME"] = str(home)
-first = 'Run the command "cat stock.txt". How many blue teapots are in stock?'
+first = (
+    'Run the command "cat stock.txt" with the tool exec_command, once. When it has answered, say in one '
+    "sentence how many blue teapots are in stock, and call nothing more."
+)
 rest = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 report_commands(("codex", "exec", *rest, first), ("codex", "exec", "resume", "--last", *rest, SECOND))
