@@ -6,8 +6,10 @@ Starts ``edgespec serve`` on a free port of this machine, installs each client i
 and runs its program of ``tools/client_programs`` there, with a home of its own. The program asks for a number
 that only its tool knows, then which article that was about. Both answers have to be right, and where the tool
 is the program's, its arguments. Prints a table, then what the server's log says of fields and tools that it
-leaves out. Needs npm for some. With ``--installed`` it takes what an earlier run left in the folder. Exit code 1 if one fails: of the server if its log has an error, else because
-the model is too weak or the client has changed.
+leaves out. Needs npm for some. With ``--installed`` it takes what an earlier run left in the folder.
+
+Exit code 1 if one fails: over the server if the cause has errors of its log, else the model is too weak or the
+client has changed.
 """
 
 import json
@@ -20,14 +22,14 @@ import sys
 import tempfile
 import venv
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 
 from tools.arguments import arguments
 
-PROGRAMS = Path(__file__).parent / "client_programs"
+PROGRAMS = Path(__file__).resolve().parent / "client_programs"
 STARTS_S, LOOK_S, INSTALL_S = 600, 30, 900
 TASK = {
     "INSTRUCTIONS": "You answer questions about the stock of a shop. Only the tool stock_level knows how many "
@@ -102,15 +104,23 @@ class Outcome:
 @contextmanager
 def serving(model: str, log: Path) -> Iterator[str]:
     """A server of its own on a free port; yields its address."""
-    command = (sys.executable, "-c", "from edgespec.cli import main; main()", "serve", model, "--port", "0", "--timeout", "3600")
+    command = (
+        sys.executable,
+        "-c",
+        "from edgespec.cli import main; main()",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--timeout",
+        "3600",
+    )
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as server:
         try:
             ends = monotonic() + STARTS_S
             while not (address := re.search(r"a page at (http://127\.0\.0\.1:\d+)", log.read_text())):
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     server.wait(1)
-                except subprocess.TimeoutExpired:
-                    pass
                 if server.returncode is not None or monotonic() > ends:
                     raise SystemExit(f"the server did not start; see {log}: {log.read_text()[-500:]}")
             yield address[1]
@@ -235,7 +245,7 @@ def main() -> None:
         for client in CLIENTS:
             if options.only and client.name not in options.only:
                 continue
-            print(f"  {client.name}: installing", file=sys.stderr)
+            print(f"  {client.name}: begins", file=sys.stderr)
             task = {**TASK, "URL": url, "MODEL": options.model}
             try:
                 scripts, version = install(client, folder, fetch=not options.installed)

@@ -17,9 +17,20 @@ os.environ.update(
     ANTHROPIC_API_KEY="none",
 )
 ask = (
-    "aider", "--model", f"{provider}/{MODEL}", "--edit-format", "whole", "--yes-always", "--no-git",
-    "--no-analytics", "--no-check-update", "--no-show-model-warnings", "--no-pretty", "--restore-chat-history", "--message",
-)  # fmt: skip
+    "aider",
+    "--model",
+    f"{provider}/{MODEL}",
+    "--edit-format",
+    "whole",
+    "--yes-always",
+    "--no-git",
+    "--no-analytics",
+    "--no-check-update",
+    "--no-show-model-warnings",
+    "--no-pretty",
+    "--restore-chat-history",
+    "--message",
+)
 report_commands(
     (*ask, f"Write a function pieces() that returns {PIECES}.", str(file)),
     (*ask, "Rename the function that you wrote to teapots.", str(file)),

@@ -21,9 +21,15 @@ def answer(question: str) -> str:
     messages.append({"role": "user", "content": question})
     while True:
         chunks = litellm.completion(
-            model=f"{provider}/{MODEL}", api_base=base, api_key="none", messages=messages, stream=True,
-            tools=[{"type": "function", "function": function}], max_tokens=300, num_retries=0,
-        )  # fmt: skip
+            model=f"{provider}/{MODEL}",
+            api_base=base,
+            api_key="none",
+            messages=messages,
+            stream=True,
+            tools=[{"type": "function", "function": function}],
+            max_tokens=300,
+            num_retries=0,
+        )
         message = litellm.stream_chunk_builder(list(chunks), messages=messages).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:

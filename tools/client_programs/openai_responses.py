@@ -8,8 +8,12 @@ from task import DESCRIPTION, FIRST, INSTRUCTIONS, MODEL, PARAMETERS, SECOND, UR
 
 client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 tool: Any = {
-    "type": "function", "name": "stock_level", "description": DESCRIPTION, "parameters": PARAMETERS, "strict": True
-}  # fmt: skip
+    "type": "function",
+    "name": "stock_level",
+    "description": DESCRIPTION,
+    "parameters": PARAMETERS,
+    "strict": True,
+}
 last = None
 
 

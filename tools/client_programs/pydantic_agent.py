@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent with a tool, its history sent back. The argument is the API: chat, responses or messages."""
+"""pydantic-ai: an agent with a tool, its history sent back. The argument: chat, responses or messages."""
 
 import sys
 

@@ -11,9 +11,11 @@ URL, MODEL = os.environ["TASK_URL"], os.environ["TASK_MODEL"]
 INSTRUCTIONS, FIRST, SECOND = (os.environ[f"TASK_{name}"] for name in ("INSTRUCTIONS", "FIRST", "SECOND"))
 PIECES = os.environ["TASK_PIECES"]
 PARAMETERS = {
-    "type": "object", "properties": {"article": {"type": "string"}}, "required": ["article"],
+    "type": "object",
+    "properties": {"article": {"type": "string"}},
+    "required": ["article"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 DESCRIPTION = "Look up how many pieces of an article are in stock."
 CALLS: list[str] = []
 MOST_CALLS = 4
