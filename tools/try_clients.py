@@ -8,8 +8,8 @@ that only its tool knows, then which article that was about. Both answers have t
 is the program's, its arguments. Prints a table, then what the server's log says of fields and tools that it
 leaves out. Needs npm for some. With ``--installed`` it takes what an earlier run left in the folder.
 
-Exit code 1 if one fails: over the server if the cause has errors of its log, else the model is too weak or the
-client has changed.
+Exit code 1 if one fails. A cause with errors of the server's log is the server's; else the model is too weak
+or the client has changed.
 """
 
 import json
@@ -32,8 +32,8 @@ from tools.arguments import arguments
 PROGRAMS = Path(__file__).resolve().parent / "client_programs"
 STARTS_S, LOOK_S, INSTALL_S = 600, 30, 900
 TASK = {
-    "INSTRUCTIONS": "You answer questions about the stock of a shop. Only the tool stock_level knows how many "
-    "pieces there are. When it has answered, answer in one sentence and call nothing more.",
+    "INSTRUCTIONS": "You answer questions about the stock of a shop. Only the tool stock_level knows how "
+    "many pieces there are. When it has answered, answer in one sentence and call nothing more.",
     "FIRST": "How many blue teapots are in stock?",
     "SECOND": "Which article did I ask about? Answer in one sentence, and call nothing.",
 }

@@ -10,7 +10,8 @@ home = Path("codex").absolute()
 home.mkdir()
 (home / "config.toml").write_text(
     f'model = "{MODEL}"\nmodel_provider = "local"\n[model_providers.local]\nname = "local"\n'
-    f'base_url = "{URL}/v1"\nwire_api = "responses"\nstream_idle_timeout_ms = 1800000\nrequest_max_retries = 0\n'
+    f'base_url = "{URL}/v1"\nwire_api = "responses"\n'
+    "stream_idle_timeout_ms = 1800000\nrequest_max_retries = 0\n"
 )
 os.environ["CODEX_HOME"] = str(home)
 first = (

@@ -17,8 +17,8 @@ provider = {
     "models": {MODEL: {"name": MODEL, "limit": {"context": 32768, "output": 1024}}},
 }
 agent = {
-    "prompt": "You answer questions about files. The tool read shows a file. When it has answered, answer the "
-    "user in one sentence, and call nothing more.",
+    "prompt": "You answer questions about files. The tool read shows a file. When it has answered, "
+    "answer the user in one sentence, and call nothing more.",
     "tools": {"*": False, "read": True},
 }
 Path("opencode.json").write_text(
