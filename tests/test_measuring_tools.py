@@ -17,7 +17,7 @@ from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import PLAIN
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import byte_level_json
-from tools import cuda_table, replay
+from tools import cuda_table, replay, try_clients
 
 
 @pytest.fixture
@@ -125,3 +125,25 @@ def test_answers_that_come_again_are_learned(tmp_path: Path) -> None:
         ratios = [ratio for _, _, ratio in replay.replay(model, recorded, prompts, written)]
     assert ratios[0] == pytest.approx(1.0, abs=0.05)
     assert ratios[-1] > 1.2
+
+
+@pytest.mark.parametrize(
+    ("report", "cause"),
+    [
+        ({"calls": ["blue teapot"], "answers": ["There are 4,127.", "Teapots."]}, ""),
+        ({"answers": ["4127", "teapots"]}, ""),  # of a program whose calls are not seen
+        ({"calls": [], "answers": ["4127", "teapots"]}, "the tool was not called"),
+        ({"calls": ["cups"], "answers": ["4127", "teapots"]}, "called for 'cups'"),
+        ({"answers": ["41", "teapots"]}, "has not the number"),
+        ({"answers": ["4127", "cups"]}, "does not name the article"),
+    ],
+)
+def test_a_client_is_right_if_both_answers_and_its_call_are(report: dict[str, list[str]], cause: str) -> None:
+    told = try_clients.cause_of(report, "4127")
+    assert cause in told and bool(told) == bool(cause)
+
+
+def test_every_client_that_is_tried_has_a_program() -> None:
+    assert all((try_clients.PROGRAMS / client.program).is_file() for client in try_clients.CLIENTS)
+    names = [client.name for client in try_clients.CLIENTS]
+    assert len(names) == len({*names})

@@ -200,7 +200,6 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
     [
         ({"container": "c"}, "'container' is not known; allowed: model"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
-        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display is 'omitted'"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'; allowed: 'low' or 'medium'"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "type is 'clear_t"),
@@ -294,7 +293,7 @@ def test_a_request_as_agents_send_it_is_answered(model: ServedModel, url: str) -
     agents: dict[str, Any] = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "output_config": {"effort": "high"},
-        "thinking": {"type": "adaptive"},
+        "thinking": {"type": "adaptive", "display": "omitted"},
         "tools": [{"type": "web_search_20250305", "name": "w"}, WEATHER],
     }
     for thinks in (True, False):
@@ -305,6 +304,29 @@ def test_a_request_as_agents_send_it_is_answered(model: ServedModel, url: str) -
     assert said == [turns[0], turns[1], later]
     assert [each["function"]["name"] for each in options["tools"]] == ["weather"]
     assert [each[1].get("thinking") for each in model.calls] == [True, True, None, None]
+
+
+def test_a_systems_message_behind_a_question_is_read_before_it() -> None:
+    """Models answer what comes last; results of tools stay behind their calls, other places as they are."""
+    there = {"role": "system", "content": "Today is Monday."}
+    hi, again = ({"role": "user", "content": text} for text in ("hi", "again"))
+    ho = {"role": "assistant", "content": "ho"}
+    call = [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1"}]}
+    cases: list[tuple[list[Any], list[str]]] = [
+        ([hi, there], ["system", "user"]),
+        ([hi, there, ho, again], ["system", "user", "assistant", "user"]),
+        ([hi, ho, again, there], ["user", "assistant", "system", "user"]),
+        ([hi, there, again], ["user", "system", "user"]),
+        (
+            [hi, {"role": "assistant", "content": call}, result, there],
+            ["user", "assistant", "tool", "system"],
+        ),
+    ]
+    for messages, roles in cases:
+        assert [each["role"] for each in parse(MessagesBody, asked(messages)).said()] == roles
+    said = parse(MessagesBody, asked([hi, there], system="Be brief.")).said()
+    assert said == [{"role": "system", "content": "Be brief.\nToday is Monday."}, hi]
 
 
 @pytest.mark.parametrize(

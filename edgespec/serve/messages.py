@@ -42,11 +42,11 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """``thinking``; thoughts come whole, and not summarized. The model decides where nothing is said."""
+    """``thinking``; thoughts come whole, whatever ``display`` says. The model decides without a ``type``."""
 
     type: Literal["enabled", "adaptive", "disabled"] | None = None
     budget_tokens: Annotated[int, within(0)] | None = None
-    display: Literal["summarized"] | None = None
+    display: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +120,34 @@ class MessagesBody(Body):
         """The system's text and the messages, as a chat's."""
         system = text_of(self.system, "system", ("text",))
         messages: list[Json] = [{"role": "system", "content": system}] if system else []
-        for at, message in enumerate(self.messages):
-            _add_message(messages, message, f"messages[{at}]")
+        for at in self._order():
+            _add_message(messages, self.messages[at], f"messages[{at}]")
         if messages and messages[-1]["role"] == "assistant":
             raise RequestError(
                 f"messages[{at}].role is 'assistant'; the last has to be 'user', for edgespec does not go on "
                 "with an answer that is begun"
             )
         return messages
+
+    def _order(self) -> list[int]:
+        """The messages' places, as they are read: a system's behind a question goes before it.
+
+        Agents put what they know of their surroundings there, and models go on with what comes last.
+        """
+        order = [*range(len(self.messages))]
+        roles = [*(message.get("role") for message in self.messages), "assistant"]
+        for at, message in enumerate(self.messages[:-1]):
+            if _is_question(message) and roles[at + 1 : at + 3] == ["system", "assistant"]:
+                order[at : at + 2] = [at + 1, at]
+        return order
+
+
+def _is_question(message: Mapping[str, Any]) -> bool:
+    """Whether a message is the user's and holds no results of tools, which belong behind their calls."""
+    content = message.get("content")
+    blocks = content if isinstance(content, list | tuple) else ()
+    results = (isinstance(block, Mapping) and block.get("type") == "tool_result" for block in blocks)
+    return message.get("role") == "user" and not any(results)
 
 
 def _add_message(messages: list[Json], message: Mapping[str, Any], where: str) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from time import sleep
 from typing import Any
 
 import tokenizers
@@ -146,6 +147,7 @@ def _ids(
         wrong = lone_surrogate(text) if isinstance(text, str) else f" is {shown(text)}, not a str"
         raise RequestError(f"the text to encode{wrong or f' is refused: {error}'}") from error
     ids: list[int] = encoding.ids
+    sleep(0)  # a long list takes a while to make, and its encoding to free: others run in between
     return ids, encoding
 
 

@@ -19,6 +19,7 @@ _TO: Final = {code: _FIRST + code for code in range(0x21, 0x7F)}
 _FROM: Final = {stand_in: code for code, stand_in in _TO.items()}
 _STAND_INS: Final = frozenset(map(chr, _FROM))
 _ANY: Final = re.compile(f"[{STAND_INS}]")
+_STRETCH: Final = 1 << 16  # characters that are searched at once: other threads wait meanwhile
 
 
 def mark(text: str, spans: Iterable[tuple[int, int, int]]) -> str:
@@ -36,12 +37,15 @@ def mark(text: str, spans: Iterable[tuple[int, int, int]]) -> str:
 
 def unmark(text: str) -> tuple[str, frozenset[int]]:
     """The text that a template made, as it reads, and where stand-ins were in it."""
+    if not has_marks(text):
+        return text, frozenset()
     return text.translate(_FROM), frozenset(match.start() for match in _ANY.finditer(text))
 
 
 def has_marks(text: str) -> bool:
     """Whether a text holds stand-ins."""
-    return not text.isascii() and _ANY.search(text) is not None
+    begins = range(0, 0 if text.isascii() else len(text), _STRETCH)
+    return any(_ANY.search(text, at, at + _STRETCH) for at in begins)
 
 
 def marked(text: str) -> str:

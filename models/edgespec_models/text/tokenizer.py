@@ -133,7 +133,7 @@ class Tokenizer:
         would have to be spelled out and the vocabulary lacks a byte of it, or the tokenizers library fails.
         """
         ids = self._encoder.ids(text, special=special)
-        return ids if special else list(self._without_specials(ids))
+        return ids if special else self._without_specials(ids)
 
     def encode_marked(self, text: str, spelled: frozenset[int], marks: frozenset[int]) -> list[int]:
         """Encode with special tokens, but none whose text has a character at one of ``spelled``.
@@ -327,13 +327,13 @@ class Tokenizer:
         _remove_prefix_space(spec.get("pre_tokenizer"))
         return Encoder(json.dumps(spec))
 
-    def _without_specials(self, ids: list[int]) -> Iterator[int]:
+    def _without_specials(self, ids: list[int]) -> list[int]:
         """Spell out special tokens that merges can reach: some vocabularies have such merges."""
-        for id_ in ids:
-            if id_ in self._special_ids and id_ != self._unknown:
-                yield from self._spell(self._bytes[id_])
-            else:
-                yield id_
+        spelled = self._special_ids - {self._unknown}
+        if spelled.isdisjoint(ids):
+            return ids
+        parts = (self._spell(self._bytes[id_]) if id_ in spelled else (id_,) for id_ in ids)
+        return [id_ for part in parts for id_ in part]
 
     def _encode_stretches(self, encoder: Encoder, data: bytes) -> list[int]:
         ids: list[int] = []
