@@ -198,7 +198,7 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"container": "c"}, "'container' is not known; allowed: model"),
+        ({"container": "c"}, "'container' is not known; allowed: temperature"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display is 'omitted'"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
