@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from hashlib import sha256
 from time import monotonic
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -403,7 +404,7 @@ class Ollama:
         return self._shown.get(name, {})
 
     def _listed(self, name: str) -> Json:
-        unseen = {"size": 0, "digest": "", "details": _details("", 0), "capabilities": []}
+        unseen = {"size": 0, "digest": _digest(name), "details": _details("", 0), "capabilities": []}
         tagged, seen = f"{name}:latest", self._seen(name)
         return {"name": tagged, "model": tagged} | {key: seen.get(key, unseen[key]) for key in unseen}
 
@@ -422,16 +423,16 @@ class Ollama:
 def _facts(name: str, model: Model) -> Json:
     """What Ollama's clients want to know of a model."""
     bundle, manifest, config = model.target, model.target.manifest, model.target.config
-    weights, formats = sum(manifest.parameters_by_class.values()), Counter(manifest.formats)
+    weights, formats = manifest.parameters_per_pass, Counter(manifest.formats)
     may = {"tools": calls_tools(bundle), "thinking": model.thinks, "insert": fills(bundle)}
     answers = ["completion", *(name for name, known in may.items() if known)]
-    family = config.architecture
+    family, template = config.architecture, bundle.chat_template.source if bundle.chat_template else ""
     return {
         "size": sum(file.size_bytes for file in manifest.files.values()),
-        "digest": bundle.digest,
+        "digest": _digest(bundle.digest, template),
         "details": _details(family, weights, *(form for form, _ in formats.most_common(1))),
         "capabilities": ["embedding"] if bundle.embeds else answers,
-        "template": "" if bundle.chat_template is None else bundle.chat_template.source,
+        "template": template,
         "model_info": {
             "general.architecture": family,
             "general.basename": name,
@@ -439,6 +440,11 @@ def _facts(name: str, model: Model) -> Json:
             f"{family}.context_length": config.context_length,
         },
     }
+
+
+def _digest(*parts: str) -> str:
+    """What tells models apart; clients keep by it what a model can."""
+    return sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _details(family: str, weights: int, form: str = "") -> Json:
