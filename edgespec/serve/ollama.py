@@ -39,6 +39,7 @@ _WORDS = {
     "shows no tools": "does not support tools",  # for which clients look
     "does not think": "does not support thinking",
 }
+_AS_THEY_ARE = ("allOf", "not", "if", "const", "enum", "default", "examples")  # parts of schemas
 _NO_TIME = re.compile(r"(0+(\.0*)?[a-z]*)+")
 _FOREVER = timedelta(days=200 * 365)
 INSTEAD = {
@@ -98,7 +99,7 @@ class _Body:
         options = parse(Options, self.options, "options")
         form: Json | None = {"type": "json_object"} if self.format == "json" else None
         if isinstance(self.format, Mapping):
-            form = {"type": "json_schema", "schema": self.format}
+            form = {"type": "json_schema", "schema": _closed(self.format)}
         return ChatBody(
             **options.of(Sampling),
             model=_name(self.model),
@@ -197,6 +198,20 @@ class ShowBody:
 def _name(model: str) -> str:
     """Ollama's names have tags."""
     return model.removesuffix(":latest")
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema; where it says nothing of other properties than it names, Ollama allows none."""
+    parts = list[Any]([schema])
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if "properties" in part:
+                part.setdefault("additionalProperties", False)
+            parts += (each for name, each in part.items() if name not in _AS_THEY_ARE)
+        elif isinstance(part, list):
+            parts += part
+    return schema
 
 
 def _messages(said: Sequence[Mapping[str, Any]]) -> list[Json]:
