@@ -1,1 +1,1 @@
-"""A model behind HTTP, for OpenAI's and Anthropic's clients: extra ``[server]``, ``edgespec serve``."""
+"""A model behind HTTP, for OpenAI's, Anthropic's and Ollama's clients: extra ``[server]``, ``edgespec serve``."""
