@@ -305,7 +305,8 @@ def test_models_are_listed_shown_loaded_and_unloaded(shelves: Models) -> None:
         unseen = ask(url, "/api/tags").json["models"]
         assert [each["name"] for each in unseen] == ["chats:latest", "embeds:latest"]
         assert len({each["digest"] for each in unseen}) == 2 and ask(url, "/api/ps").json == {"models": []}
-        for empty, path in (({"messages": []}, CHAT), ({}, GENERATE)):
+        nothing_asked: tuple[tuple[str, dict[str, Any]], ...] = ((CHAT, {"messages": []}), (GENERATE, {}))
+        for path, empty in nothing_asked:
             loaded = ask(url, path, {"model": "chats:latest", **empty})
             assert (loaded.json["done"], loaded.json["done_reason"]) == (True, "load")
             (running,) = ask(url, "/api/ps").json["models"]
