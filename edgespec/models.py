@@ -60,6 +60,7 @@ class Models:
     ) -> None:
         self.names, self.memory_bytes = tuple(models), dict[str, int]()
         self._given, self._memory, self._keep = models, memory, keep
+        self._keeps: dict[str, float | None] = dict.fromkeys(models, keep)
         self._models, self._used_at = dict[str, Model](), dict[str, float]()
         self._users, self._changed = list[_User](), Condition()
         self._is_crowded = self._closed = False  # crowded: a load waits for room
@@ -101,6 +102,18 @@ class Models:
 
         with self._asking(_User(name, asyncio.current_task(), progress)) as user:
             yield await asyncio.wrap_future(user)
+
+    def unload(self, name: str) -> None:
+        """Unload a model as soon as nobody uses it; the next use loads it again."""
+        with self._changed:
+            self._keeps[name] = 0.0
+            self._changed.notify_all()
+
+    def kept_s(self, name: str) -> float | None:
+        """Seconds that a loaded model stays unless it is used; None is until another needs the room."""
+        with self._changed:
+            due = {each: at for at, each in self._due()}.get(name)
+        return self._keep if due is None else max(0.0, due - monotonic())
 
     def close(self) -> None:
         """Unload all, for good, from any thread; what runs ends with the reason ``closed``."""
@@ -150,6 +163,11 @@ class Models:
         used = {user.name for user in self._users if user.uses}
         return sorted(self._models.keys() - used, key=self._used_at.__getitem__)
 
+    def _due(self) -> list[tuple[float, str]]:
+        """Models that nobody uses, and when each is to be unloaded, the first first."""
+        keeps = [(name, self._keeps[name]) for name in self._idle()]
+        return sorted((self._used_at[name] + keep, name) for name, keep in keeps if keep is not None)
+
     def _owners(self) -> set[object]:
         return {user.owner for user in self._users if user.uses}
 
@@ -157,16 +175,15 @@ class Models:
         """Load what is asked for and unload what is not any more, until all is closed."""
         while not self._closed:
             with self._changed:
-                asked, idle, left = self._waiting(set(self.names) - self._models.keys()), self._idle(), None
-                if idle and self._keep is not None:
-                    left = max(0.0, self._used_at[idle[0]] + self._keep - monotonic())
+                asked, due = self._waiting(set(self.names) - self._models.keys()), self._due()
+                left = max(0.0, due[0][0] - monotonic()) if due else None
                 if not asked and left != 0 and not self._closed:
                     self._changed.wait(left)
                     continue
             if asked:
                 self._load(asked[0].name)
             elif left == 0:
-                self._unload(idle[0])
+                self._unload(due[0][1])
         for name in self.loaded:
             self._unload(name)
 
@@ -182,7 +199,7 @@ class Models:
                 self._fail([] if isinstance(error, Closed) else self._waiting([name]), error)
         else:
             _LOG.info("%s was loaded in %.1f s", name, monotonic() - started)
-            self._models[name], self._used_at[name] = model, monotonic()
+            self._models[name], self._used_at[name], self._keeps[name] = model, monotonic(), self._keep
         with self._changed:
             self._is_crowded = False
             self._give()

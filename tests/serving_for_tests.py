@@ -264,7 +264,8 @@ class Reply:
 
     @property
     def error(self) -> str:
-        return str(self.json["error"]["message"])
+        error = self.json["error"]
+        return error if isinstance(error, str) else str(error["message"])
 
 
 def ask(

@@ -152,6 +152,27 @@ def test_idle_models_are_unloaded_in_their_time(house: House) -> None:
         assert set(models.loaded) == {"a"}
 
 
+def test_a_model_is_unloaded_on_request_as_soon_as_nobody_uses_it(house: House) -> None:
+    with Models({name: name for name in "ab"}) as models:
+        take(models, "a")
+        with models.use("b"):
+            for name in "ab":
+                assert models.kept_s(name) is None
+                models.unload(name)
+            until(lambda: house.events == ["+a", "+b", "-a"])
+            time.sleep(0.1)
+            assert set(models.loaded) == {"b"}
+        until(lambda: house.events[-1] == "-b")
+        models.unload("a")  # which is not there
+        take(models, "a")
+        time.sleep(0.1)
+        assert set(models.loaded) == {"a"}
+    with Models({"c": "c"}, keep=100) as models:
+        with models.use("c"):
+            assert models.kept_s("c") == 100
+        assert 0 < (models.kept_s("c") or 0) < 100
+
+
 def test_many_that_wait_cause_one_load_and_get_its_error(house: House, three: Models) -> None:
     for fault in (EdgespecError("no such file"), None):
         house.fault, house.loading = fault, 0

@@ -198,7 +198,7 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"container": "c"}, "'container' is not known; allowed: model"),
+        ({"container": "c"}, "'container' is not known; allowed: temperature"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'; allowed: 'enabled'"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'; allowed: 'low' or 'medium'"),

@@ -135,7 +135,7 @@ def test_other_names_are_refused_before_anything_is_loaded(shelf: Shelf, url: st
     for stream in (False, True):
         reply = ask(url, CHAT, to("medium", stream=stream))
         assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
-        assert "there is no model 'medium'; this server has 'small', 'large'" in reply.error
+        assert "model 'medium' not found; this server has 'small', 'large'" in reply.error
     assert ask(url, CHAT, to("small", top_logprobs=-1)).status == 400
     assert ask(url, CHAT, {**to("small"), "model": None}).status == 400
     assert shelf.loads == 0

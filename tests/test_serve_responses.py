@@ -192,7 +192,7 @@ def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
     ("more", "told"),
     [
         ({"background": True}, "background is True; allowed: False"),
-        ({"conversation": "conv_1"}, "'conversation' is not known; allowed: model"),
+        ({"conversation": "conv_1"}, "'conversation' is not known; allowed: temperature"),
         ({"truncation": "auto"}, "truncation is 'auto'"),
         ({"include": ["message.output_text.logprobs"]}, "include[0] is 'message.output_text.logprobs'"),
         ({"tools": [{"type": "function"}]}, "tools[0] is {"),

@@ -240,12 +240,12 @@ def test_with_a_key_only_who_has_it_is_answered() -> None:
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_runs_nothing_inline(url: str) -> None:
-    page = ask(url, "/")
+    page = ask(url, "/", headers={"Accept": "text/html"})
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
     scripts = ((f"/{name}", "text/javascript") for name in SCRIPTS)
     for path, kind in (("/", "text/html"), ("/page.css", "text/css"), *scripts):
-        reply = ask(url, path)
+        reply = ask(url, path, headers={"Accept": kind})
         assert reply.headers["content-type"].startswith(kind)
         assert b"http://" not in reply.body and b"https://" not in reply.body
     assert b" style=" not in page.body and b" onclick=" not in page.body

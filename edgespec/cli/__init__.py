@@ -26,7 +26,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "demo": "Pull two models and show how much faster they are.",
         "chat": "Talk with a model.",
         "generate": "Answer one prompt.",
-        "serve": "Serve a model to OpenAI's and Anthropic's clients, with a page to chat.",
+        "serve": "Serve a model to clients of OpenAI, Anthropic and Ollama, with a page to chat.",
         "cost": "Measure what passes of a model cost on this machine.",
         "bench": "Measure plain against speculative decoding.",
         "verify": "Check that speculation does not change the output.",

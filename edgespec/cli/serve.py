@@ -1,4 +1,4 @@
-"""``edgespec serve``: models behind HTTP, for OpenAI's clients, and a page to chat with it."""
+"""``edgespec serve``: models behind HTTP, for clients of OpenAI, Anthropic and Ollama, and a page."""
 
 import logging
 import os
@@ -91,7 +91,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve models to OpenAI's and Anthropic's clients, and a page to chat with it. Ctrl-C ends it.
+    """Serve models to clients of OpenAI, Anthropic and Ollama, and a page to chat. Ctrl-C ends it.
 
     Examples:
 

@@ -42,9 +42,8 @@ def fill_tokens(bundle: Bundle, hole: Hole, request: Request, longest: int) -> t
         raise RequestError("tools, template_args and thinking are for chats; use chat, or leave them out")
     if request.special:
         raise RequestError("special is for prompts that are texts; leave it out")
-    tokenizer, ids = bundle.tokenizer, bundle.tokenizer.fim_ids
-    marks = {kind: ids[text] for kind, texts in _MARKS.items() for text in texts if text in ids}
-    if not {"prefix", "suffix"} <= marks.keys():
+    tokenizer, marks = bundle.tokenizer, _marks(bundle)
+    if not fills(bundle):
         name = bundle.manifest.name
         raise RequestError(f"{name} has no tokens for fills; use qwen2.5-coder-1.5b-instruct, for one")
     room = longest - min(request.max_new_tokens, longest // 2) - _CONTROL_TOKENS
@@ -63,7 +62,17 @@ def fill_tokens(bundle: Bundle, hole: Hole, request: Request, longest: int) -> t
     around = [*behind, marks["prefix"], *extra, *far, *near]
     if "middle" in marks:
         around = [*extra, *before, *behind, marks["middle"], *near]
-    return begun(bundle, around), replace(hole, held=held, ends=frozenset(ids.values()))
+    return begun(bundle, around), replace(hole, held=held, ends=frozenset(tokenizer.fim_ids.values()))
+
+
+def fills(bundle: Bundle) -> bool:
+    """Whether the model has tokens for fills."""
+    return {"prefix", "suffix"} <= _marks(bundle).keys()
+
+
+def _marks(bundle: Bundle) -> dict[str, int]:
+    ids = bundle.tokenizer.fim_ids
+    return {kind: ids[text] for kind, texts in _MARKS.items() for text in texts if text in ids}
 
 
 def _taken_back(tokenizer: Tokenizer, tokens: list[int]) -> bytes:

@@ -341,6 +341,12 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     return _chat(bundle, template, messages, arguments)
 
 
+def calls_tools(bundle: Bundle) -> bool:
+    """Whether the model is shown tools, and what it writes to call them is read."""
+    template = bundle.chat_template
+    return template is not None and "tools" in template.arguments and _form(bundle) is not None
+
+
 def answer_place(bundle: Bundle, said: PromptInput, prompt: Sequence[int]) -> "Place | None":
     """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
     tags = None if isinstance(said, str) else thoughts_tags(bundle)

@@ -1,1 +1,1 @@
-"""A model behind HTTP, for OpenAI's and Anthropic's clients: extra ``[server]``, ``edgespec serve``."""
+"""Models behind HTTP for clients of OpenAI, Anthropic and Ollama: extra ``[server]``, ``edgespec serve``."""

@@ -4,7 +4,7 @@ import json
 import secrets
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -37,16 +37,20 @@ def usage(answers: Sequence[Generation]) -> Json:
 
 
 def vectors_json(found: Embeddings, model: str, *, base64: bool) -> str:
-    """Vectors as lists of numbers, or as the base64 of little-endian float32 numbers.
+    """Vectors as lists of numbers, or as the base64 of little-endian float32 numbers."""
+    rows = (b64encode(row.astype("<f4")).decode() if base64 else row.tolist() for row in found.vectors)
+    data = ({"object": "embedding", "index": at, "embedding": row} for at, row in enumerate(rows))
+    read = sum(found.tokens)
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    return with_rows({"object": "list", "model": model, "usage": usage}, "data", data)
+
+
+def with_rows(table: Json, name: str, rows: Iterable[object]) -> str:
+    """``table`` with a field of many rows, as JSON.
 
     Written row by row, since no other thread runs within :func:`json.dumps`.
     """
-    rows = (b64encode(row.astype("<f4")).decode() if base64 else row.tolist() for row in found.vectors)
-    data = (json.dumps({"object": "embedding", "index": at, "embedding": row}) for at, row in enumerate(rows))
-    read = sum(found.tokens)
-    usage = {"prompt_tokens": read, "total_tokens": read}
-    rest = json.dumps({"object": "list", "model": model, "usage": usage})
-    return f'{{"data":[{",".join(data)}],{rest[1:]}'
+    return f'{{"{name}":[{",".join(map(json.dumps, rows))}],{json.dumps(table)[1:]}'
 
 
 @dataclass(slots=True)
@@ -58,6 +62,7 @@ class Answer:
     """
 
     done: ClassVar[str] = ""  # what ends a stream
+    media_type: ClassVar[str] = "text/event-stream"
 
     model: str
     tokenizer: Tokenizer
@@ -97,6 +102,30 @@ class Answer:
     def failed(self, problem: Problem) -> Json:
         """The event that says why nothing more comes."""
         return problem.to_json()
+
+    def line(self, event: Mapping[str, Any]) -> str:
+        """An event as it goes over the wire."""
+        name = f"event: {event['type']}\n" if "type" in event else ""  # OpenAI's chunks have none
+        return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+    def comment(self, text: str) -> str:
+        """What a request waits for; clients skip it, and neither they nor proxies take it for dead."""
+        return f": {text}\n\n"
+
+    def _scores(self, tokens: Sequence[TokenRecord]) -> list[Json]:
+        """Tokens of a chat with their log probabilities."""
+        return [
+            self._entry(token.id, token.logprob)
+            | {"top_logprobs": [self._entry(id_, logprob) for id_, logprob in token.top_logprobs]}
+            for token in tokens
+        ]
+
+    def _entry(self, token: int, logprob: float | None) -> Json:
+        spelled = self.tokenizer.token_bytes(token)
+        return {"token": self._text(token), "logprob": logprob, "bytes": list(spelled)}
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     def _extension(self, answer: Generation) -> Json:
         """What other formats have no place for."""
@@ -174,9 +203,6 @@ class _Completion(Answer):
         reason = _FINISH.get(answer.finish_reason, "length")
         return {"finish_reason": reason, "edgespec": self._extension(answer) | more}
 
-    def _text(self, token: int) -> str:
-        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
-
 
 class ChatAnswer(_Completion):
     """A ``chat.completion`` and its chunks."""
@@ -208,18 +234,7 @@ class ChatAnswer(_Completion):
         return {"message": message, "logprobs": self._logprobs(answer.records[len(answer.thoughts) :])}
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> Json | None:
-        if not self.logprobs:
-            return None
-        content = [
-            self._entry(token.id, token.logprob)
-            | {"top_logprobs": [self._entry(id_, logprob) for id_, logprob in token.top_logprobs]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float | None) -> Json:
-        spelled = self.tokenizer.token_bytes(token)
-        return {"token": self._text(token), "logprob": logprob, "bytes": list(spelled)}
+        return {"content": self._scores(tokens), "refusal": None} if self.logprobs else None
 
 
 class CompletionAnswer(_Completion):

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec.history.manage import History
@@ -23,6 +23,7 @@ from edgespec.serve.bodies import ForgetBody, read_body
 from edgespec.serve.completions import Completions, described
 from edgespec.serve.messages import Messages
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
+from edgespec.serve.ollama import INSTEAD, Ollama
 from edgespec.serve.options import ServeOptions, origin_pattern
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.responses import Responses
@@ -37,6 +38,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_VARIES = {"Vary": "Accept"}
 _PAGE = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -67,6 +69,7 @@ class App:
 
     def _starlette(self) -> Starlette:
         responses, messages = Responses(self._completions), Messages(self._completions)
+        ollama = Ollama(self._completions, self.models)
         routes = [
             Route("/v1/chat/completions", self._completions.chat, methods=["POST"]),
             Route("/v1/completions", self._completions.complete, methods=["POST"]),
@@ -76,6 +79,16 @@ class App:
             Route("/v1/messages", messages.create, methods=["POST"]),
             Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
             Route("/infill", self._completions.infill, methods=["POST"]),
+            Route("/api/chat", ollama.chat, methods=["POST"]),
+            Route("/api/generate", ollama.generate, methods=["POST"]),
+            Route("/api/embed", ollama.embed, methods=["POST"]),
+            Route("/api/embeddings", ollama.embed, methods=["POST"]),
+            Route("/api/show", ollama.show, methods=["POST"]),
+            Route("/api/tags", ollama.tags),
+            Route("/api/ps", ollama.ps),
+            Route("/api/version", ollama.version),
+            Route("/api/blobs/{digest}", ollama.elsewhere, methods=["POST", "HEAD"]),
+            *(Route(f"/api/{what}", ollama.elsewhere, methods=["POST", "DELETE"]) for what in INSTEAD),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),
@@ -111,8 +124,7 @@ class App:
 
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self.models.names:
-            raise Problem(404, f"there is no model {name!r:.200}", "model_not_found")
+        self._completions.check_name(name)
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:
@@ -185,7 +197,9 @@ class App:
 
     async def _page_file(self, request: Request) -> Response:
         data, kind = self._page[request.url.path]
-        return Response(data, media_type=kind, headers=_PAGE_HEADERS)
+        if kind == "text/html" and kind not in request.headers.get("accept", ""):  # no browser asks
+            return PlainTextResponse("Ollama is running", headers=_VARIES)  # for which its clients look
+        return Response(data, media_type=kind, headers=_PAGE_HEADERS | _VARIES)
 
 
 async def _on_disconnect(request: Request, _: Exception) -> Response:

@@ -33,8 +33,10 @@ _ASIDE = re.compile(
     r"user|store|betas?|prediction|priority|service_tier|inference_geo|id_slot|stream_options"
     r"|(.*_)?metadata|(safety|client|request|session|trace|user)_id(entifier)?"
     r"|(.*_)?cache_(control|key|options|prompt|retention|salt)|max_tool_calls|web_search_options"
+    r"|keep_alive|num_(batch|ctx|gpu|keep|thread)|main_gpu|numa|use_(mlock|mmap)|low_vram|f16_kv"
 )
-"""Names of fields that say who asks, how it is billed or kept, or what tools that run elsewhere may do."""
+"""Names of fields that say who asks, how it is billed or kept, what tools that run elsewhere may do, or how a
+server is to spend memory and threads."""
 UNUSED = logging.getLogger("edgespec.serve.unused")
 """Is told of what was taken and not used, at each request; :class:`Once` leaves out repetitions."""
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
@@ -64,11 +66,9 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
-    """What all requests for answers share; values that None stands for are the model's defaults."""
+class Sampling:
+    """How tokens are chosen, and with which help; values that None stands for are the model's defaults."""
 
-    model: str
-    stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -78,14 +78,23 @@ class Body:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # the same
     # edgespec's own
     speculate: bool | None = None
     prompt_cache: bool | None = None
-    metadata: Any = None  # which responses repeat
 
-    def shared(self) -> dict[str, Any]:
-        """The fields that are here, for a body of another kind."""
-        return {each.name: getattr(self, each.name) for each in fields(Body)}
+    def of(self, kind: Any) -> dict[str, Any]:
+        """The fields of ``kind``, which this is one of, for a body of another kind."""
+        return {each.name: getattr(self, each.name) for each in fields(kind)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body(Sampling):
+    """What most requests for answers share."""
+
+    model: str
+    stream: bool = False
+    metadata: Any = None  # which responses repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +120,13 @@ class _Common(Body):
         """Options that are called, or said, in another way here."""
         biases = None if self.logit_bias is None else _by_token(self.logit_bias)
         seed = None if self.seed in (None, -1) else self.seed  # front ends say -1 for none
-        return {"max_new_tokens": self.max_tokens, "logit_bias": biases, "seed": seed}
+        repeated = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+        return {
+            "max_new_tokens": self.max_tokens,
+            "logit_bias": biases,
+            "seed": seed,
+            "repetition_penalty": repeated,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +262,7 @@ class InfillBody(Body):
 
     def completion(self, model: str) -> "CompletionBody":
         """What a completion asks for."""
-        given = self.shared() | {"model": self.model or model, "prompt": "", "stop": self.stop}
+        given = self.of(Body) | {"model": self.model or model, "prompt": "", "stop": self.stop}
         return CompletionBody(**given, max_tokens=None if self.n_predict < 0 else self.n_predict)
 
 
@@ -301,15 +316,17 @@ def _json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def parse(cls: type[T], body: Mapping[str, Any]) -> T:
+def parse(cls: type[T], body: Mapping[str, Any], where: str = "the request") -> T:
     """A request of the form ``cls``; null is no field. RequestError for the first field that is wrong."""
     kind: Any = cls
     given = {name: value for name, value in body.items() if value is not None}
-    for name in given.keys() - {each.name for each in fields(kind)}:
-        if _ASIDE.fullmatch(name):
+    known = {each.name: each.type for each in fields(kind)}
+    for name in [*given]:
+        if known.get(name) is Any or (name not in known and _ASIDE.fullmatch(name)):
             UNUSED.info("requests have the field %s, which changes no answer here", shown(name))
-            del given[name]
-    return read(cls, given, "the request", RequestError, "docs/server.md has a table of the fields")
+            if name not in known:
+                del given[name]
+    return read(cls, given, where, RequestError, "docs/server.md has a table of the fields")
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -1,7 +1,6 @@
 """Chat and text completions: a request in, an answer out, at once or piece by piece."""
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,12 @@ from edgespec.decoding.draft import Progress
 from edgespec.engine import Model
 from edgespec.models import Models
 from edgespec.requests.attribution import Attribution
+from edgespec.requests.embedding import Embeddings
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
 from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, Json, vectors_json
-from edgespec.serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
+from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
@@ -73,20 +73,25 @@ class Completions:
         echoed = body.prompts() if body.echo else ()
         scores = body.logprobs is not None
         form = partial(CompletionAnswer, logprobs=scores, n=body.n, echoed=echoed, special=body.special)
-        return await self._respond(request, body, asks, form)
+        return await self.respond(request, body, asks, form)
 
     async def embed(self, request: Request) -> Response:
         """``POST /v1/embeddings``."""
         body = await self.read(EmbeddingBody, request)
-        model, left_s = await self.model(request, body)
+        found = await self.vectors(request, body)
+        written = partial(vectors_json, found, body.model, base64=body.encoding_format == "base64")
+        return Response(await asyncio.to_thread(written), media_type="application/json")
+
+    async def vectors(self, request: Request, body: EmbeddingBody) -> Embeddings:
+        """The vectors of the texts of a body."""
+        model, left_s = await self.model(request, body.model)
         asked = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
             found = await _while_connected(request, asked(body.texts(), timeout=left_s))
         except Cancelled as error:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
         count_of(request).prompt_tokens += sum(found.tokens)
-        written = partial(vectors_json, found, body.model, base64=body.encoding_format == "base64")
-        return Response(await asyncio.to_thread(written), media_type="application/json")
+        return found
 
     async def infill(self, request: Request) -> Response:
         """``POST /infill``, as llama.cpp's server has it."""
@@ -98,7 +103,7 @@ class Completions:
         def asks(model: Model) -> Sequence[Ask]:
             return [partial(model.stream_fill, before, behind, extra=files, max_lines=body.max_lines)]
 
-        return await self._respond(request, asked, asks, partial(InfillAnswer, fields=body.response_fields))
+        return await self.respond(request, asked, asks, partial(InfillAnswer, fields=body.response_fields))
 
     async def converse(
         self,
@@ -122,13 +127,13 @@ class Completions:
 
             return [ask]
 
-        return await self._respond(request, body, asks, form, words)
+        return await self.respond(request, body, asks, form, words)
 
     async def count_tokens(
         self, request: Request, body: ChatBody, *, words: Words = NO_WORDS, may_think: bool = False
     ) -> int:
         """How many tokens the model would read."""
-        model, _ = await self.model(request, body)
+        model, _ = await self.model(request, body.model)
         options = _fitting(body.options(), model, may_think)
         with _worded({**body.words(), **words}):
             return await asyncio.to_thread(model.count_tokens, body.conversation(), **options)
@@ -139,19 +144,21 @@ class Completions:
             raise shutting_down()
         return await read_body(cls, request, self._options)
 
-    async def model(self, request: Request, body: Body | EmbeddingBody) -> tuple[Model, float]:
-        """The model that a request names, loaded until that is over, and the seconds that it has left."""
-        return await _while_connected(request, self._use(request, body))
+    def check_name(self, name: str) -> None:
+        """See that there is such a model; Problem, status 404, where there is none."""
+        if name not in self._models.names:
+            told = f"model {name!r:.200} not found; this server has {str([*self._models.names])[1:-1]}"
+            raise Problem(404, told, "model_not_found")
+
+    async def model(self, request: Request, name: str) -> tuple[Model, float]:
+        """A model, loaded until the request is over, and the seconds that it has left."""
+        return await _while_connected(request, self._use(request, name))
 
     async def _use(
-        self, request: Request, body: Body | EmbeddingBody, progress: ProgressCallback = ignore_progress
+        self, request: Request, name: str, progress: ProgressCallback = ignore_progress
     ) -> tuple[Model, float]:
-        if body.model not in self._models.names:
-            told = (
-                f"there is no model {body.model!r:.200}; this server has {str([*self._models.names])[1:-1]}"
-            )
-            raise Problem(404, told, "model_not_found")
-        using = self._models.use_async(body.model, progress=progress)
+        self.check_name(name)
+        using = self._models.use_async(name, progress=progress)
         started, allowed = monotonic(), self._options.timeout_s
         try:
             async with asyncio.timeout(allowed):
@@ -160,7 +167,7 @@ class Completions:
             raise _too_late() from None
         return model, max(0.001, round(allowed - (monotonic() - started), 3))
 
-    async def _respond(
+    async def respond(
         self,
         request: Request,
         body: ChatBody | CompletionBody,
@@ -168,9 +175,10 @@ class Completions:
         form: Form,
         words: Words = NO_WORDS,
     ) -> Response:
+        """Answer what ``asks`` ask of a model, with the options of ``body``, in the form of an endpoint."""
         options = cast(RequestOptions, {"max_new_tokens": self._options.max_new_tokens, **body.options()})
         if body.stream:
-            load = partial(self._use, request, body)
+            load = partial(self._use, request, body.model)
             events = _EventStream(count_of(request), body, load, asks, form, options, words)
             try:
                 await _while_connected(request, events.begin())
@@ -178,14 +186,15 @@ class Completions:
                 await events.close()
                 raise
             return events
-        model, options["timeout"] = await self.model(request, body)
+        model, options["timeout"] = await self.model(request, body.model)
+        answer = form(*described(body.model, model))
         answers = await _while_connected(request, _all(asks(model), options, words))
         count = count_of(request)
         for each in {id(choice.stats): choice for answer in answers for choice in answer.choices}.values():
             count.tokens += len(each.tokens)  # greedy choices are one answer several times
             count.stats.append(each.stats)
             _check_ended(each)
-        return JSONResponse(form(*described(body.model, model)).whole(answers))
+        return JSONResponse(answer.whole(answers))
 
 
 def described(name: str, model: Model) -> tuple[str, Tokenizer, float]:
@@ -225,7 +234,7 @@ class _Told:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of all answers, as they come; when it is over, however that came, these are.
+    """The events of all answers, as they come; when it is over, however that came, these are.
 
     ``load`` gives the model and the seconds that are left, ``asks`` what each prompt asks of it; as many run
     as the model answers at once.
@@ -241,11 +250,11 @@ class _EventStream(StreamingResponse):
         options: RequestOptions,
         words: Words,
     ) -> None:
+        self._answer = form(body.model, None, 0.0)  # of no model yet: all it can say is what went wrong
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
-        super().__init__(self._lines(), media_type="text/event-stream", headers=headers)
+        super().__init__(self._lines(), media_type=self._answer.media_type, headers=headers)
         self._count, self._asks, self._form, self._options = count, asks, form, options
         self._words = words
-        self._answer = form(body.model, None, 0.0)  # of no model yet: all it can say is what went wrong
         self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
         self._streams: Sequence[Sequence[Stream]] = ()
         self._waiting, self._coming = deque[_Told](), dict[asyncio.Future[Record | None], _Told]()
@@ -315,11 +324,11 @@ class _EventStream(StreamingResponse):
                 yield line
         except (EdgespecError, Problem) as error:  # the status is sent already
             problem = error if isinstance(error, Problem) else of_error(error)
-            yield _line(self._answer.failed(problem))
+            yield self._answer.line(self._answer.failed(problem))
         else:
             if self._with_usage:
                 answers = [together([each.result for each in some], self._options) for some in self._streams]
-                yield _line(self._answer.used(answers))
+                yield self._answer.line(self._answer.used(answers))
             yield self._answer.done
         self._ended = True
 
@@ -327,9 +336,9 @@ class _EventStream(StreamingResponse):
         """Comments that say how far the load is."""
         clock, said, due = asyncio.get_running_loop().time, "", 0.0
         while not self._loading.done():
-            comment = f": loading {self._answer.model}{''.join(map(_stage, [*self._loads]))}\n\n"
+            comment = f"loading {self._answer.model}{''.join(map(_stage, [*self._loads]))}"
             if comment != said or clock() >= due:
-                yield comment
+                yield self._answer.comment(comment)
                 said, due = comment, clock() + _SILENCE_S
             await asyncio.wait((self._loading,), timeout=_LOAD_LOOK_S)
 
@@ -340,7 +349,7 @@ class _EventStream(StreamingResponse):
         while self._coming:
             left = max(0.0, due - clock())
             done, _ = await asyncio.wait(self._coming, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            lines = [] if done else [self._comment()]
+            lines = [] if done else [self._answer.comment(self._waits_for())]
             for each in done:
                 lines += map(self._event, self._said(self._coming.pop(each), each.result()))
             for line in lines:
@@ -363,27 +372,21 @@ class _EventStream(StreamingResponse):
     def _place(self) -> int:
         return min(told.stream.place for told in self._coming.values())
 
-    def _comment(self) -> str:
-        """What the request waits for; clients skip it, and neither they nor proxies take it for dead."""
+    def _waits_for(self) -> str:
         if place := self._place:
-            return f": waiting, {place} before it\n\n"
+            return f"waiting, {place} before it"
         if self._read is not None:
-            return f": reading the prompt, {self._read.read} of {self._read.total} tokens\n\n"
-        return ": working\n\n"
+            return f"reading the prompt, {self._read.read} of {self._read.total} tokens"
+        return "working"
 
     def _event(self, chunk: Mapping[str, Any]) -> str:
-        return _line({**chunk, "usage": None} if self._with_usage else chunk)
+        return self._answer.line({**chunk, "usage": None} if self._with_usage else chunk)
 
 
 def _stage(load: LoadProgress) -> str:
     """What is done now; nothing behind a stage's end."""
     share = f" {100 * load.done // load.total} %" if load.total else ""
     return f", {load.stage}{share}" if load.done != load.total else ""
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    name = f"event: {value['type']}\n" if "type" in value else ""  # OpenAI's chunks have none
-    return f"{name}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 @contextmanager

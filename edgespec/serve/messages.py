@@ -86,7 +86,7 @@ class MessagesBody(Body):
         choice, single = self.tool_choice, self.tool_choice.disable_parallel_tool_use
         named = {"type": "function", "function": {"name": choice.name}}
         return ChatBody(
-            **self.shared(),
+            **self.of(Body),
             messages=self.said(),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or None,

@@ -1,4 +1,4 @@
-"""Refusals and failures, in the shapes that OpenAI's and Anthropic's clients understand."""
+"""Refusals and failures, in the shapes that clients of OpenAI, Anthropic and Ollama understand."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,9 @@ class Problem(Exception):  # noqa: N818 - it ends a request, not the program
         self.status, self.message, self.code, self.headers = status, message, code, headers
 
     def to_json(self, path: str = "") -> dict[str, Any]:
-        """The body, as OpenAI writes it; below ``/v1/messages`` as Anthropic does."""
+        """The body, as OpenAI writes it; below ``/v1/messages`` as Anthropic, below ``/api`` as Ollama."""
+        if path.startswith("/api/"):
+            return {"error": self.message}
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}

@@ -81,7 +81,7 @@ class ResponsesBody(Body):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatBody(
-            **self.shared(),
+            **self.of(Body),
             messages=[*told, *messages],
             max_tokens=self.max_output_tokens,
             tools=functions_of(self.tools, "function", "parameters"),

@@ -1,0 +1,474 @@
+"""``/api``, Ollama's API: its words for what a chat is asked, and lines of JSON where others have events."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from hashlib import sha256
+from time import monotonic
+from typing import Annotated, Any, ClassVar, Literal
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgespec.engine import Model
+from edgespec.models import Models
+from edgespec.requests.fill import fills
+from edgespec.requests.request import calls_tools
+from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
+from edgespec.serve.answers import Answer, Json, with_rows
+from edgespec.serve.blocks import add_call, field_of, text_of
+from edgespec.serve.bodies import ChatBody, Effort, EmbeddingBody, Sampling, parse
+from edgespec.serve.completions import Ask, Completions
+from edgespec.serve.problems import Problem
+from edgespec_models.errors import RequestError
+from edgespec_models.schema import Limit, length, shown, within
+
+VERSION = "0.33.0"
+"""Of Ollama, whose API this follows; clients ask for one that has what they need."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_EFFORTS: dict[bool | str, Effort] = {
+    False: "none", "low": "low", "medium": "medium", "high": "high", True: "high", "max": "xhigh",
+}  # fmt: skip
+_WORDS = {
+    "response_format": "format",
+    "shows no tools": "does not support tools",  # for which clients look
+    "does not think": "does not support thinking",
+}
+_AS_THEY_ARE = ("allOf", "not", "if", "const", "enum", "default", "examples")  # parts of schemas
+_NO_TIME = re.compile(r"(0+(\.0*)?[a-z]*)+")
+_FOREVER = timedelta(days=200 * 365)
+INSTEAD = {
+    "pull": "run 'edgespec pull NAME', then 'edgespec serve NAME'",
+    "push": "models stay on this machine",
+    "create": "'edgespec export' makes models of files, and 'edgespec serve FILE' serves them",
+    "copy": "a model is called as its file or folder; serve it from a copy",
+    "delete": "stop naming it to 'edgespec serve'; 'edgespec cache clear' deletes what is kept",
+    "blobs": "'edgespec serve FILE' serves a file",
+}
+"""What to do instead of asking these paths."""
+
+
+def _empty(reason: str) -> Limit:
+    return Limit(lambda value: not value, f"that is empty: {reason}")
+
+
+_Images = Annotated[Sequence[Any], _empty("no model here sees images")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Sampling):
+    """``options``; what they say of memory and threads changes no answer."""
+
+    num_predict: Annotated[int, within(-2, 2**31 - 1)] = -1
+    stop: str | Sequence[str] | None = None
+    # one value only: the others would change the answer
+    repeat_last_n: Annotated[int, within(-1, -1)] | None = None
+    penalize_newline: Literal[True] | None = None
+    mirostat: Literal[0] | None = None
+    tfs_z: Annotated[float, within(1, 1)] | None = None
+    typical_p: Annotated[float, within(1, 1)] | None = None
+    # change nothing here
+    draft_num_predict: Any = None
+    mirostat_eta: Any = None
+    mirostat_tau: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """What requests for answers share."""
+
+    model: str
+    stream: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    format: Literal["", "json"] | Mapping[str, Any] = ""
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, within(0, 20)] = 0
+    # change nothing here: what does not fit the context is refused
+    truncate: Any = None
+    shift: Any = None
+
+    def about(self, messages: Sequence[Json], tools: Sequence[Mapping[str, Any]] = ()) -> ChatBody:
+        """The same request as a chat about ``messages``."""
+        options = parse(Options, self.options, "options")
+        form: Json | None = {"type": "json_object"} if self.format == "json" else None
+        if isinstance(self.format, Mapping):
+            form = {"type": "json_schema", "schema": _closed(self.format)}
+        return ChatBody(
+            **options.of(Sampling),
+            model=_name(self.model),
+            stream=self.stream,
+            messages=messages,
+            stop=options.stop,
+            max_tokens=None if options.num_predict < 0 else options.num_predict,
+            tools=tools or None,
+            response_format=form,
+            reasoning_effort=self._effort,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+        )
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The client's names of options."""
+        return _WORDS | {f"reasoning_effort is {self._effort!r}": f"think is {shown(self.think)}"}
+
+    @property
+    def _effort(self) -> Effort | None:
+        return None if self.think is None else _EFFORTS[self.think]
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model is to go, if nothing is asked of it."""
+        return _NO_TIME.fullmatch(str(self.keep_alive)) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaChatBody(_Body):
+    """Body of ``POST /api/chat``."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def chat(self) -> ChatBody:
+        """The same request as a chat."""
+        return self.about(_messages(self.messages), self.tools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateBody(_Body):
+    """Body of ``POST /api/generate``: a question, a prompt as it is (``raw``), or the sides of a hole."""
+
+    prompt: str = ""
+    suffix: str = ""
+    system: str = ""
+    raw: bool = False
+    # nothing else: it would change the answer
+    template: Annotated[str, _empty("the model's own is used, and none with raw")] = ""
+    context: Annotated[Sequence[int], _empty("/api/chat takes a conversation")] = ()
+    images: _Images = ()
+
+    def __post_init__(self) -> None:
+        if self.raw and (self.suffix or self.system):
+            raise RequestError("raw is true, with suffix or system; write all into prompt, or leave out raw")
+
+    def chat(self) -> ChatBody:
+        """The same request as a chat, of which a prompt as it is, or a fill, has the options."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.about([*system, {"role": "user", "content": self.prompt}])
+
+    def asks(self, model: Model) -> Sequence[Ask]:
+        """What is asked of the model where it is no chat."""
+        if self.suffix:
+            return [partial(model.stream_fill, self.prompt, self.suffix)]
+        return [partial(model.stream, self.prompt, special=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedBody:
+    """Body of ``POST /api/embed``, and with ``prompt`` of the older ``POST /api/embeddings``."""
+
+    model: str
+    input: str | Annotated[Sequence[str], length(0, 2048)] = ()
+    prompt: str = ""
+    dimensions: int | None = None
+    # change nothing here: what does not fit the context is refused
+    truncate: Any = None
+    options: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowBody:
+    """Body of ``POST /api/show``; ``name`` is what older clients call the model."""
+
+    model: str = ""
+    name: str = ""
+    verbose: Any = None
+    system: Any = None
+    template: Any = None
+    options: Any = None
+
+
+def _name(model: str) -> str:
+    """Ollama's names have tags."""
+    return model.removesuffix(":latest")
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema; where it says nothing of other properties than it names, Ollama allows none."""
+    parts = list[Any]([schema])
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if "properties" in part:
+                part.setdefault("additionalProperties", False)
+            parts += (each for name, each in part.items() if name not in _AS_THEY_ARE)
+        elif isinstance(part, list):
+            parts += part
+    return schema
+
+
+def _messages(said: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """A chat's messages. Results without an identifier belong to the last calls, in turn."""
+    messages, calls = list[Json](), iter(list[Json]())
+    for at, message in enumerate(said):
+        where = f"messages[{at}]"
+        role = field_of(message, "role", where, _ROLES)
+        if message.get("images"):
+            raise RequestError(f"{where}.images is not empty; no model here sees images")
+        text = text_of(message.get("content") or "", f"{where}.content", ())
+        messages.append({"role": role, "content": text, "reasoning_content": message.get("thinking") or None})
+        if role == "tool":
+            id_ = message.get("tool_call_id") or next(calls, {}).get("id")
+            messages[-1] |= {"tool_call_id": id_, "name": message.get("tool_name")}
+        for n, call in enumerate(message.get("tool_calls") or ()):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping):
+                raise RequestError(
+                    f"{where}.tool_calls[{n}] is {shown(call)}; allowed: one with a 'function'"
+                )
+            id_ = call.get("id") or f"call{at:03}{n:02}"  # Mistral's templates want nine letters and digits
+            add_call(messages, id_, function.get("name"), function.get("arguments"))
+            calls = iter(messages[-1]["tool_calls"])
+    return messages
+
+
+@dataclass(slots=True)
+class OllamaAnswer(Answer):
+    """Lines of ``/api/chat``, or of ``/api/generate``: a text (``is_text``) and no message.
+
+    ``began`` and ``loaded`` are times of the monotonic clock, in seconds.
+    """
+
+    media_type: ClassVar[str] = "application/x-ndjson"
+
+    began: float
+    is_text: bool = False
+    logprobs: bool = False
+    loaded: float = field(default_factory=monotonic)
+
+    def whole(self, answers: Sequence[Generation]) -> Json:
+        """All in one piece."""
+        answer = answers[0]
+        tokens = answer.records[len(answer.thoughts) :]
+        said = self._piece(answer.content, answer.reasoning, answer.tool_calls, tokens)
+        return said | self._ended(answer)
+
+    def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
+        """A piece of the thoughts or of the text; calls come whole, at the end."""
+        tokens = record.tokens[len(record.thoughts) :]
+        return [self._piece(record.content, record.reasoning, tokens=tokens)]
+
+    def end(self, answer: Generation) -> list[Json]:
+        """The calls, why it ended, and what it cost."""
+        calls = [self._piece(calls=answer.tool_calls)] if answer.tool_calls else []
+        return [*calls, self._piece() | self._ended(answer)]
+
+    def failed(self, problem: Problem) -> Json:
+        """In the shape of Ollama's errors."""
+        return problem.to_json("/api/")
+
+    def line(self, event: Mapping[str, Any]) -> str:
+        """A line; in ASCII, since some clients take U+2028 for the end of one."""
+        return f"{json.dumps(event)}\n"
+
+    def comment(self, text: str) -> str:
+        """An empty piece: lines of JSON have no comments."""
+        return self.line(self._piece())
+
+    def nothing(self, reason: str) -> Json:
+        """The whole answer where nothing was asked."""
+        return self._piece() | {"done": True, "done_reason": reason}
+
+    def _piece(
+        self,
+        content: str = "",
+        thinking: str = "",
+        calls: Sequence[ToolCall] = (),
+        tokens: Sequence[TokenRecord] = (),
+    ) -> Json:
+        thought = {"thinking": thinking} if thinking else {}
+        called = {"tool_calls": [_called(at, call) for at, call in enumerate(calls)]} if calls else {}
+        said: Json = {"response": content, **thought}
+        if not self.is_text:
+            said = {"message": {"role": "assistant", "content": content, **thought, **called}}
+        scores = {"logprobs": self._scores(tokens)} if self.logprobs and tokens else {}
+        return {"model": self.model, "created_at": _at(datetime.now(UTC)), **said, "done": False, **scores}
+
+    def _ended(self, answer: Generation) -> Json:
+        stats, total = answer.stats, monotonic() - self.began
+        load = self.loaded - self.began
+        return {
+            "done": True,
+            "done_reason": "stop" if answer.finish_reason in ("stop", "tool_calls") else "length",
+            **_durations(total=total, load=load, prompt_eval=stats.ttft_s, eval=stats.decode_s),
+            "prompt_eval_count": stats.prompt_tokens,
+            "eval_count": len(answer.tokens),
+            "edgespec": self._extension(answer),
+        }
+
+
+def _called(at: int, call: ToolCall) -> Json:
+    return {"id": call.id, "function": {"index": at, "name": call.name, "arguments": call.arguments}}
+
+
+def _durations(**seconds: float) -> dict[str, int]:
+    """In nanoseconds."""
+    return {f"{name}_duration": round(1e9 * each) for name, each in seconds.items()}
+
+
+def _at(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
+
+
+class Ollama:
+    """The paths below ``/api``; ``completions`` asks the models."""
+
+    def __init__(self, completions: Completions, models: Models) -> None:
+        self._completions, self._models = completions, models
+        self._since = _at(datetime.now(UTC))
+        self._shown = dict[str, Json]()  # what was seen of each model that was loaded
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /api/chat``."""
+        began = monotonic()
+        body = await self._completions.read(OllamaChatBody, request)
+        form = partial(OllamaAnswer, began=began, logprobs=body.logprobs)
+        if not body.messages:
+            return await self._nothing(request, body, form)
+        return await self._completions.converse(request, body.chat(), form, words=body.words)
+
+    async def generate(self, request: Request) -> Response:
+        """``POST /api/generate``."""
+        began = monotonic()
+        body = await self._completions.read(GenerateBody, request)
+        form = partial(OllamaAnswer, began=began, is_text=True, logprobs=body.logprobs)
+        if not body.prompt and not body.suffix:
+            return await self._nothing(request, body, form)
+        chat = body.chat()
+        if body.raw or body.suffix:
+            return await self._completions.respond(request, chat, body.asks, form, chat.words() | body.words)
+        return await self._completions.converse(request, chat, form, words=body.words)
+
+    async def _nothing(self, request: Request, body: _Body, form: "partial[OllamaAnswer]") -> Response:
+        """Load the model, or unload it as soon as nobody uses it."""
+        name = _name(body.model)
+        if body.unloads:
+            self._completions.check_name(name)
+            self._models.unload(name)
+        else:
+            await self._completions.model(request, name)
+        return JSONResponse(form(name, None, 0.0).nothing("unload" if body.unloads else "load"))
+
+    async def embed(self, request: Request) -> Response:
+        """``POST /api/embed``, and ``/api/embeddings``, which older clients ask for the vector of a text."""
+        began = monotonic()
+        body = await self._completions.read(EmbedBody, request)
+        name, texts = _name(body.model), body.input or body.prompt
+        await self._completions.model(request, name)
+        rows, read, loaded = iter(list[list[float]]()), 0, monotonic()
+        if texts:
+            asked = EmbeddingBody(model=name, input=texts, dimensions=body.dimensions)
+            found = await self._completions.vectors(request, asked)
+            rows, read = (row.tolist() for row in found.vectors), sum(found.tokens)
+        if request.url.path == "/api/embeddings":
+            return JSONResponse({"embedding": next(rows, [])})
+        cost = _durations(total=monotonic() - began, load=loaded - began) | {"prompt_eval_count": read}
+        written = partial(with_rows, {"model": name, **cost}, "embeddings", rows)
+        return Response(await asyncio.to_thread(written), media_type="application/json")
+
+    async def tags(self, _: Request) -> Response:
+        """``GET /api/tags``."""
+        listed = [self._listed(name) | {"modified_at": self._since} for name in self._models.names]
+        return JSONResponse({"models": listed})
+
+    async def ps(self, _: Request) -> Response:
+        """``GET /api/ps``."""
+        return JSONResponse({"models": [self._running(*each) for each in self._models.loaded.items()]})
+
+    async def show(self, request: Request) -> Response:
+        """``POST /api/show``; a model that was never loaded is, for only then is known what it can."""
+        body = await self._completions.read(ShowBody, request)
+        name = _name(body.model or body.name)
+        self._completions.check_name(name)
+        if not self._seen(name):
+            await self._completions.model(request, name)
+        seen = self._seen(name)
+        shown = {name: seen[name] for name in ("template", "details", "model_info", "capabilities")}
+        return JSONResponse({"parameters": "", **shown, "modified_at": self._since})
+
+    async def version(self, _: Request) -> Response:
+        """``GET /api/version``."""
+        return JSONResponse({"version": VERSION})
+
+    async def elsewhere(self, request: Request) -> Response:
+        """What changes the models that there are."""
+        what = request.url.path.split("/")[2]
+        raise Problem(501, f"/api/{what} is not for a server that runs; {INSTEAD[what]}", "not_implemented")
+
+    def _seen(self, name: str) -> Json:
+        """What was seen of a model when it was loaded; empty where it never was."""
+        if (model := self._models.loaded.get(name)) is not None:
+            self._shown[name] = _facts(name, model)
+        return self._shown.get(name, {})
+
+    def _listed(self, name: str) -> Json:
+        unseen = {"size": 0, "digest": _digest(name), "details": _details("", 0), "capabilities": []}
+        tagged, seen = f"{name}:latest", self._seen(name)
+        return {"name": tagged, "model": tagged} | {key: seen.get(key, unseen[key]) for key in unseen}
+
+    def _running(self, name: str, model: Model) -> Json:
+        listed, keep = self._listed(name), self._models.kept_s(name)
+        until = datetime.now(UTC) + (_FOREVER if keep is None else timedelta(seconds=keep))
+        size = self._models.memory_bytes.get(name, listed["size"])
+        return listed | {
+            "size": size,
+            "size_vram": size if model.placement.device.kind.hardware == "GPU" else 0,
+            "context_length": model.target.config.context_length,
+            "expires_at": _at(until),
+        }
+
+
+def _facts(name: str, model: Model) -> Json:
+    """What Ollama's clients want to know of a model."""
+    bundle, manifest, config = model.target, model.target.manifest, model.target.config
+    weights, formats = manifest.parameters_per_pass, Counter(manifest.formats)
+    may = {"tools": calls_tools(bundle), "thinking": model.thinks, "insert": fills(bundle)}
+    answers = ["completion", *(name for name, known in may.items() if known)]
+    family, template = config.architecture, bundle.chat_template.source if bundle.chat_template else ""
+    return {
+        "size": sum(file.size_bytes for file in manifest.files.values()),
+        "digest": _digest(bundle.digest, template),
+        "details": _details(family, weights, *(form for form, _ in formats.most_common(1))),
+        "capabilities": ["embedding"] if bundle.embeds else answers,
+        "template": template,
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": name,
+            "general.parameter_count": weights,
+            f"{family}.context_length": config.context_length,
+        },
+    }
+
+
+def _digest(*parts: str) -> str:
+    """What tells models apart; clients keep by it what a model can."""
+    return sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _details(family: str, weights: int, form: str = "") -> Json:
+    size = f"{weights / 1e9:.1f}B" if weights >= 1e9 else f"{weights / 1e6:.0f}M"
+    return {
+        "parent_model": "",
+        "format": "onnx",
+        "family": family,
+        "families": [family],
+        "parameter_size": size if weights else "",
+        "quantization_level": form,
+    }
