@@ -40,8 +40,9 @@ TASK = {
 AI_SDK = ("npm", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic")
 LANGCHAIN = ("pip", "langchain-openai", "langchain-anthropic")
 PYDANTIC = ("pip", "pydantic-ai-slim[openai,anthropic]")
-CHAT, RESPONSES, MESSAGES = "Chat Completions", "Responses", "Messages"
+CHAT, RESPONSES, MESSAGES, OLLAMA = "Chat Completions", "Responses", "Messages", "Ollama"
 TOOL, FILE = "calls a tool, and is asked on", "reads a file, and is asked on"
+EDITS = "writes a file, then edits it"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,12 @@ CLIENTS = (
     Client("AI SDK, openai.chat", CHAT, AI_SDK, "ai_sdk.mjs", "chat"),
     Client("AI SDK, openai-compatible", CHAT, AI_SDK, "ai_sdk.mjs", "compatible"),
     Client("AI SDK, anthropic", MESSAGES, AI_SDK, "ai_sdk.mjs", "anthropic"),
-    Client("aider", CHAT, ("pip", "aider-chat"), "aider_edit.py", "openai", "writes a file, then edits it"),
+    Client("aider", CHAT, ("pip", "aider-chat"), "aider_edit.py", "openai", EDITS),
+    Client("ollama", OLLAMA, ("pip", "ollama"), "ollama_chat.py"),
+    Client("ollama, JavaScript", OLLAMA, ("npm", "ollama"), "ollama_chat.mjs"),
+    Client("langchain-ollama", OLLAMA, ("pip", "langchain-ollama"), "langchain_tools.py", "ollama"),
+    Client("litellm Ollama", OLLAMA, ("pip", "litellm"), "litellm_tools.py", "ollama_chat"),
+    Client("aider Ollama", OLLAMA, ("pip", "aider-chat"), "aider_edit.py", "ollama_chat", EDITS),
     Client("opencode", CHAT, ("npm", "opencode-ai"), "opencode.py", task=FILE, minutes=20),
     Client("Codex", RESPONSES, ("npm", "@openai/codex"), "codex.py", task=FILE, minutes=20),
     Client(

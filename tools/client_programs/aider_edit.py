@@ -1,4 +1,7 @@
-"""aider writes a function into a file, then renames it. The argument is the API: openai or anthropic."""
+"""aider writes a function into a file, then renames it.
+
+The argument is the provider: openai, anthropic or ollama_chat.
+"""
 
 import os
 import sys
@@ -14,6 +17,7 @@ os.environ.update(
     OPENAI_API_BASE=f"{URL}/v1",
     OPENAI_API_KEY="none",
     ANTHROPIC_API_BASE=URL,
+    OLLAMA_API_BASE=URL,
     ANTHROPIC_API_KEY="none",
 )
 ask = (

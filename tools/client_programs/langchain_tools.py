@@ -1,4 +1,4 @@
-"""langchain: a model with a tool, streamed. The argument is the API: chat, responses or messages."""
+"""langchain: a model with a tool, streamed. The argument is the API: chat, responses, messages or ollama."""
 
 import sys
 from typing import Any
@@ -16,6 +16,10 @@ def model_of(api: str) -> BaseChatModel:
         from langchain_anthropic import ChatAnthropic
 
         return ChatAnthropic(model=MODEL, base_url=URL, api_key="none", max_retries=0, max_tokens=300)
+    if api == "ollama":
+        from langchain_ollama import ChatOllama
+
+        return ChatOllama(model=MODEL, base_url=URL, num_predict=300)
     from langchain_openai import ChatOpenAI
 
     responses = api == "responses"

@@ -1,4 +1,7 @@
-"""litellm. The argument is the provider before the model's name: openai, hosted_vllm or anthropic."""
+"""litellm.
+
+The argument is the provider before the model's name: openai, hosted_vllm, anthropic or ollama_chat.
+"""
 
 import json
 import os
@@ -12,7 +15,7 @@ from task import DESCRIPTION, FIRST, INSTRUCTIONS, MODEL, PARAMETERS, SECOND, UR
 
 litellm.suppress_debug_info = True
 provider = sys.argv[1]
-base = URL if provider == "anthropic" else f"{URL}/v1"
+base = URL if provider in ("anthropic", "ollama_chat") else f"{URL}/v1"
 function = {"name": "stock_level", "description": DESCRIPTION, "parameters": PARAMETERS}
 messages: list[Any] = [{"role": "system", "content": INSTRUCTIONS}]
 
