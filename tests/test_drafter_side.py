@@ -104,7 +104,7 @@ def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> N
 def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     side, offered, prompt = _side(), list[Sequence[int]](), [300, 20, 310]
     kept = cast(Any, side.bundle).head_tokens = np.arange(200, dtype=np.int32)
-    cast(Any, side.session).offer = offered.append
+    cast(Any, side.session.model).offer = offered.append
     model = cast(ModelDrafter, _begin(side, prompt)[0])
     assert model.ends == (EOS,)
     assert offered == [context_tokens(prompt, side.bundle.tokenizer, kept)]
