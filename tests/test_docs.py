@@ -11,6 +11,7 @@ from typing import Any, cast
 from xml.etree import ElementTree
 
 import anthropic
+import ollama
 import openai
 import pytest
 from typer.core import TyperGroup
@@ -121,12 +122,14 @@ def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both clients ask a server with such a model, wherever they are told to ask."""
+    """All clients ask a server with such a model, wherever they are told to ask."""
     with _load("qwen2.5-coder-1.5b-instruct") as model, serving(model) as url, ExitStack() as clients:
         for made, name, base in ((openai, "OpenAI", f"{url}/v1"), (anthropic, "Anthropic", url)):
             ask = partial(getattr(made, name), base_url=base, api_key="none")
             # Left to the garbage collector, their sockets fail whichever test runs then.
             monkeypatch.setattr(made, name, lambda ask=ask, **_: clients.enter_context(ask()))
+        ask = partial(ollama.Client, url)
+        monkeypatch.setattr(ollama, "Client", lambda _: clients.enter_context(ask()))
         yield
 
 
