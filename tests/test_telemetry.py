@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 import_module(sys.argv[1])
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_runtimes.cpu import open_cpu
 open_cpu(Bundle(Path(sys.argv[2]))).predict([1, 2])
 """
 
