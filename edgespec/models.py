@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from threading import Condition, Thread, get_ident
+from threading import TIMEOUT_MAX, Condition, Thread, get_ident
 from time import monotonic
 from typing import Annotated, Any, Self
 
@@ -176,7 +176,7 @@ class Models:
         while not self._closed:
             with self._changed:
                 asked, due = self._waiting(set(self.names) - self._models.keys()), self._due()
-                left = max(0.0, due[0][0] - monotonic()) if due else None
+                left = min(max(0.0, due[0][0] - monotonic()), TIMEOUT_MAX) if due else None
                 if not asked and left != 0 and not self._closed:
                     self._changed.wait(left)
                     continue

@@ -152,6 +152,14 @@ def test_idle_models_are_unloaded_in_their_time(house: House) -> None:
         assert set(models.loaded) == {"a"}
 
 
+def test_any_time_may_be_named(house: House) -> None:
+    with Models({"a": "a"}, keep=1e15) as models:  # longer than a thread can wait
+        take(models, "a")
+        assert 1e14 < (models.kept_s("a") or 0) <= 1e15
+        models.unload("a")
+        until(lambda: not models.loaded)
+
+
 def test_a_model_is_unloaded_on_request_as_soon_as_nobody_uses_it(house: House) -> None:
     with Models({name: name for name in "ab"}) as models:
         take(models, "a")
