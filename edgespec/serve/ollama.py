@@ -50,9 +50,6 @@ def _empty(reason: str) -> Limit:
     return Limit(lambda value: not value, f"that is empty: {reason}")
 
 
-_Images = Annotated[Sequence[Any], _empty("no model here sees images")]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Sampling):
     """``options``; what they say of memory and threads changes no answer."""
@@ -145,13 +142,11 @@ class GenerateBody(_Body):
     # nothing else: it would change the answer
     template: Annotated[str, _empty("the model's own is used, and none with raw")] = ""
     context: Annotated[Sequence[int], _empty("/api/chat takes a conversation")] = ()
-    images: _Images = ()
+    images: Annotated[Sequence[Any], _empty("no model here sees images")] = ()
 
     def __post_init__(self) -> None:
-        if self.raw and (self.suffix or self.system):
-            raise RequestError("raw is true, with suffix or system; write all into prompt, or leave out raw")
-        if self.suffix and self.system:
-            raise RequestError("suffix stands beside system, which no fill has; leave out one of them")
+        if sum(map(bool, (self.raw, self.suffix, self.system))) > 1:
+            raise RequestError("raw, suffix and system are for prompts of three kinds; give one of them")
 
     @property
     def is_chat(self) -> bool:
@@ -227,13 +222,16 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
         if role == "tool":
             id_ = message.get("tool_call_id") or next(calls, {}).get("id")
             messages[-1] |= {"tool_call_id": id_, "name": message.get("tool_name")}
-        for n, call in enumerate(message.get("tool_calls") or ()):
+        tool_calls = message.get("tool_calls") or ()
+        if not isinstance(tool_calls, list | tuple):
+            raise RequestError(f"{where}.tool_calls is {shown(tool_calls)}; allowed: a list of calls")
+        for n, call in enumerate(tool_calls):
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping):
                 raise RequestError(
                     f"{where}.tool_calls[{n}] is {shown(call)}; allowed: one with a 'function'"
                 )
-            id_ = call.get("id") or f"call{at:03}{n:02}"  # Mistral's templates want nine letters and digits
+            id_ = call.get("id") or f"{at:06}{n:03}"  # Mistral's templates want nine letters and digits
             add_call(messages, id_, function.get("name"), function.get("arguments"))
             calls = iter(messages[-1]["tool_calls"])
     return messages
