@@ -386,7 +386,12 @@ def test_times_far_away_are_named(tmp_path: Path) -> None:
 
 def test_vectors_are_the_models(shelves: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, uses, use = ["def add(a, b):", "the quick brown fox"], list[str](), shelves.use_async
-    monkeypatch.setattr(shelves, "use_async", lambda name, **more: (uses.append(name), use(name, **more))[1])
+
+    def counted(name: str, **more: Any) -> Any:
+        uses.append(name)
+        return use(name, **more)
+
+    monkeypatch.setattr(shelves, "use_async", counted)
     with serving_models(shelves) as url:
         empty = ask(url, "/api/embed", {"model": "embeds", "input": []}).json
         assert empty["embeddings"] == [] and set(shelves.loaded) == {"embeds"}
