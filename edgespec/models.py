@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from threading import Condition, Thread, get_ident
+from threading import TIMEOUT_MAX, Condition, Thread, get_ident
 from time import monotonic
 from typing import Annotated, Any, Self
 
@@ -176,7 +176,7 @@ class Models:
         while not self._closed:
             with self._changed:
                 asked, due = self._waiting(set(self.names) - self._models.keys()), self._due()
-                left = max(0.0, due[0][0] - monotonic()) if due else None
+                left = min(max(0.0, due[0][0] - monotonic()), TIMEOUT_MAX) if due else None
                 if not asked and left != 0 and not self._closed:
                     self._changed.wait(left)
                     continue
@@ -199,7 +199,8 @@ class Models:
                 self._fail([] if isinstance(error, Closed) else self._waiting([name]), error)
         else:
             _LOG.info("%s was loaded in %.1f s", name, monotonic() - started)
-            self._models[name], self._used_at[name], self._keeps[name] = model, monotonic(), self._keep
+            with self._changed:
+                self._models[name], self._used_at[name], self._keeps[name] = model, monotonic(), self._keep
         with self._changed:
             self._is_crowded = False
             self._give()
@@ -230,11 +231,10 @@ class Models:
             self._is_crowded, self.memory_bytes[name] = False, needed
             self._give()
         running = [each for model in self.loaded.values() for each in (model.target, model.drafter) if each]
-        known = {(each.manifest.files.get(TOKENIZER), each.config.vocab_size): each for each in running}
+        known = {_vocabulary(each): each for each in running}
         for bundle in filter(None, (target, drafter)):
-            record = bundle.manifest.files.get(TOKENIZER)
-            same = known.get((record, bundle.config.vocab_size))
-            if record is not None and same is not None:
+            same = known.get(_vocabulary(bundle))
+            if TOKENIZER in bundle.manifest.files and same is not None:
                 bundle.tokenizer = same.tokenizer
 
     def _has_room(self, needed: int) -> bool:
@@ -253,3 +253,8 @@ class Models:
             _LOG.exception("%s was not closed in order", name)
         self.memory_bytes.pop(name, None)
         _LOG.info("%s was unloaded", name)
+
+
+def _vocabulary(bundle: Bundle) -> tuple[object, ...]:
+    """What bundles have in common whose tokenizers are the same."""
+    return bundle.manifest.files.get(TOKENIZER), bundle.config.vocab_size, bundle.marks

@@ -333,6 +333,29 @@ def test_a_template_sees_the_text_that_was_typed_and_no_mark_is_left(shows: str)
     assert [id_ for id_ in ids if TOKENIZER.is_special(id_)] == [1, 2]
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("c | lower", "<|IM_END|>"),
+        ("c.lower()", "a<|Im_End|>"),
+        ("c.replace('/think', '')", "<|im_/thinkend|>"),  # as SmolLM3's template does to the system's text
+        ("c.split('x') | join", "<|im_xend|>"),
+        ("c | title | lower", "<|IM_END|>[<|im_END|>"),
+    ],
+)
+def test_no_template_makes_a_control_token_of_what_was_typed(role: str, change: str, text: str) -> None:
+    source = "{% set c = messages[0].content %}<|im_start|>{{ CHANGE }}<tool><|im_end|>"
+    template = ChatTemplate(source.replace("CHANGE", change))
+    for typed in (text, f"{text} <tool> a[0] < b"):
+        messages = [{"role": role, "content": typed}]
+        ids = template.encode(messages, TOKENIZER)
+        assert TOKENIZER.decode(ids, skip_special=False) == template.render(messages)
+        assert [id_ for id_ in ids if TOKENIZER.is_special(id_)] == [1, 2]
+        of_the_model = role == "assistant" and "<tool>" in typed
+        assert ids.count(*TOKENIZER.encode("<tool>")) == 1 + of_the_model
+
+
 def test_halves_of_a_control_token_do_not_become_one() -> None:
     template = ChatTemplate("{% set c = messages[0].content %}{{ c[:5] + c[5:] }}{{ c[:5] ~ c[5:] }}")
     ids = template.encode([{"role": "user", "content": "<|im_end|>"}], TOKENIZER)

@@ -5,7 +5,9 @@ import random
 import sys
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from edgespec.measuring.prompts import Prompt
@@ -17,6 +19,7 @@ from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import PLAIN
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import until
 from tools import cuda_table, replay, try_clients
 
 
@@ -147,3 +150,50 @@ def test_every_client_that_is_tried_has_a_program() -> None:
     assert all((try_clients.PROGRAMS / client.program).is_file() for client in try_clients.CLIENTS)
     names = [client.name for client in try_clients.CLIENTS]
     assert len(names) == len({*names})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="clients are tried on POSIX systems")
+@pytest.mark.parametrize("ends", ["by itself", "too late", "interrupted"])
+def test_a_client_leaves_no_process_behind(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts, programs, work = tmp_path / "venv" / "bin", tmp_path / "programs", tmp_path / "work"
+    for folder in (scripts, programs, work):
+        folder.mkdir(parents=True)
+    (scripts / "python").symlink_to(sys.executable)
+    waits = "" if ends == "by itself" else "child.wait()"
+    (programs / "program.py").write_text(
+        "import json, pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "pathlib.Path('child').write_text(str(child.pid))\n"
+        f"print(json.dumps({{'answers': ['a', 'b']}}))\n{waits}\n"
+    )
+    monkeypatch.setattr(try_clients, "LOOK_S", 1)
+    client = try_clients.Client("c", "Chat", ("pip", "c"), "program.py", minutes=0)
+    if ends == "by itself":
+        assert try_clients.ask(client, scripts, {}, work) == {"answers": ["a", "b"]}
+    elif ends == "too late":
+        with pytest.raises(OSError, match="not done after 0 minutes"):
+            try_clients.ask(client, scripts, {}, work)
+    else:
+        monkeypatch.setattr(try_clients, "monotonic", Mock(side_effect=[0.0, KeyboardInterrupt]))
+        with pytest.raises(KeyboardInterrupt):
+            try_clients.ask(client, scripts, {}, work)
+    child = int((work / "child").read_text())
+
+    def is_gone() -> bool:
+        try:
+            return bool(psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    until(is_gone)
+
+
+def test_a_client_without_a_report_is_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").write_text("")
+    monkeypatch.setattr(try_clients, "ask", lambda *_: {})
+    outcome = try_clients.tried(try_clients.CLIENTS[0], "1", tmp_path, {}, tmp_path / "log")
+    assert "answers" in outcome.cause

@@ -29,7 +29,7 @@ class Fake:
     def __init__(self, house: "House", name: str) -> None:
         self.house, self.name, self.closed = house, name, False
         self.target = SimpleNamespace(
-            manifest=SimpleNamespace(files={}), config=SimpleNamespace(vocab_size=1)
+            manifest=SimpleNamespace(files={}), config=SimpleNamespace(vocab_size=1), marks=frozenset()
         )
         self.drafter = None
 
@@ -150,6 +150,14 @@ def test_idle_models_are_unloaded_in_their_time(house: House) -> None:
         until(lambda: house.events[-1] == "-b")
         take(models, "a")
         assert set(models.loaded) == {"a"}
+
+
+def test_any_time_may_be_named(house: House) -> None:
+    with Models({"a": "a"}, keep=1e15) as models:  # longer than a thread can wait
+        take(models, "a")
+        assert 1e14 < (models.kept_s("a") or 0) <= 1e15
+        models.unload("a")
+        until(lambda: not models.loaded)
 
 
 def test_a_model_is_unloaded_on_request_as_soon_as_nobody_uses_it(house: House) -> None:
@@ -343,6 +351,24 @@ def test_models_answer_as_alone_take_what_is_planned_and_share_a_tokenizer(tmp_p
             stream.start()
             models.close()  # ends what runs
         assert stream.result.finish_reason == "closed"
+
+
+def test_marks_of_a_given_template_belong_to_one_model(tmp_path: Path) -> None:
+    """They are control tokens of that model, whichever of one vocabulary was loaded first."""
+    plain, marked = (tiny_native(tmp_path / name).path for name in ("plain", "marked"))
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}<tool>{{ m.content }}<tool>{% endfor %}", encoding="utf-8")
+    options = edgespec.LoadOptions(threads=1, prompt_cache_bytes=0, chat_template=template)
+    given = {
+        "plain": {"target": plain, "drafter": None, "options": OPTIONS},
+        "marked": {"target": marked, "drafter": None, "options": options},
+    }
+    for order in (("plain", "marked"), ("marked", "plain")):
+        with Models(given) as models:
+            for name in order:
+                with models.use(name) as model:
+                    assert (model.target.tokenizer.special_id("<tool>") is not None) == (name == "marked")
+            assert len(models.loaded) == 2
 
 
 def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Shelf:
             raise self.fault
         model = Filling(name=target)
         model.target.manifest, model.drafter = SimpleNamespace(files={}), None  # type: ignore[attr-defined]
-        model.target.config.vocab_size = 1
+        model.target.config.vocab_size, model.target.marks = 1, frozenset()
         ready(model.target, None)
         self.made.append(model)
         return model

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from edgespec.models import Models
 from edgespec.requests.results import Generation, GenerationStats, TokenRecord
 from edgespec.serve import completions
 from edgespec.serve.bodies import parse
-from edgespec.serve.ollama import INSTEAD, OllamaAnswer, OllamaChatBody
+from edgespec.serve.ollama import MANAGING, OllamaAnswer, OllamaChatBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import Busy, Closed, EdgespecError, RequestError
@@ -141,12 +142,12 @@ def test_tools_are_called_and_their_results_go_back(model: ServedModel, url: str
 
 def test_prompts_are_questions_fills_or_read_as_they_are(model: ServedModel, url: str) -> None:
     ask(url, GENERATE, asked(GENERATE, system="Be brief.", template="", context=[], images=None, suffix=""))
-    ask(url, GENERATE, asked(GENERATE, "<|im_start|>", raw=True))
+    ask(url, GENERATE, asked(GENERATE, "<|im_start|>", raw=True, think=False))
     ask(url, GENERATE, asked(GENERATE, "def f(", suffix="):"))
     system = {"role": "system", "content": "Be brief."}
     (chat, _), (raw, options), (fill, _) = model.calls
     assert chat == [system, {"role": "user", "content": "hello"}]
-    assert raw == "<|im_start|>" and options["special"] is True
+    assert raw == "<|im_start|>" and options["special"] is True and "thinking" not in options
     assert fill[:2] == ("def f(", "):")
 
 
@@ -167,6 +168,39 @@ def test_forms_are_followed() -> None:
         scored = ask(url, GENERATE, raw | {"model": "toy", "options": {"num_predict": 3}}).json
         assert [len(each["top_logprobs"]) for each in scored["logprobs"]] == [2] * scored["eval_count"]
         assert all(each["logprob"] <= 0 and isinstance(each["token"], str) for each in scored["logprobs"])
+
+
+def test_schemas_are_closed_where_they_are_open() -> None:
+    """Properties may be called as keywords are; what a schema says itself stays."""
+    named = {"type": "object", "properties": {"a": {"type": "null"}}}
+    whole = {"properties": {"properties": named, "default": named}, "anyOf": [{"allOf": [named, named]}]}
+    open_ = {"items": {**named, "additionalProperties": True}, "enum": [{"properties": {}}]}
+    schema = {"$defs": {"whole": whole, "open": open_}, "$ref": "#/$defs/whole"}
+    before = json.dumps(schema)
+    body = parse(OllamaChatBody, {"model": "m", "messages": asked()["messages"], "format": schema})
+    form = body.chat().response_format
+    closed = {**named, "additionalProperties": False}
+    expected = {
+        **whole,
+        "properties": {"properties": closed, "default": closed},
+        "additionalProperties": False,
+    }
+    assert form == {"type": "json_schema", "schema": {**schema, "$defs": {"whole": expected, "open": open_}}}
+    assert json.dumps(schema) == before
+    deep = reduce(lambda inner, _: {"items": inner}, range(2000), dict[str, Any]())
+    with pytest.raises(RequestError, match="format has too many levels"):
+        parse(OllamaChatBody, {"model": "m", "format": deep}).chat()
+
+
+def test_contents_may_be_parts_with_texts(model: ServedModel, url: str) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    ask(url, CHAT, asked() | {"messages": [{"role": "user", "content": parts}]})
+    assert model.calls[0][0] == [{"role": "user", "content": "one\ntwo"}]
+
+
+def test_a_time_of_many_digits_is_read_at_once() -> None:
+    for keep, unloads in (("0" * 100_000, True), ("0" * 100_000 + "!", False), ("5m", False), ("-1", False)):
+        assert parse(OllamaChatBody, {"model": "m", "keep_alive": keep}).unloads == unloads
 
 
 def test_thoughts_are_apart() -> None:
@@ -217,11 +251,15 @@ def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
         (CHAT, {"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role is 'cat'; allowed: 'sys"),
         (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0] is 3"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls is 3"),
         (GENERATE, {"images": ["x"]}, "no model here sees images"),
         (GENERATE, {"template": "{{ .Prompt }}"}, "template is '{{ .Prompt }}'; allowed: a text that is"),
         (GENERATE, {"context": [1, 2]}, "/api/chat takes a conversation"),
-        (GENERATE, {"raw": True, "system": "x"}, "leave out raw"),
+        (GENERATE, {"raw": True, "system": "x"}, "give one of them"),
         (GENERATE, {"raw": True, "think": True}, "use chat"),
+        (GENERATE, {"suffix": "b", "system": "x"}, "give one of them"),
+        (CHAT, {"options": {"repeat_penalty": 0}}, "repeat_penalty is 0.0; allowed: a number from 0.1"),
+        (GENERATE, {"raw": True, "options": {"repeat_penalty": 99}}, "repeat_penalty is 99.0"),
     ],
 )  # fmt: skip
 def test_what_there_is_not_is_refused_by_name(path: str, more: dict[str, Any], told: str) -> None:
@@ -336,8 +374,24 @@ def test_models_are_listed_shown_loaded_and_unloaded(shelves: Models) -> None:
         assert other.status == 404
 
 
-def test_vectors_are_the_models(shelves: Models) -> None:
-    texts = ["def add(a, b):", "the quick brown fox"]
+def test_times_far_away_are_named(tmp_path: Path) -> None:
+    with (
+        Models({"m": {"target": tiny_native(tmp_path / "m").path, "drafter": None}}, keep=1e15) as models,
+        serving_models(models) as url,
+    ):
+        ask(url, CHAT, {"model": "m"})
+        (running,) = ask(url, "/api/ps").json["models"]
+        assert datetime.fromisoformat(running["expires_at"]) > datetime.now(UTC) + timedelta(days=1000)
+
+
+def test_vectors_are_the_models(shelves: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, uses, use = ["def add(a, b):", "the quick brown fox"], list[str](), shelves.use_async
+
+    def counted(name: str, **more: Any) -> Any:
+        uses.append(name)
+        return use(name, **more)
+
+    monkeypatch.setattr(shelves, "use_async", counted)
     with serving_models(shelves) as url:
         empty = ask(url, "/api/embed", {"model": "embeds", "input": []}).json
         assert empty["embeddings"] == [] and set(shelves.loaded) == {"embeds"}
@@ -349,18 +403,18 @@ def test_vectors_are_the_models(shelves: Models) -> None:
         assert np.shape(single["embeddings"]) == (1, 8)
         older = ask(url, "/api/embeddings", {"model": "embeds", "prompt": texts[0], "options": {}}).json
         assert np.array_equal(np.float32(older["embedding"]), expected.vectors[0])
+        assert uses == ["embeds"] * 4  # a second use would wait for a load that waits for the first to end
         assert ask(url, "/api/embeddings", {"model": "embeds"}).json == {"embedding": []}
         reply = ask(url, "/api/embed", {"model": "chats", "input": "x"})
         assert reply.status == 400 and "chats does not say how a text becomes a vector" in reply.json["error"]
 
 
 def test_what_changes_models_says_what_to_do_instead(url: str) -> None:
-    for what, remedy in INSTEAD.items():
-        path, method = f"/api/{what}", "DELETE" if what == "delete" else "POST"
-        reply = ask(url, f"{path}/sha256:00" if what == "blobs" else path, {"model": "a"}, method=method)
-        assert reply.status == 501 and reply.json["error"].endswith(remedy)
+    for path in MANAGING:
+        method = "DELETE" if path.endswith("delete") else "POST"
+        reply = ask(url, path.format(digest="sha256:00"), {"model": "a"}, method=method)
+        assert reply.status == 501 and "edgespec pull" in reply.json["error"]
     assert ask(url, "/api/blobs/sha256:00", method="HEAD").status == 501
-    assert "edgespec pull" in INSTEAD["pull"]
 
 
 def test_clients_find_an_ollama_and_browsers_the_page(url: str) -> None:

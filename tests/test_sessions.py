@@ -207,6 +207,21 @@ def test_ctrl_c_leaves_nothing_loaded_and_nothing_kept(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edgespec-load")]
 
 
+def test_a_template_that_is_given_leaves_a_pair_its_vocabulary(
+    bundles: Bundles, measured: list[int], tmp_path: Path
+) -> None:
+    """Its marks are control tokens of the target alone; drafts are of the same ids."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}<tool>{{ m.content }}<tool>{% endfor %}", encoding="utf-8")
+    target = Bundle(bundles["target"].path)
+    target.use_template(template)
+    assert target.tokenizer.special_id("<tool>") is not None
+    pair = open_pair(target, bundles["drafter"], OPTIONS)
+    assert pair.drafter is not None and pair.same_vocabulary
+    pair.target.session.close()
+    pair.drafter.session.close()
+
+
 def test_the_target_loads_while_the_drafter_does(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)
 

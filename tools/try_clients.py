@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -184,15 +185,19 @@ def ask(client: Client, scripts: Path, task: Mapping[str, str], work: Path) -> M
             command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
             start_new_session=True,
         )  # fmt: skip
-        while process.poll() is None:
-            try:
-                process.wait(LOOK_S)
-            except subprocess.TimeoutExpired:
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_S)
+                    break
                 seconds = monotonic() - began
                 print(f"  {client.name}: {seconds:.0f} s of {client.minutes * 60:.0f}", file=sys.stderr)
                 if seconds > client.minutes * 60:
-                    os.killpg(process.pid, 9)
-                    raise OSError(f"not done after {client.minutes:g} minutes") from None
+                    raise OSError(f"not done after {client.minutes:g} minutes")
+        finally:
+            with suppress(ProcessLookupError):  # also what it left running, and after Ctrl-C
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         out.seek(0)
         errors.seek(0)
         if process.returncode:
@@ -223,7 +228,7 @@ def tried(client: Client, version: str, scripts: Path, task: Mapping[str, str], 
         try:
             report = ask(client, scripts, {**task, "PIECES": pieces}, Path(work))
             answers, cause = tuple(report["answers"]), cause_of(report, pieces)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError) as error:  # also where the report is none
             cause = str(error)
     seconds = monotonic() - began
     if cause and (refused := re.findall(r"(?:POST|GET) \S+ [45]\d\d .*", log.read_text()[before:])):

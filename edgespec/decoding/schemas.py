@@ -94,7 +94,7 @@ class PreparedSchema:
         self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
         self.unheld = list[Unheld]()
         is_short = len(text) <= LONGEST  # others are refused anyway
-        held = _copied(self._schema, "#", self._held) if is_short else self._schema
+        held = rewritten(self._schema, "#", self._held) if is_short else self._schema
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
         options = self.grammar.get("x-guidance", SPACING)
         if root != "#":
@@ -105,7 +105,7 @@ class PreparedSchema:
         """Note what llguidance said that it leaves out."""
         for warning in warnings:
             if warning.startswith("oneOf"):
-                _copied(self._schema, "#", self._note_one_of)
+                rewritten(self._schema, "#", self._note_one_of)
             elif not warning.startswith("Unknown format"):  # formats are annotations
                 self.unheld.append(Unheld("#", warning))
 
@@ -204,18 +204,18 @@ def escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _copied(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> Any:
+def rewritten(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> Any:
     """A copy with what ``change`` makes of each schema that is part of it; what negates or decides stays."""
     if not isinstance(schema, dict):
         return schema
     copy = dict(schema)
     for key, value in schema.items():
         if key in _TABLES and isinstance(value, dict):
-            copy[key] = {k: _copied(v, f"{place}/{key}/{escaped(k)}", change) for k, v in value.items()}
+            copy[key] = {k: rewritten(v, f"{place}/{key}/{escaped(k)}", change) for k, v in value.items()}
         elif key in _LISTS and isinstance(value, list):
-            copy[key] = [_copied(each, f"{place}/{key}/{at}", change) for at, each in enumerate(value)]
+            copy[key] = [rewritten(each, f"{place}/{key}/{at}", change) for at, each in enumerate(value)]
         elif key in _WITHIN:
-            copy[key] = _copied(value, f"{place}/{key}", change)
+            copy[key] = rewritten(value, f"{place}/{key}", change)
     return change(copy, place)
 
 

@@ -232,8 +232,8 @@ def open_pair(
             if drafter is not None:
                 faster = replace(options, exact_rows=False)
                 opening.append(pool.submit(_open, drafter, faster, opened, placements[1]))
-            own = target.tokenizer
-            same = drafter is not None and drafter.tokenizer.matches(own)
+            own, marks = target.tokenizer, target.marks  # special in the target alone: drafts are ids
+            same = drafter is not None and drafter.tokenizer.with_special(marks).matches(own)
             timed = [each.result() for each in opening]
         # Only now, when nothing else runs, do passes take their own time.
         drafting = None if drafter is None else timed[1](_DRAFTER_ROWS)

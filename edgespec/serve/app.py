@@ -23,7 +23,7 @@ from edgespec.serve.bodies import ForgetBody, read_body
 from edgespec.serve.completions import Completions, described
 from edgespec.serve.messages import Messages
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
-from edgespec.serve.ollama import INSTEAD, Ollama
+from edgespec.serve.ollama import MANAGING, Ollama
 from edgespec.serve.options import ServeOptions, origin_pattern
 from edgespec.serve.problems import Problem, on_http_exception, on_problem
 from edgespec.serve.responses import Responses
@@ -87,8 +87,7 @@ class App:
             Route("/api/tags", ollama.tags),
             Route("/api/ps", ollama.ps),
             Route("/api/version", ollama.version),
-            Route("/api/blobs/{digest}", ollama.elsewhere, methods=["POST", "HEAD"]),
-            *(Route(f"/api/{what}", ollama.elsewhere, methods=["POST", "DELETE"]) for what in INSTEAD),
+            *(Route(path, ollama.manage, methods=["POST", "DELETE", "HEAD"]) for path in MANAGING),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/health", self._health),

@@ -116,6 +116,11 @@ class _Common(Body):
         known = RequestOptions.__annotations__.keys() & given.keys()
         return cast(RequestOptions, {name: given[name] for name in known if given[name] is not None})
 
+    def words(self) -> dict[str, str]:
+        """The client's names of options, by those that errors of a model have."""
+        is_short = self.repetition_penalty is None and self.repeat_penalty is not None
+        return {"repetition_penalty": "repeat_penalty"} if is_short else {}
+
     def _in_other_words(self) -> dict[str, Any]:
         """Options that are called, or said, in another way here."""
         biases = None if self.logit_bias is None else _by_token(self.logit_bias)
@@ -165,7 +170,7 @@ class ChatBody(_Common):
         """The client's names of options, by those that errors of a model have."""
         name = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
         thinking = {f"thinking is {self._thinking()}": f"{name} is {shown(getattr(self, name))}"}
-        return thinking | {"template_args": "chat_template_kwargs"}
+        return _Common.words(self) | thinking | {"template_args": "chat_template_kwargs"}
 
     def _thinking(self) -> bool | int | None:
         """Whether the model is to think, or for how many tokens; a number goes before an effort."""

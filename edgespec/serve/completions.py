@@ -78,13 +78,12 @@ class Completions:
     async def embed(self, request: Request) -> Response:
         """``POST /v1/embeddings``."""
         body = await self.read(EmbeddingBody, request)
-        found = await self.vectors(request, body)
+        found = await self.vectors(request, body, *await self.model(request, body.model))
         written = partial(vectors_json, found, body.model, base64=body.encoding_format == "base64")
         return Response(await asyncio.to_thread(written), media_type="application/json")
 
-    async def vectors(self, request: Request, body: EmbeddingBody) -> Embeddings:
-        """The vectors of the texts of a body."""
-        model, left_s = await self.model(request, body.model)
+    async def vectors(self, request: Request, body: EmbeddingBody, model: Model, left_s: float) -> Embeddings:
+        """The vectors of the texts of a body, by a model that the request uses, within seconds."""
         asked = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
             found = await _while_connected(request, asked(body.texts(), timeout=left_s))
@@ -119,7 +118,7 @@ class Completions:
         Errors name fields in ``words`` of the endpoint instead of a chat's. With ``may_think`` a model that
         does not think answers without thoughts, instead of refusing to.
         """
-        messages, words = body.conversation(), {**body.words(), **words}
+        messages = body.conversation()
 
         def asks(model: Model) -> Sequence[Ask]:
             def ask(**options: Unpack[RequestOptions]) -> Stream:
@@ -177,6 +176,7 @@ class Completions:
     ) -> Response:
         """Answer what ``asks`` ask of a model, with the options of ``body``, in the form of an endpoint."""
         options = cast(RequestOptions, {"max_new_tokens": self._options.max_new_tokens, **body.options()})
+        words = {**body.words(), **words}
         if body.stream:
             load = partial(self._use, request, body.model)
             events = _EventStream(count_of(request), body, load, asks, form, options, words)

@@ -1,11 +1,11 @@
-"""``/api``, Ollama's API: its words for what a chat is asked, and lines of JSON where others have events."""
+"""``/api``, Ollama's API: its names of what others have too, and lines of JSON where others have events."""
 
 import asyncio
 import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from edgespec.decoding.schemas import rewritten
 from edgespec.engine import Model
 from edgespec.models import Models
 from edgespec.requests.fill import fills
@@ -39,25 +40,14 @@ _WORDS = {
     "shows no tools": "does not support tools",  # for which clients look
     "does not think": "does not support thinking",
 }
-_AS_THEY_ARE = ("allOf", "not", "if", "const", "enum", "default", "examples")  # parts of schemas
-_NO_TIME = re.compile(r"(0+(\.0*)?[a-z]*)+")
-_FOREVER = timedelta(days=200 * 365)
-INSTEAD = {
-    "pull": "run 'edgespec pull NAME', then 'edgespec serve NAME'",
-    "push": "models stay on this machine",
-    "create": "'edgespec export' makes models of files, and 'edgespec serve FILE' serves them",
-    "copy": "a model is called as its file or folder; serve it from a copy",
-    "delete": "stop naming it to 'edgespec serve'; 'edgespec cache clear' deletes what is kept",
-    "blobs": "'edgespec serve FILE' serves a file",
-}
-"""What to do instead of asking these paths."""
+_NO_TIME = re.compile(r"0[0.a-z]*")
+_FOREVER_S = 200 * 365 * 86400.0
+MANAGING = (*(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete")), "/api/blobs/{digest}")
+"""Paths of what changes models, which a server does not."""
 
 
 def _empty(reason: str) -> Limit:
     return Limit(lambda value: not value, f"that is empty: {reason}")
-
-
-_Images = Annotated[Sequence[Any], _empty("no model here sees images")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,19 +142,25 @@ class GenerateBody(_Body):
     # nothing else: it would change the answer
     template: Annotated[str, _empty("the model's own is used, and none with raw")] = ""
     context: Annotated[Sequence[int], _empty("/api/chat takes a conversation")] = ()
-    images: _Images = ()
+    images: Annotated[Sequence[Any], _empty("no model here sees images")] = ()
 
     def __post_init__(self) -> None:
-        if self.raw and (self.suffix or self.system):
-            raise RequestError("raw is true, with suffix or system; write all into prompt, or leave out raw")
+        if sum(map(bool, (self.raw, self.suffix, self.system))) > 1:
+            raise RequestError("raw, suffix and system are for prompts of three kinds; give one of them")
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a question."""
+        return not (self.raw or self.suffix)
 
     def chat(self) -> ChatBody:
         """The same request as a chat, of which a prompt as it is, or a fill, has the options."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.about([*system, {"role": "user", "content": self.prompt}])
+        chat = self.about([*system, {"role": "user", "content": self.prompt}])
+        return chat if self.is_chat or self.think else replace(chat, reasoning_effort=None)
 
     def asks(self, model: Model) -> Sequence[Ask]:
-        """What is asked of the model where it is no chat."""
+        """The model's method and the prompt where that is no question."""
         if self.suffix:
             return [partial(model.stream_fill, self.prompt, self.suffix)]
         return [partial(model.stream, self.prompt, special=True)]
@@ -200,40 +196,42 @@ def _name(model: str) -> str:
     return model.removesuffix(":latest")
 
 
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema; where it says nothing of other properties than it names, Ollama allows none."""
-    parts = list[Any]([schema])
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if "properties" in part:
-                part.setdefault("additionalProperties", False)
-            parts += (each for name, each in part.items() if name not in _AS_THEY_ARE)
-        elif isinstance(part, list):
-            parts += part
-    return schema
+def _closed(schema: Mapping[str, Any]) -> Any:
+    """The schema; where it names properties and says nothing of others, Ollama allows none."""
+
+    def closed(part: Json, place: str) -> Json:
+        is_whole = "properties" in part and "/allOf/" not in place
+        return {"additionalProperties": False} | part if is_whole else part
+
+    try:
+        return rewritten(schema, "#", closed)
+    except RecursionError:
+        raise RequestError("format has too many levels; give a flatter schema") from None
 
 
-def _messages(said: Sequence[Mapping[str, Any]]) -> list[Json]:
+def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
     """A chat's messages. Results without an identifier belong to the last calls, in turn."""
     messages, calls = list[Json](), iter(list[Json]())
-    for at, message in enumerate(said):
+    for at, message in enumerate(conversation):
         where = f"messages[{at}]"
         role = field_of(message, "role", where, _ROLES)
         if message.get("images"):
             raise RequestError(f"{where}.images is not empty; no model here sees images")
-        text = text_of(message.get("content") or "", f"{where}.content", ())
+        text = text_of(message.get("content") or "", f"{where}.content", ("text",))
         messages.append({"role": role, "content": text, "reasoning_content": message.get("thinking") or None})
         if role == "tool":
             id_ = message.get("tool_call_id") or next(calls, {}).get("id")
             messages[-1] |= {"tool_call_id": id_, "name": message.get("tool_name")}
-        for n, call in enumerate(message.get("tool_calls") or ()):
+        tool_calls = message.get("tool_calls") or ()
+        if not isinstance(tool_calls, list | tuple):
+            raise RequestError(f"{where}.tool_calls is {shown(tool_calls)}; allowed: a list of calls")
+        for n, call in enumerate(tool_calls):
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping):
                 raise RequestError(
                     f"{where}.tool_calls[{n}] is {shown(call)}; allowed: one with a 'function'"
                 )
-            id_ = call.get("id") or f"call{at:03}{n:02}"  # Mistral's templates want nine letters and digits
+            id_ = call.get("id") or f"{at:06}{n:03}"  # Mistral's templates want nine letters and digits
             add_call(messages, id_, function.get("name"), function.get("arguments"))
             calls = iter(messages[-1]["tool_calls"])
     return messages
@@ -257,8 +255,8 @@ class OllamaAnswer(Answer):
         """All in one piece."""
         answer = answers[0]
         tokens = answer.records[len(answer.thoughts) :]
-        said = self._piece(answer.content, answer.reasoning, answer.tool_calls, tokens)
-        return said | self._ended(answer)
+        piece = self._piece(answer.content, answer.reasoning, answer.tool_calls, tokens)
+        return piece | self._ended(answer)
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """A piece of the thoughts or of the text; calls come whole, at the end."""
@@ -283,7 +281,7 @@ class OllamaAnswer(Answer):
         return self.line(self._piece())
 
     def nothing(self, reason: str) -> Json:
-        """The whole answer where nothing was asked."""
+        """The whole answer to a request without a prompt."""
         return self._piece() | {"done": True, "done_reason": reason}
 
     def _piece(
@@ -293,13 +291,13 @@ class OllamaAnswer(Answer):
         calls: Sequence[ToolCall] = (),
         tokens: Sequence[TokenRecord] = (),
     ) -> Json:
-        thought = {"thinking": thinking} if thinking else {}
-        called = {"tool_calls": [_called(at, call) for at, call in enumerate(calls)]} if calls else {}
-        said: Json = {"response": content, **thought}
-        if not self.is_text:
-            said = {"message": {"role": "assistant", "content": content, **thought, **called}}
+        parts: Json = {"thinking": thinking} if thinking else {}
+        if calls:
+            parts["tool_calls"] = [_call_json(at, call) for at, call in enumerate(calls)]
+        message = {"message": {"role": "assistant", "content": content, **parts}}
+        answer = {"response": content, **parts} if self.is_text else message
         scores = {"logprobs": self._scores(tokens)} if self.logprobs and tokens else {}
-        return {"model": self.model, "created_at": _at(datetime.now(UTC)), **said, "done": False, **scores}
+        return {"model": self.model, "created_at": _at(datetime.now(UTC)), **answer, "done": False, **scores}
 
     def _ended(self, answer: Generation) -> Json:
         stats, total = answer.stats, monotonic() - self.began
@@ -314,13 +312,13 @@ class OllamaAnswer(Answer):
         }
 
 
-def _called(at: int, call: ToolCall) -> Json:
+def _call_json(at: int, call: ToolCall) -> Json:
     return {"id": call.id, "function": {"index": at, "name": call.name, "arguments": call.arguments}}
 
 
 def _durations(**seconds: float) -> dict[str, int]:
     """In nanoseconds."""
-    return {f"{name}_duration": round(1e9 * each) for name, each in seconds.items()}
+    return {f"{name}_duration": round(1e9 * duration) for name, duration in seconds.items()}
 
 
 def _at(time: datetime) -> str:
@@ -333,7 +331,7 @@ class Ollama:
     def __init__(self, completions: Completions, models: Models) -> None:
         self._completions, self._models = completions, models
         self._since = _at(datetime.now(UTC))
-        self._shown = dict[str, Json]()  # what was seen of each model that was loaded
+        self._info = dict[str, Json]()  # of each model that was loaded since the start
 
     async def chat(self, request: Request) -> Response:
         """``POST /api/chat``."""
@@ -351,10 +349,9 @@ class Ollama:
         form = partial(OllamaAnswer, began=began, is_text=True, logprobs=body.logprobs)
         if not body.prompt and not body.suffix:
             return await self._nothing(request, body, form)
-        chat = body.chat()
-        if body.raw or body.suffix:
-            return await self._completions.respond(request, chat, body.asks, form, chat.words() | body.words)
-        return await self._completions.converse(request, chat, form, words=body.words)
+        if body.is_chat:
+            return await self._completions.converse(request, body.chat(), form, words=body.words)
+        return await self._completions.respond(request, body.chat(), body.asks, form, body.words)
 
     async def _nothing(self, request: Request, body: _Body, form: "partial[OllamaAnswer]") -> Response:
         """Load the model, or unload it as soon as nobody uses it."""
@@ -371,61 +368,62 @@ class Ollama:
         began = monotonic()
         body = await self._completions.read(EmbedBody, request)
         name, texts = _name(body.model), body.input or body.prompt
-        await self._completions.model(request, name)
-        rows, read, loaded = iter(list[list[float]]()), 0, monotonic()
+        used = await self._completions.model(request, name)
+        rows, tokens, loaded = iter(list[list[float]]()), 0, monotonic()
         if texts:
-            asked = EmbeddingBody(model=name, input=texts, dimensions=body.dimensions)
-            found = await self._completions.vectors(request, asked)
-            rows, read = (row.tolist() for row in found.vectors), sum(found.tokens)
+            embedding = EmbeddingBody(model=name, input=texts, dimensions=body.dimensions)
+            embeddings = await self._completions.vectors(request, embedding, *used)
+            rows, tokens = (row.tolist() for row in embeddings.vectors), sum(embeddings.tokens)
         if request.url.path == "/api/embeddings":
             return JSONResponse({"embedding": next(rows, [])})
-        cost = _durations(total=monotonic() - began, load=loaded - began) | {"prompt_eval_count": read}
-        written = partial(with_rows, {"model": name, **cost}, "embeddings", rows)
-        return Response(await asyncio.to_thread(written), media_type="application/json")
+        cost = _durations(total=monotonic() - began, load=loaded - began) | {"prompt_eval_count": tokens}
+        write = partial(with_rows, {"model": name, **cost}, "embeddings", rows)
+        return Response(await asyncio.to_thread(write), media_type="application/json")
 
     async def tags(self, _: Request) -> Response:
         """``GET /api/tags``."""
-        listed = [self._listed(name) | {"modified_at": self._since} for name in self._models.names]
-        return JSONResponse({"models": listed})
+        models = [self._listed(name) | {"modified_at": self._since} for name in self._models.names]
+        return JSONResponse({"models": models})
 
     async def ps(self, _: Request) -> Response:
         """``GET /api/ps``."""
-        return JSONResponse({"models": [self._running(*each) for each in self._models.loaded.items()]})
+        loaded = self._models.loaded.items()
+        return JSONResponse({"models": [self._running(name, model) for name, model in loaded]})
 
     async def show(self, request: Request) -> Response:
-        """``POST /api/show``; a model that was never loaded is, for only then is known what it can."""
+        """``POST /api/show``; loads a model that was not yet, since only then it is known what it can."""
         body = await self._completions.read(ShowBody, request)
         name = _name(body.model or body.name)
         self._completions.check_name(name)
-        if not self._seen(name):
+        if not self._info_of(name):
             await self._completions.model(request, name)
-        seen = self._seen(name)
-        shown = {name: seen[name] for name in ("template", "details", "model_info", "capabilities")}
-        return JSONResponse({"parameters": "", **shown, "modified_at": self._since})
+        info = self._info_of(name)
+        fields = {key: info[key] for key in ("template", "details", "model_info", "capabilities")}
+        return JSONResponse({"parameters": "", **fields, "modified_at": self._since})
 
     async def version(self, _: Request) -> Response:
         """``GET /api/version``."""
         return JSONResponse({"version": VERSION})
 
-    async def elsewhere(self, request: Request) -> Response:
-        """What changes the models that there are."""
-        what = request.url.path.split("/")[2]
-        raise Problem(501, f"/api/{what} is not for a server that runs; {INSTEAD[what]}", "not_implemented")
+    async def manage(self, request: Request) -> Response:
+        """What changes the models that there are; Problem, status 501."""
+        instead = "'edgespec serve NAME...' names models, of files too; 'edgespec pull NAME' fetches one"
+        raise Problem(501, f"{request.url.path} changes no models here; {instead}", "not_implemented")
 
-    def _seen(self, name: str) -> Json:
-        """What was seen of a model when it was loaded; empty where it never was."""
+    def _info_of(self, name: str) -> Json:
+        """What was known of a model when it was last loaded; empty where it never was."""
         if (model := self._models.loaded.get(name)) is not None:
-            self._shown[name] = _facts(name, model)
-        return self._shown.get(name, {})
+            self._info[name] = _info(name, model)
+        return self._info.get(name, {})
 
     def _listed(self, name: str) -> Json:
-        unseen = {"size": 0, "digest": _digest(name), "details": _details("", 0), "capabilities": []}
-        tagged, seen = f"{name}:latest", self._seen(name)
-        return {"name": tagged, "model": tagged} | {key: seen.get(key, unseen[key]) for key in unseen}
+        unknown = {"size": 0, "digest": _digest(name), "details": _details("", 0), "capabilities": []}
+        tagged, info = f"{name}:latest", self._info_of(name)
+        return {"name": tagged, "model": tagged} | {key: info.get(key, unknown[key]) for key in unknown}
 
     def _running(self, name: str, model: Model) -> Json:
         listed, keep = self._listed(name), self._models.kept_s(name)
-        until = datetime.now(UTC) + (_FOREVER if keep is None else timedelta(seconds=keep))
+        until = datetime.now(UTC) + timedelta(seconds=min(_FOREVER_S, _FOREVER_S if keep is None else keep))
         size = self._models.memory_bytes.get(name, listed["size"])
         return listed | {
             "size": size,
@@ -435,12 +433,12 @@ class Ollama:
         }
 
 
-def _facts(name: str, model: Model) -> Json:
+def _info(name: str, model: Model) -> Json:
     """What Ollama's clients want to know of a model."""
     bundle, manifest, config = model.target, model.target.manifest, model.target.config
     weights, formats = manifest.parameters_per_pass, Counter(manifest.formats)
-    may = {"tools": calls_tools(bundle), "thinking": model.thinks, "insert": fills(bundle)}
-    answers = ["completion", *(name for name, known in may.items() if known)]
+    skills = {"tools": calls_tools(bundle), "thinking": model.thinks, "insert": fills(bundle)}
+    answers = ["completion", *(skill for skill, is_known in skills.items() if is_known)]
     family, template = config.architecture, bundle.chat_template.source if bundle.chat_template else ""
     return {
         "size": sum(file.size_bytes for file in manifest.files.values()),

@@ -56,13 +56,13 @@ _NOT_MULTIPLIED = ("embedding", "other")
 _DIGEST = "sha256"
 
 
-def _marked(tokenizer: Tokenizer, sources: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer in which the marks of these chat templates are special tokens."""
+def _marks(sources: Mapping[str, str]) -> frozenset[str]:
+    """What chat templates write around turns."""
     if not sources:
-        return tokenizer
+        return frozenset()
     from edgespec_models.text.tokenizer_files import written_marks  # few bundles have further templates
 
-    return tokenizer.with_special(written_marks(sources))
+    return frozenset(written_marks(sources))
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -272,7 +272,12 @@ class Bundle:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; TokenizerError where it cannot be read, or has more tokens than the model rows."""
         tokenizer = Tokenizer.from_file(self.path / TOKENIZER, vocab_size=self.config.vocab_size)
-        return _marked(tokenizer, self._templates(besides=self.manifest.files))
+        return tokenizer.with_special(self.marks)
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """The marks of chat templates that did not come with the model: special tokens, if it has them."""
+        return _marks(self._templates(besides=self.manifest.files))
 
     @cached_property
     def head_tokens(self) -> npt.NDArray[np.int32] | None:
@@ -306,7 +311,8 @@ class Bundle:
         from edgespec_models.text.chat_template import read_template
 
         sources = {DEFAULT: read_template(file)}
-        self.tokenizer = _marked(self.tokenizer, sources)
+        self.marks |= _marks(sources)
+        self.tokenizer = self.tokenizer.with_special(self.marks)
         self.chat_template = self._compile(sources, file)
 
     def _templates(self, besides: Collection[str] = ()) -> dict[str, str]:

@@ -34,6 +34,9 @@ _LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
 _DEEPEST: Final = 64  # lists and mappings within each other
 _ALWAYS: Final = frozenset(("messages", "add_generation_prompt", "strftime_now"))
 _PROBE: Final = "probe1234"  # nine letters and digits, as some templates want identifiers
+_CHANGES: Final = re.compile(r"\b(lower|upper|capitalize|title|swapcase|casefold|replace|join)\b")
+"""Filters and methods that can make a control token of a text that spells none."""
+_BRACKET: Final = re.compile(r"[<\[]")  # with which control tokens begin
 _TOOL: Final = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
 
@@ -138,15 +141,24 @@ class ChatTemplate:
 
         Takes and raises what :meth:`render` does; RequestError also where a text holds U+18A21 to U+18A7E,
         which mark what must stay ordinary. The text of a control token within a content, a tool or an
-        argument is spelled out in ordinary tokens, and so is that of an added token that the template
-        writes, but for the assistant's own words; all else is encoded as one text. No BOS is added.
+        argument is spelled out in ordinary tokens, also where the template makes it of another text, in
+        another case for one, and so is that of an added token that the template writes, but for the
+        assistant's own words; all else is encoded as one text. No BOS is added.
         """
         chosen = self.taking(arguments)
         marks = tokenizer.marks_in(chosen.source)
 
+        changes = _CHANGES.search(chosen.source) is not None
+
         def spelled(role: str | None, text: str) -> str:
             own = frozenset[int]() if role == "assistant" else marks
-            return mark(text, tokenizer.special_spans(text, own))
+            spans = tokenizer.special_spans(text, own)
+            if not changes or _BRACKET.search(text) is None:
+                return mark(text, spans)
+            kept = {start for start, *_ in tokenizer.special_spans(text, marks)} - {span[0] for span in spans}
+            places = {at for start, stop, _ in spans for at in range(start, stop)}
+            places |= {bracket.start() for bracket in _BRACKET.finditer(text)} - kept
+            return mark(text, ((at, at + 1, 0) for at in sorted(places)))
 
         text, places = unmark(chosen._made(messages, arguments, spelled))
         return tokenizer.encode_marked(text, places, marks)
