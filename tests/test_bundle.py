@@ -201,7 +201,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> str:
 @given(data=st.data())
 def test_any_field_of_a_manifest_may_be_wrong(data: st.DataObject, sound: str) -> None:
     value = json.loads(sound)
-    tables = [value, value["config"], value["special_tokens"], value["files"][GRAPH]]
+    tables = [value, value["config"], value["special_tokens"], value["files"][GRAPH], value["kept"][0]]
     table = data.draw(st.sampled_from(tables))
     table[data.draw(st.sampled_from(sorted(table)))] = data.draw(WRONG)
     try:

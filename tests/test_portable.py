@@ -68,7 +68,7 @@ def test_an_export_that_cannot_roll_back_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgespec_export.graphs.pieces._Piece.test", lambda _piece, _values: (False, False))
-    with pytest.raises(ParityError, match="after a truncation"):
+    with pytest.raises(ParityError, match="after a roll-back"):
         options = ExportOptions(weights="portable")
         export_model(tiny_gguf("llama").write(tmp_path / "m.gguf"), tmp_path / "out", options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

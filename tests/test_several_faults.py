@@ -1,5 +1,6 @@
 """Requests at once of which one fails, or has no room: the others do not notice."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from edgespec.requests.runner import Runner
 from edgespec.requests.seats import Seats
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import DeviceError
-from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, reads, stream
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
+from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, reads, session, stream
 from tests.toy import ToyModel, ToySession
 
 
@@ -167,6 +170,38 @@ def test_a_pass_that_fails_ends_all_and_the_model_answers_again(monkeypatch: pyt
         one.run()
         for prompt, each in zip(PROMPTS, again, strict=True):
             assert facts(each.result) == facts(alone(prompt, max_new_tokens=NEW))
+
+
+def test_a_drafters_pass_that_fails_within_a_round_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafts that were begun are given up; the next requests read with the same sessions."""
+    drafter = session()
+    with driven(drafter=drafter) as (one, _):
+        streams = [stream(one, prompt, max_new_tokens=40) for prompt in PROMPTS[:2]]
+        usual, failures = ToyModel.predict_together, list[int]()
+
+        def fails_at_steps(model: ToyModel, rows: Sequence[Rows]) -> list[Predictions]:
+            if model is drafter.model and any(len(each.tokens) == each.wanted == 1 for each in rows):
+                failures.append(len(rows))
+                raise EdgespecError("a pass broke")
+            return usual(model, rows)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ToyModel, "predict_together", fails_at_steps)
+            one.run()
+        assert failures
+        for prompt, each in zip(PROMPTS, streams, strict=False):
+            with pytest.raises(EdgespecError, match="a pass broke"):
+                each.run()
+            written = each.result.tokens
+            assert written and alone(prompt, max_new_tokens=40).tokens[: len(written)] == written
+        again = [stream(one, prompt, max_new_tokens=40) for prompt in PROMPTS[:3]]
+        one.run()
+        for prompt, each in zip(PROMPTS, again, strict=False):
+            assert facts(each.result) == facts(alone(prompt, max_new_tokens=40))
+            drafts = each.result.stats.by_source["model"]
+            assert drafts.accepted == drafts.drafted > 0
 
 
 def test_room_that_fails_empties_all_caches_and_the_others_read_again(

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import cheapest_passes, open_static
 from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
 from tests.machines_for_tests import PLAIN
+from tests.native_for_tests import edit_manifest
 from tests.sessions_for_tests import ON_CPU, ONE_THREAD, alike, steps
 from tests.toy import LLAMA
 
@@ -312,6 +314,27 @@ def test_what_does_not_fit_is_an_error(opened_static: OpenStatic, make: Make) ->
         open_static(make("llama", "cpu"), ON_CPU)
     with pytest.raises(BundleError, match="graphs of fixed shapes"):
         open_cpu(make("llama", "float"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda kept: kept.pop(), "keep other tensors than its manifest lists; export the model again"),
+        (lambda kept: kept.append(kept[0]), "keep other tensors"),
+        (lambda kept: kept[0].update(input="x"), "keep other tensors"),
+        (lambda kept: kept[0].update(output="x"), "keep other tensors"),
+        (lambda kept: kept[0].update(input=kept[1]["input"]), "keep other tensors"),
+        (lambda kept: kept[1].update(per="sequence"), r"keeps states \(past_key_values\.0\.value\)"),
+        (lambda kept: kept[0].update(shape=[2**31 - 1] * 2), r"bytes a token; allowed: 1,073,741,824"),
+    ],
+)
+def test_a_manifest_that_lists_other_tensors_is_refused(
+    make: Make, tmp_path: Path, change: Callable[[Any], None], words: str
+) -> None:
+    folder = copytree(make("llama", "float").path, tmp_path / "m")
+    edit_manifest(folder, lambda manifest: change(manifest["kept"]))
+    with pytest.raises(BundleError, match=words):
+        open_static(Bundle(folder), ON_CPU, ONE_THREAD)
 
 
 GRAPHS = StaticGraphs(

@@ -152,7 +152,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
     texts = () if golden is None else golden.texts
     rolls_back, row_exact, rows = run_pieces(pieces, bundle.manifest, texts, progress)
     if not rolls_back:
-        raise ParityError("the exported graph gives other logits after a truncation; nothing was kept")
+        raise ParityError("the exported graph gives other logits after a roll-back; nothing was kept")
     parity = None if golden is None else check_parity(([text] for text in rows), golden, bundle.head_tokens)
     for piece in pieces:
         piece.unlink()

@@ -29,7 +29,7 @@ _PROBED = 4
 _FATAL = 4  # ONNX Runtime's severity
 
 _Input = tuple[str, npt.NDArray[Any], Any, Memory]
-_Said = Callable[[slice], Predictions]
+_OfRows = Callable[[slice], Predictions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Bound:
     binding: Any
     inputs: Sequence[_Input]
     changing: Sequence[_Input]
-    predictions: _Said
+    predictions: _OfRows
     hidden: Sequence[Floats]
 
 
@@ -109,12 +109,12 @@ class _GraphModel(LoadedModel):
         self.cache.bind(binding, one.parts[0].start, len(one.parts[0].tokens))
         return inputs
 
-    def read_rows(self, binding: Any, count: int, columns: int, rows: slice) -> _Said:
+    def read_rows(self, binding: Any, count: int, columns: int, rows: slice) -> _OfRows:
         """Bind logits of ``count`` rows; what hands out some of those in ``rows`` after each run."""
         value, logits = self._host.output((1, count, columns), self._logits)
         binding.bind_ortvalue_output(self._tensors.logits, value)
-        said = logits()[0, rows]
-        return lambda wanted: Predictions(said[wanted].astype(np.float32, copy=False))
+        bound = logits()[0, rows]
+        return lambda some: Predictions(bound[some].astype(np.float32, copy=False))
 
 
 class OwnModel(_GraphModel):
@@ -222,12 +222,12 @@ class OwnModel(_GraphModel):
                 memory.write(value, array)
         self._session.run_with_iobinding(bound.binding)
         ends = list(accumulate(part.rows for part in parts))
-        found = [
+        predictions = [
             bound.predictions(slice(end - part.rows, end)) for end, part in zip(ends, parts, strict=True)
         ]
-        for each, hidden in zip(found, self._hidden.found(parts, bound.hidden), strict=True):
-            each.hidden = hidden
-        return [found[order.index(at)] for at in range(len(parts))]
+        for of_part, hidden in zip(predictions, self._hidden.found(parts, bound.hidden), strict=True):
+            of_part.hidden = hidden
+        return [predictions[order.index(at)] for at in range(len(parts))]
 
     def failure(self, count: int, error: Exception) -> Exception:
         """Mostly a want of memory."""
@@ -252,12 +252,12 @@ class OwnModel(_GraphModel):
         for name, array in hidden.items():
             binding.bind_ortvalue_output(name, ort_value(array))
         if self._choices:
-            said = self._choose(binding, one)
+            predictions = self._choose(binding, one)
         else:
-            said = self.read_rows(binding, one.rows, one.columns, slice(one.rows - rows, one.rows))
-        return _Bound(binding, inputs, changing, said, tuple(hidden.values()))
+            predictions = self.read_rows(binding, one.rows, one.columns, slice(one.rows - rows, one.rows))
+        return _Bound(binding, inputs, changing, predictions, tuple(hidden.values()))
 
-    def _choose(self, binding: Any, one: Pass) -> _Said:
+    def _choose(self, binding: Any, one: Pass) -> _OfRows:
         """Bind outputs of a graph that says which columns are the most likely: logits stay where it runs."""
         value, logits = self._memory.output((1, one.rows, one.columns), np.dtype(np.float32))
         best, likely = np.empty((1, one.rows), np.int64), np.empty((1, one.rows), np.float32)
@@ -299,11 +299,11 @@ class ForeignModel(_GraphModel):
         read = _twice(part) if pairs else part
         binding, one, count = self._session.io_binding(), Pass([read]), len(read.tokens)
         inputs, end = self.feed(binding, one), count - read.ending
-        said = self.read_rows(binding, count, self._columns, slice(end - part.rows, end))
+        predictions = self.read_rows(binding, count, self._columns, slice(end - part.rows, end))
         self._session.run_with_iobinding(binding)
         del inputs  # whose memory the pass has read
         self.cache.written(read.end)
-        return [said(slice(0, part.rows))]
+        return [predictions(slice(0, part.rows))]
 
     def failure(self, count: int, error: Exception) -> Exception:
         """Perhaps the graph's fault."""

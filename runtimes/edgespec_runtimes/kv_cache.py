@@ -55,6 +55,12 @@ class Move(NamedTuple):
     held: int
 
 
+def refuse_states(layout: Sequence[KeptTensor]) -> None:
+    """Raise BundleError for what a sequence keeps besides keys and values."""
+    if states := [tensor.input for tensor in layout if tensor.per != "token"]:
+        raise BundleError(f"the graph keeps states ({', '.join(states)}), which edgespec cannot run yet")
+
+
 class KVBuffers(ABC):
     """The KV cache of a model, for one sequence or, in numpy's memory, several.
 
@@ -63,8 +69,7 @@ class KVBuffers(ABC):
 
     def __init__(self, layout: Sequence[KeptTensor]) -> None:
         """Reserve nothing yet; BundleError for what a sequence keeps besides keys and values."""
-        if states := [tensor.input for tensor in layout if tensor.per != "token"]:
-            raise BundleError(f"the graph keeps states ({', '.join(states)}), which edgespec cannot run yet")
+        refuse_states(layout)
         self._layout = layout
         self._values: list[Any] = []
 

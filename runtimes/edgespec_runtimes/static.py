@@ -26,13 +26,14 @@ from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
-from edgespec_runtimes.kv_cache import Stretch, ort_value
+from edgespec_runtimes.kv_cache import Stretch, ort_value, refuse_states
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES
 from edgespec_runtimes.predictions import Logits, Predictions
 from edgespec_runtimes.session import LoadedModel, Session
 
 _Array = npt.NDArray[Any]
 _TIMED = 2
+_LOGITS = "logits"
 
 
 def cheapest_passes(
@@ -91,6 +92,7 @@ class StaticModel(LoadedModel):
         if static is None:
             raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
         assert isinstance(config, ModelConfig)
+        refuse_states(bundle.manifest.kept)
         super().__init__(config, chunk=static.prefill)
         self._static, self._bundle, self._device = static, bundle, device
         self._options, self._path, self._kept = options or CpuOptions(), bundle.path, bundle.manifest.kept
@@ -112,9 +114,12 @@ class StaticModel(LoadedModel):
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         """Open the graphs of the bucket of ``capacity`` tokens, keeping those of ``stretch``.
 
+        Nothing is open or kept after an error.
+
         Raises:
+            BundleError: the graphs keep other tensors than the manifest lists.
             DeviceError: the device's compiler refuses a graph, part of it would run elsewhere, or it fails
-                to run. Nothing is open or kept then.
+                to run.
         """
         if capacity == self._capacity:
             return
@@ -204,9 +209,10 @@ class StaticModel(LoadedModel):
         files = {rows: self._static.file(capacity, rows) for rows in self._static.widths}
         opened = self._open_graphs([self._path / file for file in files.values()])
         sessions = dict(zip(files, opened, strict=True))
-        types = {value.name: TYPES[value.type] for value in sessions[1].get_inputs()}
-        for index, (name, shape) in enumerate(_cache_shapes(self._kept, capacity)):
-            self._cache.append(np.zeros(shape, types[name]))
+        for session in opened:
+            self._check_kept(session)
+        for index, tensor in enumerate(self._kept):
+            self._cache.append(np.zeros(_cache_shape(tensor, index, capacity), tensor.dtype))
             if old:
                 _tokens(self._cache[-1], index, 0, keep)[:] = _tokens(old[index], index, 0, keep)
         self._passes = {rows: self._bind(session) for rows, session in sessions.items()}
@@ -235,31 +241,40 @@ class StaticModel(LoadedModel):
             least = min(least, perf_counter() - began)
         return float(least)
 
+    def _check_kept(self, session: Any) -> None:
+        """Raise BundleError where a graph keeps other tensors than the manifest lists."""
+        inputs, outputs = [tensor.input for tensor in self._kept], [tensor.output for tensor in self._kept]
+        names = {value.name for value in session.get_inputs()}
+        written = sorted(value.name for value in session.get_outputs())
+        if len({*inputs} & names) != len(inputs) or sorted([*outputs, _LOGITS]) != written:
+            raise BundleError(
+                f"the graphs of {self._path} keep other tensors than its manifest lists; "
+                "export the model again"
+            )
+
     def _bind(self, session: Any) -> _Pass:
         binding, keep = session.io_binding(), list[Any]()
-        shared = dict(zip((n for n, _ in _cache_shapes(self._kept, 1)), self._cache, strict=True))
+        shared = {tensor.input: array for tensor, array in zip(self._kept, self._cache, strict=True)}
         inputs = {
             value.name: np.zeros(value.shape, TYPES[value.type])
             for value in session.get_inputs()
             if value.name not in shared
         }
+        outputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_outputs()}
         for name, array in (inputs | shared).items():
             keep.append(ort_value(array))
             binding.bind_ortvalue_input(name, keep[-1])
-        outputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_outputs()}
         for name, array in outputs.items():
             keep.append(ort_value(array))
             binding.bind_ortvalue_output(name, keep[-1])
-        presents = tuple(outputs[name.replace("past_key_values", "present")] for name in shared)
-        return _Pass(session, binding, inputs, outputs["logits"], presents, tuple(keep))
+        presents = tuple(outputs[tensor.output] for tensor in self._kept)
+        return _Pass(session, binding, inputs, outputs[_LOGITS], presents, tuple(keep))
 
 
-def _cache_shapes(kept: Sequence[KeptTensor], capacity: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Keys lie transposed, as the product with the queries takes them."""
-    shapes = [tensor.of_tokens(capacity) for tensor in kept]
-    keys = [(one, heads, width, tokens) for one, heads, tokens, width in shapes]
-    pairs = zip(kept, keys, shapes, strict=True)
-    return [(tensor.input, shape if index % 2 else key) for index, (tensor, key, shape) in enumerate(pairs)]
+def _cache_shape(tensor: KeptTensor, index: int, capacity: int) -> tuple[int, ...]:
+    """Keys, which have even indices, lie transposed, as the product with the queries takes them."""
+    one, heads, tokens, width = tensor.of_tokens(capacity)
+    return (one, heads, tokens, width) if index % 2 else (one, heads, width, tokens)
 
 
 def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:

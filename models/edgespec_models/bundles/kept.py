@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from edgespec_models.schema import length
 KeptType = Literal["float32", "float16", "int8", "uint8", "uint16"]
 """float16 is of edgespec's kernels, graphs for GPUs and foreign ones, int8 of foreign ones alone, uint8 and
 uint16 of quantized activations."""
+_MOST_BYTES: Final = 1 << 30  # of a row or a state; NumPy can count the bytes of any context of such rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,10 @@ class KeptTensor:
     def __post_init__(self) -> None:
         if self.per == "token" and len(self.shape) != 2:
             raise BundleError(f"{self.input} has rows of shape {self.shape}; allowed: heads and width")
+        if self.nbytes > _MOST_BYTES:
+            raise BundleError(
+                f"{self.input} has {self.nbytes:,} bytes a {self.per}; allowed: {_MOST_BYTES:,}"
+            )
 
     @property
     def dtype(self) -> np.dtype[Any]:
