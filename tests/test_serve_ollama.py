@@ -107,7 +107,7 @@ def test_options_reach_the_model_and_what_changes_nothing_is_told(
     told = "".join(record.getMessage() for record in caplog.records)
     assert all(repr(name) in told for name in ("num_ctx", "num_thread", "mirostat_tau", "truncate"))
     assert "'seed'" not in told and "'num_gpu'" not in told
-    for limit in (-1, -2):
+    for limit in (-1, -2, 0):
         ask(url, CHAT, asked(options={"num_predict": limit}))
         assert model.calls[-1][1]["max_new_tokens"] == 1024
 
@@ -242,7 +242,7 @@ def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
         (CHAT, {"options": {"banana": 1}}, "options: 'banana' is not known; allowed: temperature"),
         (CHAT, {"options": {"temperature": "hot"}}, "options: temperature is 'hot'"),
         (CHAT, {"options": {"mirostat": 2}}, "options: mirostat is 2; allowed: 0"),
-        (CHAT, {"options": {"repeat_last_n": 64}}, "options: repeat_last_n is 64"),
+        (CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "repeat_last_n is 64 beside a pen"),
         (CHAT, {"options": {"typical_p": 0.5}}, "options: typical_p is 0.5"),
         (CHAT, {"format": "xml"}, "format is 'xml'"),
         (CHAT, {"format": {"type": "banana"}}, "banana"),

@@ -165,8 +165,15 @@ def test_browsers_are_told_beforehand_whether_they_may_ask(url: str, origin: str
 
 
 def test_kinds_that_pages_send_without_asking_are_refused(url: str) -> None:
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
-        assert ask(url, CHAT, question(), headers={"Content-Type": kind}).status == 415, kind
+    for page in ({"Origin": url}, {"Sec-Fetch-Site": "cross-site"}):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+            assert ask(url, CHAT, question(), headers={"Content-Type": kind, **page}).status == 415, kind
+
+
+def test_programs_may_leave_out_what_kind_a_body_is(url: str) -> None:
+    """As litellm does for Ollama, and ``curl -d``."""
+    for kind, status in {"application/x-www-form-urlencoded": 200, "": 200, "text/plain": 415}.items():
+        assert ask(url, CHAT, question(), headers={"Content-Type": kind}).status == status, kind
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ _ASIDE = re.compile(
 server is to spend memory and threads."""
 UNUSED = logging.getLogger("edgespec.serve.unused")
 """Is told of what was taken and not used, at each request; :class:`Once` leaves out repetitions."""
+_OF_PAGES = frozenset({"origin", "sec-fetch-site"})  # what browsers say beside a page's body
+_OF_PROGRAMS = ("", "application/x-www-form-urlencoded")  # what some send with JSON, as curl -d does
 _CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
 
 
@@ -292,7 +294,8 @@ async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
         ClientDisconnect: the client left.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # pages of other origins can send other kinds without asking
+    is_page = any(name in request.headers for name in _OF_PAGES)
+    if kind != "application/json" and (is_page or kind not in _OF_PROGRAMS):  # pages need no leave for others
         raise Problem(415, f"the Content-Type is {kind!r:.80}; send application/json", headers=_CLOSE)
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise Problem(415, f"the body is compressed ({coding!r:.80}); send it as it is", headers=_CLOSE)

@@ -56,8 +56,8 @@ class Options(Sampling):
 
     num_predict: Annotated[int, within(-2, 2**31 - 1)] = -1
     stop: str | Sequence[str] | None = None
+    repeat_last_n: int | None = None
     # one value only: the others would change the answer
-    repeat_last_n: Annotated[int, within(-1, -1)] | None = None
     penalize_newline: Literal[True] | None = None
     mirostat: Literal[0] | None = None
     tfs_z: Annotated[float, within(1, 1)] | None = None
@@ -66,6 +66,17 @@ class Options(Sampling):
     draft_num_predict: Any = None
     mirostat_eta: Any = None
     mirostat_tau: Any = None
+
+    def __post_init__(self) -> None:
+        penalties = (
+            (self.repetition_penalty or self.repeat_penalty or 1) - 1,
+            self.presence_penalty,
+            self.frequency_penalty,
+        )
+        if self.repeat_last_n not in (None, -1) and any(penalties):
+            raise RequestError(
+                f"repeat_last_n is {self.repeat_last_n} beside a penalty; allowed: -1, all tokens before"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +107,7 @@ class _Body:
             stream=self.stream,
             messages=messages,
             stop=options.stop,
-            max_tokens=None if options.num_predict < 0 else options.num_predict,
+            max_tokens=options.num_predict if options.num_predict > 0 else None,
             tools=tools or None,
             response_format=form,
             reasoning_effort=self._effort,
