@@ -145,14 +145,15 @@ void few_rows(const uint8_t* tile, int64_t tile_count, const Activations* a, int
   for (int r = 0; r < M; r++) y[r] = sums[r];
 }
 
-// The same of more rows than one unpacking serves from registers: every group of them meets a block while its codes
-// and scales lie unpacked in the nearest cache, and memory has that long to bring the next one.
+// Adds a block times one of several groups of rows, whose sizes are kRows or little less.
 template <class Format, int M = kRows>
 inline void add_group(int64_t rows, const Unpacked<Format>& block, const Activations* a, F* sums) {
   if (rows == M) return add_block<Format, M>(block, a, sums);
-  if constexpr (M > 1) add_group<Format, M - 1>(rows, block, a, sums);
+  if constexpr (M > (kRows + 1) / 2) add_group<Format, M - 1>(rows, block, a, sums);
 }
 
+// The same of more rows than one unpacking serves from registers: every group of them meets a block while its codes
+// and scales lie unpacked in the nearest cache, and memory has that long to bring the next one.
 template <class Format>
 void many_rows(const uint8_t* tile, int64_t tile_count, const Activations* a, int64_t stride, int64_t rows, F* y) {
   const int64_t groups = (rows + kRows - 1) / kRows, least = rows / groups, more = rows % groups;
