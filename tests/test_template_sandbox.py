@@ -83,6 +83,10 @@ ATTACKS = [
     DOUBLING + "{% set ns.l = namespace(a=[ns.l, ns.l]) %}{% endfor %}{{ ns.l }}",
     "{% set n = namespace() %}{% set l = [n] * 9 %}{% set n.x = [l, l] %}{{ l|string }}{{ l * 99999 }}",
     "{{ (range(50000)|map('string')|map('list')|list)|sum(start=[]) }}",
+    "{% set a, b = namespace(), namespace() %}{% set a.x = b %}{% set a.y = b %}{{ a|string }}",
+    "{% macro a() %}{{ varargs|string }}{% endmacro %}"
+    "{% macro b() %}{{ a(*[varargs] * 99999) }}{% endmacro %}{{ b(1, 2, 3) }}",
+    "{{ ('{a}' * 30000).format_map({'a': 'a' * 12500}) }}",
     "{{ ('<!--x-->' * 20000)|striptags }}",
     "{{ ('a ' * 50000)|wordwrap(1)|wordwrap(1) }}",
     "{% set b, n = [0] * 16000, namespace() %}"

@@ -282,19 +282,16 @@ class GrammarConstraint(Constraint):
             self._move(self._committed)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """See :class:`Constraint`."""
         self.begin(tokens)
         return self._ended or self._complete[len(self._committed)]
 
     def completes(self, drafted: Sequence[int]) -> bool:
-        """See :class:`Constraint`."""
         if drafted and drafted[-1] in self._ends:
             return True
         self._move([*self._committed, *drafted])
         return self._complete[len(self._read)]
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
-        """See :class:`Constraint`."""
         wanted = [*self._committed, *drafted]
         known = self._allowed[len(wanted)] if self._read[: len(wanted)] == wanted else None
         if known is None:

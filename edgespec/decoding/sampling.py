@@ -163,7 +163,6 @@ class Penalties:
         self._prompt_length: int | None = None
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """See :class:`RowStep`."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
         if self._params.repetition_penalty != 1.0:
@@ -172,7 +171,6 @@ class Penalties:
             self._output.align(tokens[self._prompt_length :])
 
     def apply(self, row: Row, drafted: Sequence[int]) -> None:
-        """See :class:`RowStep`."""
         params = self._params
         if params.repetition_penalty != 1.0:
             ids, _ = self._all.behind(drafted)
@@ -192,12 +190,10 @@ class Spelled:
         self._tokenizer, self._held, self._prompt_length = tokenizer, held, prompt_length
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """See :class:`RowStep`."""
         answer = tokens[self._prompt_length :][: len(self._held)]
         self._rest = self._held[len(self._tokenizer.bytes_of(answer)) :]
 
     def apply(self, row: Row, drafted: Sequence[int]) -> None:
-        """See :class:`RowStep`."""
         if rest := self._rest and self._rest[len(self._tokenizer.bytes_of(drafted)) :]:
             allowed = self._tokenizer.spelling(rest)
             values = row[allowed]

@@ -54,7 +54,6 @@ class ThoughtsFirst(Constraint):
                 self._begin = self._only(self._opens, *self._begin.tokens)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """See :class:`~edgespec.decoding.sampling.RowStep`."""
         if self._read >= 0:
             self._at = self._behind(tokens[self._read :])
         self._read = len(tokens)
@@ -62,17 +61,14 @@ class ThoughtsFirst(Constraint):
             self._grammar.begin(self._at.text)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """See :class:`Constraint`."""
         self.begin(tokens)
         return self._grammar is not None and self._at.place.has_text and self._grammar.ends(self._at.text)
 
     def completes(self, drafted: Sequence[int]) -> bool:
-        """See :class:`Constraint`."""
         at = self._behind(drafted)
         return self._grammar is not None and at.place.has_text and self._grammar.completes(self._drafted(at))
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
-        """See :class:`Constraint`."""
         at, grammar = self._behind(drafted), self._grammar
         if at.place.has_text:
             return self._anything if grammar is None else grammar.allowed(self._drafted(at))

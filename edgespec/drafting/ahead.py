@@ -49,26 +49,22 @@ class Ahead(Source):
         self._limit = 0
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self._beside.settle()
         self._limit = limit
         self._model.begin_round(tokens, limit)
         self._go_on()
 
     def take(self, predictions: Predictions, passed: Passed) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self._model.take(predictions, passed)
         self._go_on()
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self.slowdown = 1.0
         if self._reader.has_read:  # before, passes may be of the prompt
             self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self._beside.stop()
         self._model.close()
         self._remarks.drafted_ahead = self._reader.drafted_ahead

@@ -39,7 +39,6 @@ class IdentityBridge:
         return list(tokens)
 
     def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
-        """See :meth:`ByteBridge.translate`."""
         known = takewhile(lambda token: token < self._vocab_size, drafted)
         return [(token, count) for count, token in enumerate(known, start=1)]
 

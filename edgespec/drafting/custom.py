@@ -26,11 +26,7 @@ class Custom(Source):
         self._proposed: list[Guess] = []  # this round
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`.
-
-        Raises:
-            RequestError: the drafter returned something else than proposals.
-        """
+        """RequestError where the drafter returned something else than proposals."""
         given = self._drafter.propose(tokens, limit)
         draft = given if isinstance(given, Draft) else Draft(self._ids(given))
         ids = self._ids(draft.tokens)[:limit]
@@ -40,13 +36,12 @@ class Custom(Source):
         self.draft = Draft(ids, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`: proposals are judged, verified or not."""
+        """Proposals are judged, verified or not."""
         self._calibration.judge(self._proposed, step.judged)
         self._proposed = []
         self._drafter.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self._drafter.close()
 
     def _ids(self, given: object) -> tuple[int, ...]:

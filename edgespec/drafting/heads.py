@@ -35,7 +35,6 @@ class HeadReader(Chain):
 
     @property
     def latest(self) -> Prediction:
-        """See :class:`Chain`."""
         assert self._latest is not None
         return self._latest
 
@@ -48,7 +47,6 @@ class HeadReader(Chain):
         self._unread += len(features)
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
-        """See :class:`Chain`."""
         more += len(text) - self._length  # forced tokens
         if self._unread > self._most or self._held + self._unread + more > self._session.capacity:
             kept = 0 if self._features is None else len(self._features)
@@ -56,18 +54,16 @@ class HeadReader(Chain):
         return self._held + self._unread + more <= self._session.capacity
 
     def read(self, text: Sequence[int]) -> None:
-        """See :class:`Chain`. What a grammar forces behind the text is read like drafts."""
+        """What a grammar forces behind the text is read like drafts."""
         assert self._features is not None  # the target has read the text
         count, self._forced = self._unread, list(text[self._length :])
         self._ask(self._held, text[self._length - count : self._length], self._features[-count:])
 
     def step(self, token: int) -> None:
-        """See :class:`Chain`."""
         assert self._state is not None
         self._ask(self._session.length, [token], self._state)
 
     def take(self, predictions: Predictions, passed: Passed) -> None:
-        """See :class:`Chain`."""
         rows, self.rows = self.rows, None
         assert rows is not None
         self._state, self._latest = predictions.hidden, self._prediction(rows.tokens[-1], predictions)

@@ -121,7 +121,6 @@ class ModelDrafter(Source):
         self._guesses: list[Guess] = []  # of these; when the draft is complete, what is proposed
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self.draft, self._limit, self._drafted, self._guesses = NO_DRAFT, limit, [], []
         ids = self._aligned(tokens) if limit > 0 else []
         reader, shares = self._reader, bool(ids) and self._pricing.sequences > 1
@@ -139,7 +138,6 @@ class ModelDrafter(Source):
             self._propose([])
 
     def take(self, predictions: Predictions, passed: Passed) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self._reader.take(predictions, passed)
         if self.is_reading:
             self.rows = None
@@ -147,7 +145,7 @@ class ModelDrafter(Source):
             self._go_on()
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`: compare the proposals with what was committed."""
+        """Compare the proposals with what was committed."""
         if step.features is not None:
             self._reader.add_features(step.features, len(step.tokens))
         self.calibration.judge(self._guesses, step.judged)

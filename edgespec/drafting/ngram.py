@@ -203,17 +203,17 @@ class NgramDrafter(Extending):
         self._considered: list[Match] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Extending`. The proposals are a function of the tokens."""
+        """The proposals are a function of the tokens."""
         self._tree.align(tokens)
         self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
         return draft
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Extending`. What is added is not learned from."""
+        """What is added is not learned from."""
         return draft.then(self._draft(tokens, draft, limit)[1])
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Extending`: what was considered is judged, whoever drafted."""
+        """What was considered is judged, whoever drafted."""
         considered, self._considered = self._considered, []
         for match, token in zip(considered, step.judged, strict=False):
             key, is_right = _class_of(match), match.token == token

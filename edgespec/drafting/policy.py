@@ -92,7 +92,6 @@ class Policy(Source):
         self._has_read = self._has_asked = False
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         self.rows, self.draft, self._choice = None, NO_DRAFT, _Choice(limit, tokens=tokens)
         if not self._written and self._opening is None:
             return
@@ -103,7 +102,6 @@ class Policy(Source):
         self._choose(self._choice)
 
     def take(self, predictions: Predictions, passed: Passed) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         assert self._model is not None
         began = self._clock()
         self._model.take(predictions, passed)
@@ -112,7 +110,6 @@ class Policy(Source):
         self._go_on(self._model, self._clock() - began + shared_s)
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`."""
         choice, self._choice, passed = self._choice, _Choice(), step.target_pass
         step = replace(step, forced=len(choice.forced.tokens))
         # What a piece of another's prompt adds to a pass is not known well.
@@ -130,7 +127,7 @@ class Policy(Source):
             each.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Source`. The model is closed first, each in any case."""
+        """The model is closed first, each in any case."""
         self.remarks.speculation_off_reason = self.remarks.speculation_off_reason or self._guard.reason
         with ExitStack() as closing:
             for each in self._observers:

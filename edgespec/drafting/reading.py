@@ -144,7 +144,6 @@ class Reader(Chain):
 
     @property
     def latest(self) -> Prediction:
-        """See :class:`Chain`."""
         return self._predicted[self._length - 1]
 
     @property
@@ -153,19 +152,15 @@ class Reader(Chain):
         return self._session.length < self._session.capacity
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
-        """See :class:`Chain`."""
         return len(text) + more <= self._session.capacity
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
-        """See :class:`Chain`."""
         return 0.0 if self._knows(text) else super().seconds_of_text(text)
 
     def seconds_of_step(self, token: int) -> float:
-        """See :class:`Chain`."""
         return 0.0 if self._knows_behind(token) else super().seconds_of_step(token)
 
     def catch_up(self, text: Sequence[int]) -> bool:
-        """See :class:`Chain`."""
         if len(text) - self._session.shared_prefix(text) <= _PIECE:
             return False
         held = self._roll_back(text)
@@ -173,7 +168,6 @@ class Reader(Chain):
         return True
 
     def read(self, text: Sequence[int]) -> None:
-        """See :class:`Chain`."""
         self._followers.learn(text, self._learned)
         self._learned, self._text = len(text), list(text)
         self._predicted = {at: each for at, each in self._predicted.items() if at >= len(text) - 1}
@@ -186,7 +180,6 @@ class Reader(Chain):
         self._read_piece()
 
     def step(self, token: int) -> None:
-        """See :class:`Chain`."""
         self._text.append(token)
         if self._knows_behind(token):
             self._move(self._length + 1)
@@ -198,7 +191,6 @@ class Reader(Chain):
         self._read_piece()
 
     def take(self, predictions: Predictions, passed: Passed) -> None:
-        """See :class:`Chain`."""
         rows, self.rows = self.rows, None
         assert rows is not None
         self._seconds += passed.share_s * passed.requests

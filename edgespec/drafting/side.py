@@ -45,11 +45,9 @@ class Teaching(Observer):
         trainer.pause()
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._answer += step.tokens
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Observer`."""
         self._trainer.resume()
         text = self._text_of(self._answer)
         if text is not None:

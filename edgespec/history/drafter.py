@@ -47,18 +47,15 @@ class HistoryDrafter:
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Extending`."""
         draft = self._draft(tokens, NO_DRAFT, limit)
         return NO_DRAFT if self._pauses else draft
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Extending`."""
         if self._pauses:
             return draft
         return draft.then(self._draft(tokens, draft, limit - len(draft.tokens)))
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Extending`."""
         self._judge(step.judged)
         if self._guard is not None:
             self._watch(step, self._guard)
@@ -131,24 +128,20 @@ class BestOf:
         self._near, self._far = near, far
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Extending`."""
         near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
         if near.tokens:
             near = self._far.extend(tokens, near, limit)
         return max(near, far, key=_expected)
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """See :class:`~edgespec.decoding.draft.Extending`."""
         drafts = (source.extend(tokens, draft, limit) for source in (self._near, self._far))
         return max(drafts, key=_expected)
 
     def observe(self, step: Step) -> None:
-        """See :class:`~edgespec.decoding.draft.Extending`."""
         self._near.observe(step)
         self._far.observe(step)
 
     def close(self) -> None:
-        """See :class:`~edgespec.decoding.draft.Extending`."""
         self._near.close()
         self._far.close()
 

@@ -161,7 +161,7 @@ class ModelConfig(DecoderShape):
         return self.rotary_dim or self.head_dim
 
     def attended(self, tokens: int) -> float:
-        """See :class:`DecoderShape`; a window bounds what its layers attend to."""
+        """As of any decoder, but a window bounds what its layers attend to."""
         if self.sliding_window is None:
             return float(tokens)
         seen = (

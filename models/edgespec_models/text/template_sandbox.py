@@ -1,22 +1,20 @@
 """Jinja's sandbox with limits: a chat template ends soon, and takes little memory, whatever it says.
 
-Templates are rewritten before they are compiled, so that Python of our own runs wherever time or memory could
-be spent: once in every round of a loop, at every call and filter, for every list, slice and text that is made
-and for every value that is printed. There the value's size is compared with what one value may have, added to
-what the whole template may make, and the clock is asked. Nothing between two such places is more than linear
-in values that were measured, except operations whose result can be far larger than what they take
-(``*``, ``**``, ``%``, ``format``, ``join``, ``replace``, ``indent``): their results are estimated before they
-are computed. Filters and methods that would need more than an estimate are left out. So it holds in every
-thread and on every platform, which signals, trace functions and limits of processes do not.
+Jinja's own keeps templates from Python's objects and bounds ``range``. Here templates are rewritten before
+they are compiled, so that rounds of loops, and the values that literals, slices, calls, filters and operators
+make, are counted against what one value may have and what all may have together, and the clock is asked.
+What can be far larger than what it is made of (``*``, ``**``, ``%``, ``format``, ``join``, ``replace``,
+``indent``) is estimated before it is made; the few other filters and methods of that kind are left out. So it
+holds in every thread and on every platform, which signals, trace functions and limits of processes do not.
 """
 
 import json
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from string import Formatter
 from time import thread_time
 from typing import Any, Final
 
@@ -24,7 +22,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
@@ -35,14 +33,19 @@ _LARGEST: Final = 1 << 18  # of one value, in characters and items, and four tim
 _ALL: Final = 64  # so many of the largest, all values together
 _SECONDS: Final = 4.0  # of this thread, in which memory may be collected too, and one a million characters
 _LEFT_OUT: Final = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap")
-_UNSAFE: Final[Mapping[type, frozenset[str]]] = {
-    str: frozenset(("center", "encode", "expandtabs", "ljust", "rjust", "translate", "zfill")),
-    int: frozenset(("from_bytes", "to_bytes")),
-}
+_UNSAFE: Final = frozenset(
+    ("center", "encode", "expandtabs", "from_bytes", "ljust", "rjust", "to_bytes", "translate", "zfill")
+)
+"""Methods of texts and numbers."""
 _BITS: Final = 4096  # of a whole number
-_WIDE: Final = re.compile(r"%[^a-zA-Z%(]*(\d{4}|\*)|%\(.*(\d{4}|\*)", re.DOTALL)
+_WIDE_PERCENT: Final = re.compile(r"%[^a-zA-Z%(]*(\d{4}|\*)|%\(.*(\d{4}|\*)", re.DOTALL)
+_WIDE_FIELD: Final = re.compile(r"\d{4}|\{")
 _FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{STAND_INS}]+")  # all that is not ASCII, but for stand-ins
-_LONG: Final = 64  # items of a list whose size is remembered: templates ask for its length in loops
+_STEP, _MADE, _JOINED = (
+    "one step",
+    "made value",
+    "joined texts",
+)  # filters, by names that no template can write
 
 
 class _Budget:
@@ -50,16 +53,15 @@ class _Budget:
 
     def __init__(self, source: str, texts: Collection[Mapping[str, object]], share: float) -> None:
         self._known: dict[int, int] = {}
-        self._kept = deque[object](maxlen=8)  # long lists, which no template can change
         self._largest = 1 << 62
-        self._known = {id(each): self.size(each) for each in texts}
-        given = sum(self._known.values())
-        self._largest = _LARGEST + len(source) + 4 * given
+        self._known = {id(text): self.size(text) for text in texts}
+        total = sum(self._known.values())
+        self._largest = _LARGEST + len(source) + 4 * total
         self._left = _ALL * self._largest
-        self._ends = thread_time() + (_SECONDS + given / 1e6) * share
+        self._ends = thread_time() + (_SECONDS + total / 1e6) * share
         self._turn = 0
 
-    def step(self, cost: int) -> None:
+    def step(self, cost: int) -> bool:
         """Something costs so many characters; a call of any kind counts as 8."""
         self._left -= cost + 8
         self._turn += 1 + cost // 64
@@ -69,6 +71,7 @@ class _Budget:
             self._turn = 0
             if thread_time() > self._ends:
                 raise SecurityError("the template takes too long")
+        return True
 
     def allow(self, size: int) -> None:
         """A value of this size is about to be made."""
@@ -83,29 +86,25 @@ class _Budget:
 
     def size(self, value: object) -> int:
         """Characters and items of a value with all that is in it; of what is too large, only that it is."""
-        total, left, changes = 0, [value], False
+        total, left = 0, [value]
         while left and total <= self._largest:
-            each = left.pop()
+            item = left.pop()
             total += 1
-            if isinstance(each, str):
-                total += len(each)
-            elif id(each) in self._known:
-                total += self._known[id(each)]
-            elif isinstance(each, int):
-                total += each.bit_length() // 8
-            elif isinstance(each, Mapping):
-                left += (*each.keys(), *each.values())
-            elif isinstance(each, Namespace):  # it changes, so a list may grow or hold itself
-                changes = True
-                left.append(each._Namespace__attrs)
-            elif isinstance(each, Collection) and not isinstance(each, range):
-                left += each
-        is_long = isinstance(value, list | tuple) and len(value) >= _LONG and id(value) not in self._known
-        if is_long and not changes:
-            if len(self._kept) == self._kept.maxlen:
-                del self._known[id(self._kept[0])]
-            self._kept.append(value)
-            self._known[id(value)] = total
+            if isinstance(item, str):
+                total += len(item)
+            elif id(item) in self._known:
+                total += self._known[id(item)]
+            elif isinstance(item, int):
+                if item.bit_length() > _BITS:
+                    raise SecurityError(f"the template computes a number of more than {_BITS} bits")
+            elif isinstance(item, Mapping):
+                left += (*item.keys(), *item.values())
+            elif isinstance(item, Namespace):
+                if item is not value:  # it changes, so what holds it could grow after it was measured
+                    raise SecurityError("a namespace is within another value")
+                left.append(item._Namespace__attrs)
+            elif isinstance(item, Collection) and not isinstance(item, range):
+                left += item
         return total
 
 
@@ -131,10 +130,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # Jinja's optimizer computes constants while it compiles, such as "a" * 3000000000; what is
         # printed it computes all the same, unless `finalize` wants the context.
         super().__init__(**options, optimized=False, finalize=_print)
+        for name in _LEFT_OUT:
+            del self.filters[name]
         self.filters["tojson"] = _to_json
-        self.filters = {
-            name: _guarded(name, each) for name, each in self.filters.items() if name not in _LEFT_OUT
-        }
+        self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
+        self.filters[_STEP] = lambda cost: _BUDGET.get().step(cost)
+        self.filters[_MADE] = lambda value: _BUDGET.get().take(value)
+        self.filters[_JOINED] = lambda parts: _BUDGET.get().take("".join(map(str, parts)))
         del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -144,7 +146,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Methods that make much of little are not."""
-        unsafe = any(isinstance(obj, kind) and attr in names for kind, names in _UNSAFE.items())
+        unsafe = isinstance(obj, str | int) and attr in _UNSAFE
         return not unsafe and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> jinja2.Undefined:
@@ -155,103 +157,69 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """An operator whose result may be large."""
         budget = _BUDGET.get()
         if operator == "*":
-            many, times = (left, right) if isinstance(right, int) else (right, left)
-            if isinstance(many, Collection):
-                budget.allow(budget.size(many) * times)
-            _check_bits(_bits(left) + _bits(right))
+            items, times = (left, right) if isinstance(right, int) else (right, left)
+            if isinstance(items, Collection):
+                budget.allow(budget.size(items) * times)
         elif operator == "**":
-            _check_bits(_bits(left) * right if isinstance(right, int) else 0)
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _BITS:
+                raise SecurityError(f"the template computes a number of more than {_BITS} bits")
         elif operator == "%" and isinstance(left, str):
-            _check_format(budget, left, right)
+            budget.allow(_size_of_format(left, right))
         return budget.take(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Whatever the template calls."""
-        if obj is Sandbox.step:
-            return obj(*args)
         budget = _BUDGET.get()
-        budget.allow(sum(map(budget.size, (*args, kwargs))))
+        budget.allow(sum(map(budget.size, (*args, *kwargs.values()))))
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
-        if isinstance(owner, str) and name == "join":
-            args = _check_join(budget, args[0] if args else "", owner)[:1]
-        elif isinstance(owner, str) and name == "replace":
-            _check_replace(budget, owner, *args)
+        if isinstance(owner, str) and name in ("join", "replace"):
+            args = tuple(map(_drawn, args))
+            budget.allow(_SIZES[name](*((*args, owner) if name == "join" else (owner, *args)), **kwargs))
         return budget.take(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format`` by a formatter with limits."""
-        if super().wrap_str_format(value) is None:
+        """``str.format`` with limits."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
             return None
-        if value.__name__ != "format":
-            raise SecurityError("format_map is unsafe; use format")
-        formatter, text = _Formatter(self), value.__self__
-        return lambda *args, **kwargs: formatter.vformat(text, args, kwargs)
 
-    @staticmethod
-    def step(cost: int) -> bool:
-        """A round of a loop, or another run of a block, that writes ``cost`` characters of the source."""
-        _BUDGET.get().step(cost)
-        return True
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            text, budget = value.__self__, _BUDGET.get()
+            if any(_WIDE_FIELD.search(form or "") for _, _, form, _ in Formatter().parse(text)):
+                raise SecurityError("a width in a format is too large, or another value's")
+            budget.allow(len(text) + text.count("{") * (1000 + budget.size((args, kwargs))))
+            return wrapped(*args, **kwargs)
 
-    @staticmethod
-    def same(value: object) -> object:
-        """What a literal or a slice made; :meth:`call` measures it."""
-        return value
-
-    @staticmethod
-    def concat_all(*parts: object) -> str:
-        """The operator ``~``."""
-        return "".join(map(str, parts))
-
-
-class _Formatter(SandboxedFormatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if re.search(r"\d{4}", format_spec):
-            raise SecurityError(f"a format's width is too large: {format_spec!r:.20}")
-        text: str = super().format_field(value, format_spec)
-        _BUDGET.get().step(len(text))
-        return text
+        return formatted
 
 
 class _Guards(NodeTransformer):
-    """Puts calls of the sandbox's functions where templates spend time and memory."""
+    """Puts filters of the sandbox where templates spend time and memory."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
-        self._with_step(node)
-        if node.test is not None:  # a loop whose test always fails has no rounds
-            node.test = nodes.And(_call("step", nodes.Const(0)), node.test)
-        return node
-
-    def _with_step(self, node: Any) -> nodes.Node:
-        constants = sum(len(each.data) for part in node.body for each in _constants(part))
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("step", nodes.Const(constants), lineno=node.lineno)))
-        return node  # type: ignore[no-any-return]
-
-    visit_Macro = visit_CallBlock = visit_Block = _with_step  # noqa: N815
+        constants = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        node.body.insert(0, nodes.ExprStmt(_filtered(_STEP, nodes.Const(constants), node)))
+        if node.test is not None:  # a loop whose test always fails has no rounds
+            node.test = nodes.And(_filtered(_STEP, nodes.Const(0), node), node.test)
+        return node
 
     def _measured(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         stores = getattr(node, "ctx", "load") != "load"
-        plain = isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
-        return node if stores or plain else _call("same", node, lineno=node.lineno)
+        is_plain = isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
+        return node if stores or is_plain else _filtered(_MADE, node, node)
 
     visit_List = visit_Tuple = visit_Dict = visit_Getitem = _measured  # noqa: N815
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _call("concat_all", *node.nodes, lineno=node.lineno)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return _filtered(_JOINED, _filtered(_MADE, parts, node), node)
 
 
-def _constants(node: nodes.Node) -> Iterator[nodes.TemplateData]:
-    if isinstance(node, nodes.TemplateData):
-        yield node
-    yield from node.find_all(nodes.TemplateData)
-
-
-def _call(name: str, *args: nodes.Expr, lineno: int = 1) -> nodes.Call:
-    function = nodes.EnvironmentAttribute(name, lineno=lineno)
-    return nodes.Call(function, list(args), [], None, None, lineno=lineno)
+def _filtered(name: str, value: nodes.Expr, place: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=place.lineno)
 
 
 @pass_context
@@ -265,74 +233,67 @@ def _print(_: Context, value: Any) -> Any:
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose result is measured, and estimated before if it can be large."""
     passes = hasattr(function, "jinja_pass_arg")
-    check = _CHECKS.get(name)
+    size_of = _SIZES.get(name)
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         budget = _BUDGET.get()
-        budget.allow(sum(map(budget.size, (*args[passes:], kwargs))))
-        own = None if check is None else check(budget, *args[passes:], **kwargs)
-        if own is not None:
-            args, kwargs = (*args[:passes], *own), {}
+        if size_of is not None:
+            args = tuple(map(_drawn, args))
+            budget.allow(size_of(*args[passes:], **kwargs))
+        if isinstance(args[passes], Namespace):  # all else was measured when it was made
+            budget.allow(budget.size(args[passes]))
         return budget.take(function(*args, **kwargs))
 
     return guarded
 
 
-def _check_format_of(budget: _Budget, value: object, *args: object, **kwargs: object) -> None:
-    _check_format(budget, str(value), (*args, *kwargs.values()))
+def _drawn(value: Any) -> Any:
+    """The items of an iterator, from which they can be drawn once."""
+    return list(value) if isinstance(value, Iterator) else value
 
 
-def _check_format(budget: _Budget, text: str, args: object) -> None:
-    if _WIDE.search(text):
+def _size_of_format(text: str, args: object) -> int:
+    if _WIDE_PERCENT.search(text):
         raise SecurityError("a width in a format is too large, or another value's")
-    budget.allow(len(text) + text.count("%") * (1000 + budget.size(args)))
+    return len(text) + text.count("%") * (1000 + _BUDGET.get().size(args))
 
 
-def _check_indent(budget: _Budget, s: object, width: int | str = 4, *_: object, **__: object) -> None:
+def _size_of_indent(s: object, width: int | str = 4, *_: object, **__: object) -> int:
     text = str(s)
-    budget.allow(len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
+    return len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width))
 
 
-def _check_join(budget: _Budget, value: Any, d: object = "", attribute: Any = None) -> tuple[Any, ...]:
-    items = list(value)  # what is drawn from an iterator is gone
-    budget.allow(budget.size(items) + len(items) * len(str(d)))
-    return items, d, attribute
+def _size_of_join(value: Any, d: object = "", *_: object, **__: object) -> int:
+    return _BUDGET.get().size(value) + len(value) * len(str(d))
 
 
-def _check_replace(budget: _Budget, s: object, old: object, new: object, *_: object, **__: object) -> None:
+def _size_of_replace(s: object, old: object, new: object, *_: object, **__: object) -> int:
     text = str(s)
-    budget.allow(len(text) + text.count(str(old)) * len(str(new)))
+    return len(text) + text.count(str(old)) * len(str(new))
 
 
-def _check_round(_: _Budget, value: object, precision: int = 0, *__: object, **___: object) -> None:
-    if abs(precision) > 100:
-        raise SecurityError(f"a precision of {precision} digits is too large")
+def _size_of_round(value: object, precision: int = 0, *_: object, **__: object) -> int:
+    return abs(precision) ** 2  # of the power of ten that is computed
 
 
-def _check_sum(_: _Budget, value: object, attribute: object = None, start: object = 0) -> None:
+def _size_of_sum(value: object, attribute: object = None, start: object = 0) -> int:
     if not isinstance(start, int | float):  # lists would be copied again for each that is added
         raise SecurityError("sum is for numbers")
+    return 0
 
 
-_CHECKS: Final[Mapping[str, Callable[..., Any]]] = {
-    "format": _check_format_of,
-    "indent": _check_indent,
-    "join": _check_join,
-    "replace": _check_replace,
-    "round": _check_round,
-    "sum": _check_sum,
+_SIZES: Final[Mapping[str, Callable[..., int]]] = {
+    "format": lambda value, *args, **kwargs: _size_of_format(str(value), (args, kwargs)),
+    "indent": _size_of_indent,
+    "join": _size_of_join,
+    "replace": _size_of_replace,
+    "round": _size_of_round,
+    "sum": _size_of_sum,
 }
-
-
-def _bits(value: object) -> int:
-    return value.bit_length() if isinstance(value, int) else 0
-
-
-def _check_bits(bits: int) -> None:
-    if bits > _BITS:
-        raise SecurityError(f"the template computes a number of more than {_BITS} bits")
+"""What filters can make far larger than what they take, and how large it will be."""
 
 
 def _to_json(
@@ -348,8 +309,8 @@ def _to_json(
     # ASCII is made below: what marks text that must stay ordinary has to stay as it is.
     encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     budget, pieces = _BUDGET.get(), []
-    for piece in encoder.iterencode(value):
-        text = _FOREIGN.sub(lambda found: json.dumps(found[0])[1:-1], piece) if ensure_ascii else piece
-        budget.step(len(text))
-        pieces.append(text)
-    return "".join(pieces)
+    for piece in encoder.iterencode(value):  # spaces of deep lists are many
+        budget.step(len(piece))
+        pieces.append(piece)
+    text = "".join(pieces)
+    return _FOREIGN.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
