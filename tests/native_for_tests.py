@@ -15,7 +15,7 @@ from edgespec_export.formats.tiles import pack
 from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import GRAPH, MANIFEST
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import graph_name, kept_by, products_of, tensor_shapes
+from edgespec_models.bundles.layers import graph_name, kept_by, layers_of, products_of, tensor_shapes
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
@@ -105,9 +105,9 @@ def native_plan(
 
     rows = config.vocab_size if head_tokens is None else len(head_tokens)
     linears = {"lm_head": LinearSpec(config.hidden_size, (LinearPart(("lm_head",), rows, form),))}
-    for layer in range(config.num_layers):
-        at = f"layers.{layer}."
-        linears |= {at + product: linear(at, kinds) for product, kinds in products_of(config).items()}
+    for layer in layers_of(config):
+        at = f"{layer.name}."
+        linears |= {at + product: linear(at, kinds) for product, kinds in products_of(config, layer).items()}
     return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens, tunable=tunable)
 
 

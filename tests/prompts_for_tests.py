@@ -16,9 +16,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.kv_cache import SavedCache
-from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
+from edgespec_runtimes.prompt_cache import PromptCache, stored
 from tests.models_for_tests import toy_session
 from tests.toy import ToySession
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from edgespec.loading.footprint import footprint_of
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles import layers
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.graphs.decoder import build_decoder
@@ -62,23 +65,30 @@ def test_a_device_without_states_refuses_them(tmp_path: Path, make: Callable[[Pa
 def test_a_backend_that_lacks_a_layer_refuses_it_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle, source = tiny_native(tmp_path / "m").bundle, tiny_gguf("llama").write(tmp_path / "m.gguf")
-    native, standard = native_plan(LLAMA, "Q4_0"), tiny_plan(LLAMA, FLOAT)
-    fixed = StaticPlan(rows=1, capacity=16, all_logits=True, int8=False, biases=False)
+    source = tiny_gguf("llama").write(tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModelError, match="conv_taps is None and 1 layers are short_conv"):
+        replace(LLAMA, mixers=("attention", "short_conv"))
+    convolution = replace(LLAMA, mixers=("attention", "short_conv"), conv_taps=3)
+    for medium, build in _builds(convolution).items():
+        with pytest.raises(UnsupportedModelError, match=rf"layers\.1 .* short_conv, .* {medium}; export it"):
+            build()
     all_layers = layers.layers_of(LLAMA)
-    other = replace(all_layers[1], mixer="delta_net"), replace(all_layers[1], mlp="experts")
-    for layer, name in zip(other, ("delta_net", "experts"), strict=True):
-        changed = all_layers[0], layer
-        monkeypatch.setattr(layers, "layers_of", lambda config, changed=changed: changed)
-        builds: dict[str, Callable[[], object]] = {
-            "edgespec's kernels": lambda: build_native(LLAMA, native),
-            "ONNX Runtime's operators": lambda: build_decoder(LLAMA, standard),
-            "graphs of fixed shapes": lambda: build_static_decoder(LLAMA, fixed),
-            "NumPy": lambda: NumpyDecoder(bundle),
-        }
-        for medium, build in builds.items():
-            with pytest.raises(UnsupportedModelError, match=rf"layers\.1 .* {name}, .* {medium}; export it"):
-                build()
-        with pytest.raises(UnsupportedModelError, match=name):
-            export_model(source, tmp_path / "out", options=ExportOptions())
-        assert not (tmp_path / "out").exists()
+    changed = all_layers[0], replace(all_layers[1], mlp="experts")
+    monkeypatch.setattr(layers, "layers_of", lambda config: changed)
+    for medium, build in _builds(LLAMA).items():
+        with pytest.raises(UnsupportedModelError, match=rf"layers\.1 .* experts, .* {medium}; export it"):
+            build()
+    with pytest.raises(UnsupportedModelError, match="experts"):
+        export_model(source, tmp_path / "out", options=ExportOptions())
+    assert not (tmp_path / "out").exists()
+
+
+def _builds(config: ModelConfig) -> dict[str, Callable[[], object]]:
+    """Building a graph of each medium, but for NumPy, which reads a bundle."""
+    fixed = StaticPlan(rows=1, capacity=16, all_logits=True, int8=False, biases=False)
+    return {
+        "edgespec's kernels": lambda: build_native(config, native_plan(config, "Q4_0")),
+        "ONNX Runtime's operators": lambda: build_decoder(config, tiny_plan(config, FLOAT)),
+        "graphs of fixed shapes": lambda: build_static_decoder(config, fixed),
+        "NumPy": lambda: NumpyDecoder(cast(Any, SimpleNamespace(config=config))),
+    }

@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import StorageError
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.storage import own_name
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
+from edgespec_runtimes.prompt_cache import PromptCache, stored
 from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.prompts_for_tests import KEY, SIZE, Showing, disk_full, request, sizes, text

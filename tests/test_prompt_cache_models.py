@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from edgespec import LoadOptions
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
+from edgespec_runtimes.prompt_cache import PromptCache, stored
 from tests.models_for_tests import toy_model
 from tests.native_for_tests import tiny_native
 from tests.prompts_for_tests import LONG, SIZE, Showing, disk_full, keyed, request, sizes, text

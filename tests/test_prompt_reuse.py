@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from edgespec import Choice, Generation, Model
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes.kv_cache import shared_length
-from edgespec_runtimes.prompt_cache import BLOCK
 from tests.models_for_tests import toy_model
 from tests.prompts_for_tests import keyed
 from tests.templates_for_tests import HERMES, TOOLS

@@ -16,7 +16,8 @@ from typing import Any
 
 import edgespec
 from edgespec.requests import runner
-from edgespec_runtimes.prompt_cache import BLOCK, PromptCache, stored
+from edgespec_models.bundles.kept import BLOCK
+from edgespec_runtimes.prompt_cache import PromptCache, stored
 from tools.arguments import arguments
 
 DOCS = Path(__file__).parents[1] / "docs"

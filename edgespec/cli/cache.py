@@ -40,8 +40,8 @@ def show(as_json: JsonFlag = False) -> None:
 
         edgespec cache show --json
     """
+    from edgespec_models.bundles.kept import BLOCK
     from edgespec_models.storage import prompts_dir
-    from edgespec_runtimes.prompt_cache import BLOCK
 
     models: list[dict[str, Any]] = []
     for name, own in _by_model().items():

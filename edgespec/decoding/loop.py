@@ -124,7 +124,8 @@ class Decoding:
     ) -> None:
         self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
         self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
-        self._end, self._max_draft = len(tokens) + max_new_tokens, max_draft
+        self._end, undone = len(tokens) + max_new_tokens, target.model.places.undone
+        self._max_draft = max_draft if undone is None else min(max_draft, undone)
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
         self._prompt_logprobs = prompt_logprobs
         self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]

@@ -223,7 +223,9 @@ class Reader(Chain):
         """Want these read, and behind the last of a text what is guessed to follow."""
         guesses = list[Follower]()
         if is_last and len(tokens) <= _FEW:
-            room = min(self._session.model.piece, self._session.capacity - self._session.length) - len(tokens)
+            model, undone = self._session.model, self._session.model.places.undone
+            room = min(model.piece, self._session.capacity - self._session.length) - len(tokens)
+            room = room if undone is None else min(room, undone)
             guesses = self._followers.guesses(self._text, len(tokens), room)
         self._guesses = guesses
         rows = [*tokens, *(guess.token for guess in guesses)]

@@ -22,6 +22,7 @@ from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
 from edgespec_runtimes.predictions import DevicePredictions, Floats, Hidden, Predictions
 from edgespec_runtimes.session import LoadedModel
+from edgespec_runtimes.states import Places, States
 
 _MAX_KEPT_BINDINGS = 32
 _LOGITS_BYTES = 32 << 20
@@ -157,7 +158,14 @@ class OwnModel(_GraphModel):
         self.most_rows = bundle.config.context_length
         self.passes: dict[tuple[int, ...], _Bound] = {}
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
-        self.cache = self._memory.cache(bundle.manifest.kept)
+        kept, has_slots = bundle.manifest.kept, "places" in self._inputs
+        self.cache = self._memory.cache([each for each in kept if each.per != "sequence" or not has_slots])
+        self.states, self.places = States(kept), Places.of(kept)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved for what all sessions keep."""
+        return self.cache.nbytes + self.states.nbytes
 
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Run with copies of these weights, by name, from the next pass on.
@@ -192,6 +200,7 @@ class OwnModel(_GraphModel):
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
         self.passes.clear()
+        self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
         moves, end = list[Move](), 0
         for each in self.stretches:
             moves.append(Move(each.begin, end, len(each.tokens)))
@@ -236,12 +245,14 @@ class OwnModel(_GraphModel):
     def close(self) -> None:
         """Free what passes use."""
         self.passes.clear()
+        self.states.clear()
         super().close()
 
     def _bind(self, one: Pass, rows: int) -> _Bound:
         """Bind what a pass reads and writes; its predictions are of the last ``rows``."""
         binding = self._session.io_binding()
         inputs = self.feed(binding, one)
+        self.states.bind(binding)
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
         # Of one part as many rows are always the same ones.

@@ -28,23 +28,26 @@ def ort_value(array: _Array) -> Any:
 class Stretch:
     """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for.
 
-    ``fresh`` are the tokens at the end that the last pass read, if nothing was changed since.
+    ``fresh`` are the tokens at the end that the last pass read, if nothing was changed since. Its states lie
+    in ``slot``, ``behind`` so many of the tokens (:class:`edgespec_runtimes.states.Places`).
     """
 
     tokens: list[int] = field(default_factory=list)
     begin: int = 0
     capacity: int = 0
     fresh: int = 0
+    slot: int = 0
+    behind: int = 0
 
-    def add(self, tokens: Sequence[int], *, fresh: int = 0) -> None:
-        """Tell that the cache holds these too."""
+    def add(self, tokens: Sequence[int], *, fresh: int = 0, behind: int = 0) -> None:
+        """Tell that the cache holds these too, and behind how many tokens the states lie now."""
         self.tokens += tokens
-        self.fresh = fresh
+        self.fresh, self.behind = fresh, behind
 
     def cut(self, length: int) -> None:
         """Tell that the cache holds the first ``length`` tokens only."""
         del self.tokens[length:]
-        self.fresh = 0
+        self.fresh, self.behind = 0, min(self.behind, length)
 
 
 class Move(NamedTuple):
@@ -56,9 +59,12 @@ class Move(NamedTuple):
 
 
 def refuse_states(layout: Sequence[KeptTensor]) -> None:
-    """Raise BundleError for what a sequence keeps besides keys and values."""
-    if states := [tensor.input for tensor in layout if tensor.per != "token"]:
-        raise BundleError(f"the graph keeps states ({', '.join(states)}), which edgespec cannot run yet")
+    """Raise BundleError for what a sequence keeps besides keys and values, and ends of blocks."""
+    if states := [tensor.input for tensor in layout if tensor.per == "sequence"]:
+        raise BundleError(
+            f"the graph keeps states ({', '.join(states)}), which edgespec runs in graphs of its own "
+            "operators only; export the model for the CPU"
+        )
 
 
 class KVBuffers(ABC):

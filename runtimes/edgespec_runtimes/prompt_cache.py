@@ -28,13 +28,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.errors import StorageError
 from edgespec_models.storage import is_file, replacing
 from edgespec_runtimes.kv_cache import SavedCache
 from edgespec_runtimes.session import Session
-
-BLOCK: Final = 32
-"""Tokens of a block: a multiple of the tiles of keys; of a prompt at most 31 tokens are read again."""
 
 _MAGIC: Final = b"edgespec block 1"
 _HEADER: Final = len(_MAGIC) + hashlib.sha256().digest_size

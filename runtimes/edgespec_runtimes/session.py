@@ -13,6 +13,7 @@ from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KVBuffers, SavedCache, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.states import ANYWHERE
 
 KV_STEP: Final = 256
 """Room in the KV cache is made in steps of so many tokens."""
@@ -50,6 +51,7 @@ class LoadedModel(ABC):
         copies_cache: whether every pass writes the whole KV cache anew, as graphs do that concatenate.
         cache: where keys and values of all sessions lie; None where the host has none.
         stretches: those of the sessions, one behind the other.
+        places: from where sequences can go on.
         tunable: weights that :meth:`tune` replaces, by their names in the graph.
         head_tokens: the token of every column of the logits, int32; None where column i is token i.
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
@@ -62,6 +64,7 @@ class LoadedModel(ABC):
     takes_several = False
     copies_cache = False
     cache: KVBuffers | None = None
+    places = ANYWHERE
     tunable: frozenset[str] = frozenset()
     head_tokens: npt.NDArray[np.int32] | None = None
     row_exact = False
@@ -132,11 +135,26 @@ class LoadedModel(ABC):
         for each in rows:  # all have their places now
             stretch = each.session.stretch
             parts.append(
-                Part(each.tokens, len(stretch.tokens), each.wanted, stretch.begin, hidden=each.hidden)
+                Part(
+                    each.tokens,
+                    len(stretch.tokens),
+                    each.wanted,
+                    stretch.begin,
+                    hidden=each.hidden,
+                    slot=stretch.slot,
+                    behind=stretch.behind,
+                )
             )
-        predictions = self.run(parts)
-        for each in rows:
-            each.session.stretch.add(each.tokens, fresh=len(each.tokens))
+        try:
+            predictions = self.run(parts)
+        except BaseException:  # Ctrl-C too: states may be of before the pass and of behind it
+            for each, part in zip(rows, parts, strict=True):
+                each.session.stretch.behind = part.end
+                each.session.rewind(part.start)
+            raise
+        for each, part in zip(rows, parts, strict=True):
+            behind = self.places.behind(part.behind, part.start, part.end)
+            each.session.stretch.add(each.tokens, fresh=len(each.tokens), behind=behind)
         return predictions
 
     @abstractmethod
@@ -211,7 +229,9 @@ class Session:
     """
 
     def __init__(self, model: LoadedModel) -> None:
-        self.model, self.stretch, self.closed = model, Stretch(), False
+        taken = {each.slot for each in model.stretches}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        self.model, self.stretch, self.closed = model, Stretch(slot=slot), False
         model.stretches.append(self.stretch)
 
     @property
@@ -280,12 +300,16 @@ class Session:
         before the pass, with a log of the pass's rows, and applies those that stay in the next pass.
 
         Raises:
-            RequestError: the last pass read fewer, or the sequence was changed since.
+            RequestError: the last pass read fewer, the sequence was changed since, or more rows are to go
+                than layers with a state can undo.
         """
-        stretch = self.stretch
+        stretch, length = self.stretch, self.length - self.stretch.fresh + rows
         if not 0 <= rows <= stretch.fresh:
             raise RequestError(f"cannot keep {rows} rows: the last pass read {stretch.fresh}")
-        stretch.cut(self.length - stretch.fresh + rows)
+        if self.model.places.nearest(length, stretch.behind) != length:
+            undone, most = stretch.fresh - rows, self.model.places.undone
+            raise RequestError(f"cannot undo {undone} rows of a pass; this model's states allow {most}")
+        stretch.cut(length)
         stretch.fresh = rows
 
     def rewind(self, length: int) -> int:
@@ -293,16 +317,17 @@ class Session:
 
         Returns:
             That place, the tokens that stay. With keys and values alone it is ``length``; layers with a
-            state can go back as far as their log of rows reaches, and to 0. Whoever needs the tokens
-            between has to read them again.
+            state can go back as far as their log of rows reaches, to 0, and some to the ends of blocks.
+            Whoever needs the tokens between has to read them again.
 
         Raises:
             RequestError: the cache holds fewer tokens.
         """
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot rewind to {length}: the cache holds {self.length} tokens")
-        self.stretch.cut(length)
-        return length
+        place = self.model.places.nearest(length, self.stretch.behind)
+        self.stretch.cut(place)
+        return place
 
     def release(self) -> int:
         """Forget every token and free their memory, where no graph has to be opened for that; its bytes."""
@@ -315,16 +340,20 @@ class Session:
     def view(self, start: int, end: int) -> SavedCache | None:
         """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows.
 
-        They lie in the model's own memory: the next call overwrites them. ``start`` is a multiple of 16.
+        They lie in the model's own memory: the next call overwrites them. ``start`` is a multiple of 16, and
+        of 32 where sequences go on from blocks. There is none where states do not go with tokens.
         """
         begin, cache = self.stretch.begin, self.model.cache
-        arrays = None if cache is None else cache.view(begin + start, begin + end)
+        if cache is None or not self.model.places.every:
+            return None
+        arrays = cache.view(begin + start, begin + end)
         return None if arrays is None else SavedCache(tuple(self.stretch.tokens[start:end]), tuple(arrays))
 
     def append(self, saved: SavedCache, count: int) -> None:
         """Put the first ``count`` tokens of a view behind what the cache holds: the same bits again.
 
-        They have been behind the same tokens, as many as a multiple of 16.
+        They have been behind the same tokens, as many as a multiple of 16, or of 32 as in :meth:`view`. Of
+        those behind the last place from which the sequence can go on none is put.
 
         Raises:
             DeviceError: no memory for them; the cache is empty then.
@@ -332,8 +361,9 @@ class Session:
         self.reserve(self.length + count)
         cache = self.model.cache
         assert cache is not None  # which gave the view
+        count = max(0, self.model.places.floor(self.length + count) - self.length)
         cache.paste(saved.arrays, self.stretch.begin + self.length, count)
-        self.stretch.add(saved.tokens[:count])
+        self.stretch.add(saved.tokens[:count], behind=self.length + count)
 
     def close(self) -> None:
         """Free the cache and, with the model's last session, the model."""

@@ -20,7 +20,7 @@ from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_export.sources.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.layers import graph_name, products_of
+from edgespec_models.bundles.layers import graph_name, layers_of, products_of
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.graphs.plan import (
     FULL,
@@ -96,9 +96,9 @@ def plan_decoder(
         kept = replace(lm_head.parts[0], out_features=len(head_tokens))
         lm_head = replace(lm_head, parts=(kept,))
     linears = {"lm_head": lm_head} | ({"fuse": linear(("fuse",))} if config.is_head else {})
-    for i in range(config.num_layers):
-        for name, sources in products_of(config).items():
-            linears[f"layers.{i}.{name}"] = linear(tuple(f"layers.{i}.{source}" for source in sources))
+    for layer in layers_of(config):
+        for name, sources in products_of(config, layer).items():
+            linears[f"{layer.name}.{name}"] = linear(tuple(f"{layer.name}.{source}" for source in sources))
     if native:
         (table,) = linear(("embed",)).parts
         embedding = EmbeddingSpec(table.format)

@@ -19,8 +19,11 @@ Architecture = Literal[
     "granite",
     "ministral3",
     "olmo2",
+    "lfm2",
     "eagle3",
 ]
+Mixer = Literal["attention", "short_conv"]
+"""What lets the tokens of a layer see each other."""
 Count = Annotated[int, within(1, 2**31 - 1)]
 Layers = Annotated[int, within(1, 4096)]
 """Of a model: tables have a row for each, and the deepest models have some hundreds."""
@@ -85,6 +88,8 @@ class ModelConfig(DecoderShape):
         wide_qk_norm: on all heads of a token at once instead.
         pre_norms: RMSNorm on what attention and the MLP read.
         post_norms: RMSNorm on what they add.
+        mixers: of each layer; empty where all are attention.
+        conv_taps: tokens that a short convolution sees, its own included; None without one.
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
@@ -113,6 +118,8 @@ class ModelConfig(DecoderShape):
     wide_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    mixers: tuple[Mixer, ...] = ()
+    conv_taps: Annotated[int, within(2, 16)] | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
     normed_features: bool = False
@@ -134,11 +141,19 @@ class ModelConfig(DecoderShape):
         if self.wide_qk_norm and not self.qk_norm:
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
         said = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
-        plain = self.num_layers == 1 and self.pre_norms and not (self.post_norms or self.qk_norm)
+        plain = self.num_layers == 1 and self.pre_norms
+        plain &= not (self.post_norms or self.qk_norm or self.mixers)
         if not (all(said[:2]) and plain) if self.architecture == "eagle3" else any(said):
             raise UnsupportedModelError(
                 f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
                 f"feature_width {self.feature_width}; a head is one plain layer of eagle3 with both"
+            )
+        if self.mixers and len(self.mixers) != self.num_layers:
+            raise UnsupportedModelError(f"there are {len(self.mixers)} mixers for {self.num_layers} layers")
+        if ("short_conv" in self.mixers) != (self.conv_taps is not None):
+            raise UnsupportedModelError(
+                f"conv_taps is {self.conv_taps} and {self.mixers.count('short_conv')} layers are short_conv; "
+                "there are both, or none"
             )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
@@ -161,13 +176,19 @@ class ModelConfig(DecoderShape):
         return self.rotary_dim or self.head_dim
 
     def attended(self, tokens: int) -> float:
-        """As of any decoder, but a window bounds what its layers attend to."""
-        if self.sliding_window is None:
+        """As of any decoder, but a window bounds what its layers attend to, and only attention does."""
+        if self.sliding_window is None and not self.mixers:
             return float(tokens)
+        window = tokens if self.sliding_window is None else min(tokens, self.sliding_window)
         seen = (
-            tokens if self.is_global(n) else min(tokens, self.sliding_window) for n in range(self.num_layers)
+            (tokens if self.is_global(n) else window) * (self.mixer(n) == "attention")
+            for n in range(self.num_layers)
         )
         return sum(seen) / self.num_layers
+
+    def mixer(self, layer: int) -> Mixer:
+        """What lets tokens see each other in ``layer``."""
+        return self.mixers[layer] if self.mixers else "attention"
 
     def is_global(self, layer: int) -> bool:
         """Whether ``layer`` sees the whole context."""

@@ -29,6 +29,8 @@ class Part(NamedTuple):
         ending: tokens at the end whose logits nobody wants.
         hidden: what a head reads beside each token, float32 ``(tokens, width)``: the target's features, or
             its own state.
+        slot: where states of the sequence lie.
+        behind: and behind how many of its tokens.
     """
 
     tokens: Sequence[int]
@@ -37,6 +39,8 @@ class Part(NamedTuple):
     begin: int = 0
     ending: int = 0
     hidden: npt.NDArray[np.float32] | None = None
+    slot: int = 0
+    behind: int = 0
 
     @property
     def end(self) -> int:
@@ -89,6 +93,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
         "attention_mask": lambda one: np.ones((1, one.parts[0].end)),
         "position_ids": lambda one: np.arange(one.parts[0].start, one.parts[0].end)[None],
         "sequences": lambda one: [(part.begin, part.start, len(part.tokens)) for part in one.parts],
+        "places": lambda one: [(part.slot, part.behind) for part in one.parts],
         "seqlens_k": lambda one: [one.parts[0].end - 1],
         "total_sequence_length": lambda one: one.parts[0].end,
         ROWS: lambda one: one.wanted,
@@ -101,7 +106,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
 """Inputs of graphs of any shape, but for weights and the KV cache, and what they hold in a pass."""
 
 CHANGING: Final = frozenset(
-    {"input_ids", "sequences", "seqlens_k", "total_sequence_length", ROWS, "features", "states"}
+    {"input_ids", "sequences", "places", "seqlens_k", "total_sequence_length", ROWS, "features", "states"}
 )
 """Those of edgespec's graphs that hold something else in another pass over as many tokens."""
 

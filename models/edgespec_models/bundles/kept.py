@@ -1,4 +1,9 @@
-"""What a sequence keeps between passes: a graph's inputs that come out of it again."""
+"""What a sequence keeps between passes: a graph's inputs that come out of it again.
+
+Keys and values have a row for each token. A layer with a state keeps that of a whole sequence, in a slot that
+the sequence owns, and a log of its last rows by position, so that rows of a pass can be undone. What it needs
+to go on from the end of a block of tokens may be small enough to be kept for each block.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +19,10 @@ from edgespec_models.schema import length
 KeptType = Literal["float32", "float16", "int8", "uint8", "uint16"]
 """float16 is of edgespec's kernels, graphs for GPUs and foreign ones, int8 of foreign ones alone, uint8 and
 uint16 of quantized activations."""
+LOGGED: Final = 16
+"""Rows of a pass that a layer with a state can undo."""
+BLOCK: Final = 32
+"""Tokens of a block."""
 _MOST_BYTES: Final = 1 << 30  # of a row or a state; NumPy can count the bytes of any context of such rows
 
 
@@ -24,20 +33,25 @@ class KeptTensor:
     Attributes:
         input: what the graph calls it before a pass.
         output: and behind it.
-        per: ``token`` for keys and values, which have a row for each token; ``sequence`` for a state.
-        shape: of a token's row, ``(heads, width)``, or of the state.
+        per: ``token`` for keys and values, which have a row for each token; ``sequence`` for a state, or a
+            log; ``block`` for what lets a layer go on from the end of each :data:`BLOCK` tokens.
+        shape: of a token's row, ``(heads, width)``, or of the rest.
         type: of an element.
     """
 
     input: Annotated[str, length(1)]
     output: Annotated[str, length(1)]
-    per: Literal["token", "sequence"]
+    per: Literal["token", "block", "sequence"]
     shape: Annotated[tuple[Count, ...], length(1, 4)]
     type: KeptType
 
     def __post_init__(self) -> None:
         if self.per == "token" and len(self.shape) != 2:
             raise BundleError(f"{self.input} has rows of shape {self.shape}; allowed: heads and width")
+        if self.per == "block" and prod(self.shape) % BLOCK:
+            raise BundleError(
+                f"{self.input} has blocks of shape {self.shape}; allowed: a multiple of {BLOCK} elements"
+            )
         if self.nbytes > _MOST_BYTES:
             raise BundleError(
                 f"{self.input} has {self.nbytes:,} bytes a {self.per}; allowed: {_MOST_BYTES:,}"
@@ -50,12 +64,15 @@ class KeptTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token's row, or of the state."""
+        """Bytes of a token's row, of a block, or of the state."""
         return prod(self.shape) * self.dtype.itemsize
 
     def of_tokens(self, tokens: int) -> tuple[int, ...]:
-        """Shape of keys or values of so many tokens: ``(1, heads, tokens, width)``."""
-        heads, width = self.shape
+        """Shape of keys or values of so many tokens: ``(1, heads, tokens, width)``.
+
+        What is kept for each block lies in such a tensor of one head, a block behind the other.
+        """
+        heads, width = self.shape if self.per == "token" else (1, prod(self.shape) // BLOCK)
         return 1, heads, tokens, width
 
 
@@ -74,9 +91,32 @@ def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple
     return key, value
 
 
+def last_inputs(layer: int, channels: int, taps: int) -> KeptTensor:
+    """What a convolution over tokens has read last: a ring, where token t is row t modulo the length."""
+    return KeptTensor(
+        input=f"past_inputs.{layer}",
+        output=f"present_inputs.{layer}",
+        per="sequence",
+        shape=(LOGGED + taps - 1, channels),
+        type="float32",
+    )
+
+
+def block_ends(layer: int, channels: int, taps: int) -> KeptTensor:
+    """What it has read before the end of each block: these rows do not lie in the ring."""
+    return KeptTensor(
+        input=f"past_ends.{layer}",
+        output=f"present_ends.{layer}",
+        per="block",
+        shape=(taps - 1, channels),
+        type="float32",
+    )
+
+
 def bytes_per_token(kept: Iterable[KeptTensor]) -> int:
     """Bytes that each token takes."""
-    return sum(tensor.nbytes for tensor in kept if tensor.per == "token")
+    parts = {"token": 1, "block": BLOCK}
+    return sum(tensor.nbytes // parts[tensor.per] for tensor in kept if tensor.per in parts)
 
 
 def bytes_per_sequence(kept: Iterable[KeptTensor]) -> int:

@@ -11,10 +11,9 @@ Tensors go under edgespec's own names: those of :func:`outer_shapes`, and those 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
@@ -22,15 +21,21 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import KeptTensor, KeptType, keys_and_values
+from edgespec_models.bundles.kept import KeptTensor, KeptType, block_ends, keys_and_values, last_inputs
 from edgespec_models.errors import UnsupportedModelError
 
 PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 )
 """The products of most layers, and the matrices whose rows each stacks; see :func:`products_of`."""
+_MLP: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {name: PRODUCTS[name] for name in ("gate_up", "down")}
+)
 _APART: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {**{name: (name,) for name in PRODUCTS["qkv"]}, **{k: v for k, v in PRODUCTS.items() if k != "qkv"}}
+    {**{name: (name,) for name in (*PRODUCTS["qkv"], "o")}, **_MLP}
+)
+_CONVOLUTION: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {**{name: (name,) for name in ("conv_in", "conv_out")}, **_MLP}
 )
 
 _EMBED_QKV: Final = ("embed_q", "embed_k", "embed_v")
@@ -39,6 +44,7 @@ _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(("qkv", "q", "k", "v", "o", "q_norm", "k_norm"), "attention."),
         **dict.fromkeys(("embed_qkv", *_EMBED_QKV), "attention."),
+        **dict.fromkeys(("conv_in", "conv", "conv_out"), "mixer."),
         **dict.fromkeys(("gate_up", "gate", "up", "down"), "mlp."),
     }
 )
@@ -73,15 +79,18 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
     for index in range(config.num_layers):
         window = None if config.is_global(index) else config.sliding_window
         rope = "rope" if window is None or config.rope_local_theta is None else "rope_local"
-        found.append(Layer(index, None if index in config.unrotated_layers else rope, window))
+        rotated = None if index in config.unrotated_layers else rope
+        found.append(Layer(index, rotated, window, config.mixer(index)))
     return tuple(found)
 
 
-def products_of(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
+def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ...]]:
     """The products of a layer. Those that are normalized as a whole have nothing beside them.
 
     Queries, keys and values of a head are sums: of a product with its state and one with the embedding.
     """
+    if layer.mixer == "short_conv":
+        return _CONVOLUTION
     if config.is_head:
         return {**PRODUCTS, "embed_qkv": _EMBED_QKV}
     return _APART if config.wide_qk_norm else PRODUCTS
@@ -104,22 +113,38 @@ def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> 
     Matrices are ``(outputs, inputs)``.
     """
     hidden, mlp = (config.hidden_size,), config.intermediate_size
-    query, kv = config.query_width, config.kv_width
     shapes: dict[str, tuple[int, ...]] = {}
     if config.pre_norms:
         shapes |= {"attn_norm": hidden, "mlp_norm": hidden}
-    shapes |= {"q": (query, *hidden), "k": (kv, *hidden), "v": (kv, *hidden), "o": (*hidden, query)}
+    shapes |= _MIXER_SHAPES[layer.mixer](config)
     shapes |= {"gate": (mlp, *hidden), "up": (mlp, *hidden), "down": (*hidden, mlp)}
-    if biases:
+    if biases and layer.mixer == "attention":
         shapes |= {f"{name}_bias": shapes[name][:1] for name in "qkv"}
-    if config.qk_norm:
-        widths = (query, kv) if config.wide_qk_norm else (config.head_dim,) * 2
-        shapes |= {"q_norm": widths[:1], "k_norm": widths[1:]}
     if config.post_norms:
         shapes |= {"post_attn_norm": hidden, "post_mlp_norm": hidden}
     if config.is_head:
         shapes |= {"embed_norm": hidden, **{f"embed_{name}": shapes[name] for name in "qkv"}}
     return shapes
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
+    shapes: dict[str, tuple[int, ...]] = {"q": (query, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+    shapes |= {"o": (hidden, query)}
+    if config.qk_norm:
+        widths = (query, kv) if config.wide_qk_norm else (config.head_dim,) * 2
+        shapes |= {"q_norm": widths[:1], "k_norm": widths[1:]}
+    return shapes
+
+
+def _convolution_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, taps = config.hidden_size, config.conv_taps or 0
+    return {"conv_in": (3 * hidden, hidden), "conv": (hidden, taps), "conv_out": (hidden, hidden)}
+
+
+_MIXER_SHAPES: Final[Mapping[str, Callable[[ModelConfig], dict[str, tuple[int, ...]]]]] = MappingProxyType(
+    {"attention": _attention_shapes, "short_conv": _convolution_shapes}
+)
 
 
 def gain_names(config: ModelConfig) -> Iterator[str]:
@@ -138,11 +163,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def kept_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
     """What a sequence keeps, layer by layer, in a graph of any shape that edgespec builds."""
-    layers = (
-        keys_and_values(layer.index, config.num_kv_heads, config.head_dim, kind)
-        for layer in layers_of(config)
-    )
-    return tuple(chain.from_iterable(layers))
+    kept = list[KeptTensor]()
+    for layer in layers_of(config):
+        if layer.mixer == "short_conv":
+            place = layer.index, config.hidden_size, config.conv_taps or 0
+            kept += [last_inputs(*place), block_ends(*place)]
+        else:
+            kept += keys_and_values(layer.index, config.num_kv_heads, config.head_dim, kind)
+    return tuple(kept)
 
 
 def graph_name(name: str) -> str:
@@ -191,7 +219,6 @@ class Decoder(ABC):
     def __init__(self, config: ModelConfig) -> None:
         """Raise UnsupportedModelError where a layer has what this backend lacks."""
         self.config, self.all_layers = config, layers_of(config)
-        self.shapes = tensor_shapes(config)
         for layer in self.all_layers:
             for sublayer in (layer.mixer, layer.mlp):
                 if not hasattr(self, sublayer):
@@ -199,6 +226,7 @@ class Decoder(ABC):
                         f"{layer.name} of this {config.architecture} model is {sublayer}, which edgespec has "
                         f"not for {self.medium}; export it in another form, or take another model"
                     )
+        self.shapes = tensor_shapes(config)
 
     def layer(self, layer: Layer, x: Any) -> Any:
         """The residual stream behind ``layer``."""

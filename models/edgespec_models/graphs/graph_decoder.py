@@ -24,20 +24,18 @@ from edgespec_models.bundles.layers import Decoder, graph_name, kept_by
 FLOAT: Final = ir.DataType.FLOAT
 INT64: Final = ir.DataType.INT64
 _IR_VERSION = 10
-_Pair = tuple[ir.Value, ir.Value]
 
 
 class GraphDecoder(Decoder):
     """A decoder as a graph, whose weights are parameters without data, for the exporter to fill.
 
-    ``past`` are keys and values that the cache holds, for the layers that the graph has; ``present`` those
-    for the cache.
+    ``past`` is what each layer of the graph keeps, as it was before the pass; ``present`` what all keep now.
     """
 
     def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:
         super().__init__(config)
         self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name="decoder")
-        self.past: dict[int, _Pair] = {}
+        self.past: dict[int, list[ir.Value]] = {}
         self.present: list[ir.Value] = []
 
     def input(self, name: str, kind: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
@@ -63,10 +61,11 @@ class GraphDecoder(Decoder):
         self.graph.outputs.append(value)
 
     def read_cache(self, kind: KeptType) -> None:
-        """Give every layer its keys and values of before, in a cache that is written in place."""
+        """Give every layer what it kept before, in a cache that is written in place."""
         self.kept = kept_by(self.config, kind)
-        past = [self.input(tensor.input, *_type_of(tensor)) for tensor in self.kept]
-        self.past = dict(enumerate(zip(past[::2], past[1::2], strict=True)))
+        for tensor in self.kept:
+            layer = int(tensor.input.split(".")[1])
+            self.past.setdefault(layer, []).append(self.input(tensor.input, *_type_of(tensor)))
 
     def write_outputs(self, logits: ir.Value, columns: int | str, choices: Sequence[ir.Value]) -> None:
         """Return logits, the most likely column of each row and its probability, and the cache."""
@@ -94,9 +93,12 @@ class GraphDecoder(Decoder):
 
 
 def _type_of(tensor: KeptTensor) -> tuple[ir.DataType, list[int | str]]:
-    """Of keys or values in a graph of any shape."""
-    heads, width = tensor.shape
-    return ir.DataType.from_numpy(tensor.dtype), [1, heads, "capacity", width]
+    """In a graph of any shape."""
+    shape: list[int | str] = ["slots", *tensor.shape]
+    if tensor.per != "sequence":
+        shape = [*tensor.of_tokens(0)]
+        shape[2] = "capacity"
+    return ir.DataType.from_numpy(tensor.dtype), shape
 
 
 def parameter(graph: ir.Graph, name: str, shape: Sequence[int], kind: ir.DataType) -> ir.Value:

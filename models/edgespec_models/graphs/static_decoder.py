@@ -191,11 +191,10 @@ class _StaticDecoder(GraphDecoder):
         """Of each layer that the graph has."""
         for layer in self.parts:
             if layer < self.config.num_layers:
-                key, value = (
+                self.past[layer] = [
                     self.input(f"past_key_values.{layer}.{kind}", self.cache_type(layer, kind), shape)
                     for kind, shape in shapes.items()
-                )
-                self.past[layer] = key, value
+                ]
 
     def cache_type(self, layer: int, kind: str) -> ir.DataType:
         return ir.DataType.from_numpy(np.dtype(self.plan.type_at(f"layers.{layer}.{kind}")))

@@ -1,0 +1,99 @@
+"""States: what layers keep of whole sequences, where it lies, and from where sequences can go on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor
+from edgespec_runtimes.kv_cache import ort_value
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """From where the sequences of a model can go on.
+
+    A sequence's states lie behind one of its tokens, the *place*, and the log has the rows since.
+
+    Attributes:
+        every: they can go on from each multiple of so many tokens, too. With keys and values alone that is
+            1, where every layer with a state keeps what it needs at the ends of blocks :data:`BLOCK`, else 0.
+    """
+
+    every: int
+
+    @classmethod
+    def of(cls, kept: Sequence[KeptTensor]) -> "Places":
+        """Of a model whose graph keeps that."""
+        states, blocks = (sum(tensor.per == per for tensor in kept) for per in ("sequence", "block"))
+        if not states:
+            return ANYWHERE
+        return cls(BLOCK if states == blocks else 0)
+
+    @property
+    def undone(self) -> int | None:
+        """Rows of a pass that can be undone at most; None where all can be."""
+        return None if self.every == 1 else LOGGED
+
+    def floor(self, length: int) -> int:
+        """The nearest place, at most ``length``, to which no log is needed."""
+        return length // self.every * self.every if self.every else 0
+
+    def nearest(self, length: int, behind: int) -> int:
+        """The nearest place at most ``length``, where states lie behind ``behind`` tokens."""
+        return length if length >= behind else self.floor(length)
+
+    def behind(self, before: int, past: int, end: int) -> int:
+        """Behind how many tokens states lie after a pass from ``past`` to ``end``, and ``before`` it.
+
+        A ring of inputs only loses its oldest rows; a pass brings other states up to ``past`` at least.
+        """
+        return max(before if self.every else past, end - LOGGED)
+
+
+ANYWHERE: Final = Places(1)
+"""Where there are keys and values alone."""
+
+
+class States:
+    """The states of all sequences, in numpy's memory: ``(slots, *shape)`` each; a sequence owns a slot.
+
+    Of ``layout`` it has what is kept per sequence.
+    """
+
+    def __init__(self, layout: Sequence[KeptTensor]) -> None:
+        """Reserve nothing yet."""
+        self._layout = [tensor for tensor in layout if tensor.per == "sequence"]
+        self.arrays: list[npt.NDArray[Any]] = []
+        self._values: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for ``slots`` sequences, keeping what there is of them; earlier bindings may be void."""
+        if self.arrays and len(self.arrays[0]) == slots:
+            return
+        olds, self.arrays, self._values = self.arrays, [], []
+        for tensor in self._layout:
+            array = np.zeros((slots, *tensor.shape), tensor.dtype)
+            if olds:  # each goes when it is copied
+                old = olds.pop(0)[:slots]
+                array[: len(old)] = old
+            self.arrays.append(array)
+        self._values = [ort_value(array) for array in self.arrays]
+
+    def bind(self, binding: Any) -> None:
+        """Let a pass read and write them."""
+        for tensor, value in zip(self._layout, self._values, strict=True):
+            binding.bind_ortvalue_input(tensor.input, value)
+            binding.bind_ortvalue_output(tensor.output, value)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.arrays.clear()
+        self._values.clear()

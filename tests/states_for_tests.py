@@ -1,0 +1,130 @@
+"""Models whose layers have states, computed in whole numbers as edgespec's operators keep them.
+
+A row depends on all tokens before, by a hash; so a state of another place, or a row of the log that was
+overwritten, shows in all that follows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.bundles.graph_contract import Part
+from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, block_ends, last_inputs
+from edgespec_runtimes.kv_cache import KEY_TILE, Move, SharedCache, Stretch
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import LoadedModel
+from edgespec_runtimes.states import Places, States
+
+F32 = npt.NDArray[np.float32]
+VOCAB: Final = 97
+_TAPS: Final = 3
+_CHANNELS: Final = 32
+_RING: Final = LOGGED + _TAPS - 1
+_PRIME: Final = 4093
+KEYS: Final = KeptTensor(input="k", output="k+", per="token", shape=(1, 1), type="float32")
+CONVOLUTION: Final = (KEYS, last_inputs(1, _CHANNELS, _TAPS), block_ends(1, _CHANNELS, _TAPS))
+DELTA: Final = (
+    KEYS,
+    KeptTensor(input="s", output="s+", per="sequence", shape=(1,), type="float32"),
+    KeptTensor(input="l", output="l+", per="sequence", shape=(LOGGED,), type="float32"),
+)
+
+
+class StatesModel(LoadedModel):
+    """Rows are one-hot: which token follows is a function of all before, computed from what is kept.
+
+    ``raises`` ends the next pass halfway.
+    """
+
+    row_exact, takes_several, prompt_key = True, True, "states"
+    cache: SharedCache
+
+    def __init__(self, kept: Sequence[KeptTensor], *, chunk: int = 40) -> None:
+        shape = DecoderShape(architecture="toy", vocab_size=VOCAB, num_layers=2, context_length=4096)
+        super().__init__(shape, chunk=chunk)
+        self.cache = SharedCache([tensor for tensor in kept if tensor.per != "sequence"])
+        self.states, self.places, self.most_rows = States(kept), Places.of(kept), 4096
+        self.raises: BaseException | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.cache.nbytes + self.states.nbytes
+
+    def make_room(self, stretch: Stretch, capacity: int) -> None:
+        self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
+        moves, end = list[Move](), 0
+        for each in self.stretches:
+            moves.append(Move(each.begin, end, len(each.tokens)))
+            end += -(-(capacity if each is stretch else each.capacity) // KEY_TILE) * KEY_TILE
+        self.cache.reserve(end, moves)
+        for each, move in zip(self.stretches, moves, strict=True):
+            each.begin = move.to
+
+    def run(self, parts: Sequence[Part]) -> list[Predictions]:
+        assert len({part.slot for part in parts}) == len(parts)
+        said = []
+        for part in parts:
+            assert 0 <= part.start - part.behind <= LOGGED
+            rows = self._convolved(part) if self.places.every else self._recurrent(part)
+            following = rows[len(rows) - part.rows :] % VOCAB
+            said.append(Predictions(np.eye(VOCAB, dtype=np.float32)[following]))
+        if self.raises is not None:
+            raise self.raises
+        return said
+
+    def tune(self, weights: Mapping[str, F32]) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        self.cache.clear()
+        self.states.clear()
+
+    def _summed(self, part: Part, values: Sequence[int]) -> npt.NDArray[np.int64]:
+        """With what keys say, which are of all tokens."""
+        keys = self.cache.arrays[0][0, 0, part.begin :, 0]
+        keys[part.start : part.end] = part.tokens
+        sums = np.cumsum(keys[: part.end].astype(np.int64) * (1 + np.arange(part.end) % 13))[part.start :]
+        return sums + np.array(values, np.int64)
+
+    def _convolved(self, part: Part) -> npt.NDArray[np.int64]:
+        ring = self.states.arrays[0][part.slot]
+        ends = self.cache.arrays[1][0, 0, part.begin :].reshape(-1, _CHANNELS)  # two of a block
+
+        def row(token: int) -> F32:
+            if token < 0:
+                return np.zeros(_CHANNELS, np.float32)
+            at = token % BLOCK - (BLOCK - _TAPS + 1)
+            found: F32 = ring[token % _RING] if at < 0 else ends[token // BLOCK * (_TAPS - 1) + at]
+            return found
+
+        said = []
+        for at, token in enumerate(part.tokens, part.start):
+            row(at)[:] = token + np.arange(_CHANNELS)
+            said.append(
+                sum(int(row(at - back) @ np.arange(_CHANNELS)) * (1 + 5 * back) for back in range(_TAPS))
+            )
+        return self._summed(part, said)
+
+    def _recurrent(self, part: Part) -> npt.NDArray[np.int64]:
+        state, log = (array[part.slot] for array in self.states.arrays)
+        log = log.reshape(-1)
+        if part.start == 0:
+            state[0] = 0
+        for at in range(part.behind, part.start):
+            state[0] = _next(state[0], log[at % LOGGED])
+        said, value = [], state[0]
+        for at, token in enumerate(part.tokens, part.start):
+            if at == part.end - LOGGED:
+                state[0] = value
+            value = _next(value, token)
+            said.append(int(value))
+        for at, token in list(enumerate(part.tokens, part.start))[-LOGGED:]:
+            log[at % LOGGED] = token
+        return self._summed(part, said)
+
+
+def _next(state: float, token: float) -> float:
+    return (17 * state + token + 1) % _PRIME

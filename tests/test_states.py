@@ -1,0 +1,172 @@
+"""Sequences whose layers have states: whatever is read, kept or undone, rows stay the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.decoding.loop import Verifier
+from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
+from edgespec_models.errors import RequestError
+from edgespec_runtimes.cost import measure_cost
+from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.prompt_cache import PromptCache
+from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.states import Places
+from tests.drafters_for_tests import GREEDY
+from tests.states_for_tests import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel
+from tests.toy import F32, RandomDrafter, decode
+
+KINDS = pytest.mark.parametrize("kept", [CONVOLUTION, DELTA], ids=["convolution", "delta"])
+TOKENS = st.integers(0, VOCAB - 1)
+TEXT = [(7 * i * i + 3) % VOCAB for i in range(400)]
+
+
+def rows_of(kept: Sequence[KeptTensor], text: Sequence[int]) -> F32:
+    """What a model of its own says behind each token, read in one pass."""
+    return Session(StatesModel(kept)).predict(text).logits
+
+
+def law(kept: Sequence[KeptTensor], text: Sequence[int]) -> F32:
+    last: F32 = rows_of(kept, text)[-1]
+    return last
+
+
+@KINDS
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.DataObject) -> None:
+    """Of several sequences, which are opened and closed, in passes that may fail."""
+    model = StatesModel(kept)
+    texts: dict[Session, list[int]] = {}
+    for _ in range(data.draw(st.integers(1, 14))):
+        step = data.draw(st.sampled_from(("open", "read", "read", "keep", "rewind", "fail", "close", "copy")))
+        if step == "open" or not texts:
+            texts[model.session()] = []
+            continue
+        session = data.draw(st.sampled_from(list(texts)))
+        text = texts[session]
+        if step == "read":
+            together = data.draw(st.lists(st.sampled_from(list(texts)), min_size=1, max_size=3, unique=True))
+            read = {each: data.draw(st.lists(TOKENS, min_size=1, max_size=70)) for each in together}
+            said = model.predict_together([Rows(each, new, len(new)) for each, new in read.items()])
+            for (each, new), predictions in zip(read.items(), said, strict=True):
+                texts[each] = texts[each] + new
+                expected = rows_of(kept, texts[each])[-len(new) :]
+                np.testing.assert_array_equal(predictions.logits, expected)
+        elif step == "keep" and session.stretch.fresh:
+            fresh = session.stretch.fresh
+            rows = data.draw(st.integers(max(0, fresh - LOGGED), fresh))
+            session.keep(rows)
+            texts[session] = text[: len(text) - fresh + rows]
+        elif step == "rewind":
+            length = data.draw(st.integers(max(0, len(text) - 50), len(text)))
+            place = session.rewind(length)
+            assert place == length or place == (length // BLOCK * BLOCK if kept is CONVOLUTION else 0)
+            texts[session] = text[:place]
+        elif step == "fail":
+            model.raises = KeyboardInterrupt()
+            with pytest.raises(KeyboardInterrupt):
+                session.predict(data.draw(st.lists(TOKENS, min_size=1, max_size=30)))
+            model.raises, texts[session] = None, text[: session.length]
+        elif step == "close" and len(texts) > 1:
+            session.close()
+            del texts[session]
+        elif step == "copy" and (view := session.view(0, len(text))) is not None:
+            count = data.draw(st.integers(0, len(text)))
+            saved, other = view.copy(), model.session()
+            other.append(saved, count)
+            assert other.length == count // BLOCK * BLOCK
+            texts[other] = text[: other.length]
+        assert [each.stretch.tokens for each in texts] == list(texts.values())
+
+
+@KINDS
+def test_how_far_back_a_sequence_goes(kept: Sequence[KeptTensor]) -> None:
+    session = Session(StatesModel(kept))
+    for token in TEXT[:100]:
+        session.predict([token])
+    # A ring of inputs has those of many passes; a state was brought up to the last.
+    assert session.rewind(90) == (90 if kept is CONVOLUTION else 0)
+    session.prefill(TEXT[:100])
+    assert session.rewind(70) == (64 if kept is CONVOLUTION else 0)
+    session.predict([5])
+    session.predict(TEXT[: LOGGED + 2])
+    with pytest.raises(RequestError, match=rf"cannot undo {LOGGED + 2} rows of a pass; .* allow {LOGGED}"):
+        session.keep(0)
+    session.keep(2)
+    assert session.rewind(session.length) == session.length
+
+
+@KINDS
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 3), lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3))
+def test_drafts_change_no_text(kept: Sequence[KeptTensor], seed: int, lengths: list[int]) -> None:
+    """Drafts are as long as can be undone, and texts begin alike."""
+    session = Session(StatesModel(kept))
+    longest = 0
+    for length in lengths:
+        tokens = TEXT[:length]
+        drafter = RandomDrafter(seed, VOCAB, lambda text: law(kept, text))
+        steps = list(decode(session, drafter, Verifier(GREEDY), tokens, max_new_tokens=40, max_draft=32))
+        longest = max(longest, *(len(step.draft.tokens) for step in steps))
+        expected = TEXT[:length]
+        for _ in range(40):
+            expected.append(int(law(kept, expected).argmax()))
+        assert tokens == expected
+    assert longest <= LOGGED
+
+
+@KINDS
+def test_caches_put_aside_give_the_same_rows(kept: Sequence[KeptTensor], tmp_path: Path) -> None:
+    """In memory, of another seat, and from the disk after a restart."""
+    texts = [TEXT[:200], [*TEXT[:150], *TEXT[300:350]], TEXT[100:180], TEXT[:130]]
+    prompts = PromptCache(tmp_path / "prompts")
+    for _ in range(2):
+        model = StatesModel(kept)
+        caches = KvStore(1 << 20, prompts)
+        seats = [model.session(), model.session()]
+        for at, text in enumerate(texts * 2):
+            session = seats[at % 2]
+            caches.fetch(session, text, [seats[1 - at % 2]])
+            held = session.shared_prefix(text)
+            predictions = session.predict_next(text)
+            np.testing.assert_array_equal(predictions.logits[0], law(kept, text))
+            caches.write_behind()
+        if kept is CONVOLUTION:
+            assert held == 129 // BLOCK * BLOCK or held == 129
+    assert any((tmp_path / "prompts").rglob("*")) == (kept is CONVOLUTION)
+
+
+@KINDS
+def test_costs_of_wide_passes_are_measured(kept: Sequence[KeptTensor]) -> None:
+    session = Session(StatesModel(kept))
+    curve = measure_cost(session, (1, 4, 32), repeats=1)
+    assert session.length == 0 and set(curve.seconds_by_rows) == {1, 4, 32}
+
+
+def test_slots_are_as_many_as_there_were_sessions_at_once() -> None:
+    model = StatesModel(CONVOLUTION)
+    sessions = [model.session() for _ in range(3)]
+    assert [each.stretch.slot for each in sessions] == [0, 1, 2]
+    for each in sessions:
+        each.predict(TEXT[:20])
+    assert model.states.nbytes == 3 * bytes_per_sequence(CONVOLUTION)
+    assert model.kv_bytes == model.states.nbytes + 3 * 256 * bytes_per_token(CONVOLUTION)
+    sessions[1].close()
+    again = model.session()
+    assert again.stretch.slot == 1
+    again.predict(TEXT[:20])
+    assert model.states.nbytes == 3 * bytes_per_sequence(CONVOLUTION)
+
+
+def test_places_show_in_what_is_kept() -> None:
+    assert [Places.of(kept).every for kept in ([KEYS], CONVOLUTION, DELTA, (*CONVOLUTION, *DELTA))] == [
+        1,
+        BLOCK,
+        0,
+        0,
+    ]
