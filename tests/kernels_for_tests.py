@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
-from edgespec_export.formats.tiles import pack
-from edgespec_export.sources.blocks import F32, U8, Blocks, GGMLType, unpack
+from edgespec_models.bundles.tiles import pack
 from edgespec_models.errors import DeviceError
+from edgespec_models.files.blocks import F32, U8, Blocks, GGMLType, unpack
 from edgespec_runtimes import cpu
 from edgespec_runtimes.ort import ort
 from tests.test_blocks import HALVES

@@ -1,13 +1,13 @@
 """A trainer that does not wait for idle time."""
 
+from edgespec.learning.gains import Example
 from edgespec.learning.trainer import Trainer
-from edgespec_export.align.settings import Text
 
 
 class AtOnce(Trainer):
     """Learns from a text when it is offered, as if the user then took all the time that this takes."""
 
-    def offer(self, example: Text) -> None:
+    def offer(self, example: Example) -> None:
         """Learn."""
         tuning = self._started()
         if tuning is None:

@@ -11,12 +11,12 @@ import onnx
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from edgespec_export.formats.tiles import pack
-from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import GRAPH, MANIFEST
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import graph_name, kept_by, layers_of, products_of, tensor_shapes
+from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.files.blocks import GGMLType
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
 from tests.gguf_for_tests import random_raw

@@ -16,14 +16,14 @@ from edgespec.loading import first_use
 from edgespec.loading.opening import open_model
 from edgespec_export.align.alignment import Alignment, Codes, Origin, open_aligned, read_alignment
 from edgespec_export.export import ExportOptions, export_model
-from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_export.recipe import RECIPES
-from edgespec_export.sources.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.downloads import catalog
 from edgespec_models.downloads.catalog import CatalogueAlignment, entries, find
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
+from edgespec_models.files.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_models.progress import ignore_progress
 from tests.gguf_for_tests import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec_export.sources.blocks import U8, Blocks, GGMLType, largest, unpack
+from edgespec_models.files.blocks import U8, Blocks, GGMLType, largest, unpack
 from tests.gguf_for_tests import F32, FORMATS, random_raw
 
 QUANTIZED = [kind for kind in GGMLType if kind.block > 1]

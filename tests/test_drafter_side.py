@@ -11,9 +11,9 @@ from edgespec.decoding.draft import Observer, Remarks, Source, Step
 from edgespec.drafting.model import ModelDrafter, context_tokens
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide
+from edgespec.learning.gains import Example
 from edgespec.learning.trainer import Trainer
 from edgespec.loading.opening import Running
-from edgespec_export.align.settings import Text
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
@@ -37,7 +37,7 @@ class _Trainer:
     def resume(self) -> None:
         self.told.append("resume")
 
-    def offer(self, example: Text) -> None:
+    def offer(self, example: Example) -> None:
         self.told.append(example)
 
     def take(self) -> None:
@@ -117,17 +117,17 @@ SHORT, LONG = list(range(20, 30)), [20 + i % 7 for i in range(600)]
 @pytest.mark.parametrize(
     ("prompt", "answer", "offered"),
     [
-        ([7, 8], SHORT, [Text((7, 8, *SHORT), 2)]),
-        ([7, 8], [*SHORT, EOS], [Text((7, 8, *SHORT, EOS), 2)]),
-        ([7, 8], SHORT[:8], [Text((7, 8, *SHORT[:8]), 2)]),
+        ([7, 8], SHORT, [Example((7, 8, *SHORT), 2)]),
+        ([7, 8], [*SHORT, EOS], [Example((7, 8, *SHORT, EOS), 2)]),
+        ([7, 8], SHORT[:8], [Example((7, 8, *SHORT[:8]), 2)]),
         ([7, 8], SHORT[:7], []),
         ([7, 8], [], []),
-        (LONG, LONG, [Text((*LONG[-256:], *LONG[:512]), 256)]),
+        (LONG, LONG, [Example((*LONG[-256:], *LONG[:512]), 256)]),
         (None, SHORT * 2, []),
     ],
 )
 def test_what_was_answered_is_offered_to_learn_from(
-    prompt: list[int] | None, answer: list[int], offered: list[Text]
+    prompt: list[int] | None, answer: list[int], offered: list[Example]
 ) -> None:
     """Of long texts the end of the prompt and the beginning of the answer; nothing without a draft."""
     side, trainer = _side(), _Trainer()

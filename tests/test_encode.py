@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.formats.plan import PORTABLE
-from edgespec_export.sources.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.files.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_models.graphs.plan import EmbeddingSpec
 from tests.gguf_for_tests import FORMATS, random_raw
 from tests.toy import COLUMNS, FLOAT, INT4, INT8

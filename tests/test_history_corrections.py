@@ -25,10 +25,9 @@ from edgespec.history.memory import Delta, DrafterKey
 from edgespec.history.store import MOST_DRAFTERS, Scope
 from edgespec.history.use import HistoryUse
 from edgespec.learning.decoder import NumpyDecoder, Reading
-from edgespec.learning.gains import ROWS, Gains, Lesson
+from edgespec.learning.gains import ROWS, Example, Gains, Lesson
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
-from edgespec_export.align.settings import Text
 from edgespec_models.errors import RequestError, StorageError
 from tests.histories_for_tests import OTHERS, SCOPE, delta_of, merge, passage_of, stored, used
 from tests.learning_for_tests import AtOnce
@@ -67,7 +66,7 @@ def _teach(use: HistoryUse, token: int) -> None:
     """Two texts of ten tokens to learn from."""
     trainer = _trainer(use)
     for _ in range(2):
-        trainer.offer(Text((token,) * 11, 1))
+        trainer.offer(Example((token,) * 11, 1))
 
 
 def _gain(path: Path, scope: Scope, drafter: DrafterKey = SMALL) -> int:

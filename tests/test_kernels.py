@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from edgespec_export.formats.tiles import pack
-from edgespec_export.sources.blocks import GGMLType
+from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import FORMATS
+from edgespec_models.files.blocks import GGMLType
 from tests.gguf_for_tests import F32
 from tests.kernels_for_tests import Linear, everywhere, graph, random_blocks, same_bits, session, sets
 from tests.test_blocks import HALVES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, load_from_string, numpy_helper, save_model
 
-from edgespec_export.formats.tiles import pack
+from edgespec_models.bundles.tiles import pack
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes import cpu
 from edgespec_runtimes.memory import peak_memory_bytes

@@ -6,9 +6,9 @@ from typing import Any, get_args
 import pytest
 
 from edgespec_export.formats.quantization import Mixed, Quantization
-from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
+from edgespec_models.files.blocks import GGMLType
 from tests.gguf_for_tests import tiny_gguf
 from tests.test_export import exported, logits_error
 

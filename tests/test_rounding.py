@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_export.formats.rounding import round_matrix
-from edgespec_export.sources.blocks import F32
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.files.blocks import F32
 
 FORMS = (WeightFormat(4, 32, minimums=True), WeightFormat(4, 32), WeightFormat(8, 32))
 

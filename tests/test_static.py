@@ -21,11 +21,11 @@ from edgespec_export.devices import device_bundle, static_export, static_weights
 from edgespec_export.devices.static_export import split
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
+from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
 from edgespec_models.graphs.static_decoder import encoding
 from edgespec_models.progress import Progress

@@ -7,10 +7,10 @@ import onnx
 import pytest
 
 from edgespec_export.export import export_model
-from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import GRAPH, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.foreign import open_bundle
+from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from tests.foreign_for_tests import ForeignSpec, write_genai
 from tests.gguf_for_tests import tiny_gguf

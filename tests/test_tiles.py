@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec_export.formats.rounding import round_matrix
-from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
-from edgespec_export.sources.blocks import F32, U8, Blocks, GGMLType, fields
+from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.files.blocks import F32, U8, Blocks, GGMLType, fields
 from tests.kernels_for_tests import random_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -10,19 +10,18 @@ from typing import cast
 import numpy as np
 import pytest
 
-from edgespec.learning.gains import ROWS, Lesson
+from edgespec.learning.gains import ROWS, Example, Lesson
 from edgespec.learning.layer_math import F32
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
-from edgespec_export.align.settings import Text
 from edgespec_models.errors import UnsupportedModelError
 
 SOON = 30.0  # seconds that nothing here comes near
 Step = Callable[[Callable[[], None]], None]
 
 
-def _text(number: int) -> Text:
-    return Text((number, number, number), 1)
+def _text(number: int) -> Example:
+    return Example((number, number, number), 1)
 
 
 @dataclass
@@ -44,7 +43,7 @@ class _Tuning:
         new, self._told = self._texts - self._told, self._texts
         return Lesson(np.full((ROWS, 2), new, np.float32), False, new) if new else None
 
-    def learn(self, example: Text, breathe: Callable[[], None]) -> None:
+    def learn(self, example: Example, breathe: Callable[[], None]) -> None:
         self.begun.put(example.tokens[0])
         self.step(breathe)
         self._texts += 1

@@ -11,8 +11,8 @@ import pytest
 
 import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestOptions
+from edgespec.learning.gains import Example
 from edgespec.learning.trainer import Trainer
-from edgespec_export.align.settings import Text
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.graph_io import OwnModel
@@ -98,9 +98,9 @@ def _learned(model: Model, texts: int) -> None:
     until(lambda: trainer._gains is not None)
 
 
-def _offered(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
+def _offered(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
     """What the trainer is offered from now on; it learns nothing."""
-    examples: list[Text] = []
+    examples: list[Example] = []
     monkeypatch.setattr(_trainer(model), "offer", examples.append)
     return examples
 

@@ -1,6 +1,5 @@
 """A drafter's gains learn a text, are told in sums, and are put back where they mislead."""
 
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -8,16 +7,15 @@ import numpy as np
 import pytest
 
 from edgespec.learning.decoder import NumpyDecoder, Reading
-from edgespec.learning.gains import ROWS, Lesson, Table
+from edgespec.learning.gains import ROWS, Example, Lesson, Table
 from edgespec.learning.tuning import Tuning
-from edgespec_export.align.settings import Text
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from tests.native_for_tests import tiny_native
 from tests.toy import GEMMA, LLAMA
 
-STRANGE = Text((5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 390, 18, 5, 17, 301, 4, 77, 6), 6)
+STRANGE = Example((5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 390, 18, 5, 17, 301, 4, 77, 6), 6)
 """Nothing that a random model would write."""
 PROMPT, WRITTEN = (5, 17, 300, 2), 40
 CHECKED = 4
@@ -30,13 +28,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def own(bundle: Bundle) -> Text:
+def own(bundle: Bundle) -> Example:
     """What the drafter itself writes: all of it is guessed right."""
     session, tokens = open_cpu(bundle, CpuOptions(threads=1, exact_rows=False)), list(PROMPT)
     for _ in range(WRITTEN):
         tokens.append(session.predict_next(tokens).best(0))
     session.close()
-    return Text(tuple(tokens), len(PROMPT))
+    return Example(tuple(tokens), len(PROMPT))
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def test_a_text_is_learned(tmp_path: Path, config: ModelConfig) -> None:
     assert (tuning.texts, tuning.undone) == (160, 0)
 
 
-def test_lessons_add_up(decoder: NumpyDecoder, own: Text) -> None:
+def test_lessons_add_up(decoder: NumpyDecoder, own: Example) -> None:
     tuning = Tuning(decoder)
     assert tuning.lesson() is None
     lessons: list[Lesson] = []
@@ -121,7 +119,7 @@ def test_tables_of_no_use_are_ignored(decoder: NumpyDecoder, shape: tuple[int, .
 
 
 def test_what_misleads_is_put_back(
-    decoder: NumpyDecoder, own: Text, caplog: pytest.LogCaptureFixture
+    decoder: NumpyDecoder, own: Example, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuning = Tuning(decoder, _poison(decoder))
     assert tuning.learn(own).right.sum() < WRITTEN / 2
@@ -135,7 +133,7 @@ def test_what_misleads_is_put_back(
 
 @pytest.mark.parametrize("factor", [1e10, -1e25, 1e30])
 def test_gains_that_compute_no_numbers_are_put_back_at_once_or_at_the_next_check(
-    decoder: NumpyDecoder, own: Text, factor: float
+    decoder: NumpyDecoder, own: Example, factor: float
 ) -> None:
     tuning = Tuning(decoder, _poison(decoder, factor))
     for _ in range(CHECKED):
@@ -229,7 +227,7 @@ def test_an_answer_that_it_cannot_write_is_no_lesson(tmp_path: Path) -> None:
         tuning.learn(STRANGE)
     assert tuning.lesson() is None and tuning.undone == 0
     np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
-    tuning.learn(replace(STRANGE, tokens=(*STRANGE.tokens, 400)))
+    tuning.learn(Example((*STRANGE.tokens, 400), STRANGE.start))
     lesson = tuning.lesson()
     assert lesson is not None and lesson.tokens == 1
 

@@ -7,11 +7,11 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
-from edgespec_export.sources.blocks import Blocks
 from edgespec_models.bundles.config import AGAIN, ModelConfig
 from edgespec_models.bundles.layers import graph_name, rotary_tables
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError
+from edgespec_models.files.blocks import Blocks
 from edgespec_models.graphs.decoder import rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
 from edgespec_models.schema import read

@@ -18,11 +18,10 @@ from edgespec_runtimes.kv_buffers import KvStore
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
-    from edgespec.learning.gains import Table
+    from edgespec.learning.gains import Example, Table
     from edgespec.learning.layer_math import F32
     from edgespec.learning.trainer import Trainer
     from edgespec.learning.tuning import Tuning
-    from edgespec_export.align.settings import Text
 
 
 _PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
@@ -40,7 +39,7 @@ class Teaching(Observer):
     ``text_of`` makes of the answer a text to learn from, or None where that is not worth while.
     """
 
-    def __init__(self, trainer: "Trainer", text_of: "Callable[[Sequence[int]], Text | None]") -> None:
+    def __init__(self, trainer: "Trainer", text_of: "Callable[[Sequence[int]], Example | None]") -> None:
         self._trainer, self._text_of, self._answer = trainer, text_of, list[int]()
         trainer.pause()
 
@@ -143,7 +142,7 @@ class DrafterSide:
         return source, self.teaching(lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
 
     def teaching(
-        self, text_of: "Callable[[Sequence[int]], Text | None]" = lambda answer: None
+        self, text_of: "Callable[[Sequence[int]], Example | None]" = lambda answer: None
     ) -> Observer | None:
         """What a request teaches the drafter, nothing where that makes no text of the answer.
 
@@ -197,7 +196,7 @@ class DrafterSide:
         tokenizers = self._target.tokenizer, self.bundle.tokenizer
         return ByteBridge(*tokenizers, prompt_length=len(tokens), drafter_prompt=prompt)
 
-    def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> "Text | None":
+    def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> "Example | None":
         eos, ends = (bundle.manifest.special_tokens.eos for bundle in (self._target, self.bundle))
         ended = bool(tokens) and tokens[-1] in eos
         try:
@@ -208,10 +207,10 @@ class DrafterSide:
             ids = [*ids, ends[0]]
         if len(ids) - start < _SHORTEST:
             return None
-        from edgespec_export.align.settings import Text
+        from edgespec.learning.gains import Example
 
         first = max(0, start - _PROMPT)
-        return Text(tuple(ids[first : start + _ANSWER]), start - first)
+        return Example(tuple(ids[first : start + _ANSWER]), start - first)
 
     def _tune(self, session: Session, prompt: Sequence[int]) -> None:
         """Run with what training found, unless much of ``prompt`` would have to be read again for it."""

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from edgespec.learning.gains import Gains
 from edgespec.learning.layer_math import F32, activate, attend, normalize, rotate, visible
-from edgespec_export.formats.stored_weights import StoredWeights
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import Decoder, Layer, gain_names, graph_name, rotary_tables
+from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.errors import UnsupportedModelError
 
 _CHUNK: Final = 8192  # rows of the LM head at a time

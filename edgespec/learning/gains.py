@@ -7,6 +7,7 @@ al. 2024, "Tuning LayerNorm in Attention", arXiv 2312.11420).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,13 @@ class Gains:
     def named(self, vector: F32) -> dict[str, F32]:
         """``vector`` as the graph's inputs: views."""
         return {name: vector[place] for name, place in self._places.items()}
+
+
+class Example(NamedTuple):
+    """A text to learn from, in the drafter's tokens; ``tokens[start:]`` is the answer."""
+
+    tokens: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
-from edgespec.learning.gains import Lesson
+from edgespec.learning.gains import Example, Lesson
 from edgespec.learning.layer_math import F32
 from edgespec.learning.tuning import Tuning
-from edgespec_export.align.settings import Text
 from edgespec_models.errors import Cancelled, EdgespecError
 
 _WAITING: Final = 8  # texts; with more, the oldest go
@@ -30,7 +29,7 @@ class Trainer:
     def __init__(self, begin: Callable[[], Tuning], *, share: float) -> None:
         self._begin, self._share = begin, share
         self._changed = threading.Condition()
-        self._waiting: deque[Text] = deque(maxlen=_WAITING)
+        self._waiting: deque[Example] = deque(maxlen=_WAITING)
         self._tuning: Tuning | None = None
         self._thread: threading.Thread | None = None
         self._busy, self._closed = 0, False  # busy: requests that run
@@ -69,12 +68,12 @@ class Trainer:
             self._busy -= 1
             self._changed.notify_all()
 
-    def offer(self, text: Text) -> None:
+    def offer(self, example: Example) -> None:
         """Learn from a text when there is time."""
         with self._changed:
             if self._closed or self.problem is not None:
                 return
-            self._waiting.append(text)
+            self._waiting.append(example)
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="edgespec-training", daemon=True)
@@ -113,7 +112,7 @@ class Trainer:
             self._waiting.clear()
         _LOG.warning("%s", self.problem, exc_info=None if expected else error)
 
-    def _next(self) -> Text:
+    def _next(self) -> Example:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._waiting))
             while not self._closed and (left := self._rest_until - perf_counter()) > 0.0:
@@ -122,9 +121,9 @@ class Trainer:
                 raise Cancelled("the trainer is closed")
             return self._waiting.popleft()
 
-    def _learn(self, tuning: Tuning, text: Text) -> None:
+    def _learn(self, tuning: Tuning, example: Example) -> None:
         started, self._stood_s = perf_counter(), 0.0
-        tuning.learn(text, self._breathe)
+        tuning.learn(example, self._breathe)
         spent = perf_counter() - started - self._stood_s
         self._rest_until = perf_counter() + spent * (1.0 / self._share - 1.0)
         self._show(tuning)

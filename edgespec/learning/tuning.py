@@ -14,9 +14,8 @@ import numpy as np
 
 from edgespec.decoding.watch import Watch
 from edgespec.learning.decoder import NumpyDecoder, Reading
-from edgespec.learning.gains import ROWS, Lesson, Table
+from edgespec.learning.gains import ROWS, Example, Lesson, Table
 from edgespec.learning.layer_math import F32
-from edgespec_export.align.settings import Text
 
 _RATE: Final = 3e-3
 _MEAN, _SQUARE, _TINY = 0.9, 0.999, 1e-8
@@ -67,14 +66,14 @@ class Tuning:
         """The gains now, by their names in the graph. Copies."""
         return self._decoder.gains.named(self._with(self._state[0]))
 
-    def learn(self, text: Text, breathe: Callable[[], None] = lambda: None) -> Reading:
+    def learn(self, example: Example, breathe: Callable[[], None] = lambda: None) -> Reading:
         """Learn from a text; returns how it was read before that.
 
         ``breathe`` is called between layers; it may wait, or raise to give up, when nothing is learned.
         """
-        reading, failed = self._read(text, self._state[0], breathe, differentiate=True), False
+        reading, failed = self._read(example, self._state[0], breathe, differentiate=True), False
         if self.texts % _CHECK_EVERY == 0 and self._state[0].any():  # the first too, after a restart
-            before = self._read(text, self._good, breathe, differentiate=False)
+            before = self._read(example, self._good, breathe, differentiate=False)
             failed = self._check(float(reading.right.sum()) - float(before.right.sum()))
         self.texts += 1
         self._tokens += len(reading.right)
@@ -86,11 +85,10 @@ class Tuning:
             self._step(reading.gradient)
         return reading
 
-    def _read(self, text: Text, change: F32, breathe: Callable[[], None], *, differentiate: bool) -> Reading:
-        gains = self._with(change)
-        return self._decoder.read(
-            text.tokens, text.start, gains, differentiate=differentiate, breathe=breathe
-        )
+    def _read(
+        self, example: Example, change: F32, breathe: Callable[[], None], *, differentiate: bool
+    ) -> Reading:
+        return self._decoder.read(*example, self._with(change), differentiate=differentiate, breathe=breathe)
 
     def _with(self, change: F32) -> F32:
         changed: F32 = self._decoder.gains.stored + change

@@ -101,7 +101,7 @@ class Embedder:
             )
         if not bundle.embeds:
             raise RequestError(f"{name} gives out no hidden states; export it for the CPU, weights exact")
-        from edgespec_export.formats.stored_weights import StoredWeights  # which answers do not need
+        from edgespec_models.bundles.stored_weights import StoredWeights  # answers do not need it
 
         self._bundle, self._model, self._readers, self._end = bundle, model, readers, made.end
         self._gain = StoredWeights(bundle).vector(f"{graph_name('final_norm')}.weight")

@@ -21,12 +21,12 @@ from edgespec_export.devices.static_weights import WeightFile, write_static_weig
 from edgespec_export.graphs.parity import Golden, check_parity, compare
 from edgespec_export.graphs.pieces import PIECE_BYTES
 from edgespec_export.graphs.writer import DATA_FILE
-from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import StaticInputs
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
+from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph

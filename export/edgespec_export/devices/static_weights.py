@@ -15,10 +15,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec_export.graphs.writer import DATA_FILE, allocate, bytes_by_class, row_writer
-from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import Layer, graph_name, layer_shapes, layers_of
+from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding
 from edgespec_models.progress import Progress, ProgressCallback
 

@@ -1,4 +1,4 @@
-"""Weight formats: which one a matrix gets, how it is rounded, and how its bytes are laid out.
+"""Weight formats: which one a matrix gets, and how it is rounded.
 
 Imports sources.
 """

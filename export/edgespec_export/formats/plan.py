@@ -17,11 +17,11 @@ import numpy.typing as npt
 from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.rounding import round_matrix
-from edgespec_export.formats.tiles import pack, pack_blocks, unpack_tiles
-from edgespec_export.sources.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import graph_name, layers_of, products_of
+from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
+from edgespec_models.files.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
 from edgespec_models.graphs.plan import (
     FULL,
     DecoderPlan,

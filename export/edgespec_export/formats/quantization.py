@@ -9,8 +9,8 @@ projections) .006. The LM head is one matrix and cheap to spare.
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec_export.sources.blocks import GGMLType
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.files.blocks import GGMLType
 from edgespec_models.schema import Checked
 
 Mixed = Literal["none", "head", "sensitive"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgespec_export.sources.blocks import F32, Blocks
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.files.blocks import F32, Blocks
 
 _Grid = tuple[F32, F32]  # scale and offset of every block, (rows, blocks): scale * code + offset
 

@@ -16,9 +16,9 @@ import onnx_ir as ir
 
 from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, stored
-from edgespec_export.sources.blocks import F32
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.errors import ParityError
+from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.predictions import Logits

@@ -19,11 +19,11 @@ import onnx_ir as ir
 
 from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
-from edgespec_export.sources.blocks import F32, U8, Tensor, largest, unpack
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, Role
 from edgespec_models.bundles.layers import gain_names, graph_name, rotary_tables
 from edgespec_models.errors import ModelFileError
+from edgespec_models.files.blocks import F32, U8, Tensor, largest, unpack
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan

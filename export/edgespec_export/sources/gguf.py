@@ -16,8 +16,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.gguf_parts import parts_of
 from edgespec_models.files.impostors import refuse_impostor
 

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Final
 
 from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
-from edgespec_export.sources.blocks import Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
@@ -21,6 +20,7 @@ from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_fact
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
+from edgespec_models.files.blocks import Tensor
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 

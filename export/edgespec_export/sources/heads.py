@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.architectures import HEAD, Family
-from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
 from edgespec_export.sources.hf_config import config_of, head_facts
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.facts import Facts
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.storage import model_name

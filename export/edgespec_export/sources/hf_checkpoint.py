@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from edgespec_export.sources.architectures import NEEDS_TARGET
-from edgespec_export.sources.blocks import F32, Tensor
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.files.blocks import F32, Tensor
 from edgespec_models.files.facts import Facts
 from edgespec_models.storage import is_file, model_name
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.blocks import GGMLType, Tensor
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.impostors import refuse_impostor
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.formats.tiles import unpack_tiles
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.tiles import unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import BundleError, UnsupportedModelError
 from edgespec_models.files.onnx_header import Node, Tensor, read_header

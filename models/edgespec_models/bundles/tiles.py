@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_export.sources.blocks import F16, F32, TABLES, U8, Blocks, Fields, GGMLType, Steps, fields
 from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.files.blocks import F16, F32, TABLES, U8, Blocks, Fields, GGMLType, Steps, fields
 
 U32 = npt.NDArray[np.uint32]
 
