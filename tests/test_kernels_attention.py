@@ -34,10 +34,11 @@ class Layer:
     tables: tuple[F32, F32] | None = None  # cosines and sines, ``(positions, rotated / 2)``
     query_gain: F32 | None = None  # ``(head_dim,)``, as ``key_gain``
     key_gain: F32 | None = None
+    gated: bool = False  # behind each query lies its gate
 
     @property
     def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return ((1 + self.gated) * self.heads + 2 * self.kv_heads) * self.head_dim
 
     def model(self) -> bytes:
         feeds = self.feeds(np.zeros((1, 1, self.width), np.float32), Cache.empty(self, LANES))
@@ -55,7 +56,9 @@ class Layer:
     def split(self, packed: F32) -> tuple[F64, F64, F32]:
         """Queries, keys and values, ``(heads, rows, head_dim)``, normalized but not rotated."""
         rows = packed.reshape(packed.shape[1], -1, self.head_dim).transpose(1, 0, 2)
-        queries, keys, values = np.split(rows, [self.heads, self.heads + self.kv_heads])
+        ends = np.cumsum([(1 + self.gated) * self.heads, self.kv_heads])
+        queries, keys, values = np.split(rows, ends)
+        queries = queries[:: 1 + self.gated]
         normal = [
             x.astype(np.float64) if gain is None else normed(x, gain)
             for x, gain in ((queries, self.query_gain), (keys, self.key_gain))
@@ -75,6 +78,15 @@ class Layer:
         turned[..., even] = x[..., even] * cos - x[..., odd] * sin
         turned[..., odd] = x[..., odd] * cos + x[..., even] * sin
         return turned
+
+    def gates(self, packed: F32) -> F64 | float:
+        """What the results of all heads are multiplied by, ``(1, rows, heads * head_dim)``."""
+        if not self.gated:
+            return 1.0
+        queries = packed[..., : 2 * self.heads * self.head_dim].astype(np.float64)
+        apart = queries.reshape(1, packed.shape[1], self.heads, 2, self.head_dim)
+        gates: F64 = 1 / (1 + np.exp(-apart[..., 1, :]))
+        return gates.reshape(1, packed.shape[1], -1)
 
     def attend(self, queries: F64, keys: F64, values: F64, past: int) -> F64:
         """Rotated queries of tokens ``past`` on, ``(heads, rows, head_dim)``; keys and values of all tokens.
@@ -149,7 +161,7 @@ class Case:
             same_bits(old[:, past + rows :], new_rows[:, past + rows :])
         keys_64 = now.key_rows()[:, : past + rows].astype(np.float64)
         values_64 = values[0, :, : past + rows].astype(np.float64)
-        wanted = self.layer.attend(queries, keys_64, values_64, past)
+        wanted = self.layer.attend(queries, keys_64, values_64, past) * self.layer.gates(self.packed)
         # Scores go up to a hundred, and an error in a score is one in the exponent.
         np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=2e-5)
 
@@ -185,7 +197,7 @@ def make_layer(rng: np.random.Generator, positions: int, *, gains: bool = False,
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(SEEDS))
-    kv_heads, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 24, 32, 80, 128]))
+    kv_heads, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 24, 32, 80, 128, 256]))
     capacity = LANES * draw(st.integers(3, 20))
     rows = draw(st.integers(1, 40))
     past = draw(st.one_of(st.sampled_from([0, 1, 15, 16, 17, 255, capacity - rows]), st.integers(0, 300)))
@@ -194,6 +206,7 @@ def cases(draw: st.DrawFn) -> Case:
     shape |= {"head_dim": head_dim, "window": draw(st.sampled_from([0, 0, 1, 5, 16, 40, 1000]))}
     shape |= {"rotated": draw(st.sampled_from([0, 2, head_dim // 2, head_dim]))}
     shape |= {"interleaved": draw(st.booleans()), "gains": draw(st.booleans())}
+    shape |= {"gated": draw(st.booleans())}
     layer = make_layer(rng, past + rows + draw(st.integers(0, 5)), **shape)
     return make_case(rng, layer, past, rows, capacity)
 

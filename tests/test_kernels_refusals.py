@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto
 
 from edgespec_models.bundles.weight_format import FORMATS, tile_bytes
+from tests.deltas_for_tests import INPUTS as DELTA
+from tests.deltas_for_tests import Kept, make_net
 from tests.kernels_for_tests import graph, session
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -328,3 +330,64 @@ def test_choices_of_no_rows() -> None:
     feeds = {"logits": zeros(1, 0, 33)}
     best, likely = session(choose(feeds)).run(None, feeds)
     assert best.shape == likely.shape == (1, 0)
+
+
+NET = make_net(np.random.default_rng(0))
+DELTA_ATTRIBUTES: dict[str, Sequence[Attributes]] = {
+    "no multiple of its key heads": [
+        *({"key_heads": each} for each in (0, -2, 3, 1 << 40)),
+        *({"value_heads": each} for each in (0, -2, 5, 1 << 40)),
+    ],
+    "impossible width": [{f"{of}_width": each} for of in ("key", "value") for each in (0, -16, 24, 1 << 40)],
+}
+
+
+@pytest.mark.parametrize(("words", "attributes"), cases_of(DELTA_ATTRIBUTES))
+def test_attributes_of_a_delta_net(words: str, attributes: Attributes) -> None:
+    refuse(words, delta(delta_pass(), **attributes))
+
+
+def delta(feeds: Arrays, **attributes: Any) -> bytes:
+    outputs = dict.fromkeys(("y", "state_now", "log_now", "ring_now"), TensorProto.FLOAT)
+    return graph("Delta", DELTA, outputs, feeds, {}, NET.attributes() | attributes)
+
+
+def delta_pass(rows: int = 2, slots: int = 2) -> Arrays:
+    """Behind five tokens, of which the state has three."""
+    return NET.feeds(zeros(1, rows, NET.width), Kept(NET, slots), (0, 5, rows), (1, 3))
+
+
+def places(*each: tuple[int, int]) -> Arrays:
+    return {"places": np.array(each, np.int64).reshape(-1, 2)}
+
+
+STATES: dict[str, Sequence[Arrays]] = {
+    "a delta net's input": [{"packed": zeros(1, 2, NET.width - 1)}, {"packed": zeros(2, NET.width)}],
+    "a convolution's weights": [
+        *({"weights": zeros(*shape)} for shape in ((4, NET.channels - 1), (0, NET.channels), (4,))),
+        {"weights": zeros(65, NET.channels)},
+    ],
+    "another number of decays": [{"a": zeros(3)}, {"bias": zeros(5)}],
+    "a gain is not as wide": [{"gain": zeros(15)}],
+    "a state is not shaped": [
+        *({"state": zeros(*shape)} for shape in ((), (2, 4, 1, 16), (2, 4, 1, 15, 16), (2, 3, 1, 16, 16))),
+        *({"log": zeros(2, 15, 132)}, {"log": zeros(1, 16, 132)}, {"ring": zeros(2, 18, NET.channels)}),
+    ],
+    "are no int64": [places(), {"places": np.zeros((1, 3), np.int64)}, sequences()],
+    "more rows than the pass": [sequences((0, 5, each)) for each in (3, -1, 2**63 - 1)],
+    "fewer rows than the pass": [sequences((0, 5, 1)), sequences((0, 5, 0))],
+    "an impossible length": [sequences((0, each, 2)) for each in (-1, 2**63 - 1)],
+    "slot is not there": [places((each, 3)) for each in (2, -1, 2**63 - 1)],
+    "share a slot": [sequences((0, 5, 1), (0, 5, 1)) | places((1, 3), (1, 4))],
+    "behind its sequence, or farther": [
+        *(places((1, each)) for each in (6, -1, 2**63 - 1)),
+        sequences((0, 20, 2)) | places((1, 3)),
+    ],
+}
+
+
+@pytest.mark.parametrize(("words", "feeds"), cases_of(STATES))
+def test_passes_through_a_delta_net(words: str, feeds: Arrays) -> None:
+    fed = delta_pass() | feeds
+    refuse(words, delta(fed), fed)
+

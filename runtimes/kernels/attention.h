@@ -15,6 +15,7 @@ namespace edgespec {
 // in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
 // A pass is of one or several sequences, whose rows follow each other. Each has a stretch of the cache of its
 // own: (s, 3) numbers say where that begins, how many tokens lie there, and how many rows of the pass follow.
+// Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
@@ -43,12 +44,14 @@ class Attention {
 
   void run(const Pass& pass) const {
     const Tensor packed = pass.input(kPacked);
-    const int64_t width = (heads_ + 2 * kv_heads_) * head_dim_;
-    require(packed.type == ort::kFloat && packed.shape.size() == 3 && packed.last() == width,
-            "attention's input is not float32 (1, rows, heads and twice the heads of keys)");
+    const int64_t width = packed.last(), plain = (heads_ + 2 * kv_heads_) * head_dim_;
     State s{};
+    s.gated = width == plain + heads_ * head_dim_;
+    require(packed.type == ort::kFloat && packed.shape.size() == 3 && (s.gated || width == plain),
+            "attention's input is not float32 (1, rows, heads and twice the heads of keys)");
     s.packed = packed.floats();
     s.width = width;
+    s.query_step = (s.gated ? 2 : 1) * head_dim_;
     cache(pass, s);
     const std::vector<Rows> sequences = sequences_of(pass, s, packed.size() / width);
     rotation(pass, s, sequences);
@@ -71,7 +74,8 @@ class Attention {
 
   struct State {
     const float* packed;
-    int64_t width, capacity, rotated;  // rotated: channels of a head
+    int64_t width, query_step, capacity, rotated;  // rotated: channels of a head
+    bool gated;
     const float *cos, *sin, *query_gain, *key_gain;
     Half *keys, *values;
     float* y;
@@ -192,7 +196,7 @@ class Attention {
     Half* keys = s.keys + (head * s.capacity + rows.begin) * head_dim_;
     Half* values = s.values + (head * s.capacity + rows.begin) * head_dim_;
     for (int64_t row = 0; row < rows.count; row++) {
-      const float* x = s.packed + (rows.first + row) * s.width + (heads_ + head) * head_dim_;
+      const float* x = s.packed + (rows.first + row) * s.width + heads_ * s.query_step + head * head_dim_;
       const int64_t at = rows.past + row;
       prepare(s, x, s.key_gain, at, 1.0f, key.get());
       Half* lane = keys + at / kLanes * kLanes * head_dim_ + at % kLanes;
@@ -207,13 +211,15 @@ class Attention {
     const int64_t group = heads_ / kv_heads_, count = share.last - share.first;
     const auto row_of = [&](int64_t i) { return (share.first + i) / group; };
     const auto head_of = [&](int64_t i) { return kv_head * group + (share.first + i) % group; };
+    const auto query = [&](int64_t i) {
+      return s.packed + (rows.first + row_of(i)) * s.width + head_of(i) * s.query_step;
+    };
     const Buffer<Span> spans(count);
     const Buffer<float> vectors(count * head_dim_);
     for (int64_t i = 0; i < count; i++) {
-      const int64_t row = row_of(i), position = rows.past + row, limit = position + 1;
+      const int64_t position = rows.past + row_of(i), limit = position + 1;
       spans.get()[i] = {window_ > 0 && limit > window_ ? limit - window_ : 0, limit};
-      prepare(s, s.packed + (rows.first + row) * s.width + head_of(i) * head_dim_, s.query_gain, position, scale_,
-              vectors.get() + i * head_dim_);
+      prepare(s, query(i), s.query_gain, position, scale_, vectors.get() + i * head_dim_);
     }
     Queries q{};
     q.spans = spans.get();
@@ -231,7 +237,9 @@ class Attention {
     kernels_.attend(q);
     for (int64_t i = 0; i < count; i++) {
       const float* x = vectors.get() + i * head_dim_;
-      std::copy(x, x + head_dim_, s.y + ((rows.first + row_of(i)) * heads_ + head_of(i)) * head_dim_);
+      float* y = s.y + ((rows.first + row_of(i)) * heads_ + head_of(i)) * head_dim_;
+      std::copy(x, x + head_dim_, y);
+      if (s.gated) kernels_.multiply(Gate::sigmoid, query(i) + head_dim_, head_dim_, y);
     }
   }
 

@@ -307,7 +307,7 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
 
 void add_attentions(Cases& cases) {
   constexpr int64_t spans[][2] = {{0, 0}, {5, 0}, {37, 7}, {200, 64}, {300, 0}};  // past tokens, window
-  for (const int64_t head_dim : {16, 24, 80, 128})
+  for (const int64_t head_dim : {16, 24, 80, 128, 256})
     for (const auto& [past, window] : spans)
       for (const int64_t heads : {1, 3, 6})
         for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
@@ -317,6 +317,74 @@ void add_attentions(Cases& cases) {
                              attend(kernels, random, attended, results);
                            }});
         }
+}
+
+// ---- Delta nets ----------------------------------------------------------------------------------------
+
+void add_convolutions(Cases& cases) {
+  for (const int64_t taps : {1, 3, 4})
+    cases.push_back({text("convolve", taps), [=](const Kernels& kernels, Random& random, Results& results) {
+                       constexpr int64_t count = 48, stride = 64;
+                       const std::vector<float> x = random.reals(taps * count), weights = random.reals(taps * stride);
+                       std::vector<const float*> rows;
+                       for (int64_t t = 0; t < taps; t++) rows.push_back(x.data() + t * count);
+                       std::vector<float> y(count);
+                       kernels.convolve(rows.data(), taps, weights.data(), stride, count, y.data());
+                       results.add(y);
+                     }});
+}
+
+void add_gates(Cases& cases) {
+  for (const int64_t count : {1, 7, 16, 33, 1000})
+    cases.push_back({text("gates", count), [=](const Kernels& kernels, Random& random, Results& results) {
+                       std::vector<float> x = random.reals(count, 100.0f), y = random.reals(count);
+                       const std::vector<float> bias = random.reals(count), a = random.reals(count, -8.0f);
+                       x[static_cast<size_t>(random.below(static_cast<int>(count)))] = kNothing;
+                       for (const Gate gate : {Gate::silu, Gate::gelu, Gate::sigmoid}) {
+                         kernels.multiply(gate, x.data(), count, y.data());
+                         results.add(y);
+                       }
+                       kernels.decay(x.data(), bias.data(), a.data(), count, y.data());
+                       results.add(y);
+                     }});
+}
+
+// Rows through a state, behind some that it lacks.
+void add_states(Cases& cases) {
+  for (const int64_t tiles : {1, 4, 5, 8})
+    for (const int64_t rows : {1, 2, 7})
+      cases.push_back({text(text("recur, tiles", tiles).c_str(), rows), [=](const Kernels& kernels, Random& random,
+                                                                           Results& results) {
+                         constexpr int64_t keys = 48;
+                         const int64_t width = tiles * kLanes;
+                         std::vector<float> state = random.reals(keys * width), copy(kStateTiles * keys * kLanes);
+                         const std::vector<float> queries = random.reals(rows * keys), row_keys = random.reals(rows * keys);
+                         std::vector<float> deltas = random.reals(rows * width), y(static_cast<size_t>(rows * width));
+                         std::vector<float> decays, strengths;
+                         for (int64_t row = 0; row < rows; row++) {
+                           decays.push_back(random.real() * 0.5f + 0.5f);
+                           strengths.push_back(random.real() * 0.5f + 0.5f);
+                         }
+                         const std::vector<float> key = random.reals(keys), delta = random.reals(width);
+                         const Update updates[] = {{key.data(), delta.data(), 0.9f}, {row_keys.data(), delta.data(), 0.0f}};
+                         Recurrence r{};
+                         r.state = state.data();
+                         r.copy = rows % 2 ? copy.data() : nullptr;
+                         r.key_width = keys;
+                         r.tiles = tiles;
+                         r.updates = updates;
+                         r.update_count = tiles % 3;
+                         r.rows = rows;
+                         r.queries = queries.data();
+                         r.keys = row_keys.data();
+                         r.decays = decays.data();
+                         r.strengths = strengths.data();
+                         r.deltas = deltas.data();
+                         r.y = y.data();
+                         r.stride = width;
+                         kernels.recur(r);
+                         for (const std::vector<float>& each : {state, deltas, y}) results.add(each);
+                       }});
 }
 
 // ---- The largest of many -------------------------------------------------------------------------------
@@ -432,6 +500,9 @@ int check() {
   add_gathers(cases);
   add_narrowings(cases);
   add_attentions(cases);
+  add_convolutions(cases);
+  add_gates(cases);
+  add_states(cases);
   add_choices(cases);
   std::vector<const Kernels*> sets;
   for (const char* name : kSets)

@@ -122,7 +122,8 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t sequences = 1 + choices.below(3);
   const Shape cache = {1, kv_heads, capacity * sequences, head_dim};
   const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
-  const Shape shapes[] = {{1, sequences * rows, (heads + 2 * kv_heads) * head_dim}, cache, cache,
+  const int64_t queries = heads * (1 + choices.below(2));  // with gates or without
+  const Shape shapes[] = {{1, sequences * rows, (queries + 2 * kv_heads) * head_dim}, cache, cache,
                           {sequences, 3}, rotation, rotation, {head_dim}, {head_dim}};
   const uint8_t left_out = choices.byte();
   const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kFloat, kFloat, kFloat, kFloat};
@@ -140,6 +141,39 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
                   {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},
                   {"window", choices.number(choices.below(2) ? choices.below(64) : 0)}};
   node.reals = {{"scale", choices.below(2) ? 0.25f : 1.0f}, {"epsilon", 1e-5f}};
+}
+
+void fill_delta(Choices& choices, OrtKernelInfo& node) {
+  const int64_t key_heads = 1 + choices.below(2), value_heads = key_heads * (1 + choices.below(3));
+  const int64_t key_width = 16 * (1 + choices.below(2)), value_width = 16 * (1 + choices.below(2));
+  const int64_t keys = key_heads * key_width, values = value_heads * value_width, channels = 2 * keys + values;
+  const int64_t sequences = 1 + choices.below(2), slots = sequences + choices.below(2), taps = 1 + choices.below(5);
+  const int64_t rows = choices.below(40);
+  const Shape shapes[] = {{1, sequences * rows, channels + values + 2 * value_heads},
+                          {slots, value_heads, value_width / 16, key_width, 16},
+                          {slots, 16, keys + values + value_heads},
+                          {slots, 15 + taps, channels},
+                          {sequences, 3},
+                          {sequences, 2},
+                          {taps, channels},
+                          {value_heads},
+                          {value_heads},
+                          {value_width}};
+  for (int i = 0; i < 10; i++) node.inputs.push_back(made(choices, i == 4 || i == 5 ? kInt64 : kFloat, shapes[i]));
+  std::vector<int64_t> said, places;
+  for (int64_t i = 0; i < sequences; i++) {
+    const int64_t past = choices.byte();
+    said.insert(said.end(), {0, choices.number(past), choices.number(rows)});
+    places.push_back(choices.number(slots - 1 - i));
+    places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
+  }
+  set_numbers(node, 4, said);
+  set_numbers(node, 5, places);
+  node.in_place = choices.below(2) == 0;
+  node.numbers = {{"key_heads", choices.number(key_heads)}, {"value_heads", choices.number(value_heads)},
+                  {"key_width", choices.number(key_width)}, {"value_width", choices.number(value_width)},
+                  {"tiled", choices.below(2)}};
+  node.reals = {{"epsilon", 1e-6f}};
 }
 
 void fill_lookups(Choices& choices, OrtKernelInfo& node) {
@@ -163,9 +197,10 @@ OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
   const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
   Choices choices(data, size);
   OrtKernelInfo node;
-  node.op = static_cast<size_t>(choices.below(4));
+  node.op = static_cast<size_t>(choices.below(5));
   *set = sets[choices.below(6)];
-  node.op == 0 ? fill_linear(choices, node) : node.op == 1 ? fill_attention(choices, node) : fill_lookups(choices, node);
+  void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups, fill_delta};
+  fill[node.op](choices, node);
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;
   if (choices.rarely()) node.numbers.erase("inputs");

@@ -73,6 +73,7 @@ inline F exponential(F x) {
 }
 
 inline F activate(F x, Gate gate) {
+  if (gate == Gate::sigmoid) return 1.0f / (exponential(-x) + 1.0f);
   if (gate == Gate::silu) return x / (exponential(-x) + 1.0f);
   // 0.5 x (1 + tanh(u)) with tanh(u) = 1 - 2 / (exp(2u) + 1)
   const F u = (x * x * x * 0.044715f + x) * 0.7978845608f;
@@ -163,6 +164,8 @@ float quantize(const float* x, int64_t width, Activations* y, int64_t step) {
 #include "products.inl"
 
 #include "attention.inl"
+
+#include "delta.inl"
 
 // ---- Rows of a matrix, and the largest of many ---------------------------------------------------------
 

@@ -24,7 +24,7 @@ struct Part {
   }
 };
 
-enum class Gate { none, silu, gelu };
+enum class Gate { none, silu, gelu, sigmoid };
 
 // A projection of `rows` rows. With a gate the first half of the parts is what goes through the activation,
 // and the second half, part for part as wide, what it multiplies.
@@ -64,6 +64,31 @@ struct Queries {
 // nearest cache.
 inline int64_t score_stride(int64_t tokens) { return ((tokens + kLanes - 1) / kLanes | 1) * kLanes; }
 
+// What a row does to the state of a value head: state = decay * state + key delta'.
+struct Update {
+  const float* key;    // (key_width)
+  const float* delta;  // (16 * tiles)
+  float decay;
+};
+
+// Rows of a sequence through the state of a value head, one after the other. A row reads the state behind the rows
+// before it, adds `delta = strength (value - decay state' key)`, and gives state' query (arXiv 2412.06464).
+struct Recurrence {
+  float* state;  // (tiles, key_width, 16)
+  float* copy;   // (kStateTiles, key_width, 16): rows change that, and the state stays behind `updates`; or null
+  int64_t key_width, tiles;
+  const Update* updates;  // of rows before, which the state lacks
+  int64_t update_count;
+  int64_t rows;
+  const float *queries, *keys;      // (rows, key_width)
+  const float *decays, *strengths;  // (rows)
+  float* deltas;                    // (rows, 16 * tiles): values; then what each row adds
+  float* y;                         // (rows, stride)
+  int64_t stride;
+};
+
+constexpr int kStateTiles = 4;  // that are worked on at once, at most
+
 struct Kernels {
   const char* name;
   // x * rsqrt(mean(x * x) + epsilon) * gain.
@@ -73,6 +98,14 @@ struct Kernels {
   // Tiles first to last of the product.
   void (*project)(const Projection&, int64_t first, int64_t last);
   void (*attend)(const Queries&);
+  // Sums over `taps` rows of a channel's number times its weight; weights are (taps, stride).
+  void (*convolve)(const float* const* rows, int64_t taps, const float* weights, int64_t stride, int64_t count,
+                   float* y);
+  // exp(a log(1 + exp(x + bias))).
+  void (*decay)(const float* x, const float* bias, const float* a, int64_t count, float* y);
+  void (*recur)(const Recurrence&);
+  // y * gate(x).
+  void (*multiply)(Gate gate, const float* x, int64_t count, float* y);
   // A row of a matrix in float32, times `factor`.
   void (*gather)(const Part&, int64_t inputs, int64_t row, float factor, float* y);
   // The first of the largest values, and sum(exp(x - largest)).

@@ -2,6 +2,7 @@
 //
 //     Linear     normalization, rounding of activations, products, bias, gate, residual
 //     Attention  rotation, KV cache in place, attention
+//     Delta      a gated delta net, its state in place
 //     Embedding  rows of a matrix
 //     Choose     the most likely column of each row, and its probability
 //
@@ -12,6 +13,7 @@
 #include <mutex>
 
 #include "attention.h"
+#include "delta.h"
 #include "linear.h"
 #include "lookup.h"
 
@@ -94,9 +96,11 @@ struct Domain {
         linear(api, host),
         attention(api, host),
         embedding(api, host),
-        choose(api, host) {
+        choose(api, host),
+        delta(api, host) {
     check(api.create_domain("edgespec", &domain));
-    const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose};
+    const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose,
+                                                             &delta};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
   }
 
@@ -107,6 +111,7 @@ struct Domain {
   Registered<Attention> attention;
   Registered<Embedding> embedding;
   Registered<Choose> choose;
+  Registered<Delta> delta;
   OrtCustomOpDomain* domain = nullptr;
 };
 

@@ -34,7 +34,7 @@ struct OrtKernelInfo {
 struct OrtKernelContext {
   const OrtKernelInfo& node;
   uint8_t fill;
-  Value outputs[3];
+  Value outputs[4];
 };
 struct OrtCustomOpDomain { std::vector<const edgespec::ort::CustomOp*> operators; };
 struct OrtSessionOptions {

@@ -1,0 +1,291 @@
+// Gated delta nets (arXiv 2412.06464): what a layer keeps is a state of fixed size.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "context.h"
+
+namespace edgespec {
+
+constexpr int64_t kLogged = 16;  // rows of a pass that may be taken back
+
+// A pass is of one or several sequences, whose rows follow each other; each keeps what it keeps in a slot of its own.
+// A state lies behind some token of its sequence. The rows from there on lie in a log, what each adds to the state,
+// and are added at the start of the next pass, as many as the sequence still has, by the operations that their own
+// pass had for them. So nothing is undone when rows are taken back, and a row's bits do not depend on how rows were
+// put into passes. What rows convolve with lies in a ring: the row of token t at t modulo its length.
+class Delta {
+ public:
+  static constexpr const char* kName = "Delta";
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64,
+                                         ort::kInt64, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
+                                                  ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
+                                                  ort::kRequired, ort::kRequired};
+  static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  enum Input : size_t { kPacked, kState, kLog, kRing, kSequences, kPlaces, kWeights, kA, kBias, kGain };
+
+  Delta(const Info& info, const Host& host)
+      : kernels_(host.kernels),
+        key_heads_(info.number("key_heads")),
+        value_heads_(info.number("value_heads")),
+        key_width_(info.number("key_width")),
+        value_width_(info.number("value_width")),
+        tiled_(info.number("tiled") != 0),
+        epsilon_(info.real("epsilon")) {
+    const bool sound = key_heads_ > 0 && value_heads_ > 0 && value_heads_ < kMost && value_heads_ % key_heads_ == 0;
+    require(sound, "value heads of a delta net are no multiple of its key heads");
+    for (const int64_t width : {key_width_, value_width_})
+      require(width > 0 && width <= kWidest && width % kLanes == 0, "a head of a delta net has an impossible width");
+    require(value_heads_ * value_width_ < kMost && key_heads_ * key_width_ < kMost, "a delta net is too wide");
+    group_ = value_heads_ / key_heads_;
+    keys_ = key_heads_ * key_width_;
+    values_ = value_heads_ * value_width_;
+    // A sum of squares is its mean times the width.
+    const auto width = static_cast<float>(key_width_);
+    query_gain_.assign(static_cast<size_t>(key_width_), 1.0f / width);
+    key_gain_.assign(static_cast<size_t>(key_width_), 1.0f / std::sqrt(width));
+    square_ = 1e-6f / width;
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor packed = pass.input(kPacked);
+    const int64_t channels = 2 * keys_ + values_, width = channels + values_ + 2 * value_heads_;
+    require(packed.type == ort::kFloat && packed.shape.size() == 3 && packed.last() == width,
+            "a delta net's input is not float32 (1, rows, queries, keys, values, gates, decays and strengths)");
+    Layer layer{};
+    layer.packed = packed.floats();
+    layer.width = width;
+    layer.channels = channels;
+    const Tensor weights = pass.input(kWeights);
+    require(weights.type == ort::kFloat && weights.shape.size() == 2 && weights.last() == channels &&
+                weights.shape[0] > 0 && weights.shape[0] <= kMostTaps,
+            "a convolution's weights are not float32 (taps, channels)");
+    layer.taps = weights.shape[0];
+    layer.weights = weights.floats();
+    layer.a = pass.vector(kA, value_heads_, "a delta net has another number of decays than heads");
+    layer.bias = pass.vector(kBias, value_heads_, "a delta net has another number of decays than heads");
+    layer.gain = pass.vector(kGain, value_width_, "a gain is not as wide as a head");
+    const int64_t slots = pass.input(kState).shape.empty() ? 0 : pass.input(kState).shape[0];
+    layer.state = kept(pass, kState, {slots, value_heads_, value_width_ / kLanes, key_width_, kLanes});
+    layer.log = kept(pass, kLog, {slots, kLogged, keys_ + values_ + value_heads_});
+    layer.ring = kept(pass, kRing, {slots, kLogged + layer.taps - 1, channels});
+    const std::vector<Rows> sequences = sequences_of(pass, slots, packed.size() / width);
+    layer.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], values_});
+    pass.spread(static_cast<int64_t>(sequences.size()) * key_heads_, [&](int64_t i) {
+      Work(*this, layer, sequences[static_cast<size_t>(i / key_heads_)], i % key_heads_).run();
+    });
+  }
+
+ private:
+  static constexpr int64_t kWidest = 1 << 12, kMostTaps = 64;
+
+  struct Layer {
+    const float* packed;  // (rows, width)
+    int64_t width, channels, taps;
+    const float *weights, *a, *bias, *gain;
+    float *state, *log, *ring;
+    float* y;  // (rows, values)
+  };
+
+  // Rows of a pass that follow each other in one sequence.
+  struct Rows {
+    int64_t past, count;
+    int64_t first;  // of the pass's rows
+    int64_t slot, behind;
+  };
+
+  std::vector<Rows> sequences_of(const Pass& pass, int64_t slots, int64_t rows) const {
+    const Tensor said = pass.input(kSequences), places = pass.input(kPlaces);
+    const bool shaped = said.type == ort::kInt64 && said.shape.size() == 2 && said.last() == 3 &&
+                        places.type == ort::kInt64 && places.shape.size() == 2 && places.last() == 2 &&
+                        said.shape[0] == places.shape[0];
+    require(shaped, "sequences and their places are no int64 (sequences, 3) and (sequences, 2)");
+    std::vector<Rows> sequences;
+    std::vector<bool> taken(static_cast<size_t>(slots));
+    int64_t first = 0;
+    const auto *each = static_cast<const int64_t*>(said.data), *place = static_cast<const int64_t*>(places.data);
+    for (int64_t i = 0; i < said.shape[0]; i++, each += 3, place += 2) {
+      const Rows one = {each[1], each[2], first, place[0], place[1]};
+      require(one.count >= 0 && one.count <= rows - first, "the sequences have more rows than the pass");
+      require(one.past >= 0 && one.past <= kMostTokens, "a sequence has an impossible length");
+      if (one.count == 0) continue;
+      require(one.slot >= 0 && one.slot < slots, "a sequence's slot is not there");
+      require(!taken[static_cast<size_t>(one.slot)], "two sequences share a slot");
+      require(one.behind >= 0 && one.behind <= one.past && one.past - one.behind <= kLogged,
+              "a state lies behind its sequence, or farther before its end than rows are logged");
+      taken[static_cast<size_t>(one.slot)] = true;
+      first += one.count;
+      sequences.push_back(one);
+    }
+    require(first == rows, "the sequences have fewer rows than the pass");
+    return sequences;
+  }
+  static constexpr int64_t kMostTokens = int64_t{1} << 40;
+
+  // What a sequence keeps, in place where the pass binds one buffer for what was and what is.
+  static float* kept(const Pass& pass, size_t input, const std::vector<int64_t>& shape) {
+    const Tensor past = pass.input(input);
+    require(past.type == ort::kFloat && past.shape == shape, "a state is not shaped as its layer");
+    float* now = pass.output<float>(input, shape);
+    if (now != past.data && past.size() > 0)
+      std::memcpy(now, past.data, sizeof(float) * static_cast<size_t>(past.size()));
+    return now;
+  }
+
+  // Rows of a sequence through a key head and the value heads that share it. It alone reads and writes their part of
+  // the state, the log and the ring.
+  class Work {
+   public:
+    Work(const Delta& delta, const Layer& layer, const Rows& rows, int64_t head)
+        : d_(delta),
+          l_(layer),
+          rows_(rows),
+          head_(head),
+          ring_(layer.ring + rows.slot * ring_rows() * layer.channels),
+          log_(layer.log + rows.slot * kLogged * log_width()),
+          queries_(kLogged * d_.key_width_),
+          keys_(kLogged * d_.key_width_),
+          deltas_(d_.group_ * kLogged * d_.value_width_),
+          copy_(kStateTiles * d_.key_width_ * kLanes),
+          heads_(6 * d_.group_ * kLogged) {}
+
+    void run() {
+      const int64_t end = rows_.past + rows_.count, last = std::max(rows_.past, end - kLogged);
+      if (rows_.past == 0)
+        for (int64_t g = 0; g < d_.group_; g++) std::fill_n(state(g), d_.value_width_ * d_.key_width_, 0.0f);
+      int64_t behind = rows_.behind;
+      for (int64_t from = rows_.past; from < end;) {
+        const int64_t to = from < last ? std::min(from + kLogged, last) : end;
+        prepare(from, to - from);
+        for (int64_t g = 0; g < d_.group_; g++) recur(g, behind, from, to - from, from == last);
+        behind = from = to;
+      }
+      for (int64_t token = last; token < end; token++) log(token, token - last);
+      for (int64_t token = std::max(rows_.past, end - ring_rows()); token < end; token++)
+        for (int64_t i = 0; i < d_.group_ + 2; i++)
+          std::copy_n(input(token) + channel(i), wide(i), ring_ + token % ring_rows() * l_.channels + channel(i));
+    }
+
+   private:
+    int64_t ring_rows() const { return kLogged + l_.taps - 1; }
+    int64_t log_width() const { return d_.keys_ + d_.values_ + d_.value_heads_; }
+    int64_t value_head(int64_t g) const { return d_.tiled_ ? head_ + g * d_.key_heads_ : head_ * d_.group_ + g; }
+
+    // Channels that this head convolves: queries, keys, and values of each value head.
+    int64_t channel(int64_t i) const {
+      return i < 2 ? i * d_.keys_ + head_ * d_.key_width_ : 2 * d_.keys_ + value_head(i - 2) * d_.value_width_;
+    }
+    int64_t wide(int64_t i) const { return i < 2 ? d_.key_width_ : d_.value_width_; }
+
+    float* state(int64_t g) const {
+      return l_.state + (rows_.slot * d_.value_heads_ + value_head(g)) * d_.value_width_ * d_.key_width_;
+    }
+    const float* input(int64_t token) const { return l_.packed + (rows_.first + token - rows_.past) * l_.width; }
+    float* logged(int64_t token) const { return log_ + token % kLogged * log_width(); }
+
+    // Queries, keys, values, decays and strengths of `count` tokens from `from` on.
+    void prepare(int64_t from, int64_t count) {
+      const Kernels& kernels = d_.kernels_;
+      for (int64_t row = 0; row < count; row++) {
+        float *query = queries_.get() + row * d_.key_width_, *key = keys_.get() + row * d_.key_width_;
+        convolve(from + row, 0, query);
+        convolve(from + row, 1, key);
+        kernels.normalize(query, d_.query_gain_.data(), d_.square_, d_.key_width_, query);
+        kernels.normalize(key, d_.key_gain_.data(), d_.square_, d_.key_width_, key);
+        for (int64_t g = 0; g < d_.group_; g++) {
+          convolve(from + row, 2 + g, deltas(g) + row * d_.value_width_);
+          const float* x = input(from + row) + l_.channels + d_.values_ + value_head(g);
+          part(2)[g * kLogged + row] = x[0], part(3)[g * kLogged + row] = l_.bias[value_head(g)];
+          part(4)[g * kLogged + row] = l_.a[value_head(g)], part(5)[g * kLogged + row] = x[d_.value_heads_];
+        }
+      }
+      for (int64_t g = 0; g < d_.group_; g++) {
+        const int64_t at = g * kLogged;
+        kernels.decay(part(2) + at, part(3) + at, part(4) + at, count, part(0) + at);
+        std::fill_n(part(1) + at, count, 1.0f);
+        kernels.multiply(Gate::sigmoid, part(5) + at, count, part(1) + at);
+      }
+    }
+
+    void convolve(int64_t token, int64_t i, float* y) const {
+      static constexpr float kZeros[kWidest] = {};
+      const float* taps[kMostTaps];
+      for (int64_t t = 0; t < l_.taps; t++) {
+        const int64_t at = token - l_.taps + 1 + t;
+        taps[t] = at < 0             ? kZeros
+                  : at < rows_.past ? ring_ + at % ring_rows() * l_.channels + channel(i)
+                                    : input(at) + channel(i);
+      }
+      d_.kernels_.convolve(taps, l_.taps, l_.weights + channel(i), l_.channels, wide(i), y);
+      d_.kernels_.multiply(Gate::sigmoid, y, wide(i), y);
+    }
+
+    // `count` rows through the state of a value head, which lies behind token `behind`.
+    void recur(int64_t g, int64_t behind, int64_t from, int64_t count, bool last) const {
+      const int64_t head = value_head(g);
+      std::array<Update, kLogged> updates;
+      Recurrence r{};
+      r.state = state(g);
+      r.copy = last ? copy_.get() : nullptr;
+      r.key_width = d_.key_width_;
+      r.tiles = d_.value_width_ / kLanes;
+      for (int64_t token = behind; token < from && from == rows_.past; token++) {
+        const float* row = logged(token);
+        updates[static_cast<size_t>(r.update_count++)] = {row + head_ * d_.key_width_,
+                                                          row + d_.keys_ + head * d_.value_width_,
+                                                          row[d_.keys_ + d_.values_ + head]};
+      }
+      r.updates = updates.data();
+      r.rows = count;
+      r.queries = queries_.get();
+      r.keys = keys_.get();
+      r.decays = part(0) + g * kLogged;
+      r.strengths = part(1) + g * kLogged;
+      r.deltas = deltas(g);
+      r.y = l_.y + (rows_.first + from - rows_.past) * d_.values_ + head * d_.value_width_;
+      r.stride = d_.values_;
+      d_.kernels_.recur(r);
+      for (int64_t row = 0; row < count; row++) {
+        float* y = r.y + row * r.stride;
+        d_.kernels_.normalize(y, l_.gain, d_.epsilon_, d_.value_width_, y);
+        d_.kernels_.multiply(Gate::silu, input(from + row) + l_.channels + head * d_.value_width_, d_.value_width_, y);
+      }
+    }
+
+    // Keeps row number `row` of those that were computed last.
+    void log(int64_t token, int64_t row) const {
+      float* to = logged(token);
+      std::copy_n(keys_.get() + row * d_.key_width_, d_.key_width_, to + head_ * d_.key_width_);
+      for (int64_t g = 0; g < d_.group_; g++) {
+        const int64_t head = value_head(g);
+        std::copy_n(deltas(g) + row * d_.value_width_, d_.value_width_, to + d_.keys_ + head * d_.value_width_);
+        to[d_.keys_ + d_.values_ + head] = part(0)[g * kLogged + row];
+      }
+    }
+
+    float* deltas(int64_t g) const { return deltas_.get() + g * kLogged * d_.value_width_; }
+    // Numbers of heads and rows: decays, strengths, and what they are made from.
+    float* part(int64_t i) const { return heads_.get() + i * d_.group_ * kLogged; }
+
+    const Delta& d_;
+    const Layer& l_;
+    const Rows& rows_;
+    int64_t head_;
+    float *ring_, *log_;
+    Buffer<float> queries_, keys_, deltas_, copy_, heads_;
+  };
+
+  const Kernels& kernels_;
+  int64_t key_heads_, value_heads_, key_width_, value_width_;
+  bool tiled_;
+  float epsilon_, square_ = 0;
+  int64_t group_ = 1, keys_ = 0, values_ = 0;
+  std::vector<float> query_gain_, key_gain_;
+};
+
+}  // namespace edgespec
