@@ -18,7 +18,7 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
-    """A layer's shape and weights; ``tiled`` value heads with the same key head lie apart, else side by side."""
+    """A layer's shape and weights. ``tiled`` value heads that share a key head lie apart, others together."""
 
     key_heads: int
     value_heads: int
@@ -60,8 +60,9 @@ class Net:
         return {name: int(getattr(self, name)) for name in names} | {"epsilon": EPSILON}
 
     def feeds(self, packed: F32, kept: "Kept", sequences: Any, places: Any) -> dict[str, npt.NDArray[Any]]:
-        said = np.array(sequences, np.int64).reshape(-1, 3), np.array(places, np.int64).reshape(-1, 2)
-        values = (packed, *kept.arrays, *said, self.weights, self.a, self.bias, self.gain)
+        numbers = [np.array(x, np.int64).reshape(-1, n) for x, n in ((sequences, 3), (places, 2))]
+        values: list[npt.NDArray[Any]] = [packed, *kept.arrays, *numbers]
+        values += self.weights, self.a, self.bias, self.gain
         return dict(zip(INPUTS, values, strict=True))
 
     def model(self) -> bytes:
@@ -143,7 +144,8 @@ class Sequence:
 
 def make_net(rng: np.random.Generator, **shape: int) -> Net:
     """Two value heads of 16 for each of two key heads of 16, unless told otherwise."""
-    known = {"key_heads": 2, "value_heads": 4, "key_width": 16, "value_width": 16, "taps": 4, "tiled": 0} | shape
+    heads = {"key_heads": 2, "value_heads": 4, "key_width": 16, "value_width": 16}
+    known: dict[str, Any] = heads | {"taps": 4, "tiled": 0} | shape
     taps, tiled = known.pop("taps"), bool(known.pop("tiled"))
     keys, values = (known[f"{kind}_heads"] * known[f"{kind}_width"] for kind in ("key", "value"))
     a, bias = -rng.uniform(0.1, 2, known["value_heads"]), rng.normal(0, 1, known["value_heads"])

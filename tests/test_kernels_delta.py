@@ -31,7 +31,8 @@ def nets(draw: st.DrawFn) -> Net:
 
 def alone(net: Net, text: F32, instructions: str = "plain") -> F32:
     """Every row of a text in one pass."""
-    return run_in_place(session(net.model(), 1, instructions), net, text, Kept(net, 1), (0, 0, len(text)), (0, 0))
+    opened = session(net.model(), 1, instructions)
+    return run_in_place(opened, net, text, Kept(net, 1), (0, 0, len(text)), (0, 0))
 
 
 @settings(max_examples=40)

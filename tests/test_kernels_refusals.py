@@ -390,4 +390,3 @@ STATES: dict[str, Sequence[Arrays]] = {
 def test_passes_through_a_delta_net(words: str, feeds: Arrays) -> None:
     fed = delta_pass() | feeds
     refuse(words, delta(fed), fed)
-
