@@ -59,7 +59,7 @@ class Models:
         keep: Annotated[float, within(0)] | None = None,
     ) -> None:
         self.names, self.memory_bytes = tuple(models), dict[str, int]()
-        self._given, self._memory, self._keep = models, memory, keep
+        self._named, self._memory, self._keep = models, memory, keep
         self._keeps: dict[str, float | None] = dict.fromkeys(models, keep)
         self._models, self._used_at = dict[str, Model](), dict[str, float]()
         self._users, self._changed = list[_User](), Condition()
@@ -112,7 +112,7 @@ class Models:
     def kept_s(self, name: str) -> float | None:
         """Seconds that a loaded model stays unless it is used; None is until another needs the room."""
         with self._changed:
-            due = {each: at for at, each in self._due()}.get(name)
+            due = {other: at for at, other in self._due()}.get(name)
         return self._keep if due is None else max(0.0, due - monotonic())
 
     def close(self) -> None:
@@ -175,21 +175,21 @@ class Models:
         """Load what is asked for and unload what is not any more, until all is closed."""
         while not self._closed:
             with self._changed:
-                asked, due = self._waiting(set(self.names) - self._models.keys()), self._due()
+                users, due = self._waiting(set(self.names) - self._models.keys()), self._due()
                 left = min(max(0.0, due[0][0] - monotonic()), TIMEOUT_MAX) if due else None
-                if not asked and left != 0 and not self._closed:
+                if not users and left != 0 and not self._closed:
                     self._changed.wait(left)
                     continue
-            if asked:
-                self._load(asked[0].name)
+            if users:
+                self._load(users[0].name)
             elif left == 0:
                 self._unload(due[0][1])
         for name in self.loaded:
             self._unload(name)
 
     def _load(self, name: str) -> None:
-        started, given = monotonic(), self._given[name]
-        arguments: Mapping[str, Any] = given if isinstance(given, Mapping) else {"target": given}
+        started, named = monotonic(), self._named[name]
+        arguments: Mapping[str, Any] = named if isinstance(named, Mapping) else {"target": named}
         tell, ready = partial(self._tell, name), partial(self._make_room, name)
         try:
             model = load(**arguments, progress=tell, ready=ready)
@@ -214,8 +214,8 @@ class Models:
     def _make_room(self, name: str, target: Bundle, drafter: Bundle | None) -> None:
         needed = plan_of(target, drafter).fit(PLANNED_TOKENS).memory_bytes
         if self._memory is not None and needed > self._memory:
-            said = f"{name} takes {size(needed)} by plan, of {size(self._memory)} that all models may"
-            raise DeviceError(f"{said}; allow more memory, or take a smaller model or drafter='ngram'")
+            needs = f"{name} takes {size(needed)} by plan, of {size(self._memory)} that all models may"
+            raise DeviceError(f"{needs}; allow more memory, or take a smaller model or drafter='ngram'")
         while not self._has_room(needed):
             with self._changed:
                 self._is_crowded, idle = True, self._idle()[:1]
@@ -230,8 +230,10 @@ class Models:
         with self._changed:
             self._is_crowded, self.memory_bytes[name] = False, needed
             self._give()
-        running = [each for model in self.loaded.values() for each in (model.target, model.drafter) if each]
-        known = {_vocabulary(each): each for each in running}
+        running = [
+            bundle for model in self.loaded.values() for bundle in (model.target, model.drafter) if bundle
+        ]
+        known = {_vocabulary(bundle): bundle for bundle in running}
         for bundle in filter(None, (target, drafter)):
             same = known.get(_vocabulary(bundle))
             if TOKENIZER in bundle.manifest.files and same is not None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
-from edgespec.history.memory import MAX_N, Delta, Found, Index, Memory, Snapshot
+from edgespec.history.memory import MAX_N, Delta, Index, Match, Memory, Snapshot
 from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage, Tally
 from tests.histories_for_tests import cut
 from tests.toy import Silent, round_of
@@ -166,7 +166,7 @@ class TestMemory:
         memory = Memory(Snapshot(entries=[entry]), max_tokens=100, tell=lambda note: note(delta))
         shares = [(1, 1.0), (2, 1.0), (2, 0.75), (2, 0.5)]
         for length, (count, share) in zip((1, 3, 4, 8), shares, strict=True):
-            memory.judge(Found(2, length, count, share, entry, 1), True)
+            memory.judge(Match(2, length, count, share, entry, 1), True)
         assert [*delta.verdicts] == ["unique 1", "agreed 2", "most 3", "split 4"]
 
     def test_what_is_learned_is_found_from_the_next_refresh_on(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.history import database
-from edgespec.history.memory import Delta, Found, Memory, Snapshot
+from edgespec.history.memory import Delta, Match, Memory, Snapshot
 from edgespec.history.store import Store
 from tests.histories_for_tests import OTHERS, SCOPE, cut, delta_of, merge, passage_of, stored, text_of
 from tests.kills_for_tests import kill_writers
@@ -94,7 +94,7 @@ class TestStore:
             (learned,) = store.learned()
             assert (learned.before, learned.text, learned.scope) == (b"", b"x" * 20, SCOPE)
             assert learned.worth == pytest.approx(1.0)
-            delta.judged("unique 1", Found(1, 1, 1, 1.0, learned.entry, 0), False)
+            delta.judged("unique 1", Match(1, 1, 1, 1.0, learned.entry, 0), False)
             for each in (store, other):
                 each.merge(SCOPE, delta, text_of)
             snapshot = store.read(SCOPE)

@@ -22,7 +22,7 @@ _AT_ONCE = 8  # where a pass costs little more than one over a single row; beyon
 @contextmanager
 def answering(
     names: tuple[str, str],
-    asked: RequestOptions,
+    request: RequestOptions,
     *,
     threads: int = 0,
     progress: ProgressCallback = ignore_progress,
@@ -38,19 +38,19 @@ def answering(
     several = manifest.form == "dynamic" and manifest.operators == "edgespec"
     options = edgespec.LoadOptions(threads=threads, parallel=_AT_ONCE, prompt_cache_bytes=0)
     with edgespec.load(names[0], None if several else names[1], options=options, progress=progress) as model:
-        yield lambda prompts: answers(model, prompts, asked)
+        yield lambda prompts: answers(model, prompts, request)
 
 
 def answers(
-    model: edgespec.Model, prompts: Sequence[Prompt], asked: RequestOptions
+    model: edgespec.Model, prompts: Sequence[Prompt], request: RequestOptions
 ) -> Iterator[Answer | None]:
     """Answers of ``model`` to the first turns of ``prompts``; None for those that it cannot read.
 
-    They are ``asked`` so, each with a seed of its own, which its text decides.
+    They are asked with the options of ``request``, each with a seed of its own, which its text decides.
     """
-    running, temperature = deque[tuple[Prompt, Stream]](), asked.get("temperature", 0.0)
+    running, temperature = deque[tuple[Prompt, Stream]](), request.get("temperature", 0.0)
     for prompt in prompts:
-        options: RequestOptions = {**asked, "seed": number_of(prompt.turns[0])}
+        options: RequestOptions = {**request, "seed": number_of(prompt.turns[0])}
         Request.of(options)  # what is wrong with these is no prompt's fault
         try:
             running.append((prompt, ask(model, prompt, options)))
@@ -66,5 +66,5 @@ def answers(
 
 
 def _answer(prompt: Prompt, stream: Stream, temperature: float) -> Answer:
-    given = stream.run()
-    return Answer(prompt.turns[0], given.text, given.finish_reason == "stop", prompt.category, temperature)
+    result = stream.run()
+    return Answer(prompt.turns[0], result.text, result.finish_reason == "stop", prompt.category, temperature)

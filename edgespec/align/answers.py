@@ -71,7 +71,7 @@ def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Promp
         )
     known = {answer.prompt for answer in answers}
     once = {prompt.turns[0]: prompt for prompt in prompts}
-    return [prompt for said, prompt in once.items() if said not in known]
+    return [prompt for text, prompt in once.items() if text not in known]
 
 
 def write_answers(
@@ -90,11 +90,11 @@ def write_answers(
     with writing(path), path.open("a", encoding="utf-8", newline="\n") as file:
         if file.tell() and not path.read_bytes().endswith(b"\n"):
             file.write("\n")
-        for number, said in enumerate(answering(wanted), start=done + 1):
-            if said is None:
+        for number, answer in enumerate(answering(wanted), start=done + 1):
+            if answer is None:
                 skipped += 1
             else:
-                _write(file, replace(said, target=target))
+                _write(file, replace(answer, target=target))
             progress(Progress("Answering", number, len(prompts), "prompts"))
     progress(Progress("Answering", len(prompts), len(prompts), "prompts"))
     return skipped

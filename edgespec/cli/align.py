@@ -113,14 +113,14 @@ def align(
     names, place = (target, drafter), answers or out / "answers.jsonl"
     options = TrainingOptions(rank, rate, passes, batch_tokens, seed)
     facts = _facts(names, licence)
-    asked = RequestOptions(max_new_tokens=max_new_tokens, temperature=temperature)
-    Request.of(asked)
+    request = RequestOptions(max_new_tokens=max_new_tokens, temperature=temperature)
+    Request.of(request)
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:
         source = None if answers_only else _checkpoint(drafter, progress)
         trained_on = "" if source is None else torch_device(device, threads)
         bundle = None if answers_only else open_model(drafter, "drafter", progress=progress)
-        answered = answering(names, asked, threads=threads, progress=progress)
+        answered = answering(names, request, threads=threads, progress=progress)
         known = _answered(_prompts(prompts, answers_from), place, facts["target"], answered, progress)
         if source is None or bundle is None:
             _tell(place, len(known), as_json)
@@ -178,8 +178,8 @@ def _answered(
 
     with alone(place):
         if unanswered(prompts, place, target):
-            with answering as given:
-                skipped = write_answers(given, prompts, place, progress, target=target)
+            with answering as answers:
+                skipped = write_answers(answers, prompts, place, progress, target=target)
             if skipped:
                 note(f"{skipped} prompts were left out: longer than the target can hold, or not of its form")
         return read_answers(place) if place.exists() else []
@@ -204,7 +204,7 @@ def _show(result: Mapping[str, Any]) -> None:
     guesses = result["before"], result["after"]
     table = figure_table("right first guesses", "of", "before", "after")
     for category in [*guesses[0], None]:
-        before, after = (share_right(each, category) for each in guesses)
+        before, after = (share_right(side, category) for side in guesses)
         of = sum(of for name, (_, of) in guesses[0].items() if category in (name, None))
         table.add_row("all" if category is None else category, f"{of:,}", f"{before:.3f}", f"{after:.3f}")
     output().print(table)

@@ -145,5 +145,5 @@ def stats_line(stats: "GenerationStats") -> str:
         parts.append(f"{stats.accepted} of {stats.drafted} drafted tokens accepted")
     if stats.speculation_off_reason:
         parts.append(f"speculation off: {stats.speculation_off_reason}")
-    parts += [f"rolled back: {each}" for each in stats.rolled_back]
+    parts += [f"rolled back: {part}" for part in stats.rolled_back]
     return ", ".join(parts)

@@ -226,7 +226,7 @@ def _fact_table(result: Mapping[str, Any]) -> "Table":
 def _speed(rows: Sequence[Mapping[str, Any]], side: str) -> str:
     """Tokens per second over some rows: every answer's decode tokens, over their times."""
     decoded = [(row[side]["new_tokens"] - 1, row[side]["tpot_ms"] / 1e3) for row in rows]
-    seconds = sum(tokens * each for tokens, each in decoded)
+    seconds = sum(tokens * tpot_s for tokens, tpot_s in decoded)
     return _figure(sum(tokens for tokens, _ in decoded) / seconds if seconds > 0 else None)
 
 

@@ -45,7 +45,7 @@ def show(as_json: JsonFlag = False) -> None:
 
     models: list[dict[str, Any]] = []
     for name, own in _by_model().items():
-        total = sum(each.size for each in own)
+        total = sum(block.size for block in own)
         models.append({"name": name, "blocks": len(own), "tokens": BLOCK * len(own), "bytes": total})
     if as_json:
         print_json({"path": str(prompts_dir()), "models": models})
@@ -77,9 +77,9 @@ def clear(
     models = _by_model()
     if model is not None and model not in models:
         raise RequestError(f"nothing is kept of {model!r}; there is: {', '.join(models) or 'nothing'}")
-    chosen = [each for name, own in models.items() if model in (None, name) for each in own]
+    chosen = [block for name, own in models.items() if model in (None, name) for block in own]
     delete(chosen)
-    freed = sum(each.size for each in chosen)
+    freed = sum(block.size for block in chosen)
     line = f"{len(chosen):,} blocks deleted, {size(freed)}"
     done({"blocks": len(chosen), "bytes": freed}, line, as_json)
 
@@ -90,6 +90,6 @@ def _by_model() -> "dict[str, list[Stored]]":
     from edgespec_runtimes.prompt_cache import stored
 
     models: dict[str, list[Stored]] = {}
-    for each in stored(prompts_dir()):
-        models.setdefault(each.path.parent.name.rpartition("-")[0], []).append(each)
+    for block in stored(prompts_dir()):
+        models.setdefault(block.path.parent.name.rpartition("-")[0], []).append(block)
     return dict(sorted(models.items()))

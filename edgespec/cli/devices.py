@@ -24,16 +24,16 @@ def devices(as_json: JsonFlag = False) -> None:
     """
     import edgespec
 
-    found = edgespec.devices()
+    found_devices = edgespec.devices()
     if as_json:
-        print_json([device.to_json() for device in found])
+        print_json([device.to_json() for device in found_devices])
         return
-    show_devices(found)
+    show_devices(found_devices)
 
 
-def show_devices(found: "Sequence[Device]") -> None:
+def show_devices(devices: "Sequence[Device]") -> None:
     """Print a paragraph for each device."""
-    for device in found:
+    for device in devices:
         kind = device.kind
         vendor = f", {device.vendor}" if device.vendor else ""
         version = f", {kind.provider} {device.version}" if device.version else ""
@@ -46,7 +46,7 @@ def show_devices(found: "Sequence[Device]") -> None:
             say(f"  {device.remedy}")
         for limit in kind.limits:
             say(f"  - {limit}")
-    first = next((d for d in found[1:] if d.state == "ready"), None)
+    first = next((d for d in devices[1:] if d.state == "ready"), None)
     if first is None:
         say("\nauto takes: cpu, since nothing else is ready here")
     else:

@@ -246,5 +246,5 @@ def _quantization(bits: str | None, mixed: str | None) -> "Quantization | None":
     from edgespec_export.formats.quantization import Quantization
 
     options = {"bits": None if bits is None else int(bits), "mixed": mixed}
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    return Quantization(**given) if given else None
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    return Quantization(**chosen) if chosen else None

@@ -44,19 +44,19 @@ def list_histories(as_json: JsonFlag = False) -> None:
 
     from edgespec.history.manage import histories
 
-    described = [_describe(each) for each in histories()]
+    described = [_describe(history) for history in histories()]
     if as_json:
         print_json(described)
         return
     table = figure_table("name", "size", "target", "namespace", "tokens", "taught drafters", names=6)
-    for each in described:
-        rows = each["kept"] or [{"target": each["problem"] or "-", "namespace": "", "tokens": 0}]
+    for entry in described:
+        rows = entry["kept"] or [{"target": entry["problem"] or "-", "namespace": "", "tokens": 0}]
         for row in rows:
             place = row["target"], row["namespace"]
-            taught = [c["drafter"] for c in each["corrections"] if (c["target"], c["namespace"]) == place]
+            taught = [c["drafter"] for c in entry["corrections"] if (c["target"], c["namespace"]) == place]
             names, drafters = (escape(str(name)) for name in place), escape(", ".join(taught))
-            filled = size(each["size_bytes"]), *names, f"{row['tokens']:,}", drafters
-            table.add_row(escape(each["name"]), *filled)
+            filled = size(entry["size_bytes"]), *names, f"{row['tokens']:,}", drafters
+            table.add_row(escape(entry["name"]), *filled)
     output().print(table)
 
 

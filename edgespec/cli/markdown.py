@@ -79,8 +79,8 @@ def _looks(line: str, in_fence: bool, ended: bool) -> Iterator[tuple[str, str]]:
 
 def _inline(text: str, plain: str, ended: bool) -> Iterator[tuple[str, str]]:
     in_code = is_strong = False
-    for found in _PARTS.finditer(text):
-        part, behind = found[0], text[found.end() :][:1]
+    for match in _PARTS.finditer(text):
+        part, behind = match[0], text[match.end() :][:1]
         if part[0] == "*" and not behind and not in_code and not ended:
             return  # more stars may follow
         if part == "`":

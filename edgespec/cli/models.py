@@ -81,9 +81,9 @@ def pull(
     from edgespec_models.downloads.hub import on_hub
 
     if names:
-        found = {name: on_hub(name) for name in names}
-        references = [reference for reference in found.values() if reference is not None]
-        wanted = [find(name) for name, reference in found.items() if reference is None]
+        on_hub_by_name = {name: on_hub(name) for name in names}
+        references = [reference for reference in on_hub_by_name.values() if reference is not None]
+        wanted = [find(name) for name, reference in on_hub_by_name.items() if reference is None]
     elif check:
         references, wanted = [], [entry for entry in entries().values() if is_pulled(entry)]
     else:

@@ -163,7 +163,7 @@ def shared(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
             command(**{name: values[name] for name in own})
 
         run.__signature__ = inspect.Signature([*own.values(), *added])  # type: ignore[attr-defined]
-        run.__annotations__ |= {each.name: each.annotation for each in added}
+        run.__annotations__ |= {parameter.name: parameter.annotation for parameter in added}
         return run
 
     return decorate
@@ -180,16 +180,16 @@ def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     """Arguments of :func:`edgespec.load` for them; drafter ``none`` is no drafter."""
     from edgespec.loading.opening import LoadOptions
 
-    given = context.params | named
+    values = context.params | named
     limited = ("threads", "instructions", "training_share", "max_waiting", "parallel", "chat_template")
-    limits = {name: given[name] for name in limited if name in given}
-    if not given.get("prompt_cache"):  # commands without the option measure what it would falsify
+    limits = {name: values[name] for name in limited if name in values}
+    if not values.get("prompt_cache"):  # commands without the option measure what it would falsify
         limits["prompt_cache_bytes"] = 0
     places: dict[str, Any] = {
-        name: given[name] for name in ("history", "device", "drafter_device") if name in given
+        name: values[name] for name in ("history", "device", "drafter_device") if name in values
     }
-    drafter = None if given["drafter"] == "none" else given["drafter"]
-    return {"target": given["target"], "drafter": drafter, "options": LoadOptions(**limits), **places}
+    drafter = None if values["drafter"] == "none" else values["drafter"]
+    return {"target": values["target"], "drafter": drafter, "options": LoadOptions(**limits), **places}
 
 
 def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]":
@@ -212,14 +212,14 @@ def request_options(context: typer.Context) -> "RequestOptions":
     }
 
 
-def thinking(given: str | None) -> bool | int | None:
+def thinking(value: str | None) -> bool | int | None:
     """What ``--thinking`` means."""
-    if given in (None, "on", "off"):
-        return None if given is None else given == "on"
+    if value in (None, "on", "off"):
+        return None if value is None else value == "on"
     try:
-        return int(given or "")
+        return int(value or "")
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is none of on, off and a number of tokens") from None
+        raise typer.BadParameter(f"{value!r} is none of on, off and a number of tokens") from None
 
 
 def sampling_options(context: typer.Context) -> "RequestOptions":

@@ -141,9 +141,9 @@ def _run(models: "Models", limits: "ServeOptions", listening: socket.socket, his
     address, port = listening.getsockname()[:2]
     url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
     also = f"; when asked for {', '.join(others)}" if others else ""
-    told = f"{first} with {drafter}{also}: a page at {url}, for clients {url}/v1"
+    line = f"{first} with {drafter}{also}: a page at {url}, for clients {url}/v1"
     app = App(models, limits, None if history is None else History(history))
-    Server(app, ready=lambda _: note(told)).run(sockets=[listening])
+    Server(app, ready=lambda _: note(line)).run(sockets=[listening])
 
 
 def _name_of(target: str) -> str:

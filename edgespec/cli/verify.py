@@ -81,9 +81,9 @@ def _show_answers(answers: Mapping[str, Any]) -> None:
     identical = f"{answers['identical']} of {answers['prompts']} identical"
     say(f"answers: {identical}, flip rate {answers['flip_rate']:.2g}; {_drafted(answers)}")
     differences = answers["first_differences"]
-    for each in differences[:_SHOWN_DIFFERENCES]:
-        tokens = f"plain {_token(each['plain'])}, speculative {_token(each['speculative'])}"
-        say(f"  {each['prompt']}, token {each['position']}: {tokens}")
+    for difference in differences[:_SHOWN_DIFFERENCES]:
+        tokens = f"plain {_token(difference['plain'])}, speculative {_token(difference['speculative'])}"
+        say(f"  {difference['prompt']}, token {difference['position']}: {tokens}")
     hidden = len(differences) - _SHOWN_DIFFERENCES
     if hidden > 0:
         say(f"  and {hidden} more; --json lists them all")
@@ -92,8 +92,8 @@ def _show_answers(answers: Mapping[str, Any]) -> None:
 def _show_sampling(sampling: Mapping[str, Any]) -> None:
     p_value, degrees = sampling["p_value"], sampling["degrees_of_freedom"]
     likely = "nothing to compare" if p_value is None else f"p = {p_value:.3g}"
-    found = f"chi-square {sampling['chi_square']:.1f} with {degrees} degrees of freedom, {likely}"
-    say(f"sampling: {found}; {_drafted(sampling)}")
+    result = f"chi-square {sampling['chi_square']:.1f} with {degrees} degrees of freedom, {likely}"
+    say(f"sampling: {result}; {_drafted(sampling)}")
     seeds = sampling["equal_seeds"]
     say(f"  equal seeds: {seeds['identical']} of {seeds['pairs']} answers identical")
 

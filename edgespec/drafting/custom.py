@@ -27,11 +27,11 @@ class Custom(Source):
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
         """RequestError where the drafter returned something else than proposals."""
-        given = self._drafter.propose(tokens, limit)
-        draft = given if isinstance(given, Draft) else Draft(self._ids(given))
+        proposed = self._drafter.propose(tokens, limit)
+        draft = proposed if isinstance(proposed, Draft) else Draft(self._ids(proposed))
         ids = self._ids(draft.tokens)[:limit]
         confidence = self._stated(draft.confidence, ids)
-        self._proposed = [Guess(*each, open=False) for each in zip(ids, confidence, strict=True)]
+        self._proposed = [Guess(*proposal, open=False) for proposal in zip(ids, confidence, strict=True)]
         expected = tuple(self._calibration.probability(guess) for guess in self._proposed)
         self.draft = Draft(ids, (self.name,) * len(ids), expected)
 
@@ -44,25 +44,25 @@ class Custom(Source):
     def close(self) -> None:
         self._drafter.close()
 
-    def _ids(self, given: object) -> tuple[int, ...]:
+    def _ids(self, tokens: object) -> tuple[int, ...]:
         allowed = f"token ids, whole numbers from 0 to {self._vocab_size - 1}"
         try:
-            ids: tuple[Any, ...] = tuple(given)  # type: ignore[arg-type]
+            ids: tuple[Any, ...] = tuple(tokens)  # type: ignore[arg-type]
         except TypeError:
             raise RequestError(
-                f"{self.name}.propose returned {shown(given)}; allowed: a Draft, or a list of {allowed}"
+                f"{self.name}.propose returned {shown(tokens)}; allowed: a Draft, or a list of {allowed}"
             ) from None
-        for at, each in enumerate(ids):
-            whole = isinstance(each, Integral) and not isinstance(each, bool)
-            if not whole or not 0 <= each < self._vocab_size:
-                raise RequestError(f"{self.name}.propose returned [{at}] = {shown(each)}; allowed: {allowed}")
+        for at, id_ in enumerate(ids):
+            whole = isinstance(id_, Integral) and not isinstance(id_, bool)
+            if not whole or not 0 <= id_ < self._vocab_size:
+                raise RequestError(f"{self.name}.propose returned [{at}] = {shown(id_)}; allowed: {allowed}")
         return tuple(map(int, ids))
 
     def _stated(self, stated: Sequence[float], ids: Sequence[int]) -> Sequence[float]:
         """The confidence in each proposal."""
         if not stated:
             return (_UNSAID,) * len(ids)
-        if len(stated) < len(ids) or not all(0.0 <= each <= 1.0 for each in stated):
+        if len(stated) < len(ids) or not all(0.0 <= confidence <= 1.0 for confidence in stated):
             raise RequestError(
                 f"{self.name}.propose returned the confidence {shown(stated)}; allowed: a number from 0 to 1 "
                 f"for each of its {len(ids)} proposals"

@@ -227,13 +227,13 @@ def context_tokens(prompt: Sequence[int], tokenizer: Tokenizer, kept: npt.NDArra
         Tokens of ``prompt``, and other spellings of them, that are not ``kept``; the latest, at most 192.
     """
     known = set(kept.tolist())
-    found: dict[int, None] = {}
+    words: dict[int, None] = {}
     for token in dict.fromkeys(reversed(prompt)):
         if not tokenizer.is_special(token):
-            found |= dict.fromkeys(other for other in _spellings(token, tokenizer) if other not in known)
-        if len(found) >= _MOST_IN_CONTEXT:
+            words |= dict.fromkeys(other for other in _spellings(token, tokenizer) if other not in known)
+        if len(words) >= _MOST_IN_CONTEXT:
             break
-    return list(found)[:_MOST_IN_CONTEXT]
+    return list(words)[:_MOST_IN_CONTEXT]
 
 
 def _spellings(token: int, tokenizer: Tokenizer) -> Iterator[int]:

@@ -84,7 +84,7 @@ class Policy(Source):
     ) -> None:
         self.remarks = remarks or Remarks()
         self._free, self._model, self._opening, self._clock = free, model, opening, clock
-        self._observers = [each for each in (teaching, free, model) if each is not None]
+        self._observers = [observer for observer in (teaching, free, model) if observer is not None]
         self._pricing, self._guard, self._constraint = pricing, guard, constraint
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._choice = _Choice()
@@ -123,15 +123,15 @@ class Policy(Source):
                 self._guard.rest()
         self._longest = max(_FIRST_LENGTH, 2 * step.accepted)
         self._written += len(step.tokens)
-        for each in self._observers:
-            each.observe(step)
+        for observer in self._observers:
+            observer.observe(step)
 
     def close(self) -> None:
         """The model is closed first, each in any case."""
         self.remarks.speculation_off_reason = self.remarks.speculation_off_reason or self._guard.reason
         with ExitStack() as closing:
-            for each in self._observers:
-                closing.callback(each.close)
+            for observer in self._observers:
+                closing.callback(observer.close)
 
     def _choose(self, choice: _Choice) -> None:
         """Ask the free source, and the model where that is expected to gain more."""
@@ -188,14 +188,14 @@ class Policy(Source):
         """Is drafting worth its time? What is realised decides, and prices the time of rounds to come."""
         # A source that is asked costs time whether it proposes or not. Once a request that is the
         # reading of the prompt, which says nothing about the rounds to come.
-        asked = len(step.draft.tokens) > step.forced or step.drafter_s > _NOTICEABLE * step.target_s
-        asked &= self._free is not None
-        reads_prompt = asked and not self._has_asked and step.drafter_s > step.target_s
-        self._has_asked |= asked
+        drafted = len(step.draft.tokens) > step.forced or step.drafter_s > _NOTICEABLE * step.target_s
+        drafted &= self._free is not None
+        reads_prompt = drafted and not self._has_asked and step.drafter_s > step.target_s
+        self._has_asked |= drafted
         if reads_prompt or choice.reads:
             return
         self._pricing.observe_round(len(step.tokens), step.seconds)
-        if asked:  # what a grammar forces would come without the sources too
+        if drafted:  # what a grammar forces would come without the sources too
             forced = min(step.forced, len(step.tokens) - 1)
             own_s = step.seconds - self._pricing.rows_seconds(forced)
             self._guard.observe(len(step.tokens) - forced, own_s)

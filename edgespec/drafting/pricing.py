@@ -87,7 +87,7 @@ class Pricing:
         A proposal is never more probable than those before it, so the best of all are beginnings of drafts.
         """
         drafts = [list(accumulate(confidence, mul)) for confidence in confidences]
-        places = sorted((-each, at) for at, survivals in enumerate(drafts) for each in survivals)
+        places = sorted((-survival, at) for at, survivals in enumerate(drafts) for survival in survivals)
         count, _ = self._best([-survival for survival, _ in places])
         taken = [at for _, at in places[:count]]
         return [taken.count(at) for at in range(len(drafts))]

@@ -170,7 +170,7 @@ class Reader(Chain):
     def read(self, text: Sequence[int]) -> None:
         self._followers.learn(text, self._learned)
         self._learned, self._text = len(text), list(text)
-        self._predicted = {at: each for at, each in self._predicted.items() if at >= len(text) - 1}
+        self._predicted = {at: known for at, known in self._predicted.items() if at >= len(text) - 1}
         if self._knows(text):
             self._move(len(text))
             return
@@ -271,7 +271,7 @@ class Reader(Chain):
 
     def _forget(self, length: int) -> None:
         """The KV cache is about to lose every token from position ``length`` on."""
-        self._predicted = {at: each for at, each in self._predicted.items() if at < length}
+        self._predicted = {at: known for at, known in self._predicted.items() if at < length}
         self._ahead = {at for at in self._ahead if at < length}
         for at in [at for at in self._guessed if at >= length]:
             self._followers.fared(self._guessed.pop(at), spared=False)

@@ -230,7 +230,7 @@ class DrafterSide:
         """Let a trimmed LM head write the words of the prompts too that are being answered."""
         if self.bundle.head_tokens is None:
             return
-        words = {each: self._words[each] for each in others if each in self._words}
+        words = {other: self._words[other] for other in others if other in self._words}
         words[session] = context_tokens(prompt, self.bundle.tokenizer, self.bundle.head_tokens)
         self._words = words
         session.model.offer(list(dict.fromkeys(chain.from_iterable(words.values()))))

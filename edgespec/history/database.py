@@ -191,15 +191,15 @@ def look(path: Path) -> os.stat_result | None:
     # Before the file itself: while a history is being made, its header is there before its log is.
     logged = _is_filled(companions(path)[0])
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait, and a device may do anything
+    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait, and a device may do anything
         raise StorageError(f"{path} cannot be used as a history: it is not a regular file. Name a file")
     if _application(path) == APPLICATION:
-        return found
-    if found.st_size == 0 and not logged:  # SQLite would drop the log that another program left
-        return found
+        return status
+    if status.st_size == 0 and not logged:  # SQLite would drop the log that another program left
+        return status
     raise _foreign(path)
 
 
@@ -280,10 +280,10 @@ def _beginning(path: Path, size: int) -> bytes:
 
 def _is_filled(log: Path) -> bool:
     try:
-        found = log.stat()
+        status = log.stat()
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size > 0
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
 def _is_damaged(path: Path) -> bool:
@@ -294,9 +294,9 @@ def _is_damaged(path: Path) -> bool:
     return False
 
 
-def _make_private(path: Path, found: os.stat_result | None) -> None:
+def _make_private(path: Path, status: os.stat_result | None) -> None:
     """Restrict the file that :func:`look` found to the user, or create it."""
-    if found is None:
+    if status is None:
         if not path.parent.is_dir():
             path.parent.parent.mkdir(parents=True, exist_ok=True)
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -304,11 +304,11 @@ def _make_private(path: Path, found: os.stat_result | None) -> None:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             return
         except FileExistsError:  # made just now, by whomever, or a link to nothing
-            found = look(path)
-            if found is None:
+            status = look(path)
+            if status is None:
                 raise
-    if os.name == "posix" and found.st_mode & 0o077:
-        if not os.path.samestat(path.stat(), found):
+    if os.name == "posix" and status.st_mode & 0o077:
+        if not os.path.samestat(path.stat(), status):
             raise OSError(f"{path} was replaced by another file just now")
         path.chmod(0o600)
 
@@ -380,9 +380,9 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _check(connection: sqlite3.Connection) -> None:
-    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        raise _damage(f"quick_check: {found}")
+    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if verdict != "ok":
+        raise _damage(f"quick_check: {verdict}")
     # A value of another type than its column's passes SQLite's own check.
     for table in ("scope", "passage", "tally", "correction"):
         columns = connection.execute(f"PRAGMA table_info({table})").fetchall()

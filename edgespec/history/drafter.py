@@ -7,7 +7,7 @@ from typing import Final
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Step
 from edgespec.drafting.pricing import Guard
-from edgespec.history.memory import MAX_N, Found, Memory
+from edgespec.history.memory import MAX_N, Match, Memory
 from edgespec.history.passages import Cutter
 
 _SOURCE: Final = "history"
@@ -43,7 +43,7 @@ class HistoryDrafter:
         self._remarks, self._problem = remarks or Remarks(), problem
         self._failed = False  # in this request
         self._cutter = Cutter()
-        self._considered: list[tuple[tuple[int, ...], list[Found]]] = []  # behind proposals of others
+        self._considered: list[tuple[tuple[int, ...], list[Match]]] = []  # behind proposals of others
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
@@ -84,19 +84,19 @@ class HistoryDrafter:
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> Draft:
         context = [*tokens[-MAX_N:], *before.tokens]
-        considered: list[Found] = []
+        considered: list[Match] = []
         drafted: list[int] = []
         confidence: list[float] = []
         reached = prod(before.confidence)
-        while len(drafted) < limit and (found := self._memory.find(context)) is not None:
-            considered.append(found)
-            estimate = self._memory.estimate(found)
+        while len(drafted) < limit and (match := self._memory.find(context)) is not None:
+            considered.append(match)
+            estimate = self._memory.estimate(match)
             reached *= estimate
             if reached < self._stop_below:
                 break  # judged as well, or what fell out of favour would never be tried again
-            drafted.append(found.token)
+            drafted.append(match.token)
             confidence.append(estimate)
-            context.append(found.token)
+            context.append(match.token)
         if considered:
             self._considered.append((before.tokens, considered))
         if not drafted:
@@ -109,11 +109,11 @@ class HistoryDrafter:
             offset = len(head)
             if came[:offset] != head:
                 continue
-            for position, (found, token) in enumerate(zip(proposals, came[offset:], strict=False), offset):
+            for position, (match, token) in enumerate(zip(proposals, came[offset:], strict=False), offset):
                 if position not in judged:
                     judged.add(position)
-                    self._memory.judge(found, found.token == token)
-                if found.token != token:
+                    self._memory.judge(match, match.token == token)
+                if match.token != token:
                     break  # what follows a rejected token was never judged
         self._considered = []
 

@@ -20,8 +20,8 @@ def exported(passages: Iterable[Learned], corrections: Iterable[tuple[Scope, Kep
     """All of them as JSON; bytes that are no UTF-8 become lone surrogates, which JSON can spell."""
     value = {
         "format": _FORMAT,
-        "passages": [_passage_json(each) for each in passages],
-        "corrections": [_correction_json(*each) for each in corrections],
+        "passages": [_passage_json(passage) for passage in passages],
+        "corrections": [_correction_json(*correction) for correction in corrections],
     }
     return json.dumps(value, indent=1) + "\n"
 
@@ -35,8 +35,8 @@ def imported(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
     where, remedy = f"cannot import {file}", "Give a file that 'edgespec history export' wrote"
     text = read_text(file, RequestError, remedy, encoding="utf-8-sig")
     parts = read(_Exported, parse(text, str(file), RequestError, remedy), where, RequestError, remedy)
-    passages = [each.learned() for each in parts.passages]
-    corrections = [each.kept() for each in parts.corrections]
+    passages = [passage.learned() for passage in parts.passages]
+    corrections = [correction.kept() for correction in parts.corrections]
     return passages, [kept for kept in corrections if unpack(kept[1].data) is not None]
 
 
@@ -64,7 +64,7 @@ class _Passage:
             raise RequestError(f"right and wrong must have a number for each of the {len(self.body)} tokens")
 
     def learned(self) -> Learned:
-        before, text = (each.encode("utf-8", "surrogateescape") for each in (self.before, self.text))
+        before, text = (part.encode("utf-8", "surrogateescape") for part in (self.before, self.text))
         right, wrong = bytearray(self.right), bytearray(self.wrong)
         entry = Entry(Passage(self.lead, self.body), self.worth, 0, right, wrong)
         return Learned(self.scope, entry, before, text, self.learned_on, self.worth)

@@ -122,19 +122,20 @@ class History:
     def show(self, namespace: str | None = None) -> list[LearnedText]:
         """All that was learned, what is worth most first; of one namespace, or of all."""
         with self._store() as store:
-            texts = [_text(each) for each in store.learned() if namespace in (None, each.scope.namespace)]
-        return sorted(texts, key=lambda each: (-each.worth, each.text))
+            kept = [learned for learned in store.learned() if namespace in (None, learned.scope.namespace)]
+            texts = list(map(_text, kept))
+        return sorted(texts, key=lambda text: (-text.worth, text.text))
 
     @checked
     def corrections(self, namespace: str | None = None) -> list[LearnedCorrection]:
         """What drafters learned, of one namespace or of all."""
         with self._store() as store:
-            kept = list(store.corrections())
+            corrections = list(store.corrections())
         return [
             LearnedCorrection(
-                scope.target, scope.namespace, each.drafter.name, each.tokens, len(each.data), each.used_on
+                scope.target, scope.namespace, kept.drafter.name, kept.tokens, len(kept.data), kept.used_on
             )
-            for scope, each in kept
+            for scope, kept in corrections
             if namespace in (None, scope.namespace)
         ]
 
@@ -152,8 +153,8 @@ class History:
         if not text.strip():
             raise RequestError("there is no text to forget; to forget everything, delete the history")
         with self._store() as store:
-            found = containing(text, list(store.learned()))
-            amount = Amount(len(found), store.remove(found))
+            passages = containing(text, list(store.learned()))
+            amount = Amount(len(passages), store.remove(passages))
             _delete_all(file_indexes(self.path))  # the text may be in one
             return amount
 
@@ -281,32 +282,32 @@ def containing(text: str, learned: Sequence[Learned]) -> list[Learned]:
     """
     wanted = text.casefold()
     following: _Following = defaultdict(list)
-    for each in learned:
-        if each.entry.passage.lead:
-            following[each.scope, each.entry.passage.lead].append(each)
-    found: dict[int, Learned] = {}
+    for member in learned:
+        if member.entry.passage.lead:
+            following[member.scope, member.entry.passage.lead].append(member)
+    holding: dict[int, Learned] = {}
     for passage in learned:
         for chain in _chains([passage], wanted, following):
-            found.update((id(each), each) for each in chain)
-    return list(found.values())
+            holding.update((id(member), member) for member in chain)
+    return list(holding.values())
 
 
 def _chains(chain: list[Learned], wanted: str, following: _Following) -> Iterable[list[Learned]]:
     """Runs of passages, beginning with ``chain``, that hold ``wanted`` from their first on."""
-    joined = _folded(chain[0].before + b"".join(each.text for each in chain))
+    joined = _folded(chain[0].before + b"".join(member.text for member in chain))
     if wanted in joined:
         return [chain]
     passage = chain[-1].entry.passage
-    appended = len(_folded(b"".join(each.text for each in chain[1:])))
+    appended = len(_folded(b"".join(member.text for member in chain[1:])))
     longest = min(len(wanted) - 1, len(joined))
     begun = any(joined.endswith(wanted[:length]) for length in range(appended + 1, longest + 1))
     if not begun or len(chain) == _MOST_CHAINED:
         return []
     tail = (*passage.lead, *passage.body)[-LEAD:]
     return [
-        found
-        for each in following.get((chain[0].scope, tail), ())
-        for found in _chains([*chain, each], wanted, following)
+        run
+        for behind in following.get((chain[0].scope, tail), ())
+        for run in _chains([*chain, behind], wanted, following)
     ]
 
 

@@ -51,7 +51,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Match:
     """What is known of a context: a proposal for what follows, and why.
 
     Attributes:
@@ -99,7 +99,7 @@ class Index:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def find(self, context: Sequence[int]) -> Found | None:
+    def find(self, context: Sequence[int]) -> Match | None:
         """What followed the longest known context, of up to 8 tokens, that ``context`` ends with.
 
         The followers of its occurrences vote; between equals the latest wins.
@@ -119,7 +119,7 @@ class Index:
             self._positions[low : high : (high - low - 1) // _MOST_READ + 1], length, high - low
         )
 
-    def _elect(self, positions: npt.NDArray[np.int32], length: int, count: int) -> Found:
+    def _elect(self, positions: npt.NDArray[np.int32], length: int, count: int) -> Match:
         if count == 1:
             position = int(positions[0])
             return self._found(position, length, count, 1.0)
@@ -129,13 +129,13 @@ class Index:
         for position, token, vote in rows:
             votes[token] = votes.get(token, 0.0) + vote
             latest[token] = max(position, latest.get(token, -1))
-        token = max(votes, key=lambda each: (votes[each], latest[each]))
+        token = max(votes, key=lambda candidate: (votes[candidate], latest[candidate]))
         return self._found(latest[token], length, count, votes[token] / sum(votes.values()))
 
-    def _found(self, position: int, length: int, count: int, share: float) -> Found:
+    def _found(self, position: int, length: int, count: int, share: float) -> Match:
         which = int(self._owner[position])
         offset = position - self._first[which]
-        return Found(int(self._tokens[position]), length, count, share, self._entries[which], offset)
+        return Match(int(self._tokens[position]), length, count, share, self._entries[which], offset)
 
     def _votes(self, positions: npt.NDArray[np.int32]) -> list[float]:
         owners = self._owner[positions]
@@ -173,8 +173,7 @@ class Delta:
     lessons: dict[DrafterKey, Lesson] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        told = self.tokens or self.changes or self.verdicts or self.anew or self.lessons
-        return bool(told)
+        return bool(self.tokens or self.changes or self.verdicts or self.anew or self.lessons)
 
     def wrote(self, passage: Passage) -> None:
         """A passage was written."""
@@ -183,15 +182,15 @@ class Delta:
         change.written += 1
         change.uses += 1.0
 
-    def judged(self, kind: str, found: Found, right: bool) -> None:
+    def judged(self, kind: str, match: Match, right: bool) -> None:
         """A proposal of class ``kind`` was found right or wrong."""
         before = self.verdicts.get(kind, (0, 0))
         self.verdicts[kind] = (before[0] + right, before[1] + 1)
-        passage = found.entry.passage
+        passage = match.entry.passage
         change = self.changes.setdefault(passage.digest, Change(passage))
         change.uses += right / len(passage.body)
-        yes, no = change.verdicts.get(found.offset, (0, 0))
-        change.verdicts[found.offset] = (yes + right, no + (not right))
+        yes, no = change.verdicts.get(match.offset, (0, 0))
+        change.verdicts[match.offset] = (yes + right, no + (not right))
 
     def learned(self, drafter: DrafterKey, lesson: Lesson) -> None:
         """A drafter learned something."""
@@ -260,30 +259,30 @@ class Memory:
             self._recent = Index(list(self._fresh.values()), self.clock)
             self._new = False
 
-    def find(self, context: Sequence[int]) -> Found | None:
-        """What followed the longest known context that ``context`` ends with; see :class:`Found`."""
-        found, recent = self._index.find(context), self._recent.find(context)
-        if found is None or recent is None:
-            return found or recent
-        return max(recent, found, key=lambda each: (each.length, each.share * each.count))
+    def find(self, context: Sequence[int]) -> Match | None:
+        """What followed the longest known context that ``context`` ends with; see :class:`Match`."""
+        match, recent = self._index.find(context), self._recent.find(context)
+        if match is None or recent is None:
+            return match or recent
+        return max(recent, match, key=lambda match: (match.length, match.share * match.count))
 
-    def estimate(self, found: Found) -> float:
+    def estimate(self, match: Match) -> float:
         """Probability that ``found.token`` is right: by its class, and by its own record."""
-        tally = self._tallies.get(_class_of(found), Tally())
-        mean = (tally.right + _CLASS_PRIOR * _prior(found)) / (tally.judged + _CLASS_PRIOR)
-        right, wrong = found.entry.right[found.offset], found.entry.wrong[found.offset]
+        tally = self._tallies.get(_class_of(match), Tally())
+        mean = (tally.right + _CLASS_PRIOR * _prior(match)) / (tally.judged + _CLASS_PRIOR)
+        right, wrong = match.entry.right[match.offset], match.entry.wrong[match.offset]
         return (right + _TOKEN_PRIOR * mean) / (right + wrong + _TOKEN_PRIOR)
 
-    def judge(self, found: Found, right: bool) -> None:
+    def judge(self, match: Match, right: bool) -> None:
         """Tell whether ``found.token`` was what came."""
-        kind = _class_of(found)
+        kind = _class_of(match)
         self._tallies.setdefault(kind, Tally()).add(right, 1)
         before = self._unproved.get(kind, (0, 0))
         self._unproved[kind] = (before[0] + right, before[1] + 1)
-        found.entry.judge(found.offset, right=int(right), wrong=int(not right))
+        match.entry.judge(match.offset, right=int(right), wrong=int(not right))
         if right:
-            found.entry.use(1.0 / len(found.entry.passage.body), self.clock)
-        self._tell(partial(Delta.judged, kind=kind, found=found, right=right))
+            match.entry.use(1.0 / len(match.entry.passage.body), self.clock)
+        self._tell(partial(Delta.judged, kind=kind, match=match, right=right))
 
     def trust(self) -> None:
         """Proposals gained: keep the statistics of classes as the state to return to."""
@@ -309,7 +308,7 @@ class Memory:
 def keep_best(entries: Iterable[Entry], max_tokens: int, clock: int) -> list[Entry]:
     """As many of the entries that are worth most as fit; of equals, the latest."""
     kept, used = [], 0
-    for entry in sorted(entries, key=lambda each: (each.worth(clock), each.at), reverse=True):
+    for entry in sorted(entries, key=lambda entry: (entry.worth(clock), entry.at), reverse=True):
         used += len(entry.passage)
         if used > max_tokens:
             break
@@ -317,22 +316,22 @@ def keep_best(entries: Iterable[Entry], max_tokens: int, clock: int) -> list[Ent
     return kept
 
 
-def _class_of(found: Found) -> str:
+def _class_of(match: Match) -> str:
     """The length on a scale of powers of two; whether the occurrences are one, agree, mostly agree."""
-    if found.count == 1:
+    if match.count == 1:
         agreement = "unique"
-    elif found.share > 0.99:
+    elif match.share > 0.99:
         agreement = "agreed"
     else:
-        agreement = "most" if found.share > 0.5 else "split"
-    return f"{agreement} {found.length.bit_length()}"
+        agreement = "most" if match.share > 0.5 else "split"
+    return f"{agreement} {match.length.bit_length()}"
 
 
-def _prior(found: Found) -> float:
+def _prior(match: Match) -> float:
     """Fitted on replayed answers of two targets (docs/lab/history.md), on the calibration texts."""
-    if found.count == 1:
-        return found.length**2 / (found.length**2 + 6.0)
-    return found.share**2 * found.length / (found.length + 1.0)
+    if match.count == 1:
+        return match.length**2 / (match.length**2 + 6.0)
+    return match.share**2 * match.length / (match.length + 1.0)
 
 
 def _keys(

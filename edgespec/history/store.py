@@ -168,13 +168,13 @@ class Store:
         Of two corrections of one drafter the one stays that was learned from more. Returns how many of the
         passages are stored then, and how many of the corrections' drafters have one.
         """
-        clocks, given, taught = {}, set(), set()
+        clocks, digests, taught = {}, set(), set()
         with transaction(self._connection):
             self._believe_the_clock()
-            for each in learned:
-                key, clock = self._put(each)
+            for passage in learned:
+                key, clock = self._put(passage)
                 clocks[key] = clock
-                given.add((key, each.entry.passage.digest))
+                digests.add((key, passage.entry.passage.digest))
             for scope, kept in corrections:
                 key, clocks[key] = self._advance(scope, 0)
                 self._put_correction(key, kept)
@@ -182,9 +182,9 @@ class Store:
             for key, clock in clocks.items():
                 self._trim(key, clock)
                 self._shrink(key, clock)
-            passages = sum(self._connection.execute(_ENTRY, which).fetchone() is not None for which in given)
+            stored = [self._connection.execute(_ENTRY, which).fetchone() for which in digests]
             known = {(key, kept.drafter.digest) for key in clocks for kept in self._kept(key)}
-            return passages, len(taught & known)
+            return len(stored) - stored.count(None), len(taught & known)
 
     def _put(self, learned: Learned) -> tuple[int, int]:
         """Returns its scope's row and clock."""
@@ -197,10 +197,10 @@ class Store:
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
         return key, clock
 
-    def remove(self, found: Sequence[Learned]) -> int:
+    def remove(self, passages: Sequence[Learned]) -> int:
         """Delete passages, overwrite what they said, delete all corrections; returns how many of those."""
         with transaction(self._connection):
-            for learned in found:
+            for learned in passages:
                 row = self._find(learned.scope)
                 if row is not None:
                     self._delete(row[0], [learned.entry])
@@ -295,7 +295,7 @@ class Store:
     def _save_correction(self, key: int, kept: Kept) -> None:
         values = (key, *kept.drafter, kept.tokens, kept.used_on, kept.data)
         self._connection.execute("INSERT OR REPLACE INTO correction VALUES (?, ?, ?, ?, ?, ?)", values)
-        rows = [(key, each.drafter.digest) for each in list(self._kept(key))[MOST_DRAFTERS:]]
+        rows = [(key, correction.drafter.digest) for correction in list(self._kept(key))[MOST_DRAFTERS:]]
         self._connection.executemany("DELETE FROM correction WHERE scope = ? AND drafter = ?", rows)
 
     def _trim(self, key: int, clock: int) -> None:

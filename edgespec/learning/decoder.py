@@ -46,7 +46,7 @@ class _Value:
     """A value within a layer, and the derivative of the loss by it once that is known."""
 
     data: F32
-    given: F32 | None = None
+    by_it: F32 | None = None
 
 
 class NumpyDecoder(Decoder):
@@ -110,33 +110,33 @@ class NumpyDecoder(Decoder):
         loss, right, by_normed = self._head(normed, labels)
         if not differentiate:
             return Reading(loss, right, None)
-        given = np.zeros_like(x)
-        given[start - 1 :] = back(by_normed)
+        by_x = np.zeros_like(x)
+        by_x[start - 1 :] = back(by_normed)
         for layer in reversed(self.all_layers):
             breathe()
             _, back = self._differentiable(partial(self.layer, layer), entering.pop())
-            given = back(given)
+            by_x = back(by_x)
         return Reading(loss, right, self._by_gains)
 
     def _head(self, x: F32, labels: npt.NDArray[np.int64]) -> tuple[float, npt.NDArray[np.bool_], F32]:
         """Loss, right guesses, and the derivative of the loss by ``x``."""
-        said = np.concatenate([x @ rows.T for rows in self._head_rows()], axis=1)
+        logits = np.concatenate([x @ rows.T for rows in self._head_rows()], axis=1)
         known = labels >= 0
-        best = said.argmax(axis=1)
-        said -= said.max(axis=1, keepdims=True)
-        probs = np.exp(said)
+        best = logits.argmax(axis=1)
+        logits -= logits.max(axis=1, keepdims=True)
+        probs = np.exp(logits)
         total = probs.sum(axis=1)
         at = np.flatnonzero(known), labels[known]
         count = max(int(known.sum()), 1)
-        loss = float((np.log(total[known]) - said[at]).sum()) / count
+        loss = float((np.log(total[known]) - logits[at]).sum()) / count
         probs /= total[:, None]
         probs[at] -= 1.0
         probs *= known[:, None] / np.float32(count)
-        given, column = np.zeros_like(x), 0
+        by_x, column = np.zeros_like(x), 0
         for rows in self._head_rows():
-            given += probs[:, column : column + len(rows)] @ rows
+            by_x += probs[:, column : column + len(rows)] @ rows
             column += len(rows)
-        return loss, (best == labels)[known], given
+        return loss, (best == labels)[known], by_x
 
     def _head_rows(self) -> Iterator[F32]:
         """The LM head, some rows at a time."""
@@ -153,15 +153,15 @@ class NumpyDecoder(Decoder):
         end = part(start)
         self._tape = None
 
-        def back(given: F32) -> F32:
-            end.given = given
+        def back(by_y: F32) -> F32:
+            end.by_it = by_y
             while tape:
                 result, inputs, derivatives = tape.pop()
-                assert result.given is not None
-                for value, by in zip(inputs, derivatives(result.given), strict=True):
-                    value.given = by if value.given is None else value.given + by
-            assert start.given is not None
-            return start.given
+                assert result.by_it is not None
+                for value, by in zip(inputs, derivatives(result.by_it), strict=True):
+                    value.by_it = by if value.by_it is None else value.by_it + by
+            assert start.by_it is not None
+            return start.by_it
 
         return end.data, back
 
@@ -178,22 +178,22 @@ class NumpyDecoder(Decoder):
         gain = self.gains.part(self._values, name)
         bare, bare_back = normalize(x.data, self.config.norm_epsilon)
 
-        def back(given: F32) -> tuple[F32]:
+        def back(by_y: F32) -> tuple[F32]:
             axes = tuple(range(bare.ndim - 1))
-            self.gains.part(self._by_gains, name)[:] += (given * bare).sum(axis=axes)
-            return (bare_back(given * gain),)
+            self.gains.part(self._by_gains, name)[:] += (by_y * bare).sum(axis=axes)
+            return (bare_back(by_y * gain),)
 
         return self._step(bare * gain, back, x)
 
     def add(self, x: _Value, y: _Value, name: str) -> _Value:
         """The stream with what a sublayer adds."""
-        return self._step(x.data + y.data, lambda given: (given, given), x, y)
+        return self._step(x.data + y.data, lambda by_y: (by_y, by_y), x, y)
 
     def product(self, name: str, x: _Value) -> _Value:
         """With the matrix ``name``, unpacked for it."""
         matrix, bias = self._weights.matrix(graph_name(name)), self._weights.bias(graph_name(name))
         y = x.data @ matrix.T
-        return self._step(y if bias is None else y + bias, lambda given: (given @ matrix,), x)
+        return self._step(y if bias is None else y + bias, lambda by_y: (by_y @ matrix,), x)
 
     def projected(self, layer: Layer, x: _Value) -> Iterator[tuple[str, _Value]]:
         """``(tokens, heads * head_dim)`` each."""
@@ -204,22 +204,22 @@ class NumpyDecoder(Decoder):
         for which in "qkv":
             columns = slice(start, start := start + self.shapes[f"{layer.name}.{which}"][0])
 
-            def back(given: F32, columns: slice = columns) -> tuple[F32]:
+            def back(by_y: F32, columns: slice = columns) -> tuple[F32]:
                 by_packed = np.zeros_like(packed.data)
-                by_packed[:, columns] = given
+                by_packed[:, columns] = by_y
                 return (by_packed,)
 
             yield which, self._step(packed.data[:, columns], back, packed)
 
     def apart(self, flat: _Value, name: str) -> _Value:
         """``(heads, tokens, head_dim)``."""
-        return self._step(self._apart(flat.data), lambda given: (_side_by_side(given),), flat)
+        return self._step(self._apart(flat.data), lambda by_y: (_side_by_side(by_y),), flat)
 
     def rotate(self, layer: Layer, heads: _Value, which: str) -> _Value:
         """Rotary embedding."""
         cos, sin = (self._tables[f"{layer.rope}_{part}"] for part in ("cos", "sin"))
         turn = partial(rotate, cos=cos, interleaved=self.config.rope_interleaved)
-        return self._step(turn(heads.data, sin=sin), lambda given: (turn(given, sin=-sin),), heads)
+        return self._step(turn(heads.data, sin=sin), lambda by_y: (turn(by_y, sin=-sin),), heads)
 
     def attend(self, layer: Layer, query: _Value, key: _Value, value: _Value) -> _Value:
         """What the heads attend to, side by side."""
@@ -231,8 +231,8 @@ class NumpyDecoder(Decoder):
         mask = visible(query.data.shape[1], layer.window)
         attended, attended_back = attend(grouped(query.data) * scale, key.data, value.data, mask)
 
-        def back(given: F32) -> tuple[F32, F32, F32]:
-            by_query, by_key, by_value = attended_back(grouped(self._apart(given)))
+        def back(by_y: F32) -> tuple[F32, F32, F32]:
+            by_query, by_key, by_value = attended_back(grouped(self._apart(by_y)))
             return by_query.reshape(query.data.shape) * scale, by_key, by_value
 
         return self._step(_side_by_side(attended), back, query, key, value)
@@ -243,8 +243,8 @@ class NumpyDecoder(Decoder):
         gate, up = np.split(both.data, 2, axis=1)
         active, slope = activate(gate, self.config.activation)
 
-        def back(given: F32) -> tuple[F32]:
-            return (np.concatenate([given * up * slope, given * active], axis=1),)
+        def back(by_y: F32) -> tuple[F32]:
+            return (np.concatenate([by_y * up * slope, by_y * active], axis=1),)
 
         return self._step(active * up, back, both)
 

@@ -22,9 +22,9 @@ def normalize(x: F32, epsilon: float) -> tuple[F32, Callable[[F32], F32]]:
     factor = 1.0 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
     normed: F32 = x * factor
 
-    def back(given: F32) -> F32:
-        along = (given * normed).mean(axis=-1, keepdims=True)
-        by_x: F32 = (given - normed * along) * factor
+    def back(by_y: F32) -> F32:
+        along = (by_y * normed).mean(axis=-1, keepdims=True)
+        by_x: F32 = (by_y - normed * along) * factor
         return by_x
 
     return normed, back
@@ -76,12 +76,12 @@ def attend(query: F32, key: F32, value: F32, mask: F32) -> tuple[F32, Callable[[
     probs = np.exp(scores, out=scores)
     probs /= probs.sum(axis=-1, keepdims=True)
 
-    def back(given: F32) -> tuple[F32, F32, F32]:
-        by_probs = given @ value[:, None].swapaxes(-1, -2)
+    def back(by_y: F32) -> tuple[F32, F32, F32]:
+        by_probs = by_y @ value[:, None].swapaxes(-1, -2)
         by_scores = probs * (by_probs - (by_probs * probs).sum(axis=-1, keepdims=True))
         by_query = by_scores @ key[:, None]
         by_key = (by_scores.swapaxes(-1, -2) @ query).sum(axis=1)
-        by_value = (probs.swapaxes(-1, -2) @ given).sum(axis=1)
+        by_value = (probs.swapaxes(-1, -2) @ by_y).sum(axis=1)
         return by_query, by_key, by_value
 
     return probs @ value[:, None], back

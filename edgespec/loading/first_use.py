@@ -85,20 +85,20 @@ def open_made(
     path: Path, name: str, wanted: Wanted, progress: ProgressCallback, target: str | None = None
 ) -> Bundle:
     """The bundle that :func:`look_up` finds, made first if need be; a head for what ``target`` names."""
-    found = look_up(path, name, wanted)
-    if isinstance(found, Bundle):
-        return found
+    model = look_up(path, name, wanted)
+    if isinstance(model, Bundle):
+        return model
     wanted.check()
-    if isinstance(found, Path):
+    if isinstance(model, Path):
         from edgespec_export.sources.heads import is_head
 
-        if wanted.role == "drafter" and is_head(found):
-            wanted = replace(wanted, target=_checkpoint_for(found, target, progress))
-        name = name_of(found)
-        return _export(found, wanted.folder(name, mark_of(found)), name, wanted, progress)
-    source = pull(found, progress=progress, notify=_LOG.warning)
-    folder = wanted.folder(found.name, found.mark)
-    return _export(source, folder, found.name, wanted, progress, alignment_of(found, wanted.device))
+        if wanted.role == "drafter" and is_head(model):
+            wanted = replace(wanted, target=_checkpoint_for(model, target, progress))
+        name = name_of(model)
+        return _export(model, wanted.folder(name, mark_of(model)), name, wanted, progress)
+    source = pull(model, progress=progress, notify=_LOG.warning)
+    folder = wanted.folder(model.name, model.mark)
+    return _export(source, folder, model.name, wanted, progress, alignment_of(model, wanted.device))
 
 
 def made_for(head: Path, target: Path, wanted: Wanted) -> Bundle | None:

@@ -149,7 +149,7 @@ def _parsed(value: Any, conditions: Conditions) -> Measurement:
 
 def describe_machine() -> dict[str, Any]:
     """What figures were measured on, as JSON values; nothing that names a person or host."""
-    packages = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    packages = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     memory = {"memory_bytes": psutil.virtual_memory().total, "python": platform.python_version()}
     return {**_hardware(), **memory, "packages": packages}
 

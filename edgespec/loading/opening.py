@@ -234,7 +234,7 @@ def open_pair(
                 opening.append(pool.submit(_open, drafter, faster, opened, placements[1]))
             own, marks = target.tokenizer, target.marks  # special in the target alone: drafts are ids
             same = drafter is not None and drafter.tokenizer.with_special(marks).matches(own)
-            timed = [each.result() for each in opening]
+            timed = [future.result() for future in opening]
         # Only now, when nothing else runs, do passes take their own time.
         drafting = None if drafter is None else timed[1](_DRAFTER_ROWS)
         return Loaded(timed[0](DEFAULT_ROWS), drafting, same)

@@ -62,19 +62,19 @@ def plan(
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if drafter is not None and drafter != NGRAM:
-        found, source = look_up(drafter, "drafter", weights), _source_of(target)
-        if isinstance(found, Path) and source is not None:
-            found = first_use.made_for(found, source, Wanted("drafter", weights, None)) or found
-        second = footprint(found, "drafter", weights, source)
+        model, source = look_up(drafter, "drafter", weights), _source_of(target)
+        if isinstance(model, Path) and source is not None:
+            model = first_use.made_for(model, source, Wanted("drafter", weights, None)) or model
+        second = footprint(model, "drafter", weights, source)
     longest = first.cache.longest
     if context is not None and context > longest:
         raise RequestError(
             f"context is {context:,}; allowed: 1 to {longest:,}, the tokens {first.name} can hold"
         )
-    lengths = {min(each, longest) for each in (*_LENGTHS, longest, context or longest)}
+    lengths = {min(tokens, longest) for tokens in (*_LENGTHS, longest, context or longest)}
     place = next(path for path in (home(), *home().resolve().parents) if path.is_dir())
     made = Plan(first, second, machine_memory(), shutil.disk_usage(place).free)
-    return replace(made, contexts=tuple(made.fit(each) for each in sorted(lengths)))
+    return replace(made, contexts=tuple(made.fit(tokens) for tokens in sorted(lengths)))
 
 
 def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
@@ -117,20 +117,20 @@ def _source_of(reference: Reference) -> Path | None:
     return pulled_place(str(reference))
 
 
-def footprint(found: Found, role: Role, weights: str | None = None, target: Path | None = None) -> Footprint:
+def footprint(model: Found, role: Role, weights: str | None = None, target: Path | None = None) -> Footprint:
     """What the model takes that :func:`look_up` found; ``weights`` as there. A head has a ``target``."""
-    if isinstance(found, Bundle):
-        return footprint_of(found, exact_rows=role == "target")
-    if isinstance(found, Path):
-        return _of_checkpoint(name_of(found), found, role, weights, target)
-    if is_pulled(found):
-        return _of_checkpoint(found.name, model_path(found), role, weights)
-    size = found.size_bytes  # which stands for its weights, for an export keeps them as they are
-    assert found.shape is not None  # which _shape_of has seen
-    shape, kind = found.shape, _kept_type(weights)
+    if isinstance(model, Bundle):
+        return footprint_of(model, exact_rows=role == "target")
+    if isinstance(model, Path):
+        return _of_checkpoint(name_of(model), model, role, weights, target)
+    if is_pulled(model):
+        return _of_checkpoint(model.name, model_path(model), role, weights)
+    size = model.size_bytes  # which stands for its weights, for an export keeps them as they are
+    assert model.shape is not None  # which _shape_of has seen
+    shape, kind = model.shape, _kept_type(weights)
     layers = (keys_and_values(at, shape.kv_heads, shape.head_dim, kind) for at in range(shape.layers))
     kept = tuple(chain.from_iterable(layers))
-    return _planned(found.name, (_shape_of(found), kept), (role, weights), {"matrices": size}, (size, size))
+    return _planned(model.name, (_shape_of(model), kept), (role, weights), {"matrices": size}, (size, size))
 
 
 def _of_checkpoint(

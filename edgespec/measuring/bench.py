@@ -90,8 +90,8 @@ def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first:
     answers: dict[bool, Generation] = {}
     for speculate in (False, True) if plain_first else (True, False):
         model.forget(on_disk=False)  # of two runs of one prompt, the second would have no prompt to read
-        asked = cast("RequestOptions", {**asdict(options), "speculate": speculate})
-        answers[speculate] = ask(model, prompt, asked).run()
+        request = cast("RequestOptions", {**asdict(options), "speculate": speculate})
+        answers[speculate] = ask(model, prompt, request).run()
     return Pair(prompt, answers[False], answers[True])
 
 
@@ -172,7 +172,7 @@ def _speedups(pairs: Sequence[Pair]) -> dict[str, Any]:
 def _drafting(stats: Sequence[GenerationStats]) -> dict[str, Any]:
     rounds, drafted = sum(s.rounds for s in stats), sum(s.drafted for s in stats)
     counts: dict[str, list[int]] = {}
-    for name, source in ((n, s) for one in stats for n, s in one.by_source.items()):
+    for name, source in ((n, s) for answer in stats for n, s in answer.by_source.items()):
         before = counts.get(name, [0, 0])
         counts[name] = [before[0] + source.drafted, before[1] + source.accepted]
     positions = zip(

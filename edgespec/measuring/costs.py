@@ -117,7 +117,7 @@ class Costs:
             "contexts": [
                 self._context(tokens) for tokens in CONTEXTS if tokens <= self.bundle.config.context_length
             ],
-            "free_drafts": [draft_gain(self.curve, each, longest) for each in ACCEPTANCE],
+            "free_drafts": [draft_gain(self.curve, acceptance, longest) for acceptance in ACCEPTANCE],
             "machine": describe_machine(),
         }
 

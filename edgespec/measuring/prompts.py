@@ -76,7 +76,7 @@ def select(prompts: Sequence[Prompt], limit: int | None) -> tuple[Prompt, ...]:
 
 def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Stream":
     """The answer to the prompt's first turn: as chat, or as plain text where the model has no template."""
-    said = prompt.turns[0]
+    text = prompt.turns[0]
     if model.target.chat_template is None:
-        return model.stream(said, **options)
-    return model.stream_chat([{"role": "user", "content": said}], **options)
+        return model.stream(text, **options)
+    return model.stream_chat([{"role": "user", "content": text}], **options)

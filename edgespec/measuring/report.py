@@ -31,8 +31,8 @@ def render_costs(result: Mapping[str, Any]) -> str:
 def _render(template: str, result: Mapping[str, Any], kind: str, **parts: Any) -> str:
     import jinja2
 
-    if (given := result.get("format")) != _FORMAT:
-        raise RequestError(f"not the result of a {kind} of format {_FORMAT}: format is {given!r}")
+    if (format_ := result.get("format")) != _FORMAT:
+        raise RequestError(f"not the result of a {kind} of format {_FORMAT}: format is {format_!r}")
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_source),
         autoescape=True,

@@ -36,11 +36,11 @@ def usage(answers: Sequence[Generation]) -> Json:
     }
 
 
-def vectors_json(found: Embeddings, model: str, *, base64: bool) -> str:
+def vectors_json(embeddings: Embeddings, model: str, *, base64: bool) -> str:
     """Vectors as lists of numbers, or as the base64 of little-endian float32 numbers."""
-    rows = (b64encode(row.astype("<f4")).decode() if base64 else row.tolist() for row in found.vectors)
+    rows = (b64encode(row.astype("<f4")).decode() if base64 else row.tolist() for row in embeddings.vectors)
     data = ({"object": "embedding", "index": at, "embedding": row} for at, row in enumerate(rows))
-    read = sum(found.tokens)
+    read = sum(embeddings.tokens)
     usage = {"prompt_tokens": read, "total_tokens": read}
     return with_rows({"object": "list", "model": model, "usage": usage}, "data", data)
 
@@ -160,9 +160,15 @@ class _Completion(Answer):
     def whole(self, answers: Sequence[Generation]) -> Json:
         """The response in one piece; each of ``answers`` is to a prompt."""
         choices = [
-            {"index": each.index, **each._said(answer), **self._ended(answer, tokens=self._tokens(answer))}
-            for at, said in enumerate(answers)
-            for each, answer in zip(self._to_prompt(at, len(said.choices)), said.choices, strict=True)
+            {
+                "index": choice.index,
+                **choice._said(answer),
+                **self._ended(answer, tokens=self._tokens(answer)),
+            }
+            for at, generation in enumerate(answers)
+            for choice, answer in zip(
+                self._to_prompt(at, len(generation.choices)), generation.choices, strict=True
+            )
         ]
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
 
@@ -176,8 +182,8 @@ class _Completion(Answer):
     def reading(self, progress: Progress) -> list[Json]:
         """How far the reading of the prompt is, as llama.cpp's server says it: beside an empty piece."""
         so_far = {"total": progress.total, "cache": progress.cached, "processed": progress.read}
-        told = {"prompt_progress": {**so_far, "time_ms": round(progress.seconds * 1e3)}}
-        return [each | told for each in self.chunk(Record("", ()), [])]
+        progress_json = {"prompt_progress": {**so_far, "time_ms": round(progress.seconds * 1e3)}}
+        return [chunk | progress_json for chunk in self.chunk(Record("", ()), [])]
 
     def used(self, answers: Sequence[Generation]) -> Json:
         """The chunk that ``stream_options.include_usage`` asks for."""
@@ -216,10 +222,10 @@ class ChatAnswer(_Completion):
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """A piece of the thoughts, of the text, of calls of tools, or of several of these."""
-        parts = (replace(each, id=each.id and choice_id(each.id, self.index)) for each in record.calls)
+        parts = (replace(part, id=part.id and choice_id(part.id, self.index)) for part in record.calls)
         calls = [part.to_message() for part in parts]
-        said = {"reasoning_content": record.reasoning, "content": record.content, "tool_calls": calls}
-        delta = {name: piece for name, piece in said.items() if piece}
+        pieces = {"reasoning_content": record.reasoning, "content": record.content, "tool_calls": calls}
+        delta = {name: piece for name, piece in pieces.items() if piece}
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
         return self._chunk({"delta": delta, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
@@ -265,10 +271,10 @@ class CompletionAnswer(_Completion):
 
     @property
     def _echo(self) -> str:
-        said = self.echoed[self.index // self.n] if self.echoed else ""
-        if isinstance(said, str) and not self.special:
-            return said
-        ids = self.tokenizer.encode(said, special=True) if isinstance(said, str) else said
+        prompt = self.echoed[self.index // self.n] if self.echoed else ""
+        if isinstance(prompt, str) and not self.special:
+            return prompt
+        ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
         return self.tokenizer.decode(ids)  # control tokens are no text, here as in answers
 
     def _length(self, token: TokenRecord) -> int:

@@ -185,9 +185,9 @@ class App:
                 using.callback(model.use_history, history.path)
             if text is not None:
                 return history.forget(text)._asdict()
-            found = {"passages": len(history.show()), "corrections": len(history.corrections())}
+            amount = {"passages": len(history.show()), "corrections": len(history.corrections())}
             history.delete()
-            return found
+            return amount
 
     async def _on_fault(self, request: Request, _: Exception) -> Response:
         """A mistake of edgespec's own; Starlette raises it again, so that the log has it."""

@@ -116,11 +116,11 @@ def add(messages: list[Json], role: str, text: str, name: str = "content") -> Js
     """Put a text behind ``messages``; what one says in a row is one message, as templates want it."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
-    said = (
+    content = (
         messages[-1].pop(name, None) or ""
     )  # of which there is no other reference, so that it grows in place
-    said += f"\n{text}" if said and text else text
-    messages[-1][name] = said
+    content += f"\n{text}" if content and text else text
+    messages[-1][name] = content
     return messages[-1]
 
 

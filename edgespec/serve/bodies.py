@@ -87,7 +87,7 @@ class Sampling:
 
     def of(self, kind: Any) -> dict[str, Any]:
         """The fields of ``kind``, which this is one of, for a body of another kind."""
-        return {each.name: getattr(self, each.name) for each in fields(kind)}
+        return {body_field.name: getattr(self, body_field.name) for body_field in fields(kind)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +112,12 @@ class _Common(Body):
 
     def options(self) -> RequestOptions:
         """What the model is asked for, besides the prompt."""
-        values = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
-        given = {name: value for name, value, usual in values if value != usual and name != "max_tokens"}
-        given |= self._in_other_words()
-        known = RequestOptions.__annotations__.keys() & given.keys()
-        return cast(RequestOptions, {name: given[name] for name in known if given[name] is not None})
+        usual = {body_field.name: body_field.default for body_field in fields(self)}
+        stated = {name: value for name, value in self.of(self).items() if value != usual[name]}
+        stated.pop("max_tokens", None)
+        stated |= self._in_other_words()
+        known = RequestOptions.__annotations__.keys() & stated.keys()
+        return cast(RequestOptions, {name: stated[name] for name in known if stated[name] is not None})
 
     def words(self) -> dict[str, str]:
         """The client's names of options, by those that errors of a model have."""
@@ -178,11 +179,13 @@ class ChatBody(_Common):
         """Whether the model is to think, or for how many tokens; a number goes before an effort."""
         effort = None if self.reasoning_effort is None else _EFFORTS.get(self.reasoning_effort, True)
         numbers = (self.thinking_budget, self.thinking_budget_tokens)
-        return next((each for each in numbers if each is not None), effort)
+        return next((number for number in numbers if number is not None), effort)
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages, less what is null in them: clients send back the answers that they were given."""
-        return [{key: value for key, value in each.items() if value is not None} for each in self.messages]
+        return [
+            {key: value for key, value in message.items() if value is not None} for message in self.messages
+        ]
 
 
 def texts_in(field: str, value: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
@@ -269,8 +272,8 @@ class InfillBody(Body):
 
     def completion(self, model: str) -> "CompletionBody":
         """What a completion asks for."""
-        given = self.of(Body) | {"model": self.model or model, "prompt": "", "stop": self.stop}
-        return CompletionBody(**given, max_tokens=None if self.n_predict < 0 else self.n_predict)
+        shared = self.of(Body) | {"model": self.model or model, "prompt": "", "stop": self.stop}
+        return CompletionBody(**shared, max_tokens=None if self.n_predict < 0 else self.n_predict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,14 +330,14 @@ def _json(data: bytes) -> dict[str, Any]:
 def parse(cls: type[T], body: Mapping[str, Any], where: str = "the request") -> T:
     """A request of the form ``cls``; null is no field. RequestError for the first field that is wrong."""
     kind: Any = cls
-    given = {name: value for name, value in body.items() if value is not None}
-    known = {each.name: each.type for each in fields(kind)}
-    for name in [*given]:
+    values = {name: value for name, value in body.items() if value is not None}
+    known = {known_field.name: known_field.type for known_field in fields(kind)}
+    for name in [*values]:
         if known.get(name) is Any or (name not in known and _ASIDE.fullmatch(name)):
             UNUSED.info("requests have the field %s, which changes no answer here", shown(name))
             if name not in known:
-                del given[name]
-    return read(cls, given, where, RequestError, "docs/server.md has a table of the fields")
+                del values[name]
+    return read(cls, values, where, RequestError, "docs/server.md has a table of the fields")
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -357,8 +360,8 @@ def _unread(value: object) -> str:
     if isinstance(value, str):
         return lone_surrogate(value)
     parts = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-    for key, each in parts:
-        if wrong := _unread(key) or _unread(each):
+    for key, part in parts:
+        if wrong := _unread(key) or _unread(part):
             return f".{key}{wrong}" if isinstance(value, dict) else f"[{key}]{wrong}"
     return ""
 
@@ -370,9 +373,9 @@ def _no_number(name: str) -> NoReturn:
 def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") -> list[Mapping[str, Any]]:
     """The tools of the type ``kind``; others run elsewhere, or take no JSON, and no model is shown them."""
     kinds = [tool.get("type") or kind for tool in tools]
-    for other in {shown(each) for each in kinds if each != kind}:
+    for other in {shown(tool_kind) for tool_kind in kinds if tool_kind != kind}:
         UNUSED.info("requests have tools of the type %s, which no model here is shown", other)
-    return [tool for tool, each in zip(tools, kinds, strict=True) if each == kind]
+    return [tool for tool, tool_kind in zip(tools, kinds, strict=True) if tool_kind == kind]
 
 
 def response_format(wanted: Mapping[str, Any], name: str = "response_format") -> ResponseFormat | None:
@@ -390,9 +393,9 @@ def response_format(wanted: Mapping[str, Any], name: str = "response_format") ->
         return AnyJson()
     if not unknown and kind in ("json_object", "json_schema") and isinstance(schema, Mapping):
         return JsonSchema(schema, strict=parts.get("strict") is True)
-    told = f" has the unknown field {min(map(str, unknown))!r:.80}" if unknown else f" is {wanted!r:.200}"
+    problem = f" has the unknown field {min(map(str, unknown))!r:.80}" if unknown else f" is {wanted!r:.200}"
     raise RequestError(
-        f"{name}{told}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
+        f"{name}{problem}; allowed: {{'type': 'text'}}, {{'type': 'json_object'}}, "
         "{'type': 'json_schema', 'json_schema': {'schema': SCHEMA}}, or the schema beside the type"
     )
 

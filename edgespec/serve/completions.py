@@ -78,31 +78,33 @@ class Completions:
     async def embed(self, request: Request) -> Response:
         """``POST /v1/embeddings``."""
         body = await self.read(EmbeddingBody, request)
-        found = await self.vectors(request, body, *await self.model(request, body.model))
-        written = partial(vectors_json, found, body.model, base64=body.encoding_format == "base64")
+        embeddings = await self.vectors(request, body, *await self.model(request, body.model))
+        written = partial(vectors_json, embeddings, body.model, base64=body.encoding_format == "base64")
         return Response(await asyncio.to_thread(written), media_type="application/json")
 
     async def vectors(self, request: Request, body: EmbeddingBody, model: Model, left_s: float) -> Embeddings:
         """The vectors of the texts of a body, by a model that the request uses, within seconds."""
-        asked = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
+        embed = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
-            found = await _while_connected(request, asked(body.texts(), timeout=left_s))
+            embeddings = await _while_connected(request, embed(body.texts(), timeout=left_s))
         except Cancelled as error:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
-        count_of(request).prompt_tokens += sum(found.tokens)
-        return found
+        count_of(request).prompt_tokens += sum(embeddings.tokens)
+        return embeddings
 
     async def infill(self, request: Request) -> Response:
         """``POST /infill``, as llama.cpp's server has it."""
         body = await self.read(InfillBody, request)
-        asked = body.completion(next(iter(self._models.names)))
-        files = [(each.filename, each.text) for each in body.input_extra]
+        completion = body.completion(next(iter(self._models.names)))
+        files = [(file.filename, file.text) for file in body.input_extra]
         before, behind = body.input_prefix + body.prompt, body.input_suffix
 
         def asks(model: Model) -> Sequence[Ask]:
             return [partial(model.stream_fill, before, behind, extra=files, max_lines=body.max_lines)]
 
-        return await self.respond(request, asked, asks, partial(InfillAnswer, fields=body.response_fields))
+        return await self.respond(
+            request, completion, asks, partial(InfillAnswer, fields=body.response_fields)
+        )
 
     async def converse(
         self,
@@ -146,8 +148,8 @@ class Completions:
     def check_name(self, name: str) -> None:
         """See that there is such a model; Problem, status 404, where there is none."""
         if name not in self._models.names:
-            told = f"model {name!r:.200} not found; this server has {str([*self._models.names])[1:-1]}"
-            raise Problem(404, told, "model_not_found")
+            problem = f"model {name!r:.200} not found; this server has {str([*self._models.names])[1:-1]}"
+            raise Problem(404, problem, "model_not_found")
 
     async def model(self, request: Request, name: str) -> tuple[Model, float]:
         """A model, loaded until the request is over, and the seconds that it has left."""
@@ -190,10 +192,12 @@ class Completions:
         answer = form(*described(body.model, model))
         answers = await _while_connected(request, _all(asks(model), options, words))
         count = count_of(request)
-        for each in {id(choice.stats): choice for answer in answers for choice in answer.choices}.values():
-            count.tokens += len(each.tokens)  # greedy choices are one answer several times
-            count.stats.append(each.stats)
-            _check_ended(each)
+        for answer_choice in {
+            id(choice.stats): choice for answer in answers for choice in answer.choices
+        }.values():
+            count.tokens += len(answer_choice.tokens)  # greedy choices are one answer several times
+            count.stats.append(answer_choice.stats)
+            _check_ended(answer_choice)
         return JSONResponse(answer.whole(answers))
 
 
@@ -202,7 +206,7 @@ def described(name: str, model: Model) -> tuple[str, Tokenizer, float]:
     return name, model.target.tokenizer, 1.0 / model.cost_curve.seconds(1)
 
 
-class _Told:
+class _Streamed:
     """An answer that is streamed, as each of its ``choices``: greedy ones are one answer."""
 
     def __init__(self, stream: Stream, choices: Sequence[Answer]) -> None:
@@ -215,22 +219,22 @@ class _Told:
 
     def chunks(self, record: Record) -> list[Json]:
         """What says so; who speaks is not said before: clients take that for the end of the wait."""
-        said = list[list[Json]]()
+        chunks = list[list[Json]]()
         if not self._has_begun:
             self._has_begun = True
-            for each in self._choices:
-                each.prompt = self.stream.prompt
-                said.append(each.begin())
+            for choice in self._choices:
+                choice.prompt = self.stream.prompt
+                chunks.append(choice.begin())
         if record.progress is not None:
-            said.append(self._choices[0].reading(record.progress))
+            chunks.append(self._choices[0].reading(record.progress))
         else:
             shown = self._attribution.push(record)
-            said += [each.chunk(record, shown) for each in self._choices]
-        return list(chain.from_iterable(said))
+            chunks += [choice.chunk(record, shown) for choice in self._choices]
+        return list(chain.from_iterable(chunks))
 
     def last(self) -> list[Json]:
         """The last chunks of each choice."""
-        return list(chain.from_iterable(each.end(self.stream.result) for each in self._choices))
+        return list(chain.from_iterable(choice.end(self.stream.result) for choice in self._choices))
 
 
 class _EventStream(StreamingResponse):
@@ -257,7 +261,7 @@ class _EventStream(StreamingResponse):
         self._words = words
         self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
         self._streams: Sequence[Sequence[Stream]] = ()
-        self._waiting, self._coming = deque[_Told](), dict[asyncio.Future[Record | None], _Told]()
+        self._waiting, self._coming = deque[_Streamed](), dict[asyncio.Future[Record | None], _Streamed]()
         self._loads = deque[LoadProgress](maxlen=1)  # by the thread that loads
         self._read: Progress | None = None
         self._ended = False
@@ -269,14 +273,14 @@ class _EventStream(StreamingResponse):
             return
         await self._ask()
         done, _ = await asyncio.wait(self._coming, timeout=_AT_ONCE_S, return_when=asyncio.FIRST_COMPLETED)
-        for each in done:
-            each.result()
+        for future in done:
+            future.result()
 
     async def close(self) -> None:
         """End the answers, which nobody reads any more."""
         self._loading.cancel()
-        for each in self._coming:
-            each.cancel()
+        for future in self._coming:
+            future.cancel()
         for stream in chain.from_iterable(self._streams):
             stream.cancel()
         await asyncio.gather(self._loading, *self._coming, return_exceptions=True)
@@ -298,7 +302,7 @@ class _EventStream(StreamingResponse):
         every = [*chain.from_iterable(self._streams)]
         same = len(asks) * options.get("n", 1) // len(every)  # choices that are one answer
         choices = (answer.choices(range(at, at + same)) for at in range(0, len(every) * same, same))
-        self._waiting.extend(map(_Told, every, choices))
+        self._waiting.extend(map(_Streamed, every, choices))
         self._start()
 
     def _start(self) -> None:
@@ -310,8 +314,8 @@ class _EventStream(StreamingResponse):
                 if not self._coming:
                     raise
                 return
-            told = self._waiting.popleft()
-            self._coming[told.next()] = told
+            streamed = self._waiting.popleft()
+            self._coming[streamed.next()] = streamed
 
     async def _lines(self) -> AsyncIterator[str]:
         """All that goes over the wire."""
@@ -327,19 +331,21 @@ class _EventStream(StreamingResponse):
             yield self._answer.line(self._answer.failed(problem))
         else:
             if self._with_usage:
-                answers = [together([each.result for each in some], self._options) for some in self._streams]
+                answers = [
+                    together([stream.result for stream in some], self._options) for some in self._streams
+                ]
                 yield self._answer.line(self._answer.used(answers))
             yield self._answer.done
         self._ended = True
 
     async def _until_loaded(self) -> AsyncIterator[str]:
         """Comments that say how far the load is."""
-        clock, said, due = asyncio.get_running_loop().time, "", 0.0
+        clock, before, due = asyncio.get_running_loop().time, "", 0.0
         while not self._loading.done():
             comment = f"loading {self._answer.model}{''.join(map(_stage, [*self._loads]))}"
-            if comment != said or clock() >= due:
+            if comment != before or clock() >= due:
                 yield self._answer.comment(comment)
-                said, due = comment, clock() + _SILENCE_S
+                before, due = comment, clock() + _SILENCE_S
             await asyncio.wait((self._loading,), timeout=_LOAD_LOOK_S)
 
     async def _pieces(self) -> AsyncIterator[str]:
@@ -350,27 +356,27 @@ class _EventStream(StreamingResponse):
             left = max(0.0, due - clock())
             done, _ = await asyncio.wait(self._coming, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             lines = [] if done else [self._answer.comment(self._waits_for())]
-            for each in done:
-                lines += map(self._event, self._said(self._coming.pop(each), each.result()))
+            for future in done:
+                lines += map(self._event, self._said(self._coming.pop(future), future.result()))
             for line in lines:
                 yield line
             if lines:
                 due = clock() + _SILENCE_S
 
-    def _said(self, told: _Told, record: Record | None) -> list[Json]:
+    def _said(self, streamed: _Streamed, record: Record | None) -> list[Json]:
         """The chunks of what came."""
         if record is None:
-            _check_ended(told.stream.result)
-            self._count.stats.append(told.stream.result.stats)
+            _check_ended(streamed.stream.result)
+            self._count.stats.append(streamed.stream.result.stats)
             self._start()
-            return told.last()
-        self._coming[told.next()], self._read = told, record.progress
+            return streamed.last()
+        self._coming[streamed.next()], self._read = streamed, record.progress
         self._count.tokens += len(record.tokens)
-        return [] if self._read is not None and not self._with_progress else told.chunks(record)
+        return [] if self._read is not None and not self._with_progress else streamed.chunks(record)
 
     @property
     def _place(self) -> int:
-        return min(told.stream.place for told in self._coming.values())
+        return min(streamed.stream.place for streamed in self._coming.values())
 
     def _waits_for(self) -> str:
         if place := self._place:
@@ -458,5 +464,5 @@ def _check_ended(answer: Generation) -> None:
 
 
 def _too_late() -> Problem:
-    told = "no token was written in the time that a request has (--timeout); too many others wait"
-    return Problem(503, told, "timeout", {"Retry-After": "30"})
+    problem = "no token was written in the time that a request has (--timeout); too many others wait"
+    return Problem(503, problem, "timeout", {"Retry-After": "30"})

@@ -104,7 +104,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
     """Families and addresses, without the parts that only IPv6 has."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise RequestError(f"{host!r} is no address of this machine: {error}") from error
-    return [(family, (str(address[0]), port)) for family, _, _, _, address in found]
+    return [(family, (str(address[0]), port)) for family, _, _, _, address in addresses]

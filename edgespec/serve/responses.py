@@ -79,10 +79,10 @@ class ResponsesBody(Body):
         if isinstance(choice, Mapping):
             field_of(choice, "type", "tool_choice", ("function",))
             choice = {"type": "function", "function": {"name": choice.get("name")}}
-        told = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatBody(
             **self.of(Body),
-            messages=[*told, *messages],
+            messages=[*system, *messages],
             max_tokens=self.max_output_tokens,
             tools=functions_of(self.tools, "function", "parameters"),
             tool_choice=choice,
@@ -199,8 +199,8 @@ class ResponseAnswer(BlockAnswer):
 
     def failed(self, problem: Problem) -> Json:
         """An event; OpenAI's client raises it for the field ``error``."""
-        said = {"code": problem.code, "message": problem.message, "param": None}
-        return self._event("error", **said, **problem.to_json()) | {"type": "error"}
+        error = {"code": problem.code, "message": problem.message, "param": None}
+        return self._event("error", **error, **problem.to_json()) | {"type": "error"}
 
     def _opened(self, block: Block) -> list[Json]:
         item = self._item(block, "in_progress")
@@ -286,9 +286,9 @@ class Responses:
     async def create(self, request: Request) -> Response:
         """``POST /v1/responses``."""
         body = await self._completions.read(ResponsesBody, request)
-        before, asked = list[Json](), body.previous_response_id
-        if asked is not None:
-            _, before = self.kept.get(asked, "previous_response_id")
+        before, previous = list[Json](), body.previous_response_id
+        if previous is not None:
+            _, before = self.kept.get(previous, "previous_response_id")
         messages = [*before, *body.said(self.kept)]
         form = partial(ResponseAnswer, body=body, messages=messages, kept=self.kept)
         return await self._completions.converse(request, body.chat(messages), form, words=_WORDS)

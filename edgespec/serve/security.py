@@ -82,8 +82,8 @@ class Gate:
     def _check_key(self, authorization: str) -> None:
         if self._options.api_key is None:
             return
-        kind, _, given = authorization.partition(" ")
-        same = hmac.compare_digest(given.strip().encode(), self._options.api_key.encode())
+        kind, _, key = authorization.partition(" ")
+        same = hmac.compare_digest(key.strip().encode(), self._options.api_key.encode())
         if kind.lower() != "bearer" or not same:
             raise Problem(
                 401,

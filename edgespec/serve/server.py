@@ -64,9 +64,9 @@ class Server(uvicorn.Server):
             return
         names = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break
         known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-        before = {each: signal.signal(each, self.handle_exit) for each in known}
+        before = {number: signal.signal(number, self.handle_exit) for number in known}
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)

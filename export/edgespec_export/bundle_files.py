@@ -87,16 +87,16 @@ def finish(
     *,
     source_bytes: int,
     conversion_peak: int,
-    **found: Any,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Write the report of an export, and the manifest with it; docs/json.md has the report's keys.
 
-    ``found`` is what checks found out, of :data:`_FOUND`. ``conversion_peak`` are bytes of memory before
+    ``facts`` are what checks found out, of :data:`_FOUND`. ``conversion_peak`` are bytes of memory before
     them: they run the model, and need what running it needs.
     """
     report = {
         **dict.fromkeys(_FOUND),
-        **found,
+        **facts,
         "bytes": {
             "source": source_bytes,
             "bundle": sum(file.stat().st_size for file in folder.iterdir()),

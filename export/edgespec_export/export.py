@@ -97,9 +97,9 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
             "trim": size not in (None, "full"),
             "alignment": options.alignment,
         }
-        given = ", ".join(name for name, value in settled.items() if value)
-        if given:
-            yield f"device={device} settles formats and keeps the whole LM head; leave out {given}"
+        names = ", ".join(name for name, value in settled.items() if value)
+        if names:
+            yield f"device={device} settles formats and keeps the whole LM head; leave out {names}"
 
 
 def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:

@@ -36,16 +36,16 @@ def build_bundle(
     """Everything of a bundle for CPUs or CUDA, in ``folder``; raises as ``export_model`` does."""
     kept, trim = _plan_trim(source, folder, options, progress) or (None, None)
     ranges = _ranges(source, folder, options, progress)
-    manifest, found = _write(source, folder, options, (kept, ranges), progress)
+    manifest, facts = _write(source, folder, options, (kept, ranges), progress)
     try:
         # Stored references are of models as they were made.
         digest = manifest.provenance["sha256"] if options.alignment is None else ""
         row_exact, parity = _check(folder, digest, progress)
     except RequestError as error:  # of a pass over our own tokens, which nobody asked for
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
-    found |= {"parity": parity, "row_exact": row_exact, "trim": trim}
-    found["activations"] = None if ranges is None else ranges.to_json()
-    return finish(folder, manifest, started, **found)
+    facts |= {"parity": parity, "row_exact": row_exact, "trim": trim}
+    facts["activations"] = None if ranges is None else ranges.to_json()
+    return finish(folder, manifest, started, **facts)
 
 
 def _plan_trim(
@@ -106,9 +106,9 @@ def _write(
             choices=plan.choices,
             operators="edgespec" if options.native else "standard",
         )
-        found = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
+        facts = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())
-    return manifest, {"weights": losses, **found}
+    return manifest, {"weights": losses, **facts}
 
 
 def _plan(

@@ -57,12 +57,12 @@ def export_with_optimum(
     check_place(source, out, overwrite=overwrite, replaceable=lambda: is_model(out))
     if not (source / HF_CONFIG).is_file():
         raise ModelFileError(f"{source} lacks {HF_CONFIG}; Optimum exports Hugging Face directories")
-    found = shutil.which(program)
-    if found is None:
+    place = shutil.which(program)
+    if place is None:
         raise EdgespecError(f"there is no program {program!r}. {_RECIPE}")
     with writing(out), staging(out) as folder:
         progress(Progress("Exporting with Optimum", 0, 1, "model"))
-        _run([found, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
+        _run([place, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
         progress(Progress("Exporting with Optimum", 1, 1, "model"))
         report = _tried(source, folder, started)
     return report
@@ -104,8 +104,8 @@ def _run(command: Sequence[str]) -> None:
         raise EdgespecError(f"cannot run {command[0]}: {error}. {_RECIPE}") from error
     if result.returncode:
         lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
-        said = " / ".join(lines[-_SHOWN_LINES:]) or "it said nothing"
-        raise EdgespecError(f"{command[0]} failed with code {result.returncode}: {said}")
+        message = " / ".join(lines[-_SHOWN_LINES:]) or "it said nothing"
+        raise EdgespecError(f"{command[0]} failed with code {result.returncode}: {message}")
 
 
 def _size(folder: Path) -> int:

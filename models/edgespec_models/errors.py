@@ -28,7 +28,7 @@ class EdgespecError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(_cut(_UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], _cut(message))))
+        super().__init__(_cut(_UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], _cut(message))))
 
 
 class ModelFileError(EdgespecError):

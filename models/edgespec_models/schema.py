@@ -72,11 +72,11 @@ def shown(value: object) -> str:
 
 def lone_surrogate(text: str) -> str:
     """What keeps tokenizers from reading ``text``, to be said behind its name; empty where nothing does."""
-    found = re.search("[\ud800-\udfff]", text)
-    if found is None:
+    half = re.search("[\ud800-\udfff]", text)
+    if half is None:
         return ""
     return (
-        f" has a lone surrogate, U+{ord(found[0]):04X}, at position {found.start()}: half of a character; "
+        f" has a lone surrogate, U+{ord(half[0]):04X}, at position {half.start()}: half of a character; "
         "remove it, or replace it (in Python text.encode('utf-8', 'replace').decode() does)"
     )
 
@@ -117,13 +117,13 @@ def read_lines(cls: type[T], path: Path, remedy: str) -> list[T]:
     # Not splitlines(): JSON texts may hold U+2028, which is a line break there and not here.
     lines = enumerate(read_text(path, RequestError, remedy, encoding="utf-8-sig").split("\n"), start=1)
     places = {f"{path}, line {number}": line for number, line in lines if line.strip()}
-    found = []
+    items = []
     for where, line in places.items():
         value = parse(line, where, RequestError, remedy)
         if isinstance(value, dict):
-            value = {each.name: value[each.name] for each in fields(kind) if each.name in value}
-        found.append(read(cls, value, where, RequestError, remedy))
-    return found
+            value = {field.name: value[field.name] for field in fields(kind) if field.name in value}
+        items.append(read(cls, value, where, RequestError, remedy))
+    return items
 
 
 def check_fields(instance: object, error: type[EdgespecError] = RequestError) -> None:
@@ -161,8 +161,8 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     def checking(*args: P.args, **kwargs: P.kwargs) -> T:
         bound = signature.bind(*args, **kwargs)
         kinds = _parameters(function)
-        given = {name: value for name, value in bound.arguments.items() if name in kinds}
-        bound.arguments |= _named(kinds, given, RequestError)
+        arguments = {name: value for name, value in bound.arguments.items() if name in kinds}
+        bound.arguments |= _named(kinds, arguments, RequestError)
         return function(*bound.args, **bound.kwargs)
 
     return checking
@@ -171,8 +171,8 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 class _WrongError(Exception):
     """A value is not as its annotation says; ``place`` is where it stands in lists and tables."""
 
-    def __init__(self, place: str, said: str) -> None:
-        super().__init__(f"{place} {said}".lstrip())
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(f"{place} {problem}".lstrip())
         self.place = place
 
 
@@ -259,14 +259,14 @@ def _limited(inner: _Kind, limit: Limit) -> _Kind:
 def _either(kinds: Sequence[_Kind]) -> _Kind:
     def take(value: Any, place: str) -> Any:
         within: _WrongError | None = None
-        for each in kinds:
+        for member in kinds:
             try:
-                return each.take(value, place)
+                return member.take(value, place)
             except _WrongError as error:
                 within = error if error.place != place and within is None else within
         raise within or kind.wrong(value, place)
 
-    kind = _Kind(" or ".join(each.allowed for each in kinds), take)
+    kind = _Kind(" or ".join(member.allowed for member in kinds), take)
     return kind
 
 
@@ -274,7 +274,7 @@ def _list_of(item: _Kind) -> _Kind:
     is_list = _simple(f"a list, each item {item.allowed}", lambda value: isinstance(value, list | tuple))
 
     def take(value: Any, place: str) -> tuple[Any, ...]:
-        return tuple(item.take(each, f"{place}[{at}]") for at, each in enumerate(is_list.take(value, place)))
+        return tuple(item.take(part, f"{place}[{at}]") for at, part in enumerate(is_list.take(value, place)))
 
     return _Kind(is_list.allowed, take)
 
@@ -285,15 +285,15 @@ def _table_of(key: _Kind, item: _Kind) -> _Kind:
 
     def take(value: Any, place: str) -> dict[Any, Any]:
         return {
-            key.take(name, f"{place}[key {shown(name)}]"): item.take(each, f"{place}[{shown(name)}]")
-            for name, each in is_table.take(value, place).items()
+            key.take(name, f"{place}[key {shown(name)}]"): item.take(part, f"{place}[{shown(name)}]")
+            for name, part in is_table.take(value, place).items()
         }
 
     return _Kind(allowed, take)
 
 
 def _object_of(cls: Any) -> _Kind:
-    required = {each.name for each in fields(cls) if each.default is each.default_factory}
+    required = {field.name for field in fields(cls) if field.default is field.default_factory}
     allowed = f"a table with {', '.join(sorted(required))}"
     is_table = _simple(allowed, lambda value: isinstance(value, cls | Mapping))
 
@@ -305,7 +305,7 @@ def _object_of(cls: Any) -> _Kind:
             raise _WrongError(f"{within}{shown(name)}", f"is not known; allowed: {', '.join(kinds)}")
         for name in sorted(required - value.keys()):
             raise _WrongError(f"{within}{name}", f"is missing; allowed: {kinds[name].allowed}")
-        taken = {name: kinds[name].take(each, f"{within}{name}") for name, each in value.items()}
+        taken = {name: kinds[name].take(item, f"{within}{name}") for name, item in value.items()}
         try:
             return cls(**taken)
         except EdgespecError as error:  # of what its fields say together
@@ -326,7 +326,7 @@ def _named(
 @cache
 def _fields(cls: Any, reading: bool) -> Mapping[str, _Kind]:
     hints = hints_of(cls, include_extras=True)
-    return {each.name: _kind(hints[each.name], reading) for each in fields(cls) if each.init}
+    return {field.name: _kind(hints[field.name], reading) for field in fields(cls) if field.init}
 
 
 @cache

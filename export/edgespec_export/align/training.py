@@ -131,26 +131,26 @@ def count_right(
     progress: ProgressCallback = ignore_progress,
 ) -> Guesses:
     """How many answer tokens are the decoder's first guess, the text before them given; by category."""
-    found: Guesses = {}
+    guesses: Guesses = {}
     groups = _cut(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens)
     for number, group in enumerate(groups):
         progress(Progress("Measuring", number, len(groups), "steps"))
         right, at = decoder.right(batch_of(group, device)).tolist(), 0
         for text in group:
             count = len(text.tokens) - text.start
-            before, of = found.get(text.category, (0, 0))
-            found[text.category] = before + sum(right[at : at + count]), of + count
+            before, of = guesses.get(text.category, (0, 0))
+            guesses[text.category] = before + sum(right[at : at + count]), of + count
             at += count
     progress(Progress("Measuring", len(groups), len(groups), "steps"))
-    return dict(sorted(found.items()))
+    return dict(sorted(guesses.items()))
 
 
 def _multiplies_bfloat16(device: str) -> bool:
     """Whether there are instructions for products of bfloat16, with which a step takes half the time."""
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _batches(texts: Sequence[Text], options: TrainingOptions) -> list[list[Text]]:

@@ -83,10 +83,10 @@ def build_for_device(
 
 def _texts(tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path]) -> list[list[int]]:
     texts = calibration_tokens(tokenizer, special, files, count=_TEXTS, longest=ROWS)
-    found = [tokens for tokens in texts if len(tokens) >= _SHORTEST]
-    if len(found) < 2:
+    long_texts = [tokens for tokens in texts if len(tokens) >= _SHORTEST]
+    if len(long_texts) < 2:
         raise RequestError(f"calibration needs two texts of {_SHORTEST} tokens or more; give longer ones")
-    return found
+    return long_texts
 
 
 def _rolls_back(folder: Path) -> bool:

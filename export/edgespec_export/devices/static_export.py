@@ -167,9 +167,9 @@ def export_static(
     held_out = [tokens[:ROWS] for tokens in texts[::4]]
     calibrated = [tokens[:ROWS] for index, tokens in enumerate(texts) if index % 4]
     scratch = folder / "float"
-    found = _float_run(checkpoint, scratch, (calibrated, held_out), progress)
+    watched = _float_run(checkpoint, scratch, (calibrated, held_out), progress)
     weights = write_static_weights(checkpoint, folder, int8=int8, progress=progress)
-    graphs, plan = _settled(checkpoint, graphs, found, weights)
+    graphs, plan = _settled(checkpoint, graphs, watched, weights)
     _save_all(config, plan, weights, folder, graphs)
     # The golden texts take the same way, a pass each.
     compared = [*held_out, *(() if golden is None else golden.texts)]
@@ -184,21 +184,21 @@ def export_static(
 
 
 def _settled(
-    checkpoint: Checkpoint, graphs: StaticGraphs, found: _Watched, weights: WeightFile
+    checkpoint: Checkpoint, graphs: StaticGraphs, watched: _Watched, weights: WeightFile
 ) -> tuple[StaticGraphs, StaticPlan]:
     """What was found, where activations are quantized: in ``graphs``, and in the plan of all graphs."""
     int8, quantized = format_for(graphs.device)
     plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases)
     if not quantized:
         return graphs, plan
-    graphs = replace(graphs, masked=_mask_value(found.ranges))
-    ranges = _all_ranges(checkpoint.config, found.ranges | weights.ranges, graphs.masked)
-    return graphs, replace(plan, ranges=ranges, wide_keys=found.wide_keys)
+    graphs = replace(graphs, masked=_mask_value(watched.ranges))
+    ranges = _all_ranges(checkpoint.config, watched.ranges | weights.ranges, graphs.masked)
+    return graphs, replace(plan, ranges=ranges, wide_keys=watched.wide_keys)
 
 
-def _mask_value(found: _Ranges) -> float:
+def _mask_value(ranges: _Ranges) -> float:
     """Such that a masked score, whatever it is, has no share beside one that is not."""
-    span = max(high - low for name, (low, high) in found.items() if name.endswith(_SCORES))
+    span = max(high - low for name, (low, high) in ranges.items() if name.endswith(_SCORES))
     return round(-span - _MARGIN, 1)
 
 
@@ -256,9 +256,9 @@ def _reported(
     pieces: StaticPieces, texts: Sequence[Sequence[int]], stage: str, progress: ProgressCallback
 ) -> Iterator[tuple[int, dict[str, F32]]]:
     total = len(texts) * len(pieces.pieces)
-    for done, one in enumerate(pieces.run(texts)):
+    for done, result in enumerate(pieces.run(texts)):
         progress(Progress(stage, done, total, "step"))
-        yield one
+        yield result
     progress(Progress(stage, total, total, "step"))
 
 
@@ -271,11 +271,11 @@ def _logits(
             yield values["logits"][0, : len(texts[index])]
 
 
-def _all_ranges(config: ModelConfig, found: _Ranges, masked: float) -> _Ranges:
+def _all_ranges(config: ModelConfig, ranges: _Ranges, masked: float) -> _Ranges:
     """Those that were watched, and those that are known."""
     turned = {
         name.removesuffix(_SCORES) + _MASKED: (low + masked, high)
-        for name, (low, high) in found.items()
+        for name, (low, high) in ranges.items()
         if name.endswith(_SCORES)
     }
     known = {
@@ -284,7 +284,7 @@ def _all_ranges(config: ModelConfig, found: _Ranges, masked: float) -> _Ranges:
         "rope": (-config.rope_magnitude, config.rope_magnitude),
         "embedding_scale": (0.0, config.embedding_scale),
     }
-    return found | turned | known
+    return ranges | turned | known
 
 
 def _save_all(

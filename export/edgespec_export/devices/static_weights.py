@@ -112,12 +112,12 @@ def _embedding(checkpoint: Checkpoint, int8: bool) -> _Tensors:
 
 def _head(checkpoint: Checkpoint, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
     """The LM head, whose outputs are many: encoded a few thousand at a time."""
-    found: dict[str, list[npt.NDArray[Any]]] = {}
+    tensors: dict[str, list[npt.NDArray[Any]]] = {}
     for rows in _spans(checkpoint, "lm_head"):
         for name, array in matrix("lm_head", rows):
-            found.setdefault(name, []).append(array)
-    for name in list(found):
-        yield name, np.concatenate(found.pop(name), axis=-1)
+            tensors.setdefault(name, []).append(array)
+    for name in list(tensors):
+        yield name, np.concatenate(tensors.pop(name), axis=-1)
 
 
 def _spans(checkpoint: Checkpoint, name: str) -> Iterator[F32]:

@@ -125,11 +125,11 @@ def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | Non
         name = quantization.block_format(
             "lm_head" if source == "embed" else source, tensor.type, config.num_layers
         )
-    elif (asked := checkpoint.tiles_of(source)) is not None:
-        name = asked
+    elif (tiles := checkpoint.tiles_of(source)) is not None:
+        name = tiles
     else:
-        weights = sum(each.shape[0] * each.shape[-1] for each in checkpoint.tensors.values())
-        unquantized = all(each.type in FLOATS for each in checkpoint.tensors.values())
+        weights = sum(tensor.shape[0] * tensor.shape[-1] for tensor in checkpoint.tensors.values())
+        unquantized = all(tensor.type in FLOATS for tensor in checkpoint.tensors.values())
         name = "Q4_1" if layers and unquantized and weights >= _LARGE else "Q8_0"
     tile_bytes(name, *tensor.shape)  # refuses widths
     return replace(_ROUNDED.get(name, _INT8), tiles=name)

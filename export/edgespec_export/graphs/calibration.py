@@ -46,7 +46,7 @@ def shipped_prompts() -> list[str]:
 def read_texts(path: Path) -> list[str]:
     """The texts of a JSON Lines file; RequestError if it has none, or a line is without a ``text``."""
     remedy = 'Give one JSON object a line, with a "text" that a target wrote'
-    texts = [each.text for each in read_lines(_Text, path, remedy)]
+    texts = [line.text for line in read_lines(_Text, path, remedy)]
     if not texts:
         raise RequestError(f"{path} holds no calibration text; give some hundred texts that a target wrote")
     return texts

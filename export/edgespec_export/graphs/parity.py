@@ -217,11 +217,11 @@ def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: 
     Returns figures as :func:`check_parity` does, with ``calibrated``: how many texts the ranges come from.
     """
     same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
-    for found, expected in zip(logits, references, strict=True):
-        same.append(expected.argmax(1) == found.argmax(1))
-        for start in range(0, len(found), _ROWS):  # in float64 a text's would take gigabytes
+    for text_logits, expected in zip(logits, references, strict=True):
+        same.append(expected.argmax(1) == text_logits.argmax(1))
+        for start in range(0, len(text_logits), _ROWS):  # in float64 a text's would take gigabytes
             rows = slice(start, start + _ROWS)
-            log_p, log_q = _normalized(expected[rows]), _normalized(found[rows])
+            log_p, log_q = _normalized(expected[rows]), _normalized(text_logits[rows])
             kl.append((np.exp(log_p) * (log_p - log_q)).sum(1))
     return {
         "positions": sum(map(len, same)),

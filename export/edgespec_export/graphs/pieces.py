@@ -66,7 +66,7 @@ class PiecePass(NamedTuple):
 
     piece: "_Piece"
     text: int
-    given: _Values
+    entering: _Values
     left: _Values
     last: bool
 
@@ -82,10 +82,10 @@ def walk(
     for path, following in zip_longest(pieces, pieces[1:]):
         piece = _Piece(path, kept)
         needed = set() if following is None else _input_names(following)
-        for index, given in enumerate(carried):
-            left, _ = piece.run(given)
+        for index, values in enumerate(carried):
+            left, _ = piece.run(values)
             carried[index] = {name: array for name, array in left.items() if name in needed}
-            yield PiecePass(piece, index, given, left, index == len(carried) - 1)
+            yield PiecePass(piece, index, values, left, index == len(carried) - 1)
         piece.close()  # whoever still holds it
 
 
@@ -112,7 +112,7 @@ def run_pieces(
         if step.text == 0:
             progress(Progress("Checking", done, len(pieces), "step"))
             done += 1
-            same, exact = step.piece.test(step.given)
+            same, exact = step.piece.test(step.entering)
             rolls_back, row_exact = rolls_back and same, row_exact and exact
             if "logits" in step.left:
                 break  # what is left of the steps are the texts' last
@@ -137,8 +137,8 @@ class _Piece:
         """
         count = next(iter(values.values())).shape[1]
         rows = np.arange(count) if count > 1 else np.zeros(2, np.int64)
-        one = Pass([Part([0] * len(rows), start, len(rows))])
-        feeds = {n: np.array(INPUTS[n](one), kind) for n, kind in self._inputs.items() if n in INPUTS}
+        example = Pass([Part([0] * len(rows), start, len(rows))])
+        feeds = {n: np.array(INPUTS[n](example), kind) for n, kind in self._inputs.items() if n in INPUTS}
         for tensor in self._kept:
             empty = np.zeros(tensor.of_tokens(start + len(rows) + 1), tensor.dtype)
             feeds[tensor.input] = past[tensor.input] if past else empty

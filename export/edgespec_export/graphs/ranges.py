@@ -91,7 +91,7 @@ def measure_ranges(
     try:
         write_graph(checkpoint, plan_decoder(checkpoint, _READER), scratch, progress)
         graph = scratch / GRAPH
-        stream, inner, given = _watched(graph)
+        stream, inner, inputs = _watched(graph)
         largest = dict.fromkeys((*stream, *inner), 0.0)
 
         pieces = cut(graph, watched=largest.keys())
@@ -99,7 +99,7 @@ def measure_ranges(
         for step in walk(pieces, kept_by(checkpoint.config, "float32"), tokens):
             for name in step.left.keys() & largest.keys():
                 # As max is not, NaN is larger than any other to np.maximum.
-                value = _largest(step.left[name][0], sums=name in given)
+                value = _largest(step.left[name][0], sums=name in inputs)
                 largest[name] = float(np.maximum(largest[name], value))
             done += step.last
             if step.last:
@@ -121,10 +121,10 @@ def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
     config, special = checkpoint.config, checkpoint.special_tokens()
     tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json(), vocab_size=config.vocab_size)
     longest = min(_LONGEST, config.context_length)
-    found = calibration_tokens(tokenizer, special, files, count=_TEXTS, longest=longest)
-    if not any(found):
+    texts = calibration_tokens(tokenizer, special, files, count=_TEXTS, longest=longest)
+    if not any(texts):
         raise RequestError("the calibration text holds no tokens; give longer ones")
-    return [tokens for tokens in found if tokens]
+    return [tokens for tokens in texts if tokens]
 
 
 def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:
@@ -133,6 +133,6 @@ def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:
     skips = [node for node in nodes if node.op_type == "SkipSimplifiedLayerNormalization"]
     stream = {node.output[_SUM] for node in skips} | {name for node in skips for name in node.input[:2]}
     inner = {node.output[0] for node in nodes if node.op_type in _INNER} | {n.output[0] for n in skips}
-    given = {node.input[0] for node in nodes if node.op_type in _PRODUCTS}
-    inner = (inner | given) - {"logits"}
-    return stream - inner, inner, given
+    inputs = {node.input[0] for node in nodes if node.op_type in _PRODUCTS}
+    inner = (inner | inputs) - {"logits"}
+    return stream - inner, inner, inputs

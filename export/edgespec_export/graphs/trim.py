@@ -153,7 +153,7 @@ def plan_trim(
     chosen = choices[0] if isinstance(options.trim, int) else _best(choices)
     if chosen.rows == ranking.whole:
         return None
-    weighed = {"of": ranking.whole, "texts": ranking.texts, "choices": [asdict(each) for each in choices]}
+    weighed = {"of": ranking.whole, "texts": ranking.texts, "choices": [asdict(choice) for choice in choices]}
     return ranking.tokens(chosen.rows), {**asdict(chosen), **weighed}
 
 

@@ -124,8 +124,8 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
     totals = dict.fromkeys(_CLASSES, 0)
     for name, value in parameters.items():
         assert value.const_value is not None
-        found = next((part for part in name.split(".") if part in totals), "other")
-        totals["lm_head" if tied and found == "embedding" else found] += value.const_value.nbytes
+        kind = next((part for part in name.split(".") if part in totals), "other")
+        totals["lm_head" if tied and kind == "embedding" else kind] += value.const_value.nbytes
     return totals
 
 

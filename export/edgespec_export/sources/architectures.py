@@ -161,11 +161,11 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
 """By a model that works: what edgespec lacks for others near it, under their names in GGUF and on the hub."""
 
 
-def unknown(where: str, found: str, known: str) -> UnsupportedModelError:
+def unknown(where: str, name: str, known: str) -> UnsupportedModelError:
     """The error for an architecture that is not in the table; ``known`` is how it may be exported instead."""
     near = "; ".join(
         f"it needs {missing}, which edgespec lacks; {model} is near it and works"
         for model, (missing, names) in _LACKING.items()
-        if found in names
+        if name in names
     )
-    return UnsupportedModelError(f"{where} is of the architecture {found!r}{near and f': {near}'}. {known}")
+    return UnsupportedModelError(f"{where} is of the architecture {name!r}{near and f': {near}'}. {known}")

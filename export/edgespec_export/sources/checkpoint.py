@@ -208,10 +208,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 f"{self.path.name} has tensors a {config.architecture} model lacks: {names}"
             )
 
-    def _check_shape(self, found: Tensor, shape: tuple[int, ...]) -> None:
-        if found.shape != shape:
+    def _check_shape(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape:
             raise ModelFileError(
-                f"tensor {found.name!r} of {self.path.name} has shape {found.shape}; "
+                f"tensor {tensor.name!r} of {self.path.name} has shape {tensor.shape}; "
                 f"its metadata ask for {shape}. Download or convert it again."
             )
 

@@ -210,9 +210,9 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
             return
         kind = next((known for known in GGMLType if known == number), None)
         if kind is None:
-            found, instead = _UNREAD.get(number, (f"number {number}", "Q4_K_M or Q8_0"))
+            form, instead = _UNREAD.get(number, (f"number {number}", "Q4_K_M or Q8_0"))
             raise UnsupportedModelError(
-                f"tensor {name!r} of {self.path.name} has the weight format {found}; edgespec reads "
+                f"tensor {name!r} of {self.path.name} has the weight format {form}; edgespec reads "
                 f"{', '.join(known.name for known in GGMLType)}. Use a file of the model quantized to these, "
                 f"such as {instead}."
             )

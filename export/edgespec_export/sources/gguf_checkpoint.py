@@ -189,7 +189,7 @@ class GGUFCheckpoint(Checkpoint):
         if name not in self.tensors:
             return []
         values = self.values(name).ravel()
-        self.tensors = {each: tensor for each, tensor in self.tensors.items() if each != name}
+        self.tensors = {other: tensor for other, tensor in self.tensors.items() if other != name}
         return [float(value) for value in values]
 
 
@@ -206,16 +206,16 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
 
 
 def _family(file: GGUFFile) -> Family:
-    found, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
-    instead = _NO_MODELS.get("mmproj" if found == "clip" else str(kind))
+    architecture, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+    instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
     if instead is not None:
         raise UnsupportedModelError(f"{file.path} is {instead}")
-    if found == HEAD.gguf:
+    if architecture == HEAD.gguf:
         raise RequestError(f"{file.path} {NEEDS_TARGET}")
-    if not isinstance(found, str) or found not in GGUF_FAMILIES:
+    if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         known = f"edgespec exports these architectures from GGUF: {', '.join(GGUF_FAMILIES)}."
-        raise unknown(file.path.name, str(found), known)
-    return GGUF_FAMILIES[found]
+        raise unknown(file.path.name, str(architecture), known)
+    return GGUF_FAMILIES[architecture]
 
 
 def named(

@@ -248,8 +248,10 @@ def _refuse_repeats(texts: Sequence[str], what: str) -> None:
 
 def _facts(metadata: Mapping[str, object]) -> Facts:
     """The tokenizer's keys."""
-    found = {key: value for key, value in metadata.items() if key.startswith(_KEYS)}
-    return Facts({key.removeprefix(_KEYS): value for key, value in found.items()}, "tokenizer.ggml")
+    templates_by_key = {key: value for key, value in metadata.items() if key.startswith(_KEYS)}
+    return Facts(
+        {key.removeprefix(_KEYS): value for key, value in templates_by_key.items()}, "tokenizer.ggml"
+    )
 
 
 def _kind(metadata: Mapping[str, object]) -> str:

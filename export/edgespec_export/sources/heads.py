@@ -223,7 +223,7 @@ def _read_torch(path: Path) -> dict[str, Tensor | npt.NDArray[Any]]:
         return Tensor(name, tuple(value.shape), kind, data, 0)
 
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return {str(name): taken(str(name), value) for name, value in found.items()}
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return {str(name): taken(str(name), value) for name, value in tensors.items()}
     except Exception as error:  # those of zip files, of pickles and torch's own share no base class
         raise ModelFileError(f"cannot read {path}: {error!r:.200}. Download or copy it again.") from error

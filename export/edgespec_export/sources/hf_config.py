@@ -133,14 +133,14 @@ def _multiplier(facts: Facts, key: str, default: float) -> float:
 
 
 def _family(facts: Facts) -> Family:
-    found = facts.text("model_type", "")
-    if found not in FAMILIES:
+    model_type = facts.text("model_type", "")
+    if model_type not in FAMILIES:
         known = (
             f"edgespec exports these model types from Hugging Face checkpoints: {', '.join(FAMILIES)}. Other "
             "decoders go through Optimum: edgespec export SOURCE -o OUT --via optimum."
         )
-        raise unknown(facts.where, found, known)
-    return FAMILIES[found]
+        raise unknown(facts.where, model_type, known)
+    return FAMILIES[model_type]
 
 
 def _check_features(facts: Facts, family: Family) -> None:

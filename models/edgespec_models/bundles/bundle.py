@@ -67,8 +67,8 @@ def _marks(sources: Mapping[str, str]) -> frozenset[str]:
 
 def _digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of the manifest's content, independent of its formatting."""
-    said = {key: value for key, value in manifest.items() if key != _DIGEST}
-    text = json.dumps(said, sort_keys=True, ensure_ascii=False)
+    content = {key: value for key, value in manifest.items() if key != _DIGEST}
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
@@ -192,7 +192,7 @@ class Manifest:
                 f"export the model again: edgespec export SOURCE -o {where.parent} --overwrite"
             )
         facts = read(ModelConfig, value.get("config"), f"{where}, config", BundleError, AGAIN)
-        fields = {key: each for key, each in value.items() if key not in ("format_version", _DIGEST)}
+        fields = {key: field for key, field in value.items() if key not in ("format_version", _DIGEST)}
         return read(cls, fields | {"config": facts}, str(where), BundleError, AGAIN)
 
 
@@ -303,8 +303,8 @@ class Bundle:
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
         """The chat template; None for models without one. One that was put here later is taken too."""
-        found = self._templates()
-        return self._compile(found, self.path / TEMPLATE) if DEFAULT in found else None
+        sources = self._templates()
+        return self._compile(sources, self.path / TEMPLATE) if DEFAULT in sources else None
 
     def use_template(self, file: Path) -> None:
         """Take the chat template in ``file`` in place of the model's own; raises as reading it does."""

@@ -140,10 +140,10 @@ class ModelConfig(DecoderShape):
             )
         if self.wide_qk_norm and not self.qk_norm:
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
-        said = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
+        of_head = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
         plain = self.num_layers == 1 and self.pre_norms
         plain &= not (self.post_norms or self.qk_norm or self.mixers)
-        if not (all(said[:2]) and plain) if self.architecture == "eagle3" else any(said):
+        if not (all(of_head[:2]) and plain) if self.architecture == "eagle3" else any(of_head):
             raise UnsupportedModelError(
                 f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
                 f"feature_width {self.feature_width}; a head is one plain layer of eagle3 with both"

@@ -81,8 +81,8 @@ class ForeignBundle(Bundle):
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """What the files beside the tokenizer state; None without."""
-        found = self._files.chat_templates()
-        return self._compile(found, self.path) if found else None
+        sources = self._files.chat_templates()
+        return self._compile(sources, self.path) if sources else None
 
 
 def _genai(folder: Path) -> tuple[Path, Stated, Facts]:

@@ -71,7 +71,7 @@ def count_weights(header: Graph) -> dict[str, dict[str, int]]:
     formats: dict[str, int] = {}
     uses = dict.fromkeys(header.weights, ("other", "", 0))
     for name, use in _uses(header):
-        uses[name] = max(uses[name], use, key=lambda found: _CLASSES.index(found[0]))
+        uses[name] = max(uses[name], use, key=lambda known_use: _CLASSES.index(known_use[0]))
     for name, (kind, form, elements) in uses.items():
         sizes[kind] += header.weights[name].size_bytes
         parameters[kind] += elements
@@ -91,9 +91,9 @@ def _find_tensors(header: Graph, stated: Stated) -> tuple[GraphTensors, tuple[Ke
     known = {stated.ids, stated.mask, stated.positions, *(tensor.input for tensor in kept)}
     unknown = sorted(header.inputs.keys() - known)
     if not kept or unknown:
-        found = f"the inputs {', '.join(unknown)}" if unknown else "no KV cache"
+        what = f"the inputs {', '.join(unknown)}" if unknown else "no KV cache"
         raise UnsupportedModelError(
-            f"the graph has {found}; edgespec runs decoders that read {stated.ids}, {stated.mask}, "
+            f"the graph has {what}; edgespec runs decoders that read {stated.ids}, {stated.mask}, "
             f"{stated.positions} and the KV cache {stated.past_key}, {stated.past_value}"
         )
     if any(node.op_type == "If" for node in header.nodes):
@@ -190,8 +190,8 @@ def _uses(header: Graph) -> Iterator[tuple[str, tuple[str, str, int]]]:
             source[node.outputs[0]] = origin
             continue
         for position, name in enumerate(node.inputs):
-            if (found := source.get(name)) is not None:
-                yield found, _use(node, position, header.weights[found])
+            if (weight := source.get(name)) is not None:
+                yield weight, _use(node, position, header.weights[weight])
 
 
 def _use(node: Node, position: int, weight: Tensor) -> tuple[str, str, int]:

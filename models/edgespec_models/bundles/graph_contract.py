@@ -89,18 +89,18 @@ ROWS: Final = "logits_rows"
 
 INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
     {
-        "input_ids": lambda one: [one.tokens],
-        "attention_mask": lambda one: np.ones((1, one.parts[0].end)),
-        "position_ids": lambda one: np.arange(one.parts[0].start, one.parts[0].end)[None],
-        "sequences": lambda one: [(part.begin, part.start, len(part.tokens)) for part in one.parts],
-        "places": lambda one: [(part.slot, part.behind) for part in one.parts],
-        "seqlens_k": lambda one: [one.parts[0].end - 1],
-        "total_sequence_length": lambda one: one.parts[0].end,
-        ROWS: lambda one: one.wanted,
-        "context_tokens": lambda one: one.offered,
-        "column_order": lambda one: -np.arange(one.columns),
-        "features": lambda one: np.asarray(one.features)[None],
-        "states": lambda one: np.asarray(one.states)[None],
+        "input_ids": lambda run: [run.tokens],
+        "attention_mask": lambda run: np.ones((1, run.parts[0].end)),
+        "position_ids": lambda run: np.arange(run.parts[0].start, run.parts[0].end)[None],
+        "sequences": lambda run: [(part.begin, part.start, len(part.tokens)) for part in run.parts],
+        "places": lambda run: [(part.slot, part.behind) for part in run.parts],
+        "seqlens_k": lambda run: [run.parts[0].end - 1],
+        "total_sequence_length": lambda run: run.parts[0].end,
+        ROWS: lambda run: run.wanted,
+        "context_tokens": lambda run: run.offered,
+        "column_order": lambda run: -np.arange(run.columns),
+        "features": lambda run: np.asarray(run.features)[None],
+        "states": lambda run: np.asarray(run.states)[None],
     }
 )
 """Inputs of graphs of any shape, but for weights and the KV cache, and what they hold in a pass."""

@@ -75,13 +75,13 @@ class Layer:
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
     """All layers, from the embedding's side."""
-    found = []
+    layers = []
     for index in range(config.num_layers):
         window = None if config.is_global(index) else config.sliding_window
         rope = "rope" if window is None or config.rope_local_theta is None else "rope_local"
         rotated = None if index in config.unrotated_layers else rope
-        found.append(Layer(index, rotated, window, config.mixer(index)))
-    return tuple(found)
+        layers.append(Layer(index, rotated, window, config.mixer(index)))
+    return tuple(layers)
 
 
 def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ...]]:

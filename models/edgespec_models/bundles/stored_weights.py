@@ -53,8 +53,10 @@ class StoredWeights:
         for name, part in zip(weights, node.texts["parts"].split(","), strict=True):
             form, _, rows = part.partition(":")
             self._shapes[name] = form, int(rows), node.attributes["inputs"]
-        path, found, _ = weights[0].partition(".parts.")
-        self._parts[path if found else "lm_head"] = weights  # the embedding's own matrix is the LM head's
+        path, is_projection, _ = weights[0].partition(".parts.")
+        self._parts[path if is_projection else "lm_head"] = (
+            weights  # the embedding's own matrix is the LM head's
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -103,11 +105,11 @@ class StoredWeights:
 
     def embed(self, tokens: npt.NDArray[np.int64]) -> _F32:
         """The embedding's rows of ``tokens``, float32 ``(tokens, in_features)``."""
-        found: dict[int, _F32] = {}
+        embedded: dict[int, _F32] = {}
         for tile in np.unique(tokens // LANES):
             start = int(tile) * LANES
-            found |= enumerate(self.rows("embedding.weight", start, start + LANES), start)
-        return np.stack([found[int(token)] for token in tokens])
+            embedded |= enumerate(self.rows("embedding.weight", start, start + LANES), start)
+        return np.stack([embedded[int(token)] for token in tokens])
 
     def _shape(self, matrix: str) -> _Shape:
         if matrix not in self._shapes or self._shapes[matrix][0] not in FORMATS:

@@ -105,8 +105,8 @@ def unpack_tiles(name: str, tiles: U8, rows: int, columns: int) -> F32:
     if high:
         codes |= _codes(above, high) << np.uint8(low)
     by_row = codes.transpose(0, 4, 1, 2, 3, 5).reshape(-1, columns)
-    found = Fields(by_row, zero, low + high, *_numbers(name, rest), table=TABLES.get(name, b""))
-    return found.blocks().values()[:rows]
+    unpacked = Fields(by_row, zero, low + high, *_numbers(name, rest), table=TABLES.get(name, b""))
+    return unpacked.blocks().values()[:rows]
 
 
 def _whole(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -151,7 +151,7 @@ def _pack(name: str, source: Fields) -> U8:
         assert scales is not None and minimums is not None
         scales, minimums = scales | minimums << np.uint8(4), None
     numbers = (scales, minimums, source.factors, source.minimum_factors)
-    parts += [_by_lane(each, shape) for each in numbers if each is not None]
+    parts += [_by_lane(values, shape) for values in numbers if values is not None]
     return np.concatenate(parts, axis=-1).reshape(-1)
 
 

@@ -190,14 +190,14 @@ def entries(folder: Path = _FOLDER) -> Mapping[str, CatalogueEntry]:
         CatalogueError: a file is not TOML, a key is missing, unknown or of the wrong form (the
             message names file and key), or a ``drafter`` is not in the folder.
     """
-    found = {path.stem: _read(path) for path in sorted(folder.glob("*.toml"))}
-    for entry in found.values():
-        if entry.drafter is not None and entry.drafter not in found:
+    catalogue = {path.stem: _read(path) for path in sorted(folder.glob("*.toml"))}
+    for entry in catalogue.values():
+        if entry.drafter is not None and entry.drafter not in catalogue:
             raise CatalogueError(
                 f"{entry.name}.toml: drafter = {entry.drafter!r} is not in the catalogue, which has: "
-                f"{', '.join(found)}"
+                f"{', '.join(catalogue)}"
             )
-    return found
+    return catalogue
 
 
 def find(name: str) -> CatalogueEntry:
@@ -224,7 +224,9 @@ def hub_heads() -> Mapping[str, HubHead]:
 
 def _named(cls: type[T], path: Path) -> dict[str, T]:
     tables = _toml(path).items()
-    return {name: read(cls, each, f"{path.name}: {name}", CatalogueError, _CORRECT) for name, each in tables}
+    return {
+        name: read(cls, table, f"{path.name}: {name}", CatalogueError, _CORRECT) for name, table in tables
+    }
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -238,7 +240,9 @@ def _read(path: Path) -> CatalogueEntry:
     values = _toml(path)
     sources = values.get("sources")
     if isinstance(sources, list):
-        values["sources"] = [_source(each, f"{path.name}: sources[{at}]") for at, each in enumerate(sources)]
+        values["sources"] = [
+            _source(source, f"{path.name}: sources[{at}]") for at, source in enumerate(sources)
+        ]
     return read(CatalogueEntry, values | {"name": path.stem}, path.name, CatalogueError, _CORRECT)
 
 

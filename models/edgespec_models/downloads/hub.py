@@ -62,13 +62,13 @@ class HubReference:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``; RequestError for another form."""
-        found = _REFERENCE.fullmatch(text)
-        if found is None or ".." in text or "--" in found["repository"]:
+        match = _REFERENCE.fullmatch(text)
+        if match is None or ".." in text or "--" in match["repository"]:
             raise RequestError(
                 f"{text!r} names no model on the hub; write {PREFIX}OWNER/REPO or "
                 f"{PREFIX}OWNER/REPO/FILE.gguf, either with @REVISION behind it"
             )
-        return cls(found["repository"], found["revision"] or "main", found["filename"])
+        return cls(match["repository"], match["revision"] or "main", match["filename"])
 
     def __str__(self) -> str:
         file = "" if self.filename is None else f"/{self.filename}"
@@ -170,9 +170,9 @@ class _Listing:
 def _read_listing(reference: HubReference, job: Job) -> _Listing:
     repository, revision, filename = reference.repository, reference.revision, reference.filename
     where = f"{repository} (revision {revision})"
-    asked = f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
+    address = f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
     try:
-        answer = json.loads(read_hub(asked, repository, where))
+        answer = json.loads(read_hub(address, repository, where))
         commit = answer["sha"]
         if not _COMMIT.fullmatch(commit):
             raise ValueError(f"sha is {commit!r}")
@@ -254,4 +254,4 @@ def _fetch(reference: HubReference, listing: _Listing, name: str, progress: Prog
 
 def _within(progress: ProgressCallback, done: int, total: int) -> ProgressCallback:
     """Bytes of one file as bytes of all."""
-    return lambda one: progress(replace(one, done=done + one.done, total=total))
+    return lambda file: progress(replace(file, done=done + file.done, total=total))

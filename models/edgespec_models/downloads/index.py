@@ -89,13 +89,13 @@ def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
     with tempfile.TemporaryDirectory(dir=job.parts, ignore_cleanup_errors=True) as name:
         incoming = Path(name)
         messages = incoming / "messages"
-        with messages.open("wb") as said:
+        with messages.open("wb") as log:
             child = subprocess.Popen(
                 _command(part, incoming),
                 env=_environment(incoming),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=log,
             )
             try:
                 while child.poll() is None:
@@ -138,9 +138,9 @@ def _bytes_under(folder: Path) -> int:
     return sum(length(Path(root, name)) for root, _, names in os.walk(folder) for name in names)
 
 
-def _complaint(said: str) -> str:
+def _complaint(messages: str) -> str:
     """The last error pip wrote, on one line."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in messages.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or ["pip gave no reason"])[-1]
 

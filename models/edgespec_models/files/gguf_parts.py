@@ -11,8 +11,8 @@ _PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})(\.gguf)", re.IGNORECASE)
 
 def part_names(name: str) -> tuple[str, ...]:
     """The names of all parts, in order, of the model that a file of this name belongs to."""
-    found = _PART.fullmatch(name)
-    count = 0 if found is None else int(found[2])
+    match = _PART.fullmatch(name)
+    count = 0 if match is None else int(match[2])
     parts = (_PART.sub(rf"\g<1>-{number:05}-of-\g<2>\3", name) for number in range(1, count + 1))
     return tuple(parts) or (name,)
 

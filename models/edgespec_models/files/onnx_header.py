@@ -135,7 +135,7 @@ def _weight(tensor: _Message) -> Tensor:
 
 def _value(value: _Message) -> Tensor:
     kind, dims = str(0), list[int | str]()
-    for tensor in (tensor for one in _parts(value, 2) for tensor in _parts(one, 1)):
+    for tensor in (tensor for type_ in _parts(value, 2) for tensor in _parts(type_, 1)):
         kind = _type(tensor, 1)
         for dim in (dim for shape in _parts(tensor, 2) for dim in _parts(shape, 1)):
             dims.append(_numbers(dim, 1)[-1] if 1 in dim else _text(dim, 2))

@@ -107,7 +107,7 @@ class _NativeDecoder(GraphDecoder):
             tables = [self.parameter(f"{layer.rope}_{part}", shape) for part in ("cos", "sin")]
         gains: list[ir.Value | None] = [None, None]
         if config.qk_norm and not config.wide_qk_norm:
-            gains = [self.gain(f"{layer.name}.{each}_norm") for each in ("q", "k")]
+            gains = [self.gain(f"{layer.name}.{which}_norm") for which in ("q", "k")]
         y, *new = self.node(
             "Attention",
             packed,
@@ -162,7 +162,7 @@ class _NativeDecoder(GraphDecoder):
             )
             for index, part in enumerate(spec.parts)
         ]
-        gains = [None if each is None else self.gain(each) for each in (gain, post_gain)]
+        gains = [None if name is None else self.gain(name) for name in (gain, post_gain)]
         return self.node(
             "Linear",
             *(x, gains[0], bias, gains[1], residual, *weights),

@@ -173,19 +173,19 @@ class _StaticDecoder(GraphDecoder):
 
     def mask_inputs(self) -> dict[bool, ir.Value]:
         """Of layers that see all, and of those with a window."""
-        shape, found = [1, 1, self.plan.rows, self.plan.capacity + self.plan.rows], {}
+        shape, masks = [1, 1, self.plan.rows, self.plan.capacity + self.plan.rows], {}
         for windowed in sorted({layer.window is not None for layer in self.all_layers}, reverse=True):
             name = "sliding_mask" if windowed else "attention_mask"
-            found[windowed] = self.point(self.input(name, FLOAT, shape), "mask")
-        return found
+            masks[windowed] = self.point(self.input(name, FLOAT, shape), "mask")
+        return masks
 
     def rope_inputs(self) -> dict[str, list[ir.Value]]:
         shape = [1, 1, self.plan.rows, self.config.rotary_width // 2]
-        found = {}
+        inputs = {}
         for rope in rotary_thetas(self.config):
             tables = [self.input(f"{rope}_{part}", FLOAT, shape) for part in ("cos", "sin")]
-            found[rope] = [self.point(table, "rope") for table in tables]
-        return found
+            inputs[rope] = [self.point(table, "rope") for table in tables]
+        return inputs
 
     def past_inputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Of each layer that the graph has."""

@@ -75,8 +75,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except Exception as error:  # Jinja's, and Python's of the code that Jinja makes of it
             raise TokenizerError(f"The chat template is not valid: {_where(error)}") from error
-        others = {name: each for name, each in named.items() if name != DEFAULT}
-        self._named = {name: ChatTemplate(each, bos=bos, eos=eos) for name, each in others.items()}
+        others = {name: text for name, text in named.items() if name != DEFAULT}
+        self._named = {name: ChatTemplate(text, bos=bos, eos=eos) for name, text in others.items()}
 
     def taking(self, arguments: Collection[str]) -> "ChatTemplate":
         """The template for conversations with these arguments, as transformers chooses it."""
@@ -93,7 +93,7 @@ class ChatTemplate:
         shown = {"tools"} if self._tools_in_message else set[str]()
         known = _ALWAYS.union(self._template.environment.globals, self._tokens)
         own = frozenset((meta.find_undeclared_variables(self._tree) | shown) - known)
-        return own.union(*(each.arguments for each in self._named.values()))
+        return own.union(*(template.arguments for template in self._named.values()))
 
     @cached_property
     def _tools_in_message(self) -> bool:
@@ -103,7 +103,7 @@ class ChatTemplate:
     @cached_property
     def knows_developer(self) -> bool:
         """Whether it tells the role ``developer`` from others: whether that word is one of its constants."""
-        return any(each.value == "developer" for each in self._tree.find_all(nodes.Const))
+        return any(constant.value == "developer" for constant in self._tree.find_all(nodes.Const))
 
     def render(
         self,
@@ -172,7 +172,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation whose texts are replaced by what ``spelled`` makes of role and text."""
         checked, others = self._checked(messages, arguments)
-        written = [_with_texts(each, partial(spelled, each["role"])) for each in checked]
+        written = [_with_texts(message, partial(spelled, message["role"])) for message in checked]
         return self._render(written, _with_texts(others, partial(spelled, None)), now)
 
     def _checked(
@@ -187,7 +187,7 @@ class ChatTemplate:
         if self._tools_in_message and isinstance(others.get("tools"), list):
             if copies[0]["role"] != "system":
                 copies.insert(0, {"role": "system", "content": ""})
-            functions = [each.get("function") for each in others.pop("tools") if isinstance(each, dict)]
+            functions = [tool.get("function") for tool in others.pop("tools") if isinstance(tool, dict)]
             copies[0]["tools"] = json.dumps(functions)
         for copy in copies:
             if copy["role"] == "developer" and not self.knows_developer:
@@ -222,7 +222,7 @@ class ChatTemplate:
         """A conversation rendered in that form; nothing where the template fails."""
         tools = {"tools": [_TOOL]} if "tools" in self.arguments else {}
         try:
-            return self._render([_shape(each, form) for each in messages], tools, share=1 / 8)
+            return self._render([_shape(message, form) for message in messages], tools, share=1 / 8)
         except EdgespecError:
             return ""
 
@@ -234,14 +234,14 @@ class ChatTemplate:
         share: float = 1.0,
     ) -> str:
         moment = now or datetime.now().astimezone()
-        given = {"tools": None, "documents": None} | arguments
+        variables = {"tools": None, "documents": None} | arguments
         try:
-            with limited(self.source, [*messages, given], share):
+            with limited(self.source, [*messages, variables], share):
                 return self._template.render(
                     messages=messages,
                     add_generation_prompt=True,
                     strftime_now=lambda form: moment.strftime(form[:_LONGEST_DATE]),
-                    **given,
+                    **variables,
                     **self._tokens,
                 )
         except _RefusedError as error:
@@ -282,9 +282,9 @@ def _plain(value: object, where: str, depth: int = 0) -> Any:
         return value
     if depth < _DEEPEST:
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {key: _plain(each, f"{where}.{shown(key)}", depth + 1) for key, each in value.items()}
+            return {key: _plain(item, f"{where}.{shown(key)}", depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [_plain(each, f"{where}[{at}]", depth + 1) for at, each in enumerate(value)]
+            return [_plain(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
     raise RequestError(
         f"{where} is {shown(value)}; allowed: what JSON can say (texts, numbers, True, False, None, lists, "
         f"tables with texts as keys), at most {_DEEPEST} levels deep"
@@ -370,9 +370,9 @@ def _with_texts(value: Any, made: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return made(value)
     if isinstance(value, dict):
-        return {made(key): _with_texts(each, made) for key, each in value.items()}
+        return {made(key): _with_texts(item, made) for key, item in value.items()}
     if isinstance(value, list):
-        return [_with_texts(each, made) for each in value]
+        return [_with_texts(item, made) for item in value]
     return value
 
 

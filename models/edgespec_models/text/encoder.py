@@ -113,8 +113,8 @@ class Encoder:
     @_guarded(_VOCABULARY, _AGAIN)
     def id_of(self, text: str, *, added: bool = True) -> int | None:
         """The token with this text; of the model's own, or of added ones too."""
-        found: int | None = (self._core if added else self._core.model).token_to_id(text)
-        return found
+        id_: int | None = (self._core if added else self._core.model).token_to_id(text)
+        return id_
 
     @_guarded(_TEXT, _TRY)
     def ids(self, text: str, *, special: bool) -> list[int]:

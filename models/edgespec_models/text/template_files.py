@@ -17,12 +17,12 @@ def file_of(name: str) -> str:
     return FILE if name == DEFAULT else f"chat_template.{name}.jinja"
 
 
-def templates(found: Mapping[str, object], where: str) -> dict[str, str]:
+def templates(value_by_key: Mapping[str, object], where: str) -> dict[str, str]:
     """Jinja source by name; without a default template the first is that, and other names are left out.
 
     Raises ModelFileError where a source is no text; None is none.
     """
-    sources = {name: source for name, source in found.items() if source is not None}
+    sources = {name: source for name, source in value_by_key.items() if source is not None}
     for name, source in sources.items():
         if not isinstance(source, str):
             kind = type(source).__name__

@@ -84,8 +84,8 @@ class Place:
 
     def _thoughts(self, data: bytes) -> tuple["Place", bytes, bytes]:
         end = self.tags.end.encode()
-        thoughts, found, text = data.partition(end)
-        if found:
+        thoughts, ended, text = data.partition(end)
+        if ended:
             place, _, text = Place(self.tags, "closed").read(text)
             return place, thoughts.rstrip(), text
         shown = data[: len(data) - begun_at_end(data, end)].rstrip()
@@ -94,9 +94,9 @@ class Place:
 
 def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:
     """The tags that a template shows or that the vocabulary has; None where a model does not think."""
-    found = _END.search(template.source)
-    end = "</think>" if found is None else found[0]
-    if found is None and len(tag_tokens(tokenizer, end)) > 1:
+    match = _END.search(template.source)
+    end = "</think>" if match is None else match[0]
+    if match is None and len(tag_tokens(tokenizer, end)) > 1:
         return None
     response = _RESPONSE if f"{_RESPONSE}</response>" in template.source else ""
     switch = next((name for name in ("enable_thinking", "thinking") if name in template.arguments), None)

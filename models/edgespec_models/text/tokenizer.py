@@ -250,9 +250,9 @@ class Tokenizer:
     def spelling(self, data: bytes) -> list[int]:
         """Ordinary tokens with which a text may go on that begins with ``data``, of one byte or more."""
         ids, known, begin = self._ids_by_bytes, self._sorted_bytes, bisect_left(self._sorted_bytes, data)
-        end = bisect_right(known, data, begin, key=lambda each: each[: len(data)])
+        end = bisect_right(known, data, begin, key=lambda known_part: known_part[: len(data)])
         parts = (data[:length] for length in range(1, len(data)))
-        return [ids[each] for each in (*parts, *known[begin:end]) if each in ids]
+        return [ids[part] for part in (*parts, *known[begin:end]) if part in ids]
 
     def matches(self, other: "Tokenizer") -> bool:
         """Whether both give every id the same bytes and the same role.

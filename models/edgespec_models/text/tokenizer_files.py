@@ -121,12 +121,12 @@ class TokenizerFiles:
 
     def chat_templates(self) -> dict[str, str]:
         """Jinja source by name, of the first place that has any; ModelFileError where one is not a text."""
-        found: dict[str, object] = {
+        content: dict[str, object] = {
             name: read_text(self._folder / file, ModelFileError, "Download or copy it again")
             for name, file in BESIDE.items()
             if (self._folder / file).is_file()
         }
-        if DEFAULT not in found:
+        if DEFAULT not in content:
             for facts in (self.config, Facts.read(self._folder / AS_JSON)):
                 value = facts.value("chat_template")
                 if isinstance(value, list):  # several by name
@@ -134,12 +134,12 @@ class TokenizerFiles:
                     value = {str(entry.get("name")): entry.get("template") for entry in objects}
                 if value is not None:
                     stated = value if isinstance(value, dict) else {DEFAULT: value}
-                    return templates(stated | found, facts.where)
-        return templates(found, str(self._folder))
+                    return templates(stated | content, facts.where)
+        return templates(content, str(self._folder))
 
     def _added(self, listed: list[dict[str, Any]], own: dict[str, int]) -> list[dict[str, Any]]:
         """The added tokens ``listed`` in ``tokenizer.json`` with those beside it; ``own`` are the model's."""
-        added = {each["content"]: dict(each) for each in listed}
+        added = {token["content"]: dict(token) for token in listed}
         for token in self._beside():
             text = token["content"]
             kept = added.setdefault(text, token | {"id": own.get(text, token["id"])})
