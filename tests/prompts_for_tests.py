@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.kept import BLOCK
-from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.kv_cache import SavedCache
-from edgespec_runtimes.prompt_cache import PromptCache, stored
+from edgespec_runtimes.kv_store import KvStore
 from tests.models_for_tests import toy_session
 from tests.toy import ToySession
 
@@ -74,7 +74,7 @@ def text(number: int, length: int) -> list[int]:
 def request(folder: Path, tokens: Sequence[int], session: Showing | None = None, **budget: int) -> int:
     """Read ``tokens`` in a new process, as it were, and write them; how many were there."""
     session = session or Showing()
-    store = KvStore(0, PromptCache(folder, **budget))
+    store = KvStore(0, BlockFiles(folder, **budget))
     store.fetch(session, tokens)
     held = session.shared_prefix(tokens)
     session.prefill(tokens)
@@ -104,7 +104,7 @@ def write_until_killed(folder: Path, seed: int) -> None:
             folder, text(rng.randrange(12), rng.randrange(600)), Showing(WIDE), budget=20 * BLOCK * 8 * WIDE
         )
         if rng.random() < 0.05:
-            PromptCache(folder).forget(KEY)
+            BlockFiles(folder).forget(KEY)
 
 
 def kill_writers(folder: Path, kills: int) -> str:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from edgespec import DoesNotFit, LoadOptions, RequestError
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
-from edgespec_runtimes.kv_buffers import KvStore
 from tests.models_for_tests import toy_model, toy_session
 from tests.test_threads import held, slow_session
-from tests.toy import KV_BYTES, ToySession
+from tests.toy import KV_BYTES
 
 NEW = 12
 SYSTEM = "You answer in as few words as you can, and never in verse. " * 3
@@ -53,14 +52,15 @@ def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
         drafter.prefill(prompt)  # as after an answer that it drafted for
         read, caches = len(drafter.passes), model._runner._caches
         model.generate(other, max_new_tokens=1)
-        assert [saved.tokens for owner, saved in caches._kept if owner is drafter] == [tuple(prompt)]
         drafter.rewind(0)
         model.chat(said, max_new_tokens=1)
         assert (drafter.cache, len(drafter.passes)) == (prompt, read)
         model.generate(other, max_new_tokens=1)
         assert model._side is not None
         model._side._run_with({})
-        assert caches._kept and not [owner for owner, _ in caches._kept if owner is drafter]
+        drafter.rewind(0)
+        caches.fetch(drafter, prompt)
+        assert caches.nbytes > 0 == drafter.length
 
 
 def test_plain_chats_find_their_caches_until_the_model_forgets() -> None:
@@ -144,76 +144,4 @@ def test_conversations_in_any_order_are_answered_as_if_alone(
             with toy_model() as fresh:
                 assert answer.tokens == fresh.chat(messages, max_new_tokens=new).tokens
             assert answer.stats.cached_tokens < answer.stats.prompt_tokens
-            kept = model._runner._caches._kept
-            assert sum(saved.nbytes for _, saved in kept) == model._runner._caches.nbytes <= budget
-
-
-class TestStore:
-    """On sessions of their own, without a model."""
-
-    def read(self, store: KvStore, session: ToySession, tokens: list[int]) -> int:
-        """Read ``tokens`` as a request would; how many were there."""
-        store.fetch(session, tokens)
-        held = session.shared_prefix(tokens[:-1])
-        session.prefill(tokens)
-        return held
-
-    def texts(self, count: int, length: int = 50) -> list[list[int]]:
-        return [[10 * n + 1, *range(100, 99 + length)] for n in range(count)]
-
-    def test_the_least_recently_used_go_first(self) -> None:
-        store, session = KvStore(110 * KV_BYTES), toy_session()  # two beside the one in use
-        first, second, third, fourth = self.texts(4)
-        for text in (first, second, third):
-            assert self.read(store, session, text) == 0
-        assert self.read(store, session, second) == 49  # which makes room for third
-        assert self.read(store, session, fourth) == 0  # first goes
-        assert store.nbytes == 100 * KV_BYTES
-        assert self.read(store, session, third) == 49
-        assert self.read(store, session, second) == 49
-        assert self.read(store, session, first) == 0
-
-    @pytest.mark.parametrize(("budget", "gives", "held"), [(40, True, 32), (49, False, 0), (0, True, 0)])
-    def test_of_a_text_too_large_its_beginning_is_kept(self, budget: int, gives: bool, held: int) -> None:
-        store, session = KvStore(budget * KV_BYTES), toy_session()
-        if not gives:
-            session.view = lambda start, end: None  # type: ignore[method-assign]
-        first, second = self.texts(2)
-        for text in (first, second):
-            assert self.read(store, session, text) == 0
-        assert self.read(store, session, first) == held
-
-    def test_what_another_text_holds_but_for_three_tokens_goes(self) -> None:
-        store, session, other = KvStore(1 << 20), toy_session(), [*range(50, 60)]
-        for text in ([*range(1, 7)], other, [1, 2, 3, *range(70, 80)], other):
-            self.read(store, session, text)
-        assert [len(saved.tokens) for _, saved in store._kept] == [13]
-
-    def test_a_text_that_lends_its_beginning_keeps_its_end(self) -> None:
-        store, session = KvStore(1 << 20), toy_session()
-        first, other = self.texts(2)
-        longer = [*first, *range(200, 260)]
-        for text in (longer, other):
-            self.read(store, session, text)
-        assert self.read(store, session, [*first, *range(300, 320)]) == 50
-        assert self.read(store, session, longer) == 109
-
-    @pytest.mark.parametrize(("length", "kept"), [(3, 0), (4, 1), (5, 1)])
-    def test_a_copy_is_worth_four_tokens(self, length: int, kept: int) -> None:
-        store, session = KvStore(1 << 20), toy_session()
-        first, second = list(range(10, 10 + length)), list(range(50, 60))
-        self.read(store, session, first)
-        self.read(store, session, second)
-        assert len(store._kept) == kept
-        held = session.shared_prefix(first)
-        store.fetch(session, first)
-        assert session.shared_prefix(first) == (length if kept else held)
-
-    def test_sessions_have_their_own(self) -> None:
-        store, sessions, (first, second) = KvStore(1 << 20), [toy_session(), toy_session()], self.texts(2)
-        for session in sessions:
-            for text in (first, second):
-                assert self.read(store, session, text) == 0
-        store.forget(sessions[0])
-        assert self.read(store, sessions[0], first) == 0
-        assert self.read(store, sessions[1], first) == 49
+            assert model._runner._caches.nbytes <= budget

@@ -17,7 +17,7 @@ from edgespec.loading.opening import Running
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
-from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.kv_store import KvStore
 from tests.drafters_for_tests import draft_of
 from tests.models_for_tests import toy_bundle, toy_session
 

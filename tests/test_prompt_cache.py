@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from edgespec import StorageError
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.storage import own_name
+from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cpu import open_cpu
-from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.prompt_cache import PromptCache, stored
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 from tests.native_for_tests import tiny_native
 from tests.prompts_for_tests import KEY, SIZE, Showing, disk_full, request, sizes, text
@@ -111,16 +111,14 @@ def test_every_text_has_the_bits_that_it_has_alone(
     kind: str,
 ) -> None:
     folder, session, alone = tmp_path_factory.mktemp("prompts"), make(kind), make(kind)
-    session.reserve(BLOCK)
-    view = session.view(0, BLOCK)
-    assert view is not None
-    budget = blocks * (view.nbytes + 48)
-    store = KvStore(memory, PromptCache(folder, budget))
+    session.reserve(1)
+    budget = blocks * (BLOCK * session.kv_bytes // session.capacity + 48)
+    store = KvStore(memory, BlockFiles(folder, budget))
     for number, length, anew, written in asked:
         tokens = [token % 250 for token in text(number, length)]
         if anew:
             session.rewind(0)
-            store = KvStore(memory, PromptCache(folder, budget))
+            store = KvStore(memory, BlockFiles(folder, budget))
         store.fetch(session, tokens)
         alone.rewind(0)
         np.testing.assert_array_equal(session.predict_next(tokens).logits, alone.predict_next(tokens).logits)
@@ -193,23 +191,24 @@ def test_a_damaged_file_costs_time_alone(
 
 
 def test_when_there_is_room_again_it_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, session = PromptCache(folder), Showing()
-    session.prefill(text(0, 200))
-    view = session.view(0, 200)
-    assert view is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdopen", disk_full)
-        assert prompts.write(KEY, view, lambda: False) and prompts.problem is not None
-    assert not [each for each in folder.rglob("*") if each.is_file()]
-    assert prompts.write(KEY, view, lambda: False) and prompts.problem is None
-    assert request(folder, text(0, 200)) == 192
+    store, session, tokens = KvStore(0, BlockFiles(folder)), Showing(), text(0, 200)
+    for _ in range(2):
+        store.fetch(session, tokens)
+        session.prefill(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdopen", disk_full)
+            store.write_behind()
+        assert store.problem is not None and sizes(folder) == 0
+    store.fetch(session, tokens)
+    store.write_behind()
+    assert store.problem is None and request(folder, tokens) == 192
 
 
 def test_what_cannot_be_deleted_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request(folder, text(0, 200))
     monkeypatch.setattr(Path, "unlink", disk_full)
     with pytest.raises(StorageError, match="cannot delete"):
-        PromptCache(folder).forget(KEY)
+        BlockFiles(folder).forget(KEY)
 
 
 def test_files_of_others_are_left_alone_and_what_killed_programs_left_goes(folder: Path) -> None:
@@ -219,7 +218,7 @@ def test_files_of_others_are_left_alone_and_what_killed_programs_left_goes(folde
     leftover = folder / KEY / f"{own_name('.edgespec-', NEVER_A_PROCESS)}ab"
     leftover.write_bytes(b"x" * 100)
     request(folder, text(3, 200), budget=0)
-    PromptCache(folder).forget(KEY)
+    BlockFiles(folder).forget(KEY)
     assert [each.name for each in (folder / KEY).iterdir()] == ["letter.txt"]
     leftover.write_bytes(b"x" * 100)
     request(folder, text(3, 200))
@@ -244,7 +243,7 @@ def test_threads_of_several_models_may_share_the_folder(folder: Path) -> None:
         for number in range(12):
             request(folder, text((seed + number) % 6, 200 + 10 * number), budget=9 * SIZE)
             if number % 5 == seed:
-                PromptCache(folder).forget(KEY)
+                BlockFiles(folder).forget(KEY)
 
     with ThreadPoolExecutor(4) as pool:
         assert len([*pool.map(work, range(4))]) == 4

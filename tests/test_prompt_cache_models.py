@@ -12,11 +12,10 @@ import pytest
 
 from edgespec import LoadOptions
 from edgespec_models.bundles.kept import BLOCK
-from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.prompt_cache import PromptCache, stored
+from edgespec_runtimes.block_files import BlockFiles, stored
 from tests.models_for_tests import toy_model
 from tests.native_for_tests import tiny_native
-from tests.prompts_for_tests import LONG, SIZE, Showing, disk_full, keyed, request, sizes, text
+from tests.prompts_for_tests import LONG, SIZE, disk_full, keyed, request, sizes, text
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import LLAMA, settle, until
 
@@ -48,8 +47,8 @@ def test_what_is_written_is_there_behind_the_answer_and_at_the_end(own_prompts: 
         before = sizes(own_prompts)
         assert before > 0
         with model._worker.paused():
+            model._runner._caches.fetch(model._session, [*range(200)])
             model._session.prefill([*range(200)])
-            model._runner._caches._due.append((model._session, None))
     assert sizes(own_prompts) == before + 6 * SIZE
 
 
@@ -69,52 +68,6 @@ def test_off_means_that_nothing_is_read_and_written(own_prompts: Path) -> None:
         assert model.generate(LONG, max_new_tokens=1).stats.cached_tokens == 0
         model.forget()
     assert sizes(own_prompts) > 0
-
-
-def test_a_text_that_was_put_aside_in_a_hurry_is_written_later(own_prompts: Path) -> None:
-    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
-    for number in (0, 3):
-        store.fetch(session, text(number, 200))
-        session.prefill(text(number, 200))
-    store.fetch(session, text(5, 200), on_disk=False)
-    session.prefill(text(5, 200))
-    store.write_behind()
-    for number, found in ((0, 192), (3, 192), (5, 0)):
-        assert request(own_prompts, text(number, 200)) == found
-
-
-def test_a_text_that_may_not_be_written_never_is(own_prompts: Path) -> None:
-    """Not when it is put aside, nor when another text takes up its beginning."""
-    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
-    private, other = text(5, 200), text(0, 200)
-    for tokens, on_disk in ((private, False), (other, True), ([*private[:100], *range(100)], True)):
-        store.fetch(session, tokens, on_disk=on_disk)
-        session.prefill(tokens)
-    assert session.read == 600 - 100
-    store.write_behind()
-    assert request(own_prompts, other) == 192
-    assert request(own_prompts, private) == 96  # which the last text says itself
-
-
-def test_a_text_is_written_although_another_took_up_its_beginning(own_prompts: Path) -> None:
-    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
-    first = text(0, 200)
-    for tokens in (first, text(3, 200), [*first[:100], *range(100)]):
-        store.fetch(session, tokens)
-        session.prefill(tokens)
-    store.write_behind()
-    assert request(own_prompts, first) == 192
-
-
-def test_what_a_session_held_before_is_not_written_for_a_text_it_never_read(own_prompts: Path) -> None:
-    """As a drafter whose prompt does not pay leaves its KV cache as it was."""
-    store, session = KvStore(1 << 20, PromptCache(own_prompts)), Showing()
-    private = text(5, 200)
-    store.fetch(session, private, on_disk=False)
-    session.prefill(private)
-    store.fetch(session, text(0, 200))
-    store.write_behind()
-    assert request(own_prompts, private) == 0
 
 
 def test_forgotten_is_forgotten_on_disk_too(own_prompts: Path) -> None:
@@ -154,12 +107,12 @@ class Untaught:
 def test_writing_is_behind_answers_and_makes_way_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     writes, hold = list[bool](), threading.Event()
 
-    def write(self: PromptCache, key: str, text: Any, stop: Callable[[], bool]) -> bool:
+    def write(self: BlockFiles, key: str, names: Any, content: Any, stop: Callable[[], bool]) -> bool:
         hold.wait(60)
         writes.append(stop())
         return not writes[-1]
 
-    monkeypatch.setattr(PromptCache, "write", write)
+    monkeypatch.setattr(BlockFiles, "write", write)
     with toy_model(keyed(), options=LoadOptions(max_waiting=0)) as model:
         model.generate(LONG, max_new_tokens=1)  # answered, though writing waits
         stream = model.stream("Hello", max_new_tokens=1)

@@ -18,7 +18,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Rows, Session
 from tests.gguf_for_tests import tiny_gguf
 from tests.native_for_tests import tiny_native

@@ -17,7 +17,7 @@ from typing import Any
 import edgespec
 from edgespec.requests import runner
 from edgespec_models.bundles.kept import BLOCK
-from edgespec_runtimes.prompt_cache import PromptCache, stored
+from edgespec_runtimes.block_files import BlockFiles, stored
 from tools.arguments import arguments
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -34,7 +34,7 @@ def ask(target: str, drafter: str, tokens: int, folder: Path) -> dict[str, Any]:
     """One question to a model that is loaded for it, with its prompt cache in ``folder``."""
     seconds = 0.0
 
-    class Timed(PromptCache):
+    class Timed(BlockFiles):
         def write(self, *arguments: Any) -> bool:
             nonlocal seconds
             started = perf_counter()
@@ -42,7 +42,7 @@ def ask(target: str, drafter: str, tokens: int, folder: Path) -> dict[str, Any]:
             seconds += perf_counter() - started
             return done
 
-    vars(runner).update(PromptCache=Timed, prompts_dir=lambda: folder)
+    vars(runner).update(BlockFiles=Timed, prompts_dir=lambda: folder)
     with edgespec.load(target, None if drafter == "none" else drafter) as model:
         said = f"{document(model, tokens)}\n\nWhat is this about?"
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]

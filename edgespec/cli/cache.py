@@ -9,7 +9,7 @@ from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgespec_runtimes.prompt_cache import Stored
+    from edgespec_runtimes.block_files import Stored
 
 cache = typer.Typer(
     invoke_without_command=True,
@@ -72,7 +72,7 @@ def clear(
 
         edgespec cache clear qwen2.5-coder-1.5b-instruct
     """
-    from edgespec_runtimes.prompt_cache import delete
+    from edgespec_runtimes.block_files import delete
 
     models = _by_model()
     if model is not None and model not in models:
@@ -87,7 +87,7 @@ def clear(
 def _by_model() -> "dict[str, list[Stored]]":
     """Blocks by the names of models, which several versions of a model may share."""
     from edgespec_models.storage import prompts_dir
-    from edgespec_runtimes.prompt_cache import stored
+    from edgespec_runtimes.block_files import stored
 
     models: dict[str, list[Stored]] = {}
     for block in stored(prompts_dir()):

@@ -14,7 +14,7 @@ from edgespec.drafting.reading import Reader
 from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
-from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this

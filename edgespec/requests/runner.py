@@ -31,9 +31,9 @@ from edgespec.requests.turns import take_turn
 from edgespec.requests.worker import Answer
 from edgespec_models.errors import DoesNotFit, RequestError, too_long
 from edgespec_models.storage import prompts_dir
-from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.block_files import BlockFiles
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.memory import machine_memory
-from edgespec_runtimes.prompt_cache import PromptCache
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
     from edgespec.drafting.ahead import Beside
@@ -75,10 +75,8 @@ class Runner:
         self.own = None if own is None else self._custom(own)
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
-        self._prompts: PromptCache | None = None
-        if options.prompt_cache_bytes != 0:
-            self._prompts = PromptCache(prompts_dir(), options.prompt_cache_bytes)
-        self._caches = KvStore(options.cache_bytes, self._prompts)
+        limit = options.prompt_cache_bytes
+        self._caches = KvStore(options.cache_bytes, None if limit == 0 else BlockFiles(prompts_dir(), limit))
         self.write_behind = self._caches.write_behind
         self.history: HistoryUse | None = None
         self._embedder: Embedder | None = None
@@ -278,7 +276,7 @@ class Runner:
         if self._reopens:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)
-        remarks.prompt_cache_problem = None if self._prompts is None else self._prompts.problem
+        remarks.prompt_cache_problem = self._caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"

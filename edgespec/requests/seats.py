@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec_runtimes.kv_buffers import KvStore
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 
 

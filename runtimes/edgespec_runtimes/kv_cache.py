@@ -290,19 +290,6 @@ class SavedCache:
     tokens: tuple[int, ...]
     arrays: tuple[npt.NDArray[Any], ...] = ()
 
-    def part(self, start: int, end: int) -> "SavedCache":
-        """The tokens from ``start`` on and before ``end``, multiples of 16, in the same memory."""
-        return SavedCache(self.tokens[start:end], tuple(array[:, :, start:end] for array in self.arrays))
-
-    def copy(self) -> "SavedCache":
-        """The same in memory of its own."""
-        return SavedCache(self.tokens, tuple(array.copy() for array in self.arrays))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes."""
-        return sum(array.nbytes for array in self.arrays)
-
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
     """How many tokens two texts share, from the first on. Both are lists or tuples."""

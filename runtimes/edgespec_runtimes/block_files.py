@@ -1,0 +1,171 @@
+"""Blocks on disk: bytes under names, in a folder that other processes use too.
+
+Blocks of one key lie in a folder of their own. Any file may be damaged, foreign, or gone at any moment. What
+a block holds is compared with its digest whenever it is read, so that nothing needs to be synchronized, and
+what does not fit is deleted. Files are read and not mapped: a mapped file that somebody cuts short would end
+the process.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from edgespec_models.errors import StorageError
+from edgespec_models.storage import is_file, replacing
+
+_MAGIC: Final = b"edgespec block 1"
+_HEADER: Final = len(_MAGIC) + hashlib.sha256().digest_size
+_NAME: Final = re.compile(r"[0-9a-f]{64}|\.edgespec-.*")
+_MOST: Final = 2_000_000_000
+_SHARE: Final = 10  # of the disk's free space, one part
+_AT_ONCE: Final = 32  # of the bound, the part that is made room for at once: looking at all files takes time
+_STEP_NS: Final = 1_000_000
+_LOG = logging.getLogger("edgespec")
+
+
+class Stored(NamedTuple):
+    """A block on the disk."""
+
+    used_ns: int
+    size: int
+    path: Path
+
+
+class BlockFiles:
+    """Blocks in ``folder``, of all models: at most ``budget`` bytes, the least recently used go first.
+
+    Without a budget that is 2 GB, or a tenth of what the disk would have free without blocks, whichever is
+    less. One thread at a time; other processes may use the folder too.
+
+    ``problem`` is what keeps blocks from being written; None if nothing.
+    """
+
+    def __init__(self, folder: Path, budget: int | None = None) -> None:
+        self._folder, self._budget = folder, budget
+        self.problem: str | None = None
+        self._room = 0  # bytes that may be written before the next look
+
+    def has(self, key: str, name: str) -> bool:
+        """Whether there is such a file, of whatever content."""
+        return is_file(self._folder / key / name)
+
+    def read(self, key: str, name: str, size: int) -> bytes | None:
+        """A block of ``size`` bytes; None where the file is not that block, which is deleted then."""
+        path = self._folder / key / name
+        with suppress(OSError, MemoryError):
+            if path.stat().st_size == _HEADER + size:
+                with path.open("rb") as file:
+                    header, content = file.read(_HEADER), file.read()
+                if header == _header(name, content):
+                    return content
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+    def write(
+        self, key: str, names: Sequence[str], content: Callable[[int], bytes | None], stop: Callable[[], bool]
+    ) -> bool:
+        """Keep the blocks of a text that are not there, and count all of them as used now.
+
+        ``content`` gives what the block of a number holds; None where it is lost, with all behind it.
+
+        Returns:
+            Whether that is done, or cannot be; False if ``stop``, which is asked before each block, said so.
+        """
+        now = time.time_ns()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.chmod(0o700)  # whose it is not, fails here
+            (self._folder / key).mkdir(mode=0o700, exist_ok=True)
+            for at, name in enumerate(names):
+                if stop():
+                    return False
+                # A text's end goes before its beginning, without which it is lost.
+                if not self._write(self._folder / key / name, partial(content, at), now - at * _STEP_NS):
+                    break
+        except (OSError, MemoryError) as error:
+            problem = f"prompts are not kept on disk: {self._folder} cannot be written ({error})"
+            if self.problem is None:
+                _LOG.warning("%s", problem)
+            self.problem = problem
+        else:
+            self.problem = None
+        return True
+
+    def forget(self, key: str) -> None:
+        """Delete all blocks of one key; raises as :func:`delete` does."""
+        delete(each for each in stored(self._folder) if each.path.parent.name == key)
+
+    def _write(self, path: Path, content: Callable[[], bytes | None], used: int) -> bool:
+        """Whether the block is there, or another process deletes it at the same time."""
+        with suppress(FileNotFoundError):
+            if not is_file(path):
+                block = content()
+                if block is None or not self._has_room(_HEADER + len(block), used):
+                    return False
+                with replacing(path, 0o600, synced=False) as file:
+                    file.write(_header(path.name, block))
+                    file.write(block)
+            os.utime(path, ns=(used, used))
+        return True
+
+    def _has_room(self, size: int, used: int) -> bool:
+        """Whether so many bytes may be written, after deleting what was used before ``used``."""
+        if size > self._room:
+            every = sorted(stored(self._folder))
+            total, bound = sum(each.size for each in every), self._budget
+            if bound is None:
+                bound = min(_MOST, (shutil.disk_usage(self._folder).free + total) // _SHARE)
+            wanted = max(size, bound // _AT_ONCE)
+            for each in every:
+                if total + wanted <= bound or each.used_ns >= used:
+                    break
+                each.path.unlink(missing_ok=True)
+                total -= each.size
+            self._room = min(wanted, bound - total)
+        has_room = size <= self._room
+        self._room -= size * has_room
+        return has_room
+
+
+def stored(folder: Path) -> Iterator[Stored]:
+    """All blocks in ``folder``, and what killed programs left of some."""
+    for entry in (entry for of_key in _entries(folder) for entry in _entries(of_key)):
+        if _NAME.fullmatch(entry.name):
+            with suppress(OSError):  # it is gone
+                facts = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(facts.st_mode):
+                    yield Stored(facts.st_mtime_ns, facts.st_size, Path(entry.path))
+
+
+def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """What is there; of a folder of which nothing can be known, nothing."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def delete(blocks: Iterable[Stored]) -> None:
+    """Delete blocks; StorageError where one cannot be."""
+    for each in blocks:
+        try:
+            each.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot delete {each.path}: {error.strerror or error}") from error
+
+
+def _header(name: str, content: bytes) -> bytes:
+    digest = hashlib.sha256(_MAGIC + name.encode())
+    digest.update(content)
+    return _MAGIC + digest.digest()
