@@ -94,7 +94,7 @@ def lane(clock: Clock) -> Any:
 class Recorded:
     """A target that writes what it wrote before: one sequence, no weights."""
 
-    row_exact, compiled, takes_several = True, "", False
+    row_exact, compiled, takes_several, prompt_key = True, "", False, ""
 
     def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int]) -> None:
         self.vocab_size, self._curve, self._clock, self._contexts = vocab_size, curve, clock, cycle(behind)

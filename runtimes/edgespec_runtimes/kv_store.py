@@ -73,7 +73,7 @@ class KvStore:
         files = self._files if on_disk and session.model.prompt_key else None
         text = [*_places(session.model, tokens)]
         known = self._known(text)  # although another text may need their room now
-        if session.length - session.shared_prefix(tokens) >= _LEAST:
+        if self._budget and session.length - session.shared_prefix(tokens) >= _LEAST:
             self._put_aside(session)
         if session in self._readers:
             self._readers.remove(session)
