@@ -10,7 +10,7 @@ import pytest
 
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import DeviceError, RequestError
-from edgespec_runtimes.kv_cache import GrowingCache, Move, SavedCache, SharedCache
+from edgespec_runtimes.kv_cache import GrowingCache, Move, SharedCache
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.ort import ort, ort_state
 from edgespec_runtimes.static import StaticModel
@@ -22,6 +22,7 @@ from tests.sessions_for_tests import (
     NATIVE,
     TOKENS,
     AnySession,
+    copied,
     keeps_rows,
     opened,
     passes,
@@ -244,10 +245,6 @@ def test_passes_of_all_sizes_share_memory_for_logits(session: AnySession) -> Non
 # ---- Caches put aside and taken up again -------------------------------------------------------------------
 
 
-def _copy(view: SavedCache) -> SavedCache:
-    return SavedCache(view.tokens, tuple(array.copy() for array in view.arrays))
-
-
 def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
     session.prefill(LONG[:302] if session.model.longest > 302 else TOKENS)
     if not keeps_rows(session):
@@ -263,7 +260,7 @@ def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
         session.rewind(length)
         view = session.view(0, length)
         assert view is not None and view.tokens == tuple(LONG[:length])
-        saved = _copy(view)
+        saved = copied(view)
         session.prefill(OTHER)
         session.rewind(0)
         session.append(saved, length)
@@ -273,7 +270,7 @@ def test_what_is_restored_is_what_was_saved(session: AnySession) -> None:
         if length > 16:
             rest = session.view(16, length)
             assert rest is not None
-            saved_rest = _copy(rest)
+            saved_rest = copied(rest)
             session.prefill([*LONG[:16], *OTHER])
             session.rewind(16)
             session.append(saved_rest, length - 16)  # behind its own beginning

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from edgespec.decoding.loop import Verifier
 from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.errors import RequestError
+from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.cost import measure_cost
-from edgespec_runtimes.kv_buffers import KvStore
-from edgespec_runtimes.prompt_cache import PromptCache
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.states import Places
 from tests.drafters_for_tests import GREEDY
+from tests.sessions_for_tests import copied
 from tests.states_for_tests import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel
 from tests.toy import F32, RandomDrafter, decode
 
@@ -77,7 +78,7 @@ def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.Da
             del texts[session]
         elif step == "copy" and (view := session.view(0, len(text))) is not None:
             count = data.draw(st.integers(0, len(text)))
-            saved, other = view.copy(), model.session()
+            saved, other = copied(view), model.session()
             other.append(saved, count)
             assert other.length == count // BLOCK * BLOCK
             texts[other] = text[: other.length]
@@ -124,7 +125,7 @@ def test_drafts_change_no_text(kept: Sequence[KeptTensor], seed: int, lengths: l
 def test_caches_put_aside_give_the_same_rows(kept: Sequence[KeptTensor], tmp_path: Path) -> None:
     """In memory, of another seat, and from the disk after a restart."""
     texts = [TEXT[:200], [*TEXT[:150], *TEXT[300:350]], TEXT[100:180], TEXT[:130]]
-    prompts = PromptCache(tmp_path / "prompts")
+    prompts = BlockFiles(tmp_path / "prompts")
     for _ in range(2):
         model = StatesModel(kept)
         caches = KvStore(1 << 20, prompts)

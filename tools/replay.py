@@ -42,6 +42,7 @@ from edgespec_runtimes.discovery import place
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.predictions import Logits, Predictions
 from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.states import ANYWHERE
 from tools.arguments import arguments
 
 Answer = tuple[list[int], RequestOptions]
@@ -94,7 +95,7 @@ def lane(clock: Clock) -> Any:
 class Recorded:
     """A target that writes what it wrote before: one sequence, no weights."""
 
-    row_exact, compiled, takes_several, prompt_key = True, "", False, ""
+    row_exact, compiled, takes_several, prompt_key, places = True, "", False, "", ANYWHERE
 
     def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int]) -> None:
         self.vocab_size, self._curve, self._clock, self._contexts = vocab_size, curve, clock, cycle(behind)

@@ -83,9 +83,6 @@ class BlockFiles:
         """
         now = time.time_ns()
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.chmod(0o700)  # whose it is not, fails here
-            (self._folder / key).mkdir(mode=0o700, exist_ok=True)
             for at, name in enumerate(names):
                 if stop():
                     return False
@@ -110,7 +107,12 @@ class BlockFiles:
         with suppress(FileNotFoundError):
             if not is_file(path):
                 block = content()
-                if block is None or not self._has_room(_HEADER + len(block), used):
+                if block is None:
+                    return False
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._folder.chmod(0o700)  # whose it is not, fails here
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                if not self._has_room(_HEADER + len(block), used):
                     return False
                 with replacing(path, 0o600, synced=False) as file:
                     file.write(_header(path.name, block))
