@@ -83,7 +83,7 @@ def opened(folder: Path, options: CpuOptions = ONE_THREAD) -> AnySession:
     bundle = open_bundle(folder)
     if bundle.manifest.static is not None:
         return open_static(bundle, ON_CPU, options)
-    if bundle.manifest.form == "dynamic-float16":
+    if bundle.manifest.graph_kind == "dynamic-float16":
         return open_cuda(bundle, ON_CPU, options)
     return open_cpu(bundle, options)
 

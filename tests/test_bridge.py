@@ -28,7 +28,7 @@ def _bridge(target: str, drafter: str, *, prompt: int = 3) -> ByteBridge:
 def _generated(bridge: ByteBridge, drafter: str, tokens: list[int]) -> list[int]:
     """What ``align`` puts behind the drafter's prompt, after checking that the prompt is there."""
     prompt = tokenizer(drafter).encode("the prompt")
-    ids = bridge.align(tokens)
+    ids = bridge.to_drafter(tokens)
     assert ids[: len(prompt)] == prompt
     return ids[len(prompt) :]
 
@@ -80,13 +80,13 @@ def test_translated_tokens_spell_the_drafted_bytes(
     bridge = _bridge(target, drafter)
     any_id = st.integers(0, tokenizer(drafter).vocab_size - 1)
     for tokens in calls:
-        bridge.align([1, 2, 3, *tokens])
+        bridge.to_drafter([1, 2, 3, *tokens])
         drafted = data.draw(st.one_of(st.lists(any_id, max_size=6), texts.map(tokenizer(drafter).encode)))
         _check_translation(bridge, target, drafter, drafted)
 
 
 def _check_translation(bridge: ByteBridge, target: str, drafter: str, drafted: list[int]) -> list[int]:
-    translated = bridge.translate(drafted)
+    translated = bridge.to_target(drafted)
     ids = [token for token, _ in translated]
     assert tokenizer(target).bytes_of(ids) == tokenizer(drafter).bytes_of(drafted)
     counts = [count for _, count in translated]
@@ -117,7 +117,7 @@ def test_the_right_words_translate_into_the_target_s_own_tokens(target: str, dra
     tokens = tokenizer(target).encode_bytes(TEXT.encode())
     right = asked = 0
     for end in range(1, len(tokens) - 20, 3):
-        bridge.align([1, 2, 3, *tokens[:end]])
+        bridge.to_drafter([1, 2, 3, *tokens[:end]])
         behind = TEXT.encode()[len(tokenizer(target).bytes_of(tokens[:end])) :]
         drafted = tokenizer(drafter).encode_bytes(behind[:60])[:6]
         ids = _check_translation(bridge, target, drafter, drafted)
@@ -130,7 +130,7 @@ def test_the_right_words_translate_into_the_target_s_own_tokens(target: str, dra
 def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge = _bridge("byte", "sentencepiece")
     tokens = tokenizer("byte").encode(TEXT * 10)
-    bridge.align([1, 2, 3, *tokens])
+    bridge.to_drafter([1, 2, 3, *tokens])
     sizes: list[int] = []
 
     def counted(encode: Callable[[bytes], list[int]], data: bytes) -> list[int]:
@@ -140,8 +140,8 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
     for kind in ("byte", "sentencepiece"):
         side = tokenizer(kind)
         monkeypatch.setattr(side, "encode_bytes", partial(counted, side.encode_bytes))
-    bridge.align([1, 2, 3, *tokens, *tokens[:5]])
-    bridge.translate(tokenizer("sentencepiece").encode("the quick"))
+    bridge.to_drafter([1, 2, 3, *tokens, *tokens[:5]])
+    bridge.to_target(tokenizer("sentencepiece").encode("the quick"))
     assert len(sizes) == 2
     assert max(sizes) < 200
     assert sizes[1] >= 24 + len(" the quick")  # with context to its left
@@ -149,9 +149,9 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_generated_nothing_drafted() -> None:
     bridge = _bridge("byte", "sentencepiece", prompt=2)
-    assert bridge.align([5, 6]) == tokenizer("sentencepiece").encode("the prompt")
-    assert bridge.translate([]) == []
-    assert bridge.align([5, 6, 7]) != bridge.align([5, 6])
+    assert bridge.to_drafter([5, 6]) == tokenizer("sentencepiece").encode("the prompt")
+    assert bridge.to_target([]) == []
+    assert bridge.to_drafter([5, 6, 7]) != bridge.to_drafter([5, 6])
 
 
 def test_a_special_token_is_its_text_to_the_other_side() -> None:
@@ -164,18 +164,18 @@ def test_a_special_token_is_its_text_to_the_other_side() -> None:
     assert not any(drafter.is_special(token) for token in ids)
     eos = drafter.special_id("<eos>")
     assert eos is not None
-    assert not any(target.is_special(token) for token, _ in bridge.translate([eos]))
+    assert not any(target.is_special(token) for token, _ in bridge.to_target([eos]))
 
 
 def test_the_callers_lists_are_not_held() -> None:
     bridge = _bridge("byte", "sentencepiece")
     tokens = [1, 2, 3, *tokenizer("byte").encode("the quick")]
-    expected = bridge.align(tokens)
-    held = bridge.align(tokens)
+    expected = bridge.to_drafter(tokens)
+    held = bridge.to_drafter(tokens)
     held.clear()
     tokens.pop()
-    assert len(bridge.align(tokens)) < len(expected)
-    assert bridge.align([1, 2, 3, *tokenizer("byte").encode("the quick")]) == expected
+    assert len(bridge.to_drafter(tokens)) < len(expected)
+    assert bridge.to_drafter([1, 2, 3, *tokenizer("byte").encode("the quick")]) == expected
 
 
 def test_a_byte_the_drafter_lacks_is_named() -> None:
@@ -185,12 +185,12 @@ def test_a_byte_the_drafter_lacks_is_named() -> None:
     target = tokenizer("small byte")
     bridge = ByteBridge(target, lacking, prompt_length=0, drafter_prompt=[])
     good, bad = target.encode("the quick"), target.encode_bytes(b"\xff")
-    assert lacking.bytes_of(bridge.align(good)) == b"the quick"
+    assert lacking.bytes_of(bridge.to_drafter(good)) == b"the quick"
     for _ in range(2):
         with pytest.raises(TokenizerError, match="0xFF"):
-            bridge.align([*good, *bad])
-    assert lacking.bytes_of(bridge.align(good)) == b"the quick"
-    assert lacking.bytes_of(bridge.align([*good, *good])) == b"the quickthe quick"
+            bridge.to_drafter([*good, *bad])
+    assert lacking.bytes_of(bridge.to_drafter(good)) == b"the quick"
+    assert lacking.bytes_of(bridge.to_drafter([*good, *good])) == b"the quickthe quick"
 
 
 @given(st.lists(st.integers(0, 999)), st.integers(1, 999), st.integers(1, 999))
@@ -198,15 +198,15 @@ def test_between_vocabularies_that_differ_in_size_alone(tokens: list[int], size:
     """Padding: a drafter proposes nothing that the target lacks, and reads nothing that it lacks itself."""
     bridge = IdentityBridge(size, drafts)
     known = list(takewhile(lambda token: token < size, tokens))
-    assert bridge.translate(tokens) == list(zip(known, range(1, len(known) + 1), strict=True))
+    assert bridge.to_target(tokens) == list(zip(known, range(1, len(known) + 1), strict=True))
     committed = [token % size for token in tokens]
     if max(committed, default=0) < drafts:
-        aligned = bridge.align(committed)
+        aligned = bridge.to_drafter(committed)
         assert aligned == committed and aligned is not committed
     else:
         with pytest.raises(TokenizerError, match=f"{drafts} tokens, and not {max(committed)}"):
-            bridge.align(committed)
-    assert IdentityBridge(size).align(committed) == committed
+            bridge.to_drafter(committed)
+    assert IdentityBridge(size).to_drafter(committed) == committed
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -113,7 +113,7 @@ def test_float16_computes_what_the_file_says(make: Make, architecture: str, kind
     assert bundle.report()["activations"]["residual_type"] == "float16"
     manifest = bundle.manifest
     assert (manifest.activations, manifest.device, types_of(manifest.kept)) == ("float16", "cuda", "float16")
-    assert (manifest.form, manifest.made_for) == ("dynamic-float16", "cuda")
+    assert (manifest.graph_kind, manifest.made_for) == ("dynamic-float16", "cuda")
     types = _types(bundle)
     assert types["past_key_values.0.key"] == types["present.1.value"] == "tensor(float16)"
     assert types["logits"] == "tensor(float)"

@@ -109,8 +109,8 @@ def test_any_two_are_bridged_by_their_bytes(pair: tuple[str, str], text: str, cu
     tokens = target.encode_bytes(text.encode())
     read_tokens, rest = tokens[:cut], target.bytes_of(tokens[cut:])
     bridge = ByteBridge(target, drafter, prompt_length=0, drafter_prompt=[])
-    assert drafter.bytes_of(bridge.align(read_tokens)) == target.bytes_of(read_tokens)
-    drafted = bridge.translate(drafter.encode_bytes(rest))
+    assert drafter.bytes_of(bridge.to_drafter(read_tokens)) == target.bytes_of(read_tokens)
+    drafted = bridge.to_target(drafter.encode_bytes(rest))
     assert target.bytes_of(token for token, _ in drafted) == rest
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.loading import measurements
-from edgespec.loading.measurements import Conditions, Measurement, forget, recall, remember
+from edgespec.loading.measurements import Conditions, Measurement, discard, recall, remember
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads
 from tests.toy import tiny_bundle
@@ -39,11 +39,11 @@ def test_what_is_remembered_is_recalled_to_the_bit(
 
 def test_nothing_is_known_before_and_after(own_measurements: Path) -> None:
     assert recall(HERE) is None
-    forget(HERE)
+    discard(HERE)
     assert not own_measurements.exists()
     remember(HERE, FOUND)
     assert list(own_measurements.iterdir()) == [HERE.path]
-    forget(HERE)
+    discard(HERE)
     assert recall(HERE) is None and list(own_measurements.iterdir()) == []
 
 
@@ -117,13 +117,13 @@ def test_a_place_that_cannot_be_written_is_told_once_and_no_error(
     [said] = caplog.messages
     assert f"cannot be kept in {file}" in said
     assert recall(HERE) is None
-    forget(HERE)
+    discard(HERE)
     assert file.read_text(encoding="utf-8") == "in the way"
     monkeypatch.undo()
     HERE.path.mkdir(parents=True)
     remember(HERE, FOUND)
     assert recall(HERE) is None
-    forget(HERE)
+    discard(HERE)
 
 
 def test_those_who_read_while_others_write_see_whole_files(own_measurements: Path) -> None:

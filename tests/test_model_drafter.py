@@ -229,7 +229,7 @@ def test_each_bin_of_confidence_learns_by_itself_and_follows_changes() -> None:
         calibration.observe(_guess(0.95), False)
     assert calibration.probability(_guess(0.95)) < 0.05
     for _ in range(2000):  # a verdict that nothing tests fades
-        calibration.forget()
+        calibration.fade()
     assert calibration.probability(_guess(0.95)) > 0.7
     assert calibration.typical == pytest.approx(0.6, abs=0.01)
 

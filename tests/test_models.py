@@ -44,7 +44,7 @@ class House:
 
     def __init__(self) -> None:
         self.events = list[str]()
-        self.gate, self.loading = threading.Event(), 0
+        self.gate, self.loading, self.needs_room = threading.Event(), 0, ""
         self.fault: EdgespecError | None = None
         self.gate.set()
 
@@ -54,7 +54,7 @@ class House:
             progress(Progress("Exporting", 1, 2, "layers"))
         if self.fault is not None:
             raise self.fault
-        model = Fake(self, target)
+        model, self.needs_room = Fake(self, target), target
         ready(model.target, SimpleNamespace(needed=BYTES[target], **vars(model.target)))
         self.events.append(f"+{target}")
         return model
@@ -84,6 +84,19 @@ def take(models: Models, name: str) -> Any:
         return model
 
 
+def are_unused(models: Models) -> bool:
+    """Nobody uses or waits for any of them: all go as soon as they may."""
+    for name in models.names:
+        models.unload(name)
+    until(lambda: not models.loaded)
+    return True
+
+
+def work_on() -> bool:
+    """Whether the thread of any models is left."""
+    return any(thread.name == "edgespec-models" for thread in threading.enumerate())
+
+
 def test_models_are_loaded_when_they_are_used_and_the_least_recently_used_go(
     house: House, three: Models
 ) -> None:
@@ -107,7 +120,7 @@ def test_what_is_used_stays_and_a_load_waits_for_it(house: House, three: Models)
     with ThreadPoolExecutor(2) as pool:
         with three.use("a"), three.use("b"):
             waiting = pool.submit(take, three, "c")
-            until(lambda: three._is_crowded)
+            until(lambda: house.needs_room == "c")
             later = pool.submit(take, three, "b")  # does not hold up who came before
             time.sleep(0.3)
             assert not waiting.done() and not later.done() and house.events == ["+a", "+b"]
@@ -215,7 +228,7 @@ def test_who_uses_a_model_cannot_wait_for_its_room(house: House, three: Models) 
                     pass
 
     asyncio.run(nested())
-    assert not three._users
+    assert are_unused(three)
 
 
 def test_models_that_are_always_in_use_do_not_keep_others_out(house: House) -> None:
@@ -252,7 +265,7 @@ def test_any_number_of_threads_finish_within_the_bound(house: House) -> None:
 
         with ThreadPoolExecutor(6) as pool:
             assert sum(pool.map(client, range(6))) == 240
-        assert not models._users
+        assert are_unused(models)
     assert sorted(e[1] for e in house.events if e[0] == "+") == sorted(
         e[1] for e in house.events if e[0] == "-"
     )
@@ -266,7 +279,7 @@ def test_closing_ends_a_load_and_who_waits(house: House, three: Models) -> None:
         three.close()
         with pytest.raises(Closed):
             waiting.result(10)
-    assert house.events == [] and not three._worker.is_alive()
+    assert house.events == [] and not work_on()
 
 
 def test_an_interrupt_in_a_load_leaves_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +291,7 @@ def test_an_interrupt_in_a_load_leaves_nothing(house: House, monkeypatch: pytest
     monkeypatch.setattr("edgespec.models.wait", interrupted)
     with pytest.raises(KeyboardInterrupt), Models({"a": "a"}) as models, models.use("a"):
         pass
-    assert house.events == [] and not models._worker.is_alive() and not models._users
+    assert house.events == [] and not work_on()
 
 
 def test_a_task_that_is_cancelled_leaves_the_load_and_no_user(house: House, three: Models) -> None:
@@ -297,20 +310,20 @@ def test_a_task_that_is_cancelled_leaves_the_load_and_no_user(house: House, thre
         assert tasks[0].cancelled()
 
     asyncio.run(both())
-    assert house.events == ["+a"] and not three._users and set(three.loaded) == {"a"}
+    assert house.events == ["+a"] and set(three.loaded) == {"a"} and are_unused(three)
 
 
 def test_who_comes_when_nobody_waits_any_more_gets_the_model(
     house: House, three: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    come = threading.Event()
+    given_up, late_waits = threading.Event(), threading.Event()
 
     def load(**arguments: Any) -> Any:
         try:
             return house.load(**arguments)
         except Closed:  # the load gives up
-            come.set()
-            until(lambda: any(user.name == "c" for user in three._users))
+            given_up.set()
+            assert late_waits.wait(20)
             raise
 
     monkeypatch.setattr("edgespec.models.load", load)
@@ -318,13 +331,14 @@ def test_who_comes_when_nobody_waits_any_more_gets_the_model(
     async def main() -> None:
         async with three.use_async("b"):
             waits = asyncio.create_task(three.use_async("c").__aenter__())
-            while not three._is_crowded:
+            while house.needs_room != "c":
                 await asyncio.sleep(0.01)
             waits.cancel()
-            while not come.is_set():
+            while not given_up.is_set():
                 await asyncio.sleep(0.01)
             late = asyncio.create_task(three.use_async("c").__aenter__())
             await asyncio.sleep(0.1)
+            late_waits.set()
         assert (await late).name == "c"
 
     with three.use("a"):

@@ -43,7 +43,7 @@ def test_a_tree_that_is_moved_about_finds_what_a_scan_of_its_window_finds(
     tree, held, first = ContextTree(max_n=max_n, window=window), list[int](), 0
     for tokens in histories:
         moved = tokens if len(tokens) % 3 else held[: len(tokens)] + tokens
-        shared = tree.align(moved)
+        shared = tree.follow(moved)
         assert moved[:shared] == held[:shared]
         assert shared == min(len(held), len(moved)) or held[shared] != moved[shared]
         held, first = moved, max(min(first, shared), len(moved) - window)

@@ -12,7 +12,7 @@ import pytest
 
 from edgespec.requests.results import Record
 from edgespec.serve.bodies import parse
-from edgespec.serve.messages import MessageAnswer, MessagesBody
+from edgespec.serve.messages import MessageReply, MessagesBody
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.responses import Kept, ResponsesBody
 from edgespec_models.errors import Busy, Closed, EdgespecError
@@ -96,7 +96,7 @@ def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
 def test_blocks_do_not_depend_on_how_an_answer_is_cut(size: int) -> None:
     """Text behind a call is not taken for its end, nor the other way round."""
     text, tools = f"see {CALL} and {CALL}\nthen", [{"type": "function", "function": {"name": "weather"}}]
-    reader, answer = reader_of(HERMES, tools), MessageAnswer("served", tokenizer(), 1.0)
+    reader, answer = reader_of(HERMES, tools), MessageReply("served", tokenizer(), 1.0)
     told = list[Any]()
     for at in range(0, len(text), size):
         content, calls = reader.push(text[at : at + size], final=at + size >= len(text))

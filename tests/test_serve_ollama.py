@@ -16,7 +16,7 @@ from edgespec.models import Models
 from edgespec.requests.results import Generation, GenerationStats, TokenRecord
 from edgespec.serve import completions
 from edgespec.serve.bodies import parse
-from edgespec.serve.ollama import MANAGING, OllamaAnswer, OllamaChatBody
+from edgespec.serve.ollama import MANAGING, OllamaChatBody, OllamaReply
 from edgespec.serve.options import ServeOptions
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import Busy, Closed, EdgespecError, RequestError
@@ -211,11 +211,11 @@ def test_thoughts_are_apart() -> None:
     answer = Generation(
         "yes", ids, "length", GenerationStats(), records=tokens, content="yes", thoughts=thoughts
     )
-    form = OllamaAnswer("served", tokenizer(), 1.0, began=0.0, logprobs=True)
+    form = OllamaReply("served", tokenizer(), 1.0, began=0.0, logprobs=True)
     whole = form.whole([answer])
     assert whole["message"] == {"role": "assistant", "content": "yes", "thinking": "so"}
     assert whole["done_reason"] == "length" and len(whole["logprobs"]) == len(text)
-    text_form = OllamaAnswer("served", tokenizer(), 1.0, began=0.0, is_text=True)
+    text_form = OllamaReply("served", tokenizer(), 1.0, began=0.0, is_text=True)
     generated = text_form.whole([answer])
     assert (generated["response"], generated["thinking"]) == ("yes", "so") and "message" not in generated
 

@@ -81,7 +81,7 @@ def test_a_bundle_is_whole_and_says_what_it_is(source: Path, tmp_path: Path) -> 
     report = export_model(source, tmp_path / "out", options=replace(QNN, role="drafter"))
     bundle = Bundle(tmp_path / "out", verify_digests=True)
     manifest, static = bundle.manifest, bundle.manifest.static
-    assert static is not None and static.form == "static-quantized"
+    assert static is not None and static.graph_kind == "static-quantized"
     assert {*static.files, "model.onnx.data", "report.json"} <= manifest.files.keys()
     assert {file.name for file in (tmp_path / "out").iterdir()} == {*manifest.files, "edgespec.json"}
     assert (manifest.role, types_of(manifest.kept), manifest.head_rows) == ("drafter", "uint8", None)

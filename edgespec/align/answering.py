@@ -35,7 +35,7 @@ def answering(
     bundle = open_model(names[0], "target", progress=progress)
     check_target(bundle)
     manifest = bundle.manifest
-    several = manifest.form == "dynamic" and manifest.operators == "edgespec"
+    several = manifest.graph_kind == "dynamic" and manifest.operators == "edgespec"
     options = edgespec.LoadOptions(threads=threads, parallel=_AT_ONCE, prompt_cache_bytes=0)
     with edgespec.load(names[0], None if several else names[1], options=options, progress=progress) as model:
         yield lambda prompts: answers(model, prompts, request)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from edgespec.decoding.draft import Draft
 from edgespec.decoding.sampling import RowStep
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import Checked, form, length
+from edgespec_models.schema import Checked, length, matching
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.kv_cache import shared_length
 
@@ -32,7 +32,7 @@ _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
 
 _LOG: Final = logging.getLogger("edgespec")
-_Text = Annotated[str, form(r"(?s)[^\ud800-\udfff]*", "without lone surrogates")]
+_Text = Annotated[str, matching(r"(?s)[^\ud800-\udfff]*", "without lone surrogates")]
 
 
 @dataclass(frozen=True, slots=True)

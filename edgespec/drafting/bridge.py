@@ -28,7 +28,7 @@ class IdentityBridge:
         self._vocab_size = vocab_size
         self._drafter_size = vocab_size if drafter_size is None else drafter_size
 
-    def align(self, tokens: Sequence[int]) -> list[int]:
+    def to_drafter(self, tokens: Sequence[int]) -> list[int]:
         """The drafter's tokens of ``tokens``, all committed target tokens.
 
         Raises:
@@ -38,7 +38,7 @@ class IdentityBridge:
             raise TokenizerError(f"the drafter has {self._drafter_size} tokens, and not {max(tokens)}")
         return list(tokens)
 
-    def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
+    def to_target(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
         known = takewhile(lambda token: token < self._vocab_size, drafted)
         return [(token, count) for count, token in enumerate(known, start=1)]
 
@@ -75,7 +75,7 @@ class ByteBridge:
         self._target, self._drafter = _Text(target), _Text(drafter)
         self._bytes = bytearray()
 
-    def align(self, tokens: Sequence[int]) -> list[int]:
+    def to_drafter(self, tokens: Sequence[int]) -> list[int]:
         """All committed target tokens, prompt included -> the drafter's tokens of the same text.
 
         Raises:
@@ -104,7 +104,7 @@ class ByteBridge:
         drafter.cut(kept)
         drafter.append(fresh)
 
-    def translate(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
+    def to_target(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
         """Drafter tokens that follow the text -> target tokens, each with the drafter tokens it needs.
 
         The second number counts, from the start of ``drafted``, the drafter tokens whose bytes the target

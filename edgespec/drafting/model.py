@@ -63,7 +63,7 @@ class Calibration:
             if guess.token != token:
                 break
 
-    def forget(self) -> None:
+    def fade(self) -> None:
         """Tell that nothing was proposed: a verdict that nothing tests any more fades."""
         self._accepted += _FADING * (self._prior - self._accepted)
         self._seen += _FADING * (_PRIOR - self._seen)
@@ -163,7 +163,7 @@ class ModelDrafter(Source):
         """What to read of the text; nothing where one of the vocabularies cannot spell it."""
         begin, end = self._left_out
         try:
-            ids = self._bridge.align(tokens)
+            ids = self._bridge.to_drafter(tokens)
         except TokenizerError:  # or its encoder fails over it
             return []
         return ids[:begin] + ids[end:]
@@ -200,7 +200,7 @@ class ModelDrafter(Source):
         confidence = tuple(self.calibration.probability(guess) for guess in guesses)
         count, _ = self._pricing.keep(confidence)
         if not count:
-            self.calibration.forget()
+            self.calibration.fade()
         self._guesses = list(guesses[:count])
         tokens = tuple(guess.token for guess in self._guesses)
         self.draft = Draft(tokens, (_SOURCE,) * count, confidence[:count])
@@ -209,7 +209,7 @@ class ModelDrafter(Source):
 def _guesses(bridge: Bridge, drafted: Sequence[Prediction]) -> list[Guess]:
     """Target tokens with the probabilities of the drafter tokens each needs beyond those before it."""
     guesses, used = list[Guess](), 0
-    translated = bridge.translate([prediction.following for prediction in drafted])
+    translated = bridge.to_target([prediction.following for prediction in drafted])
     for index, (token, needed) in enumerate(translated):
         confidence = prod(prediction.probability for prediction in drafted[used:needed])
         guesses.append(Guess(token, confidence, index == len(translated) - 1))

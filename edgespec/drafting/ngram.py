@@ -83,7 +83,7 @@ class ContextTree:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def align(self, tokens: Sequence[int]) -> int:
+    def follow(self, tokens: Sequence[int]) -> int:
         """Make this the tree of ``tokens`` and return how many were shared with what it held.
 
         Costs one walk for every token that came or went. Tokens that have left the window do not
@@ -148,7 +148,7 @@ class ContextTree:
             at.add(position, token)
             node = at
         if position - self._oldest >= self._window:
-            self._forget(self._oldest, _OLDEST)
+            self._remove(self._oldest, _OLDEST)
             self._oldest += 1
 
     def _split(self, position: int, depth: int) -> _Node:
@@ -161,12 +161,12 @@ class ContextTree:
     def _pop(self) -> None:
         position = len(self._tokens) - 1
         if position >= self._oldest:
-            self._forget(position, _LATEST)
+            self._remove(position, _LATEST)
         else:
             self._oldest = position
         self._tokens.pop()
 
-    def _forget(self, position: int, which: int) -> None:
+    def _remove(self, position: int, which: int) -> None:
         """Take the oldest or latest position out of every context it followed."""
         node = self._root
         for depth in range(min(self._max_n, position)):
@@ -204,7 +204,7 @@ class NgramDrafter(Extending):
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """The proposals are a function of the tokens."""
-        self._tree.align(tokens)
+        self._tree.follow(tokens)
         self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
         return draft
 

@@ -186,7 +186,7 @@ class Reader(Chain):
             return
         self._end, self._seconds, self._mean = self._length + 1, 0.0, self._step
         held = self._session.rewind(min(self._length, self._session.length))
-        self._forget(held)
+        self._drop(held)
         self._unread = self._text[held:]
         self._read_piece()
 
@@ -257,7 +257,7 @@ class Reader(Chain):
     def _roll_back(self, text: Sequence[int]) -> int:
         """Let the KV cache hold nothing else than the beginning of ``text``, and how much that is."""
         held = self._session.rewind(min(self._session.shared_prefix(text), len(text) - 1))
-        self._forget(held)
+        self._drop(held)
         return held
 
     def _move(self, length: int) -> None:
@@ -269,7 +269,7 @@ class Reader(Chain):
         for at in [at for at in self._guessed if at < length]:
             self._followers.fared(self._guessed.pop(at), spared=True)
 
-    def _forget(self, length: int) -> None:
+    def _drop(self, length: int) -> None:
         """The KV cache is about to lose every token from position ``length`` on."""
         self._predicted = {at: known for at, known in self._predicted.items() if at < length}
         self._ahead = {at for at in self._ahead if at < length}

@@ -200,7 +200,7 @@ class DrafterSide:
         eos, ends = (bundle.manifest.special_tokens.eos for bundle in (self._target, self.bundle))
         ended = bool(tokens) and tokens[-1] in eos
         try:
-            ids = bridge.align(tokens[:-1] if ended else tokens)
+            ids = bridge.to_drafter(tokens[:-1] if ended else tokens)
         except TokenizerError:  # what the drafter cannot spell, or its encoder fails over
             return None
         if ended and ends:

@@ -11,7 +11,7 @@ from edgespec.history.memory import DrafterKey
 from edgespec.history.passages import LEAD, LONGEST, Entry, Passage
 from edgespec.history.store import Kept, Learned, Name, Scope, unpack
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import form, length, parse, read, read_text, shown, within
+from edgespec_models.schema import length, matching, parse, read, read_text, shown, within
 
 _FORMAT: Final = "edgespec history 1"
 
@@ -40,7 +40,7 @@ def imported(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
     return passages, [kept for kept in corrections if unpack(kept[1].data) is not None]
 
 
-_Bytes = Annotated[str, form(r"[^\ud800-\udc7f\udd00-\udfff]*", "as surrogateescape decodes bytes")]
+_Bytes = Annotated[str, matching(r"[^\ud800-\udc7f\udd00-\udfff]*", "as surrogateescape decodes bytes")]
 _Token = Annotated[int, within(0, 2**31 - 2)]
 _Date = Annotated[float, within(0, 32_503_680_000)]
 """Seconds since 1970, to the year 3000; beyond it Windows has no dates."""

@@ -23,7 +23,7 @@ from edgespec.history.database import connect, transaction
 from edgespec.history.memory import Change, Delta, DrafterKey, Snapshot, keep_best
 from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack_tokens
 from edgespec.learning.gains import ROWS, Lesson, Table
-from edgespec_models.schema import form
+from edgespec_models.schema import matching
 
 MAX_TOKENS: Final = 262_144
 """Tokens kept in one scope."""
@@ -34,7 +34,7 @@ MOST_DRAFTERS: Final = 4
 _MOST_TABLE_BYTES: Final = 4 << 20  # of a correction's table with its header
 _ROOM: Final = 7 / 8  # how much is kept where a bound is exceeded
 
-Name = Annotated[str, form(r"[^\ud800-\udfff]*", "without lone surrogates")]
+Name = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
 """A text that SQLite takes."""
 
 

@@ -124,7 +124,7 @@ def _warn(folder: Path, reason: str) -> None:
     )
 
 
-def forget(conditions: Conditions) -> None:
+def discard(conditions: Conditions) -> None:
     """Have the next load measure again."""
     try:
         conditions.path.unlink(missing_ok=True)

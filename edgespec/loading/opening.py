@@ -21,7 +21,7 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.schema import Checked, checked, form, length, one_of, shown, within
+from edgespec_models.schema import Checked, checked, length, matching, one_of, shown, within
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_context, measure_cost, recheck_cost
 from edgespec_runtimes.cpu import CpuOptions, Instructions, Threads, open_cpu
 from edgespec_runtimes.devices import AUTO, PROCESSOR, Device, Placement
@@ -74,7 +74,7 @@ class LoadOptions(Checked):
     spinning: bool = True
     max_draft: Annotated[int, within(1, 64)] = 32
     weights: Annotated[str, one_of(WEIGHTS)] | None = None
-    namespace: Annotated[str, form(r"[^\ud800-\udfff]{0,200}", "of at most 200 characters")] = ""
+    namespace: Annotated[str, matching(r"[^\ud800-\udfff]{0,200}", "of at most 200 characters")] = ""
     training_share: Annotated[float, within(0, 1)] = 0.0
     huge_pages: bool = True
     instructions: Instructions = ""
@@ -274,7 +274,7 @@ def placed(bundle: Bundle, wanted: str = AUTO) -> Placement:
     Raises:
         DeviceError: what is wanted is not known, cannot be had, or cannot run this bundle.
     """
-    if wanted == AUTO and bundle.manifest.form == "dynamic":
+    if wanted == AUTO and bundle.manifest.graph_kind == "dynamic":
         return Placement(PROCESSOR, "the bundle was made for the CPU")
     from edgespec_runtimes.discovery import place
 
@@ -283,7 +283,7 @@ def placed(bundle: Bundle, wanted: str = AUTO) -> Placement:
 
 def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = None) -> Conditions:
     """What measurements of ``bundle`` depend on; without a device, on the one it would be opened on."""
-    if bundle.manifest.form == "dynamic":
+    if bundle.manifest.graph_kind == "dynamic":
         return Conditions.of(bundle, options)
     return Conditions.of(bundle, options, (device or placed(bundle).device).identity)
 
@@ -301,9 +301,9 @@ def _open(
     known = recall(conditions)
     # Of other devices, what measurements are kept under does not name the chip.
     row_exact = known.row_exact if known is not None and conditions.device == "cpu" else None
-    if bundle.manifest.form == "dynamic":
+    if bundle.manifest.graph_kind == "dynamic":
         session = open_cpu(bundle, options, row_exact=row_exact, read_layers=read_layers)
-    elif bundle.manifest.form == "dynamic-float16":
+    elif bundle.manifest.graph_kind == "dynamic-float16":
         from edgespec_runtimes.cuda import open_cuda
 
         session = open_cuda(bundle, place.device, options, row_exact=row_exact)

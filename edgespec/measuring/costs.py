@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.loading.measurements import describe_machine, forget
+from edgespec.loading.measurements import describe_machine, discard
 from edgespec.loading.opening import conditions_of, open_one
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -167,7 +167,7 @@ def measure_costs(
     """
     conditions = conditions_of(bundle, options)
     if fresh:
-        forget(conditions)
+        discard(conditions)
     progress(Progress("Loading the model", 0, 1, "models"))
     running = open_one(bundle, options, DEFAULT_ROWS, progress=progress)
     running.session.close()

@@ -12,7 +12,7 @@ from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, L
 from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.schema import check_fields, form, lone_surrogate, one_of, shown, within
+from edgespec_models.schema import check_fields, lone_surrogate, matching, one_of, shown, within
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.requests.call_reading import CallReader
@@ -71,7 +71,7 @@ class RequestOptions(TypedDict, total=False):
     response_format: ResponseFormat | None
 
 
-_Stop = Annotated[str, form(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
+_Stop = Annotated[str, matching(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from edgespec.requests.results import CallPart, Generation, Record
-from edgespec.serve.answers import Answer, Json
 from edgespec.serve.bodies import response_format, without_foreign
+from edgespec.serve.replies import Json, Reply
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
@@ -39,7 +39,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class BlockAnswer(Answer):
+class BlockReply(Reply):
     """An answer as blocks, each of which ends where the next begins."""
 
     blocks: list[Block] = field(default_factory=list, kw_only=True)

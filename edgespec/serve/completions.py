@@ -22,11 +22,11 @@ from edgespec.requests.embedding import Embeddings
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
 from edgespec.requests.stream import Stream, answers_async, asked, together
-from edgespec.serve.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer, Json, vectors_json
 from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
+from edgespec.serve.replies import ChatReply, CompletionReply, InfillReply, Json, Reply, vectors_json
 from edgespec_models.errors import Busy, Cancelled, EdgespecError, RequestError
 from edgespec_models.progress import Progress as LoadProgress
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -35,7 +35,7 @@ from edgespec_models.text.tokenizer import Tokenizer
 T = TypeVar("T")
 Ask = Callable[..., Stream]
 Asks = Callable[[Model], Sequence[Ask]]
-Form = Callable[..., Answer]
+MakeReply = Callable[..., Reply]
 """Makes an answer in the form of an endpoint, of what :func:`described` says."""
 Words = Mapping[str, str]
 """An endpoint's names of options, by those that errors have."""
@@ -60,7 +60,7 @@ class Completions:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self.read(ChatBody, request)
-        return await self.converse(request, body, partial(ChatAnswer, logprobs=body.logprobs))
+        return await self.converse(request, body, partial(ChatReply, logprobs=body.logprobs))
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
@@ -72,7 +72,7 @@ class Completions:
 
         echoed = body.prompts() if body.echo else ()
         scores = body.logprobs is not None
-        form = partial(CompletionAnswer, logprobs=scores, n=body.n, echoed=echoed, special=body.special)
+        form = partial(CompletionReply, logprobs=scores, n=body.n, echoed=echoed, special=body.special)
         return await self.respond(request, body, asks, form)
 
     async def embed(self, request: Request) -> Response:
@@ -103,14 +103,14 @@ class Completions:
             return [partial(model.stream_fill, before, behind, extra=files, max_lines=body.max_lines)]
 
         return await self.respond(
-            request, completion, asks, partial(InfillAnswer, fields=body.response_fields)
+            request, completion, asks, partial(InfillReply, fields=body.response_fields)
         )
 
     async def converse(
         self,
         request: Request,
         body: ChatBody,
-        form: Form,
+        form: MakeReply,
         *,
         words: Words = NO_WORDS,
         may_think: bool = False,
@@ -173,7 +173,7 @@ class Completions:
         request: Request,
         body: ChatBody | CompletionBody,
         asks: Asks,
-        form: Form,
+        form: MakeReply,
         words: Words = NO_WORDS,
     ) -> Response:
         """Answer what ``asks`` ask of a model, with the options of ``body``, in the form of an endpoint."""
@@ -209,7 +209,7 @@ def described(name: str, model: Model) -> tuple[str, Tokenizer, float]:
 class _Streamed:
     """An answer that is streamed, as each of its ``choices``: greedy ones are one answer."""
 
-    def __init__(self, stream: Stream, choices: Sequence[Answer]) -> None:
+    def __init__(self, stream: Stream, choices: Sequence[Reply]) -> None:
         self.stream, self._choices, self._has_begun = stream, choices, False
         self._records, self._attribution = aiter(stream.records()), Attribution(choices[0].tokenizer)
 
@@ -250,7 +250,7 @@ class _EventStream(StreamingResponse):
         body: ChatBody | CompletionBody,
         load: Callable[[ProgressCallback], Awaitable[tuple[Model, float]]],
         asks: Asks,
-        form: Form,
+        form: MakeReply,
         options: RequestOptions,
         words: Words,
     ) -> None:

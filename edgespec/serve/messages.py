@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgespec.requests.results import Generation
-from edgespec.serve.answers import Json
-from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
+from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
 from edgespec.serve.bodies import Body, ChatBody, Effort
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
+from edgespec.serve.replies import Json
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, within
 
@@ -168,7 +168,7 @@ def _add_message(messages: list[Json], message: Mapping[str, Any], where: str) -
             add(messages, role, text, "content" if kind == "text" else "reasoning_content")
 
 
-class MessageAnswer(BlockAnswer):
+class MessageReply(BlockReply):
     """A ``message`` and its events."""
 
     __slots__ = ()
@@ -249,7 +249,7 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """``POST /v1/messages``."""
         body = await self._completions.read(MessagesBody, request)
-        return await self._completions.converse(request, body.chat(), MessageAnswer, **body.asking())
+        return await self._completions.converse(request, body.chat(), MessageReply, **body.asking())
 
     async def count_tokens(self, request: Request) -> Response:
         """``POST /v1/messages/count_tokens``."""

@@ -21,11 +21,11 @@ from edgespec.models import Models
 from edgespec.requests.fill import fills
 from edgespec.requests.request import calls_tools
 from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
-from edgespec.serve.answers import Answer, Json, with_rows
 from edgespec.serve.blocks import add_call, field_of, text_of
 from edgespec.serve.bodies import ChatBody, Effort, EmbeddingBody, Sampling, parse
 from edgespec.serve.completions import Ask, Completions
 from edgespec.serve.problems import Problem
+from edgespec.serve.replies import Json, Reply, with_rows
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import Limit, length, shown, within
 
@@ -249,7 +249,7 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
 
 
 @dataclass(slots=True)
-class OllamaAnswer(Answer):
+class OllamaReply(Reply):
     """Lines of ``/api/chat``, or of ``/api/generate``: a text (``is_text``) and no message.
 
     ``began`` and ``loaded`` are times of the monotonic clock, in seconds.
@@ -348,7 +348,7 @@ class Ollama:
         """``POST /api/chat``."""
         began = monotonic()
         body = await self._completions.read(OllamaChatBody, request)
-        form = partial(OllamaAnswer, began=began, logprobs=body.logprobs)
+        form = partial(OllamaReply, began=began, logprobs=body.logprobs)
         if not body.messages:
             return await self._nothing(request, body, form)
         return await self._completions.converse(request, body.chat(), form, words=body.words)
@@ -357,14 +357,14 @@ class Ollama:
         """``POST /api/generate``."""
         began = monotonic()
         body = await self._completions.read(GenerateBody, request)
-        form = partial(OllamaAnswer, began=began, is_text=True, logprobs=body.logprobs)
+        form = partial(OllamaReply, began=began, is_text=True, logprobs=body.logprobs)
         if not body.prompt and not body.suffix:
             return await self._nothing(request, body, form)
         if body.is_chat:
             return await self._completions.converse(request, body.chat(), form, words=body.words)
         return await self._completions.respond(request, body.chat(), body.asks, form, body.words)
 
-    async def _nothing(self, request: Request, body: _Body, form: "partial[OllamaAnswer]") -> Response:
+    async def _nothing(self, request: Request, body: _Body, form: "partial[OllamaReply]") -> Response:
         """Load the model, or unload it as soon as nobody uses it."""
         name = _name(body.model)
         if body.unloads:

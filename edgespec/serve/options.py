@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from edgespec_models.errors import EdgespecError, RequestError
-from edgespec_models.schema import check_fields, form, length, within
+from edgespec_models.schema import check_fields, length, matching, within
 
-_Key = Annotated[str, form(r"[!-~]{8,1000}", "of 8 to 1,000 printable ASCII characters, without spaces")]
+_Key = Annotated[str, matching(r"[!-~]{8,1000}", "of 8 to 1,000 printable ASCII characters, without spaces")]
 _WEB = r"(?!(?i:https?)://\*?(:|$))"  # pages of every host are not meant
 _PLACE = r"(\*|(\*\.)?[\w.-]+|\[[\da-fA-F:.]+\]|)(:(\d+|\*))?"
 _Origin = Annotated[
     str,
-    form(
+    matching(
         rf"(?a:null|{_WEB}[A-Za-z][\w+.-]*://{_PLACE})",
         "null, or SCHEME://HOST[:PORT] in ASCII and without a path; the port may be *, the host begin with "
         "*. or, where the scheme is neither http nor https, be *",
     ),
 ]
-_HostName = Annotated[str, form(r"[^/:\s]+|\[[^/\s]+\]", "a name or an address, without a port")]
+_HostName = Annotated[str, matching(r"[^/:\s]+|\[[^/\s]+\]", "a name or an address, without a port")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

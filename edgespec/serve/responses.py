@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgespec.requests.results import Generation
-from edgespec.serve.answers import Json, usage
-from edgespec.serve.blocks import Block, BlockAnswer, Output, add, add_call, field_of, functions_of, text_of
+from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
 from edgespec.serve.bodies import Body, ChatBody, Effort
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
-from edgespec_models.schema import form, length, shown, within
+from edgespec.serve.replies import Json, usage
+from edgespec_models.schema import length, matching, shown, within
 
 KEPT_BYTES, KEPT_S = 64 * 2**20, 3600.0
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
-_INCLUDED = form(
+_INCLUDED = matching(
     r"reasoning\.encrypted_content|\w+_call\.\w.*", "'reasoning.encrypted_content', or of a call"
 )
 _WORDS = {"reasoning_effort": "reasoning.effort", "response_format": "text.format"}
@@ -142,7 +142,7 @@ class Kept:
     def item(self, id_: object, where: str) -> Json:
         """An item of a response, which is kept so long from now on; raises as :meth:`get` does."""
         self._drop()
-        of = f"resp_{str(id_).rpartition('_')[2][:-4]}"  # see ResponseAnswer._id
+        of = f"resp_{str(id_).rpartition('_')[2][:-4]}"  # see ResponseReply._id
         if of in self._kept:
             self._kept[of] = (self._clock(), *self._kept.pop(of)[1:])
             for item in self._kept[of][2]["output"]:
@@ -173,7 +173,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class ResponseAnswer(BlockAnswer):
+class ResponseReply(BlockReply):
     """A ``response`` and its events, which are numbered; ``messages`` are what it answers."""
 
     body: ResponsesBody
@@ -290,7 +290,7 @@ class Responses:
         if previous is not None:
             _, before = self.kept.get(previous, "previous_response_id")
         messages = [*before, *body.said(self.kept)]
-        form = partial(ResponseAnswer, body=body, messages=messages, kept=self.kept)
+        form = partial(ResponseReply, body=body, messages=messages, kept=self.kept)
         return await self._completions.converse(request, body.chat(messages), form, words=_WORDS)
 
     async def one(self, request: Request) -> Response:

@@ -50,7 +50,7 @@ def length(least: int, most: int = 2**31) -> Limit:
     return Limit(lambda value: least <= len(value if isinstance(value, tuple) else str(value)) <= most, words)
 
 
-def form(pattern: str, words: str = "") -> Limit:
+def matching(pattern: str, words: str = "") -> Limit:
     """A text that matches ``pattern``."""
     return Limit(lambda value: re.fullmatch(pattern, value) is not None, words or f"of the form {pattern}")
 

@@ -130,7 +130,7 @@ def open_cpu(
     native, chunk, exact = bundle.manifest.operators == "edgespec", options.prefill_chunk, options.exact_rows
     streams = [stream_name(layer) for layer in read_layers]
     session = open_graph(bundle.graph, options, native=native, streams=streams)
-    if not bundle.tensors.ours:
+    if not bundle.tensors.own:
         return ForeignModel(session, bundle, chunk=chunk, exact_rows=exact).opened(row_exact)
     model = OwnModel(session, bundle, chunk=chunk, exact_rows=exact, streams=streams)
     if not native:

@@ -42,7 +42,7 @@ def open_cuda(
         BundleError: the bundle has another graph, or one that cannot roll back.
         DeviceError: the device cannot run all of the graph, or has too little memory.
     """
-    if bundle.manifest.form != "dynamic-float16":
+    if bundle.manifest.graph_kind != "dynamic-float16":
         raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
     options = options or CpuOptions()
     session, memory = open_on(device, bundle.graph, options), DeviceMemory(device.kind.memory)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from edgespec_models.bundles.static_graphs import ExportDevice, Form
+from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind
 from edgespec_runtimes.session import Session
 
 Hardware = Literal["CPU", "GPU", "NPU"]
@@ -24,7 +24,7 @@ class DeviceKind:
     Attributes:
         name: what ``load(device=...)`` and ``--device`` of commands that load take.
         hardware: what the provider must have found.
-        runs: forms of bundles it runs.
+        runs: kinds of graphs it runs.
         export: what ``edgespec export --device`` takes to make such a bundle; None needs no option.
         module: of the plugin that brings the provider; None where it is built into ONNX Runtime.
         install: the command that adds the provider.
@@ -37,7 +37,7 @@ class DeviceKind:
     title: str
     provider: str
     hardware: Hardware
-    runs: frozenset[Form]
+    runs: frozenset[GraphKind]
     export: ExportDevice | None
     module: str | None = None
     install: str
@@ -54,7 +54,7 @@ CPU = DeviceKind(
     title="processor",
     provider="CPUExecutionProvider",
     hardware="CPU",
-    runs=frozenset[Form]({"dynamic", "dynamic-float16", "static-float", "static-quantized"}),
+    runs=frozenset[GraphKind]({"dynamic", "dynamic-float16", "static-float", "static-quantized"}),
     export=None,
     install="pip install onnxruntime",
     driver="",
@@ -66,7 +66,7 @@ _INTEL_NPU = DeviceKind(
     title="Intel NPU",
     provider="OpenVINOExecutionProvider",
     hardware="NPU",
-    runs=frozenset[Form]({"static-float"}),
+    runs=frozenset[GraphKind]({"static-float"}),
     export="npu-openvino",
     module="onnxruntime_ep_openvino",
     install="pip install 'edgespec[npu-openvino]'",
@@ -80,7 +80,7 @@ _ALL = (
         title="Qualcomm NPU (Hexagon Tensor Processor)",
         provider="QNNExecutionProvider",
         hardware="NPU",
-        runs=frozenset[Form]({"static-quantized"}),
+        runs=frozenset[GraphKind]({"static-quantized"}),
         export="npu-qnn",
         module="onnxruntime_qnn",
         install="pip install 'edgespec[npu-qnn]'",
@@ -113,7 +113,7 @@ _ALL = (
         title="NVIDIA GPU",
         provider="CUDAExecutionProvider",
         hardware="GPU",
-        runs=frozenset[Form]({"dynamic-float16"}),
+        runs=frozenset[GraphKind]({"dynamic-float16"}),
         export="cuda",
         install="pip uninstall --yes onnxruntime && pip install 'onnxruntime-gpu[cuda,cudnn]'",
         driver="An NVIDIA GPU with its driver, which nvidia-smi must list, and CUDA's libraries: "

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.static_graphs import ExportDevice, Form
+from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import AUTO, CPU, KINDS, PROCESSOR, Device, DeviceKind, Hardware, Placement
@@ -28,7 +28,7 @@ from edgespec_runtimes.ort import ort
 
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"
 
-_FORMS: Mapping[Form, str] = MappingProxyType(
+_KINDS_OF_GRAPHS: Mapping[GraphKind, str] = MappingProxyType(
     {
         "dynamic": "graphs of any shape",
         "dynamic-float16": "graphs of any shape in float16",
@@ -219,10 +219,10 @@ def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) ->
         device = resolve(wanted, runtime)
         _check_fit(bundle, device)
         return Placement(device, "asked for")
-    form = bundle.manifest.form
-    if form == "dynamic":
+    graphs = bundle.manifest.graph_kind
+    if graphs == "dynamic":
         return Placement(PROCESSOR, "the bundle was made for the CPU")
-    return _best(bundle, form, devices(runtime))
+    return _best(bundle, graphs, devices(runtime))
 
 
 def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | None:
@@ -230,28 +230,30 @@ def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | No
     return None if wanted == AUTO else resolve(wanted, runtime).kind.export
 
 
-def _best(bundle: Bundle, form: Form, found: Sequence[Device]) -> Placement:
+def _best(bundle: Bundle, graphs: GraphKind, found: Sequence[Device]) -> Placement:
     cpu, *others = found
-    suited = [device for device in others if form in device.kind.runs]
+    suited = [device for device in others if graphs in device.kind.runs]
     made_for = bundle.manifest.made_for
     suited.sort(key=lambda device: device.kind.export != made_for)
     ready = next((device for device in suited if device.state == "ready"), None)
     if ready is not None:
-        return Placement(ready, f"the bundle has {_FORMS[form]}, and this machine has a device for it")
+        return Placement(
+            ready, f"the bundle has {_KINDS_OF_GRAPHS[graphs]}, and this machine has a device for it"
+        )
     missing = "; ".join(f"{d.name}: {d.problem or 'only emulated here'}" for d in suited)
-    return Placement(cpu, f"the bundle has {_FORMS[form]}, but {missing}")
+    return Placement(cpu, f"the bundle has {_KINDS_OF_GRAPHS[graphs]}, but {missing}")
 
 
 def _check_fit(bundle: Bundle, device: Device) -> None:
-    form, kind = bundle.manifest.form, device.kind
-    if form in kind.runs:
+    graphs, kind = bundle.manifest.graph_kind, device.kind
+    if graphs in kind.runs:
         return
     source = shlex.quote(str(bundle.manifest.provenance.get("source", "SOURCE")))
     option = "" if kind.export is None else f" --device {kind.export}"
     role = "" if bundle.manifest.role == "target" else f" --role {bundle.manifest.role}"
-    runs = " or ".join(_FORMS[form] for form in sorted(kind.runs))
+    runs = " or ".join(_KINDS_OF_GRAPHS[name] for name in sorted(kind.runs))
     raise DeviceError(
-        f"{bundle.path} has {_FORMS[form]}; {device.name} runs {runs}. "
+        f"{bundle.path} has {_KINDS_OF_GRAPHS[graphs]}; {device.name} runs {runs}. "
         f"Export it for this device: edgespec export {source} -o DIR{role}{option}"
     )
 

@@ -25,7 +25,7 @@ from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
 from edgespec_models.files.blocks import F32, FLOATS, GGMLType, Tensor
 from edgespec_models.progress import ignore_progress
-from edgespec_models.schema import form, length, parse, read, within
+from edgespec_models.schema import length, matching, parse, read, within
 from edgespec_models.storage import replacing, writing
 
 _KEY, _VERSION = "edgespec_alignment", 1
@@ -51,7 +51,7 @@ class Origin:
     """
 
     model: Annotated[str, length(1, 200)]
-    source_sha256: Annotated[str, form("[0-9a-f]{64}")]
+    source_sha256: Annotated[str, matching("[0-9a-f]{64}")]
     target: Annotated[str, length(1, 200)]
     tokens: Annotated[int, within(0)]
     right_before: _Share

@@ -28,9 +28,9 @@ from numpy.lib import format as npy
 from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token
-from edgespec_models.bundles.static_graphs import ExportDevice, Form, StaticGraphs
+from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind, StaticGraphs
 from edgespec_models.errors import BundleError, naming
-from edgespec_models.schema import form, length, parse, read, read_text, shown, within
+from edgespec_models.schema import length, matching, parse, read, read_text, shown, within
 from edgespec_models.storage import is_file
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -77,7 +77,7 @@ class FileRecord:
     """Size and digest of one file."""
 
     size_bytes: _Amount
-    sha256: Annotated[str, form("[0-9a-f]{64}")]
+    sha256: Annotated[str, matching("[0-9a-f]{64}")]
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
@@ -148,10 +148,10 @@ class Manifest:
                 raise BundleError(f"{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")
 
     @property
-    def form(self) -> Form:
+    def graph_kind(self) -> GraphKind:
         """What the graphs are."""
         if self.static is not None:
-            return self.static.form
+            return self.static.graph_kind
         return "dynamic" if self.activations == "float32" else "dynamic-float16"
 
     @property
@@ -258,7 +258,7 @@ class Bundle:
     @cached_property
     def tensors(self) -> GraphTensors:
         """Names of the inputs and outputs of a graph of any shape."""
-        return GraphTensors(ours=True)
+        return GraphTensors(own=True)
 
     @property
     def digest(self) -> str:

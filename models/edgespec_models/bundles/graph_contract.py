@@ -127,12 +127,12 @@ class GraphTensors:
     Attributes:
         inputs: what the graph calls each of :data:`INPUTS`, by its name there; of a foreign one those it has.
         logits: of every row, ``(1, n, vocabulary)``, or of those that are asked for.
-        ours: whether edgespec built the graph: names are those of :data:`INPUTS`, the cache is in place.
+        own: whether edgespec built the graph: names are those of :data:`INPUTS`, the cache is in place.
     """
 
     inputs: Mapping[str, str] = field(default_factory=lambda: {name: name for name in INPUTS})
     logits: str = "logits"
-    ours: bool = False
+    own: bool = False
 
 
 class StaticInputs:

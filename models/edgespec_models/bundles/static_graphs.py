@@ -21,7 +21,7 @@ ExportDevice = Literal["npu-qnn", "npu-openvino", "cuda"]
 StaticDevice = Literal["npu-qnn", "npu-openvino"]
 """Those whose bundles have graphs of fixed shapes."""
 Activations = Literal["float32", "uint16"]
-Form = Literal["dynamic", "dynamic-float16", "static-float", "static-quantized"]
+GraphKind = Literal["dynamic", "dynamic-float16", "static-float", "static-quantized"]
 """What the graphs of a bundle are: of any shape, float32 or float16; of fixed ones, float or quantized."""
 
 VERIFY_ROWS = (1, 4, 8)
@@ -109,7 +109,7 @@ class StaticGraphs:
             raise BundleError("static graphs need a pass over one row, and a mask below zero")
 
     @property
-    def form(self) -> Form:
+    def graph_kind(self) -> GraphKind:
         """What the graphs are."""
         return "static-float" if self.activations == "float32" else "static-quantized"
 

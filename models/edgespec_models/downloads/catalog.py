@@ -30,20 +30,20 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from edgespec_models.bundles.config import Architecture, Context, Count
 from edgespec_models.errors import CatalogueError
-from edgespec_models.schema import form, length, read, shown, within
+from edgespec_models.schema import length, matching, read, shown, within
 
 T = TypeVar("T")
 Role = Literal["target", "drafter"]
 
 _NAME: Final = r"[a-z0-9][a-z0-9._-]*"
 _FILE: Final = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
-_Name = Annotated[str, form(_NAME)]
-_File = Annotated[str, form(_FILE)]
-_Path = Annotated[str, form(rf"{_FILE}(/{_FILE})*")]
-_Title = Annotated[str, form(r"\S(.*\S)?")]
+_Name = Annotated[str, matching(_NAME)]
+_File = Annotated[str, matching(_FILE)]
+_Path = Annotated[str, matching(rf"{_FILE}(/{_FILE})*")]
+_Title = Annotated[str, matching(r"\S(.*\S)?")]
 # PEP 508 and PEP 440 allow more; these cannot be taken for an option or a URL by pip.
-_Package = Annotated[str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
-_Version = Annotated[str, form(r"[0-9][0-9A-Za-z.!+]*")]
+_Package = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+_Version = Annotated[str, matching(r"[0-9][0-9A-Za-z.!+]*")]
 _Amount = Annotated[int, within(1)]
 _CORRECT: Final = "Correct the file"
 _FOLDER: Final = Path(__file__).with_name("catalogue")
@@ -55,7 +55,7 @@ _HEADS: Final = Path(__file__).with_name("heads.toml")
 class HubFile:
     """One file of a repository on the Hugging Face hub."""
 
-    repository: Annotated[str, form(f"{_FILE}/{_FILE}")]
+    repository: Annotated[str, matching(f"{_FILE}/{_FILE}")]
     filename: _Path
     revision: _File = "main"
 
@@ -103,7 +103,7 @@ class CatalogueAlignment:
     """What 'edgespec align' wrote for a drafter: a file of the catalogue's folder."""
 
     filename: _File
-    sha256: Annotated[str, form(r"[0-9a-f]{64}")]
+    sha256: Annotated[str, matching(r"[0-9a-f]{64}")]
 
     @property
     def path(self) -> Path:
@@ -123,13 +123,13 @@ class CatalogueEntry:
 
     name: _Name
     title: _Title
-    architecture: Annotated[str, form(r"[a-z0-9_-]+")]
+    architecture: Annotated[str, matching(r"[a-z0-9_-]+")]
     role: Role
     filename: _File
     size_bytes: _Amount
-    sha256: Annotated[str, form(r"[0-9a-f]{64}")]
+    sha256: Annotated[str, matching(r"[0-9a-f]{64}")]
     licence: _Title
-    licence_url: Annotated[str, form(r"https://\S+")] | None = None
+    licence_url: Annotated[str, matching(r"https://\S+")] | None = None
     parameters: _Amount
     drafter: _Name | None = None
     shape: CatalogueShape | None = None
@@ -161,7 +161,7 @@ class HubName:
     """
 
     title: _Title
-    reference: Annotated[str, form(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
+    reference: Annotated[str, matching(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
     architecture: Architecture
     vocabulary: Count
     size_bytes: _Amount

@@ -1,4 +1,4 @@
-"""What a model wrote, in OpenAI's JSON; what edgespec knows besides stands in fields ``edgespec``."""
+"""What a model wrote as a reply in OpenAI's JSON; what edgespec knows besides stands in ``edgespec``."""
 
 import json
 import secrets
@@ -54,7 +54,7 @@ def with_rows(table: Json, name: str, rows: Iterable[object]) -> str:
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """One response, in the form of an endpoint: whole, or as events.
 
     ``plain_tokens_per_s`` is what the model writes without speculation. Of a stream ``prompt`` are the tokens
@@ -75,7 +75,7 @@ class Answer:
         """The response in one piece; each of ``answers`` is to a prompt."""
         raise NotImplementedError
 
-    def choices(self, indices: Iterable[int]) -> Sequence["Answer"]:
+    def choices(self, indices: Iterable[int]) -> Sequence["Reply"]:
         """The same response for each of some choices."""
         return [self]
 
@@ -138,7 +138,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Completion(Answer):
+class _Completion(Reply):
     """A completion's fields, which all chunks share; of one choice, if it is streamed.
 
     ``written`` is the number of its characters that were sent. There are ``n`` choices for each prompt;
@@ -210,7 +210,7 @@ class _Completion(Answer):
         return {"finish_reason": reason, "edgespec": self._extension(answer) | more}
 
 
-class ChatAnswer(_Completion):
+class ChatReply(_Completion):
     """A ``chat.completion`` and its chunks."""
 
     __slots__ = ()
@@ -243,7 +243,7 @@ class ChatAnswer(_Completion):
         return {"content": self._scores(tokens), "refusal": None} if self.logprobs else None
 
 
-class CompletionAnswer(_Completion):
+class CompletionReply(_Completion):
     """A ``text_completion`` and its chunks, which have the same form."""
 
     __slots__ = ()
@@ -300,7 +300,7 @@ class CompletionAnswer(_Completion):
 
 
 @dataclass(slots=True)
-class InfillAnswer(Answer):
+class InfillReply(Reply):
     """A fill as llama.cpp's server says it, or of that the ``fields`` that are named."""
 
     fields: Sequence[str] = ()
