@@ -15,6 +15,7 @@ from edgespec.learning.layer_math import F32
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
 from edgespec_models.errors import UnsupportedModelError
+from tests.toy import until
 
 SOON = 30.0  # seconds that nothing here comes near
 Step = Callable[[Callable[[], None]], None]
@@ -74,10 +75,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
+def _trains() -> bool:
+    return any(thread.name == "edgespec-training" for thread in threading.enumerate())
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "edgespec-training"]
+    assert not _trains()
 
 
 def _trainer(tuning: _Tuning, share: float = 1.0) -> tuple[Trainer, _Condition]:
@@ -90,7 +95,7 @@ def _trainer(tuning: _Tuning, share: float = 1.0) -> tuple[Trainer, _Condition]:
 def test_texts_are_learned_in_turn_and_handed_out_once() -> None:
     trainer, _ = _trainer(tuning := _Tuning())
     assert trainer.take() is None and trainer.lesson() is None
-    assert trainer._thread is None and trainer.undone == 0  # no text, no thread
+    assert not _trains() and trainer.undone == 0  # no text, no thread
     for number in range(4):
         tuning.undone = number
         trainer.offer(_text(number))
@@ -178,9 +183,9 @@ def test_it_rests_for_its_share_and_time_in_which_it_stood_still_does_not_count(
     assert tuning.learned.get(timeout=SOON) == 1
     condition.until(pytest.approx(rest))
     assert tuning.begun.get() == 1 and tuning.begun.empty()
-    with trainer._changed:
+    with condition:
         clock.now += rest + 1e-6
-        trainer._changed.notify_all()
+        condition.notify_all()
     assert tuning.learned.get(timeout=SOON) == 2
     trainer.close()
 
@@ -211,11 +216,10 @@ def test_an_error_ends_training_and_is_told_once(
     trainer = Trainer(begin, share=1.0)
     trainer.offer(_text(1))
     trainer.offer(_text(2))
-    assert trainer._thread is not None
-    trainer._thread.join(SOON)
+    until(lambda: not _trains())
     trainer.offer(_text(3))
     trainer.recall()
-    assert begun == [1] and not trainer._waiting and not trainer._thread.is_alive()
+    assert begun == [1] and not _trains()
     assert caplog.messages == [trainer.problem] == [f"the drafter is not trained: {told}"]
     assert bool(caplog.records[0].exc_info) != isinstance(error, UnsupportedModelError)
     lesson, gains = trainer.lesson(), trainer.take()  # what was learned before stays
@@ -235,7 +239,7 @@ def test_what_earlier_requests_taught_is_there_before_the_first_text() -> None:
     trainer.recall()
     gains = trainer.take()
     assert gains is not None and not gains["final_norm.weight"].any()
-    assert trainer.take() is None and trainer._thread is None
+    assert trainer.take() is None and not _trains()
     trainer.offer(_text(1))
     assert tuning.learned.get(timeout=SOON) == 1
     trainer.close()
