@@ -11,13 +11,14 @@ from time import monotonic
 from typing import Annotated, Any, Self
 
 from edgespec.engine import Model, load
-from edgespec.loading.footprint import plan_of, size
+from edgespec.loading.footprint import plan_of
 from edgespec.loading.opening import Reference
 from edgespec.requests.worker import LOOK_S
 from edgespec_models.bundles.bundle import TOKENIZER, Bundle
 from edgespec_models.errors import Closed, DeviceError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, within
+from edgespec_models.storage import size
 from edgespec_runtimes.memory import machine_memory
 
 PLANNED_TOKENS = 2048

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
+from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
 from edgespec.cli.options import JsonFlag, MaxNewTokens, Temperature, Threads
 from edgespec_models.errors import RequestError, require
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -17,8 +17,8 @@ from edgespec.cli.console import (
     print_json,
     progress_bars,
     say,
-    size,
 )
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from rich.table import Table

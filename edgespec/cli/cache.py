@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import done, figure_table, output, print_json, say, size
+from edgespec.cli.console import done, figure_table, output, print_json, say
 from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import RequestError
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from edgespec_runtimes.block_files import Stored

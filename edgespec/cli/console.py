@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,13 +99,6 @@ def figure_table(*columns: str, names: int = 1) -> "Table":
     for column in columns[names:]:
         table.add_column(column, justify="right")
     return table
-
-
-def size(count: int) -> str:
-    """``count`` bytes in decimal units: ``98.4 MB``."""
-    from rich.filesize import decimal
-
-    return decimal(count)
 
 
 def amount(report: Progress) -> str:

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from edgespec.cli.console import note, print_json, progress_bars, say, size
+from edgespec.cli.console import note, print_json, progress_bars, say
 from edgespec.cli.inspect import show_report
 from edgespec.cli.options import ChatTemplate, JsonFlag
 from edgespec_models.bundles.static_graphs import CHIPS
 from edgespec_models.errors import RequestError
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from edgespec_export.formats.quantization import Quantization

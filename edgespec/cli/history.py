@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import done, figure_table, note, output, print_json, say, size
+from edgespec.cli.console import done, figure_table, note, output, print_json, say
 from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import StorageError
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from edgespec.history.manage import Amount, History, LearnedCorrection, LearnedText

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import fact_table, output, print_json, size
+from edgespec.cli.console import fact_table, output, print_json
 from edgespec.cli.options import JsonFlag
 from edgespec_models.bundles.kept import types_of
 from edgespec_models.errors import BundleError
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say, size
+from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
 from edgespec.cli.options import JsonFlag
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.console import figure_table, output, print_json, say, size
+from edgespec.cli.console import figure_table, output, print_json, say
 from edgespec.cli.options import Drafter, JsonFlag, Target
+from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
 from edgespec_models.errors import DeviceError
+from edgespec_models.storage import size
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.kv_cache import KEY_TILE
 from edgespec_runtimes.memory import MachineMemory, machine_memory
@@ -262,8 +263,3 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
         _LOG.warning("slow: weights will be read from the disk again and again: %s", made.short())
         return replace(options, huge_pages=False)
     return options
-
-
-def size(count: int) -> str:
-    """Bytes in decimal units."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

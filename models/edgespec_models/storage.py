@@ -80,6 +80,13 @@ def expanded(path: str | Path) -> Path:
         raise RequestError(f"{path} begins with a user who has no folder; write the folder out") from error
 
 
+def size(count: int) -> str:
+    """``count`` bytes as messages say it, in decimal units: ``98.4 MB``."""
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    unit = next((unit for unit, least in units.items() if count >= least), None)
+    return f"{count} bytes" if unit is None else f"{count / units[unit]:.1f} {unit}"
+
+
 def model_name(folder: Path) -> str:
     """What a model's directory is called.
 
