@@ -71,7 +71,7 @@ def test_each_proposal_has_its_own_confidence() -> None:
 def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(IdentityBridge, "translate", lambda self, drafted: [(7, len(drafted))])
+    monkeypatch.setattr(IdentityBridge, "to_target", lambda self, drafted: [(7, len(drafted))])
     session = _sure()
     assert draft_of(model_of(session), [3, 1, 4], 3).tokens == (7,)
     assert session.passes == [3] + [1] * 5

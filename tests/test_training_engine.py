@@ -11,6 +11,7 @@ import pytest
 
 import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestOptions
+from edgespec.drafting.side import DrafterSide
 from edgespec.learning.gains import Example
 from edgespec.learning.trainer import Trainer
 from edgespec_models.bundles.bundle import MANIFEST
@@ -74,14 +75,19 @@ def _training() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "edgespec-training"]
 
 
+def _side(model: Model) -> DrafterSide:
+    assert model._side is not None
+    return model._side
+
+
 def _trainer(model: Model) -> Trainer:
-    assert model._side is not None and model._side.trainer is not None
-    return model._side.trainer
+    trainer = _side(model).trainer
+    assert trainer is not None
+    return trainer
 
 
 def _drafter(model: Model) -> Session:
-    assert model._side is not None and isinstance(model._side.session, Session)
-    return model._side.session
+    return _side(model).session
 
 
 def _tuned(model: Model) -> dict[str, F32]:
@@ -176,7 +182,7 @@ def test_a_drafter_without_gains_to_tune_is_told_and_has_no_thread(models: Model
     with _load(models, tmp_path, "fixed") as model:
         for _ in range(2):
             assert "export it again" in (_answer(model).stats.history_problem or "")
-        assert model._side is not None and model._side.trainer is None and not _training()
+        assert _side(model).trainer is None and not _training()
 
 
 @pytest.mark.parametrize(("speculate", "polls"), [(True, 1000), (True, 16), (False, 1000)])
@@ -186,14 +192,14 @@ def test_training_stands_still_while_any_request_runs_then_it_is_offered_what_wa
     examples, trainer, busy = _offered(model, monkeypatch), _trainer(model), list[bool]()
 
     def cancelled() -> bool:
-        busy.append(bool(trainer._busy))
+        busy.append(bool(trainer.busy))
         return len(busy) > polls
 
     options = RequestOptions(max_new_tokens=NEW, stop_at_eos=False, speculate=speculate, cancelled=cancelled)
     stream = model.stream(PROMPT, **options)
-    assert not trainer._busy
+    assert not trainer.busy
     result = stream.run()
-    assert len(busy) > 8 and all(busy) and not trainer._busy
+    assert len(busy) > 8 and all(busy) and not trainer.busy
     assert (8 <= len(result.tokens) < NEW) == (polls == 16)
     assert [example.tokens[example.start :] for example in examples] == [result.tokens] * speculate
 
@@ -206,7 +212,7 @@ def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pyt
         patch.setattr(model._session.model, "predict_together", fail)
         with pytest.raises(RuntimeError):
             _answer(model)
-    assert not _trainer(model)._busy
+    assert not _trainer(model).busy
     _answer(model)
     _learned(model, 1)
 

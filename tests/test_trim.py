@@ -244,15 +244,10 @@ def test_targets_are_not_trimmed(tmp_path: Path, size: TrimSize) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_trimmed_drafter_changes_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trimmed_drafter_changes_no_output(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     target = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
     drafter = _drafter(tmp_path, tiny_gguf("llama")).path
-    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda *_, **__: True)
-    monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
-    monkeypatch.setattr("edgespec.drafting.pricing.Pricing._best", lambda _, found: (len(found), 0.0))
-    monkeypatch.setattr(
-        "edgespec.drafting.pricing.STAKE", 1e9
-    )  # a tiny model's passes are shorter than rounds
+    request.getfixturevalue("cheap_drafts")  # after the export, which measures too
     with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
         drafted = model.generate("def add(a, b):", max_new_tokens=40)
         plain = model.generate("def add(a, b):", max_new_tokens=40, speculate=False)

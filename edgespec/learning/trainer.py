@@ -23,7 +23,8 @@ class Trainer:
     training, not the program: it is reported.
 
     ``begin`` makes the tuning, in the thread. ``share`` is of the time, the most that training takes, above
-    0. ``problem`` says why nothing is learned; ``undone``, how often what was learned was put back.
+    0. ``busy`` are requests that run. ``problem`` says why nothing is learned;
+    ``undone``, how often what was learned was put back.
     """
 
     def __init__(self, begin: Callable[[], Tuning], *, share: float) -> None:
@@ -32,7 +33,7 @@ class Trainer:
         self._waiting: deque[Example] = deque(maxlen=_WAITING)
         self._tuning: Tuning | None = None
         self._thread: threading.Thread | None = None
-        self._busy, self._closed = 0, False  # busy: requests that run
+        self.busy, self._closed = 0, False
         self._rest_until = self._stood_s = 0.0
         self._gains: dict[str, F32] | None = None
         self._lesson: Lesson | None = None
@@ -60,12 +61,12 @@ class Trainer:
     def pause(self) -> None:
         """A request begins."""
         with self._changed:
-            self._busy += 1
+            self.busy += 1
 
     def resume(self) -> None:
         """It has ended."""
         with self._changed:
-            self._busy -= 1
+            self.busy -= 1
             self._changed.notify_all()
 
     def offer(self, example: Example) -> None:
@@ -136,9 +137,9 @@ class Trainer:
 
     def _breathe(self) -> None:
         with self._changed:
-            if self._busy and not self._closed:
+            if self.busy and not self._closed:
                 started = perf_counter()
-                self._changed.wait_for(lambda: self._closed or not self._busy)
+                self._changed.wait_for(lambda: self._closed or not self.busy)
                 self._stood_s += perf_counter() - started
             if self._closed:
                 raise Cancelled("the trainer is closed")
