@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Unpack
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
 from edgespec.loading.opening import NGRAM, Loaded, LoadOptions, Reference, open_model, open_pair, placed
+from edgespec.requests.queue import RequestQueue
 from edgespec.requests.request import (
     Hole,
     Messages,
@@ -17,16 +18,18 @@ from edgespec.requests.request import (
     PromptInput,
     Request,
     RequestOptions,
-    ids_of,
+    chat_prompt,
+    fill_prompt,
     no_template,
     prompt_tokens,
+    text_prompt,
     thoughts_tags,
     with_options,
 )
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
-from edgespec.requests.stream import Stream, answers, answers_async, asked
-from edgespec.requests.worker import Answer, Worker
+from edgespec.requests.stream import Stream, answers, answers_async
+from edgespec.requests.ticket import Ticket
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -146,8 +149,8 @@ class Model(AbstractContextManager["Model"]):
     def __init__(self, runner: Runner) -> None:
         self.target, self.options, self.cost_curve = runner.target, runner.options, runner.cost_curve
         self.drafter = None if runner.side is None else runner.side.bundle
-        self._runner, self._session, self._side = runner, runner.session, runner.side
-        self._worker = Worker(
+        self._runner = runner
+        self._queue = RequestQueue(
             self.options.max_waiting, runner.turn, runner.seats.most, tidy=runner.write_behind
         )
 
@@ -159,7 +162,7 @@ class Model(AbstractContextManager["Model"]):
 
         Requests that it ends have results as far as they came, with the reason ``closed``.
         """
-        self._worker.close(self._runner.close)
+        self._queue.close(self._runner.close)
 
     @checked
     def use_history(self, path: Path) -> None:
@@ -168,7 +171,7 @@ class Model(AbstractContextManager["Model"]):
         A file that cannot be used is reported in the log and in ``result.stats.history_problem``. A request
         that runs is waited for.
         """
-        with self._worker.paused():
+        with self._queue.paused():
             self._runner.use_history(path)
 
     def forget(self, *, on_disk: bool = True) -> None:
@@ -177,20 +180,20 @@ class Model(AbstractContextManager["Model"]):
         With ``on_disk`` what this target and this drafter have in the prompt cache is deleted too, whoever
         had it written, and what guesses the drafter's next tokens. What a history has learned stays.
         """
-        with self._worker.paused():
+        with self._queue.paused():
             self._runner.forget(on_disk=on_disk)
 
     def pause(self) -> None:
         """Let all requests wait until :meth:`resume`; returns when no pass runs. Timeouts count on."""
-        self._worker.hold()
+        self._queue.hold()
 
     def resume(self) -> None:
         """Let answers go on; their text is the one that it would have been."""
-        self._worker.resume()
+        self._queue.resume()
 
     def trim(self) -> int:
         """Free the KV caches that no answer under way uses, between two passes; how many bytes that was."""
-        with self._worker.paused(between_passes=True):
+        with self._queue.paused(between_passes=True):
             return self._runner.trim()
 
     @property
@@ -215,13 +218,14 @@ class Model(AbstractContextManager["Model"]):
     @property
     def drafter_placement(self) -> Placement | None:
         """The same of the drafter; None without a drafter model."""
-        aside = self._runner.loaded.drafter
-        return None if aside is None else aside.placement
+        drafter = self._runner.loaded.drafter
+        return None if drafter is None else drafter.placement
 
     @property
     def drafter_step_s(self) -> float | None:
         """Seconds of a drafter step, as measured at load."""
-        return None if self._side is None else self._side.curve.seconds(1)
+        side = self._runner.side
+        return None if side is None else side.curve.seconds(1)
 
     @property
     def thinks(self) -> bool:
@@ -231,7 +235,7 @@ class Model(AbstractContextManager["Model"]):
     @property
     def row_exact(self) -> bool:
         """Whether the target's passes give the same bits for any number of rows (then greedy is exact)."""
-        return self._session.model.row_exact
+        return self._runner.session.model.row_exact
 
     @with_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Generation:
@@ -245,7 +249,7 @@ class Model(AbstractContextManager["Model"]):
                 too many requests wait (:class:`edgespec.Busy`); the model is closed
                 (:class:`edgespec.Closed`).
         """
-        return answers(options, asked(options, partial(self.stream, prompt)))
+        return self._answers(text_prompt(prompt), options)
 
     @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
@@ -255,36 +259,29 @@ class Model(AbstractContextManager["Model"]):
             messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return answers(options, asked(options, partial(self.stream_chat, messages)))
+        return self._answers(chat_prompt(messages), options)
 
     @with_options
     async def generate_async(
         self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
     ) -> Generation:
         """Like :meth:`generate`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, asked(options, partial(self.stream, prompt)))
+        return await self._answers_async(text_prompt(prompt), options)
 
     @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`chat`, in an event loop; cancelling the task ends the answer within a pass."""
-        return await answers_async(options, asked(options, partial(self.stream_chat, messages)))
+        return await self._answers_async(chat_prompt(messages), options)
 
     @with_options
-    @checked
-    def stream(
-        self,
-        prompt: Annotated[str | Sequence[int], length(1)],
-        **options: Unpack[RequestOptions],
-    ) -> Stream:
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Stream:
         """Like :meth:`generate`, piece by piece: iterate over text, then read ``.result``."""
-        return self._stream(prompt, options)
+        return self._stream(text_prompt(prompt), options)
 
     @with_options
     def stream_chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Stream:
         """Like :meth:`chat`, piece by piece: iterate over text, then read ``.result``."""
-        if isinstance(messages, str) or ids_of(messages) is not None:
-            raise RequestError(f"messages is {shown(messages)}; allowed: a list of messages, or use generate")
-        return self._stream(messages, options)
+        return self._stream(chat_prompt(messages), options)
 
     @with_options
     def fill(
@@ -295,23 +292,21 @@ class Model(AbstractContextManager["Model"]):
         ``extra`` are names and texts of other files, the nearest last. What does not fit is cut at far ends.
         Raises RequestError also where the model has no tokens for it.
         """
-        return answers(options, asked(options, partial(self.stream_fill, prefix, suffix, extra=extra)))
+        return self._answers(fill_prompt(prefix, suffix, extra), options)
 
     @with_options
     async def fill_async(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Generation:
         """Like :meth:`fill`, in an event loop; cancelling the task ends the answer within a pass."""
-        streams = asked(options, partial(self.stream_fill, prefix, suffix, extra=extra))
-        return await answers_async(options, streams)
+        return await self._answers_async(fill_prompt(prefix, suffix, extra), options)
 
     @with_options
-    @checked
     def stream_fill(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Stream:
         """Like :meth:`fill`, piece by piece: iterate over text, then read ``.result``."""
-        return self._stream(Hole(prefix, suffix, extra), options)
+        return self._stream(fill_prompt(prefix, suffix, extra), options)
 
     @with_options
     def conversation(self, system: str | None = None, **defaults: Unpack[RequestOptions]) -> "Conversation":
@@ -322,7 +317,7 @@ class Model(AbstractContextManager["Model"]):
         """
         if self.target.chat_template is None:
             raise RequestError(no_template(self.name))
-        Request.one(defaults)
+        Request.single(defaults)
         from edgespec.requests.conversation import Conversation
 
         return Conversation(self._start, system, **defaults)
@@ -337,20 +332,20 @@ class Model(AbstractContextManager["Model"]):
                 :meth:`generate`.
             Cancelled: time was up.
         """
-        asked = self._runner.embedder.request(texts, **options)
-        return asked.found(Stream(asked, self._worker).run().finish_reason)
+        ticket = self._runner.embedder.ticket(texts, **options)
+        return ticket.embeddings(Stream(ticket, self._queue).run().finish_reason)
 
     async def embed_async(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
         """Like :meth:`embed`, in an event loop; cancelling the task ends it within a pass."""
         from asyncio import to_thread
 
-        asked = await to_thread(lambda: self._runner.embedder.request(texts, **options))
-        return asked.found((await Stream(asked, self._worker).run_async()).finish_reason)
+        ticket = await to_thread(lambda: self._runner.embedder.ticket(texts, **options))
+        return ticket.embeddings((await Stream(ticket, self._queue).run_async()).finish_reason)
 
     @with_options
-    def count_tokens(self, said: PromptInput, **options: Unpack[RequestOptions]) -> int:
+    def count_tokens(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> int:
         """How many tokens the model reads of a prompt or a conversation, as a request's statistics say."""
-        return len(prompt_tokens(self.target, said, Request.of(options)))
+        return len(prompt_tokens(self.target, prompt, Request.of(options)))
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of ``text`` alone, without a BOS token; control tokens in it only with ``special``.
@@ -375,39 +370,43 @@ class Model(AbstractContextManager["Model"]):
             most = tokenizer.vocab_size - 1
             raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
-    def _stream(self, said: PromptInput | Hole, options: RequestOptions) -> Stream:
-        """A request whose prompt is read now, so that what is wrong with it shows at once."""
-        request = Request.one(options)
-        prompt = self._runner.prompt(said, request)
-        return self._queued(request, lambda: prompt)
+    def _answers(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
+        request = Request.of(options)
+        return answers(self._streams(prompt, request), request.n)
+
+    async def _answers_async(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
+        request = Request.of(options)
+        return await answers_async(self._streams(prompt, request), request.n)
+
+    def _stream(self, prompt: PromptInput | Hole, options: RequestOptions) -> Stream:
+        return self._streams(prompt, Request.single(options))[0]
+
+    def _streams(self, prompt: PromptInput | Hole, request: Request) -> list[Stream]:
+        """A stream for each answer; the prompt is read now, so that what is wrong with it shows at once."""
+        ready = self._runner.prompt(prompt, request)
+        return [self._queued(choice, lambda: ready) for choice in request.choices]
 
     def _start(
         self,
         messages: Callable[[], Messages],
         options: RequestOptions,
         ended: Callable[[Generation], None],
-        talk: "Conversation",
+        conversation: "Conversation",
     ) -> Stream:
         """A request whose messages are those there are when its turn comes; then ``ended`` has its result."""
-        request = Request.one(options)
-        return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, talk)
+        request = Request.single(options)
+        return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, conversation)
 
     def _queued(
         self,
         request: Request,
         prompt: Callable[[], Prompt],
         ended: Callable[[Generation], None] = lambda result: None,
-        talk: object | None = None,
+        conversation: object | None = None,
     ) -> Stream:
-        runner, constraint, read = self._runner, self._runner.constraint(request), cache(prompt)
-        answer = Answer(
-            request,
-            lambda: runner.prepared(read(), request, constraint),
-            ended,
-            talk,
-            tokens=lambda: read().target,
-        )
-        return Stream(answer, self._worker)
+        constraint = self._runner.constraint(request)
+        ticket = Ticket(request, prompt, constraint, ended=ended, conversation=conversation)
+        return Stream(ticket, self._queue)
 
 
 def _made_for(device: str) -> "ExportDevice | None":
@@ -421,9 +420,9 @@ def _made_for(device: str) -> "ExportDevice | None":
 
 def _beside(loaded: Loaded) -> "Beside | None":
     """Drafting ahead, where target and drafter compute side by side."""
-    target, aside = loaded.target, loaded.drafter
-    if aside is None or not run_at_once(target.placed, aside.placed):
+    target, drafter = loaded.target, loaded.drafter
+    if drafter is None or not run_at_once(target.placed, drafter.placed):
         return None
     from edgespec.drafting.ahead import Beside
 
-    return Beside(aside.curve)
+    return Beside(drafter.curve)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 from edgespec.engine import Model, load
 from edgespec.loading.footprint import plan_of
 from edgespec.loading.opening import Reference
-from edgespec.requests.worker import LOOK_S
+from edgespec.requests.ticket import LOOK_S
 from edgespec_models.bundles.bundle import TOKENIZER, Bundle
 from edgespec_models.errors import Closed, DeviceError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress

@@ -1,6 +1,6 @@
 """Model drafters, policies and requests that draft, over toy sessions."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from time import perf_counter
 
@@ -15,15 +15,15 @@ from edgespec.drafting.model import Calibration, ModelDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.drafting.reading import Chain, Prediction, Reader
-from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
+from tests.models_for_tests import answering
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import F32, NextLogits, Silent, ToySession, alone, stream_over
+from tests.toy import F32, NextLogits, Silent, ToySession, alone
 from tools import replay
 
 VOCAB = 50
@@ -153,28 +153,6 @@ def mixed(next_logits: NextLogits, other: NextLogits, right: float) -> NextLogit
         return (next_logits if hash(tuple(tokens[-4:])) % 1000 < 1000 * right else other)(tokens)
 
     return law_here
-
-
-def answering(
-    target: Session,
-    begin: Callable[[], Policy],
-    request: Request,
-    clock: Clock = perf_counter,
-    *,
-    max_draft: int = 8,
-) -> Stream:
-    """A request over ``target`` behind the prompt."""
-    prepared = PreparedRequest(
-        session=target,
-        tokenizer=Tokenizer.from_json(byte_level_json()),
-        tokens=list(PROMPT),
-        request=request,
-        eos=frozenset(),
-        max_draft=max_draft,
-        begin=begin,
-        clock=clock,
-    )
-    return stream_over(prepared)
 
 
 def stream_of(

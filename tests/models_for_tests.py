@@ -2,15 +2,25 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import cast
 
 from edgespec.decoding.draft import Clock
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
+from edgespec.requests.decoding import RequestDecoding
+from edgespec.requests.queue import RequestQueue
+from edgespec.requests.request import Prompt, Request
 from edgespec.requests.runner import Runner
+from edgespec.requests.seats import Seat
+from edgespec.requests.stream import Stream
+from edgespec.requests.ticket import Ticket
+from edgespec.requests.turns import take_turn
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -132,3 +142,42 @@ def toy_model(
     small = None if drafter is None else running("small", drafter, drafter_s)
     loaded = Loaded(target, small, same_vocabulary=True)
     return Model(Runner(loaded, options or LoadOptions(), clock=clock))
+
+
+def runner_of(model: Model) -> Runner:
+    """What a model runs on."""
+    return model._runner
+
+
+def side_of(model: Model) -> DrafterSide:
+    """The drafter's half of a model that has one."""
+    side = runner_of(model).side
+    assert side is not None
+    return side
+
+
+def queue_of(model: Model) -> RequestQueue:
+    """Where a model's requests wait."""
+    return model._queue
+
+
+def answering(
+    session: ToySession,
+    policy: Callable[[], Policy],
+    request: Request,
+    clock: Clock = perf_counter,
+    *,
+    prompt: Sequence[int] = (3, 1, 4),
+    max_draft: int = 8,
+) -> Stream:
+    """A request over a session alone, which drafts by a policy of its own."""
+    bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
+
+    def begin(ticket: Ticket) -> RequestDecoding:
+        drafts, seat = policy(), Seat(session, None)
+        return RequestDecoding(
+            bundle, seat, drafts, read, request, max_draft=max_draft, clock=clock, started=clock()
+        )
+
+    turn = partial(take_turn, begin=begin, pricing=Pricing(CostCurve({1: 1.0})))
+    return Stream(Ticket(request, lambda: read), RequestQueue(0, turn))

@@ -9,7 +9,7 @@ from typing import Any, cast
 from edgespec import Drafter, LoadOptions, Model
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
-from tests.models_for_tests import VOCAB, printable, toy_model
+from tests.models_for_tests import VOCAB, printable, queue_of, runner_of, toy_model
 from tests.toy import F32, ToySession, markov_logits
 
 LONG = "a document of many words, " * 5
@@ -38,19 +38,16 @@ class Driven:
     """A model whose thread is the test, which takes the passes one by one."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self._worker = model, model._worker
+        self.model, self._queue = model, queue_of(model)
 
     def queue(self, stream: Stream) -> Stream:
-        self._worker._thread = cast(Any, _NO_THREAD)
+        self._queue.thread = cast(Any, _NO_THREAD)
         stream.start()
         return stream
 
     def turn(self) -> int:
         """Take those that run a pass further; how many these were."""
-        running = self._worker._next()
-        if running:
-            self._worker._turn(running)
-        return len(running)
+        return len(self._queue.step())
 
     def run(self) -> None:
         while self.turn():
@@ -59,7 +56,7 @@ class Driven:
     @property
     def taken(self) -> list[bool]:
         """Of the seats that there are."""
-        return [seat.taken for seat in self.model._runner.seats.all]
+        return [seat.taken for seat in runner_of(self.model).seats.all]
 
     def close(self) -> None:
         self.run()
@@ -127,8 +124,8 @@ def driven(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySessi
 
 def reads(stream: Stream) -> bool:
     """Whether it waits for its first token."""
-    one = stream._answer.prepared
-    return one is None or not one._steps
+    decoding = stream._ticket.decoding
+    return decoding is None or decoding.unread > 0
 
 
 def stream(one: Driven, prompt: str, **options: Any) -> Stream:

@@ -36,6 +36,7 @@ from tests.drafters_for_tests import (
     stream_of,
     tokenizer,
 )
+from tests.models_for_tests import side_of
 from tests.toy import (
     COLUMNS,
     F32,
@@ -321,7 +322,7 @@ def test_models_on_two_devices_write_what_one_writes_alone(
     # As if they ran on two devices.
     monkeypatch.setattr("edgespec.engine.run_at_once", lambda *placements: True)
     with edgespec.load(target.path, small.path, options=options) as model:
-        assert model._side is not None and model._side._beside is not None
+        assert side_of(model)._beside is not None
         assert written(model) == expected
         assert not _threads()
         for _ in model.stream("def add(a, b):", max_new_tokens=60, stop_at_eos=False):

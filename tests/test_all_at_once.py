@@ -28,6 +28,7 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.drafters_for_tests import GREEDY, Timed, model_of, plain
 from tests.learning_for_tests import AtOnce
+from tests.models_for_tests import side_of
 from tests.native_for_tests import tiny_native
 from tests.toy import LLAMA, ToySession, decode, markov_logits
 from tools.replay import Clock
@@ -154,7 +155,7 @@ def test_nothing_is_trained_without_a_share_or_a_history(
     options = LoadOptions(threads=1, training_share=share)
     with edgespec.load(*bundles, options=options, history=history) as model:
         model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
-        assert model._side is not None and model._side.trainer is None
+        assert side_of(model).trainer is None
     if history is not None:
         assert History(history).corrections() == [] and History(history).show()
 
@@ -166,7 +167,7 @@ def test_an_audit_of_a_model_with_a_history_covers_what_is_learned(
     with edgespec.load(*bundles, options=options, history="me") as model:
         greedy = audit_answers(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
         sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
-        assert model._side is not None and model._side.trainer is not None
+        assert side_of(model).trainer is not None
     assert greedy["identical"] == 1 and greedy["drafted"] > 0
     seeds = sampling["equal_seeds"]
     assert seeds["pairs"] == seeds["identical"] > 0

@@ -10,7 +10,7 @@ from edgespec.decoding.draft import Draft
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.requests.turns import _step_shares
+from edgespec.requests.turns import step_shares
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Rows
 from tests.drafters_for_tests import draft_of, model_of, read, step
@@ -128,7 +128,7 @@ def test_it_guesses_no_further_than_the_cache_has_room() -> None:
 def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int, int]]) -> None:
     session = _session()
     asked = [Rows(session, [1] * count, min(count, wanted)) for count, wanted in parts]
-    shares = _step_shares(asked, 2.0)
+    shares = step_shares(asked, 2.0)
     assert sum(each.share_s for each in shares) == pytest.approx(2.0)
     steps = {
         round(passed.share_s, 9)
@@ -140,5 +140,5 @@ def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int
 
 def test_what_is_read_of_a_text_is_not_shared_by_the_steps_beside_it() -> None:
     session = _session()
-    first, step = _step_shares([Rows(session, [1] * 128, 1), Rows(session, [1], 1)], 129.0)
+    first, step = step_shares([Rows(session, [1] * 128, 1), Rows(session, [1], 1)], 129.0)
     assert (first.share_s, step.share_s) == pytest.approx((128.0, 1.0))

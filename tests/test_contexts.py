@@ -31,6 +31,7 @@ from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import StaticModel, open_static
 from tests.gguf_for_tests import tiny_gguf
 from tests.machines_for_tests import EMULATING
+from tests.models_for_tests import runner_of
 
 X_ELITE = CHIPS["snapdragon-x-elite"]
 OPTIONS = ExportOptions(device="npu-qnn", buckets=(64,), chip=X_ELITE.name)
@@ -244,8 +245,9 @@ def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: py
         monkeypatch.setattr(Runtime, name, lambda self, *args, name=name: getattr(EMULATING, name)(*args))
     with edgespec.load(made, "ngram", device="qnn:htp") as model:
         stats = model.generate("one two", max_new_tokens=2).stats
-        assert isinstance(model._session.model, StaticModel)
-        model._session.model._refusal = "no memory"  # as a longer bucket's may be
+        static = runner_of(model).session.model
+        assert isinstance(static, StaticModel)
+        static._refusal = "no memory"  # as a longer bucket's may be
         later = model.generate("one two", max_new_tokens=2).stats
         assert later.placement.endswith("binaries for snapdragon-x-elite: no memory)")
         assert model.generate("one two", max_new_tokens=64).finish_reason in ("length", "stop")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from edgespec import DoesNotFit, LoadOptions, RequestError
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
-from tests.models_for_tests import toy_model, toy_session
+from tests.models_for_tests import queue_of, runner_of, side_of, toy_model, toy_session
 from tests.test_threads import held, slow_session
 from tests.toy import KV_BYTES
 
@@ -39,7 +39,7 @@ def test_a_conversation_remembers_and_alternating_ones_keep_their_caches() -> No
                 if turn:  # all that was said, and its answer
                     read = answer.stats.prompt_tokens - answer.stats.cached_tokens
                     assert read < 30 < answer.stats.cached_tokens
-        assert model._runner._caches.nbytes > 0
+        assert runner_of(model)._caches.nbytes > 0
         answer = model.conversation(f"You are number 1. {SYSTEM}", max_new_tokens=NEW).ask("Another question")
         assert answer.stats.cached_tokens >= len(model.tokenize(SYSTEM))  # a new one shares a beginning
 
@@ -48,16 +48,15 @@ def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
     drafter, said, other = toy_session(1), [question(SYSTEM)], "Something else, which it does not read"
     drafter.model.tunable = frozenset(("gain",))
     with toy_model(drafter=drafter) as model:
-        prompt = model._runner.prompt(said, Request())[1]
+        prompt = runner_of(model).prompt(said, Request())[1]
         drafter.prefill(prompt)  # as after an answer that it drafted for
-        read, caches = len(drafter.passes), model._runner._caches
+        read, caches = len(drafter.passes), runner_of(model)._caches
         model.generate(other, max_new_tokens=1)
         drafter.rewind(0)
         model.chat(said, max_new_tokens=1)
         assert (drafter.cache, len(drafter.passes)) == (prompt, read)
         model.generate(other, max_new_tokens=1)
-        assert model._side is not None
-        model._side._run_with({})
+        side_of(model)._run_with({})
         drafter.rewind(0)
         caches.fetch(drafter, prompt)
         assert caches.nbytes > 0 == drafter.length
@@ -70,7 +69,7 @@ def test_plain_chats_find_their_caches_until_the_model_forgets() -> None:
             stats = model.chat(chat, max_new_tokens=NEW).stats
         assert stats.cached_tokens == stats.prompt_tokens - 1
         model.forget()
-        assert model._runner._caches.nbytes == model._session.length == 0
+        assert runner_of(model)._caches.nbytes == runner_of(model).session.length == 0
         assert model.chat(chats[0], max_new_tokens=NEW).stats.cached_tokens == 0
 
 
@@ -90,7 +89,7 @@ def test_questions_are_answered_in_the_order_in_which_they_were_asked() -> None:
         talk = model.conversation(max_new_tokens=NEW)
         streams = [talk.stream(f"Question {n}") for n in range(3)]
         for stream in streams:
-            model._worker.submit(stream._answer)
+            queue_of(model).put(stream._ticket)
         session.open()
         answers = [stream.run() for stream in streams]
     said: list[dict[str, Any]] = []
@@ -144,4 +143,4 @@ def test_conversations_in_any_order_are_answered_as_if_alone(
             with toy_model() as fresh:
                 assert answer.tokens == fresh.chat(messages, max_new_tokens=new).tokens
             assert answer.stats.cached_tokens < answer.stats.prompt_tokens
-            assert model._runner._caches.nbytes <= budget
+            assert runner_of(model)._caches.nbytes <= budget

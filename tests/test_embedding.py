@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, Model
-from edgespec.requests.embedding import EmbeddingRequest
+from edgespec.requests.embedding import EmbeddingTicket
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_export.export import ExportOptions, export_model
@@ -22,9 +22,11 @@ from edgespec_models.bundles.bundle import Bundle, Embedding
 from edgespec_models.errors import BundleError, Cancelled, Closed, DoesNotFit, EdgespecError, RequestError
 from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
 from tests.hf_for_tests import EMBEDDED, EMBEDDERS, config_of, weights, write_checkpoint, write_safetensors
+from tests.models_for_tests import queue_of, runner_of
 from tests.native_for_tests import edit_manifest, tiny_native
 from tests.several_for_tests import Driven
 from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import until
 
 GOLDEN = Path(__file__).parent / "golden_hf/vectors.npz"
 LAST = {"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True, "include_prompt": True}
@@ -78,8 +80,8 @@ def driven(path: Path) -> Iterator[Driven]:
 
 
 def queued(one: Driven, *texts: str, **options: Any) -> tuple[Any, Stream]:
-    asked = one.model._runner.embedder.request(texts, **options)
-    return asked, one.queue(Stream(asked, one.model._worker))
+    asked = runner_of(one.model).embedder.ticket(texts, **options)
+    return asked, one.queue(Stream(asked, queue_of(one.model)))
 
 
 @pytest.mark.parametrize("case", EMBEDDERS)
@@ -148,13 +150,13 @@ def test_answers_beside_texts_stay_the_same(model: Model, driven: Driven) -> Non
     assert second.ended and not first.ended  # a short request does not wait for a long one
     driven.run()
     assert answer.result.tokens == whole.tokens
-    assert np.array_equal(long.found("stop").vectors, np.tile(vectors, (2, 1)))
-    assert np.array_equal(short.found("stop").vectors, vectors[:1])
+    assert np.array_equal(long.embeddings("stop").vectors, np.tile(vectors, (2, 1)))
+    assert np.array_equal(short.embeddings("stop").vectors, vectors[:1])
 
 
 def test_short_requests_do_not_throw_away_what_was_read_of_a_long_text(driven: Driven) -> None:
     long, first = queued(driven, TEXTS[1])
-    passes = -(-long.longest // driven.model._runner.session.model.piece)
+    passes = -(-long.longest // runner_of(driven.model).session.model.piece)
     turns, others = 0, []  # which end when nobody holds them
     while not first.ended:
         if turns % 3 == 1:
@@ -171,28 +173,31 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
     stream.cancel()
     driven.run()
     with pytest.raises(Cancelled, match=r"\d of 5 texts have no vector: cancelled"):
-        asked.found(stream.result.finish_reason)
-    assert any(reader.length for reader in driven.model._runner.seats.readers)
+        asked.embeddings(stream.result.finish_reason)
+    assert any(reader.length for reader in runner_of(driven.model).seats.readers)
     driven.model.forget()
-    assert not any(reader.length for reader in driven.model._runner.seats.readers)
+    assert not any(reader.length for reader in runner_of(driven.model).seats.readers)
     late, waiting = queued(driven, "x", timeout=1e-9)
     driven.run()
     with pytest.raises(Cancelled, match="not done within 1e-09 s"):
-        late.found(waiting.result.finish_reason)
+        late.embeddings(waiting.result.finish_reason)
 
 
 def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
     asked, stream = queued(driven, *TEXTS)
     driven.turn()
-    worker = driven.model._worker
-    worker._held = True
+    queue = queue_of(driven.model)
+    pausing = Thread(target=driven.model.pause)
+    pausing.start()
+    until(lambda: queue.is_held)
     stream.cancel()
-    letting_go = Timer(5, worker.resume)
+    letting_go = Timer(5, queue.resume)
     letting_go.start()
     driven.turn()
-    assert worker._held and asked.result is not None
+    assert queue.is_held and asked.result is not None
     letting_go.cancel()
-    worker.resume()
+    queue.resume()
+    pausing.join(60)
     driven.run()
 
 
@@ -201,21 +206,21 @@ def test_trim_gives_back_what_texts_took(driven: Driven, model: Model) -> None:
     asked, _stream = queued(driven, *TEXTS)
     driven.turn()
     assert asked.unread
-    assert driven.model._runner.trim() > 0 == driven.model._runner.session.model.kv_bytes
+    assert runner_of(driven.model).trim() > 0 == runner_of(driven.model).session.model.kv_bytes
     driven.run()
-    assert np.array_equal(asked.found("stop").vectors, expected)
+    assert np.array_equal(asked.embeddings("stop").vectors, expected)
 
 
 def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(driven.model._runner.session.model, "predict_together", lambda asked: 1 / 0)
+        patched.setattr(runner_of(driven.model).session.model, "predict_together", lambda asked: 1 / 0)
         _, stream = queued(driven, "x")
         driven.run()
         with pytest.raises(ZeroDivisionError):
             stream.run()
     asked, stream = queued(driven, "x")
     driven.run()
-    assert asked.found(stream.result.finish_reason).tokens == (2,)
+    assert asked.embeddings(stream.result.finish_reason).tokens == (2,)
 
 
 def test_tasks_and_the_end_of_a_model(path: Path) -> None:
@@ -233,14 +238,14 @@ def test_tasks_and_the_end_of_a_model(path: Path) -> None:
 def test_beside_a_head_there_are_no_vectors(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     head = SimpleNamespace(bundle=SimpleNamespace(config=SimpleNamespace(is_head=True)))
     with monkeypatch.context() as patched:
-        patched.setattr(model._runner, "side", head)
-        patched.setattr(model._runner, "_embedder", None)
+        patched.setattr(runner_of(model), "side", head)
+        patched.setattr(runner_of(model), "_embedder", None)
         with pytest.raises(RequestError, match="load it without a drafter"):
             model.embed("x")
 
 
 def test_numbers_that_are_not_finite_are_no_vector() -> None:
-    asked = EmbeddingRequest(Request.of({}), [[1], [1]], 2)
+    asked = EmbeddingTicket(Request.of({}), [[1], [1]], 2)
     asked.put_vector(np.zeros(3, np.float32))  # of which there is no direction
     with pytest.raises(EdgespecError, match="not finite"):
         asked.put_vector(np.array([np.nan, 1, 1], np.float32))

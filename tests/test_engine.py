@@ -17,6 +17,7 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.session import Session
+from tests.models_for_tests import runner_of, side_of
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import LLAMA, QWEN
@@ -216,7 +217,7 @@ def test_closed_it_says_so(models: SimpleNamespace) -> None:
         stream = model.stream(PROMPT, max_new_tokens=600, stop_at_eos=False)
         first = next(stream)
         late = model.stream(PROMPT)
-    assert model._side is not None and _is_closed(model._session) and _is_closed(model._side.session)
+    assert _is_closed(runner_of(model).session) and _is_closed(side_of(model).session)
     model.close()
     with pytest.raises(Closed, match="closed"):
         model.generate(PROMPT)
@@ -226,7 +227,7 @@ def test_closed_it_says_so(models: SimpleNamespace) -> None:
     assert stream.result.text.startswith(first)
     with pytest.raises(ZeroDivisionError), edgespec.load(models.target, None, options=OPTIONS) as failed:
         raise ZeroDivisionError
-    assert _is_closed(failed._session)
+    assert _is_closed(runner_of(failed).session)
 
 
 def test_requests_that_make_no_sense_are_refused(model: Model) -> None:

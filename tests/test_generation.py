@@ -11,13 +11,12 @@ import pytest
 from edgespec.decoding.draft import Clock, Step
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.requests.prepared import PreparedRequest
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.models_for_tests import toy_tokenizer
-from tests.toy import Silent, ToySession, settle, stream_over
+from tests.models_for_tests import answering
+from tests.toy import Silent, ToySession, settle
 
 NAMES = ["free", "learner", "model"]
 
@@ -57,18 +56,8 @@ class _Requests:
     observed: Callable[[], None] = lambda: None
 
     def stream(self) -> Stream:
-        return stream_over(
-            PreparedRequest(
-                session=self.session,
-                tokenizer=toy_tokenizer(),
-                tokens=[1, 2, 3],
-                request=Request(max_new_tokens=40, cancelled=lambda: self.cancelled),
-                eos=frozenset(),
-                max_draft=4,
-                begin=self._begin,
-                clock=self.clock,
-            )
-        )
+        request = Request(max_new_tokens=40, cancelled=lambda: self.cancelled)
+        return answering(self.session, self._begin, request, self.clock, max_draft=4)
 
     def _begin(self) -> Policy:
         free, learner, model = (_Source(name, self.log, self.fails, self.observed) for name in NAMES)

@@ -34,6 +34,7 @@ from tests.golden_heads_for_tests import (
     write_target,
 )
 from tests.heads_for_tests import F32, Reference
+from tests.models_for_tests import runner_of, side_of
 from tests.native_for_tests import tiny_native
 from tests.several_for_tests import Driven
 from tests.toy import tiny_bundle
@@ -182,7 +183,11 @@ def test_answers_with_a_head_are_those_without(pair: tuple[str, Path, Path]) -> 
     ways: list[RequestOptions] = [{"max_new_tokens": 40}, {"temperature": 0.9, "seed": 5}]
     prompts = "what is", "a longer prompt of several words", "x"
     with load(target, head) as model, load(target, None) as plain:
-        one, pricing, side = Driven(model), cast(Any, model._runner.pricing), cast(Any, model._side)
+        one, pricing, side = (
+            Driven(model),
+            cast(Any, runner_of(model).pricing),
+            cast(Any, side_of(model)),
+        )
         pricing._curve, side.curve = FREE, QUICK  # which pays, whatever it takes
         pricing.observe_pass = pricing.observe_round = lambda *told: None
         for options in ways:

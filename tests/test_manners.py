@@ -21,7 +21,7 @@ import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestError
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, _LowPriority, open_cpu
-from tests.models_for_tests import Gated, slow_session, toy_model
+from tests.models_for_tests import Gated, queue_of, runner_of, slow_session, toy_model
 from tests.native_for_tests import tiny_native
 from tests.sessions_for_tests import ONE_THREAD
 from tests.toy import LLAMA, until
@@ -41,7 +41,7 @@ def test_a_paused_answer_stands_still_and_goes_on_with_the_same_text() -> None:
         running = pool.submit(model.generate, PROMPT, max_new_tokens=NEW)
         session.do(6)
         pausing = pool.submit(model.pause)
-        until(lambda: model._worker._held)
+        until(lambda: queue_of(model).is_held)
         assert not pausing.done()  # a pass runs
         session.open()
         pausing.result(60)
@@ -98,7 +98,7 @@ def test_a_request_may_pause_its_own_model_and_a_task_waits() -> None:
             return False
 
         running = pool.submit(model.generate, PROMPT, max_new_tokens=NEW, cancelled=cancelled)
-        until(lambda: model._worker._held)
+        until(lambda: queue_of(model).is_held)
         sleep(0.3)
         assert not running.done()
         model.resume()
@@ -109,10 +109,10 @@ def test_trim_gives_back_what_no_answer_uses() -> None:
     session = slow_session()
     with toy_model(session, options=LoadOptions(parallel=1)) as model:
         texts = [model.generate(prompt, max_new_tokens=NEW).text for prompt in (PROMPT, "jumps over")]
-        kept, held = model._runner._caches.nbytes, session.kv_bytes
+        kept, held = runner_of(model)._caches.nbytes, session.kv_bytes
         assert kept > 0 and held > 0
         assert model.trim() == kept + held
-        assert session.kv_bytes == model._runner._caches.nbytes == 0 == model.trim()
+        assert session.kv_bytes == runner_of(model)._caches.nbytes == 0 == model.trim()
         again = model.generate(PROMPT, max_new_tokens=NEW)
         assert (again.text, again.stats.cached_tokens) == (texts[0], 0)
         stream = model.stream("jumps over", max_new_tokens=500)
@@ -129,7 +129,7 @@ def test_trim_gives_back_what_no_answer_uses() -> None:
 def test_what_is_trimmed_comes_from_the_disk(tmp_path: Path) -> None:
     """Also where the model was paused before there was time to write it."""
     with edgespec.load(tiny_native(tmp_path / "m").path, None, options=LoadOptions(threads=1)) as model:
-        model._worker._tidy = lambda stop: None
+        queue_of(model)._tidy = lambda stop: None
         model.generate("many words, " * 20, max_new_tokens=1)
         assert model.trim() > 0
         assert model.generate("many words, " * 20, max_new_tokens=1).stats.cached_tokens >= 32
@@ -139,7 +139,7 @@ def test_what_is_trimmed_beside_an_answer_comes_from_the_disk_too(tmp_path: Path
     """And so does the answer, once it is over."""
     path, texts = tiny_native(tmp_path / "m").path, ("many words, " * 20, "other text; " * 20)
     with edgespec.load(path, None, options=LoadOptions(threads=1)) as model:
-        model._worker._tidy = lambda stop: None
+        queue_of(model)._tidy = lambda stop: None
         model.generate(texts[0], max_new_tokens=1)
         stream = model.stream(texts[1], max_new_tokens=100)
         next(stream)

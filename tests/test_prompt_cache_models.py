@@ -13,7 +13,7 @@ import pytest
 from edgespec import LoadOptions
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
-from tests.models_for_tests import toy_model
+from tests.models_for_tests import queue_of, runner_of, side_of, toy_model
 from tests.native_for_tests import tiny_native
 from tests.prompts_for_tests import LONG, SIZE, disk_full, keyed, request, sizes, text
 from tests.tokenizers_for_tests import byte_level_json
@@ -46,9 +46,9 @@ def test_what_is_written_is_there_behind_the_answer_and_at_the_end(own_prompts: 
         settle()
         before = sizes(own_prompts)
         assert before > 0
-        with model._worker.paused():
-            model._runner._caches.fetch(model._session, [*range(200)])
-            model._session.prefill([*range(200)])
+        with queue_of(model).paused():
+            runner_of(model)._caches.fetch(runner_of(model).session, [*range(200)])
+            runner_of(model).session.prefill([*range(200)])
     assert sizes(own_prompts) == before + 6 * SIZE
 
 
@@ -87,8 +87,7 @@ def test_what_training_changed_is_not_kept(own_prompts: Path) -> None:
     drafter = keyed(1)
     drafter.model.tunable = frozenset(("gain",))
     with toy_model(keyed(), drafter) as model:
-        assert model._side is not None
-        model._side.trainer = Untaught()  # type: ignore[assignment]
+        side_of(model).trainer = Untaught()  # type: ignore[assignment]
         model.generate(LONG, max_new_tokens=1)
         drafter.prefill([*range(200)])
     assert drafter.model.prompt_key not in {each.path.parent.name for each in stored(own_prompts)}
@@ -116,7 +115,7 @@ def test_writing_is_behind_answers_and_makes_way_for_requests(monkeypatch: pytes
     with toy_model(keyed(), options=LoadOptions(max_waiting=0)) as model:
         model.generate(LONG, max_new_tokens=1)  # answered, though writing waits
         stream = model.stream("Hello", max_new_tokens=1)
-        model._worker.submit(stream._answer)  # and the model is not busy
+        queue_of(model).put(stream._ticket)  # and the model is not busy
         hold.set()
         assert stream.run().stats.new_tokens == 1
         until(lambda: len(writes) > 1)
@@ -140,7 +139,7 @@ def _asked(**options: Any) -> Any:
         for _ in range(3):
             stats = model.generate(LONG, max_new_tokens=3).stats
             settle()
-            model._session.rewind(0)
+            runner_of(model).session.rewind(0)
     return stats
 
 

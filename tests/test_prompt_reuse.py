@@ -9,7 +9,7 @@ from edgespec import Choice, Generation, Model
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes.kv_cache import shared_length
-from tests.models_for_tests import toy_model
+from tests.models_for_tests import runner_of, toy_model
 from tests.prompts_for_tests import keyed
 from tests.templates_for_tests import HERMES, TOOLS
 from tests.thoughts_for_tests import QWEN3
@@ -33,7 +33,7 @@ class Asking:
 
     def __call__(self, messages: list[dict[str, Any]], **options: Any) -> Generation:
         model = self._loaded()
-        prompt = model._runner.prompt(messages, _request(options)).target
+        prompt = runner_of(model).prompt(messages, _request(options)).target
         answer = model.chat(messages, max_new_tokens=70, **options)
         settle()
         shared = max((shared_length(text, prompt[:-1]) for text in self._read), default=0)

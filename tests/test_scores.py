@@ -16,7 +16,7 @@ from edgespec.cli import app
 from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from tests.models_for_tests import VOCAB, printable, toy_model
+from tests.models_for_tests import VOCAB, printable, runner_of, toy_model
 from tests.native_for_tests import tiny_native
 from tests.serving_for_tests import ask, events, serving
 from tests.several_for_tests import Driven
@@ -107,7 +107,7 @@ def test_a_prompt_whose_cache_was_emptied_is_scored_once(model: Model) -> None:
     stream = one.queue(one.model.stream(LONG, max_tokens=2, prompt_logprobs=True))
     for _ in range(3):
         one.turn()
-    one.model._runner.session.rewind(0)
+    runner_of(one.model).session.rewind(0)
     one.run()
     assert stream.result.prompt == model.generate(LONG, max_tokens=2, prompt_logprobs=True).prompt
     one.close()

@@ -14,7 +14,7 @@ from edgespec.engine import Model
 from edgespec.loading.opening import LoadOptions
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
-from tests.models_for_tests import VOCAB, Gated, printable, toy_model
+from tests.models_for_tests import VOCAB, Gated, printable, queue_of, toy_model
 from tests.serving_for_tests import ServedModel, ask, events, serving
 from tests.toy import ToySession, markov_logits, until
 
@@ -122,10 +122,10 @@ def test_a_client_that_leaves_ends_all_of_them() -> None:
     with toy_model(gate) as model, serving(model) as url:
         with pytest.raises(TimeoutError):
             ask(url, CHAT, chats(stream=True, max_tokens=3000), timeout_s=0.5)
-        until(lambda: any(each.interruption is not None for each in model._worker._running))
+        until(lambda: any(each.interruption is not None for each in queue_of(model).running))
         gate.open()
         until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
-        until(lambda: not model._worker._running and not model._worker._waiting)
+        until(lambda: not queue_of(model).running and not queue_of(model).waiting)
         assert len(gate.passes) == 1
 
 

@@ -18,6 +18,7 @@ import edgespec
 from edgespec import LoadOptions, Model
 from edgespec.serve.options import ServeOptions
 from edgespec_models.schema import read
+from tests.models_for_tests import queue_of
 from tests.native_for_tests import edit_manifest, tiny_native
 from tests.serving_for_tests import ask, serving
 from tests.toy import until
@@ -95,11 +96,11 @@ def test_a_client_that_leaves_frees_the_model_and_others_wait_their_turn(model: 
     body = {"model": "embeds", "input": TEXTS * 600}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
-    until(lambda: bool(model._worker._running))
+    until(lambda: bool(queue_of(model).running))
     full = ask(url, PATH, {"model": "embeds", "input": "x"})
     assert (full.status, full.json["error"]["code"]) == (429, "queue_full")
     connection.close()
-    until(lambda: not model._worker._running)
+    until(lambda: not queue_of(model).running)
     assert ask(url, PATH, {"model": "embeds", "input": "x"}).status == 200
     assert ' path="/v1/embeddings",status="499"' in ask(url, "/metrics").body.decode().replace("{", " ")
 

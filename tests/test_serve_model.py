@@ -16,7 +16,7 @@ from edgespec.history.manage import History
 from edgespec.loading.opening import LoadOptions
 from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
-from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.models_for_tests import Gated, queue_of, toy_model, toy_session
 from tests.serving_for_tests import ask, drafting_model, events, open_stream, said, serving
 from tests.toy import settle, until
 
@@ -90,7 +90,7 @@ def test_one_more_than_may_wait_is_told_to_come_back() -> None:
         running = pool.submit(ask, url, CHAT, body("runs"))
         assert gate.arrived.acquire(timeout=10)
         waiting = pool.submit(ask, url, CHAT, body("waits", stream=True))
-        until(lambda: len(model._worker._waiting) > 0)
+        until(lambda: len(queue_of(model).waiting) > 0)
         busy = [ask(url, CHAT, body("too many", stream=stream)) for stream in (False, True)]
         assert [reply.status for reply in busy] == [429, 429]
         assert int(busy[0].headers["retry-after"]) > 0
@@ -176,7 +176,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_place(stream: b
         gate.let(2)
         with pytest.raises(TimeoutError):
             ask(url, CHAT, body(LONG, stream=stream), timeout_s=0.5)
-        until(lambda: any(each.interruption is not None for each in model._worker._running))
+        until(lambda: any(each.interruption is not None for each in queue_of(model).running))
         gate.open()
         until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
         settle()

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from edgespec import Busy, Choice, Model
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
+from edgespec.requests.ticket import Stage
+from tests.models_for_tests import queue_of, runner_of
 from tests.several_for_tests import (
     LAW,
     LONG,
@@ -108,7 +110,7 @@ def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
             one.turn()
             assert [sum(len(record.tokens) for record in taken(each)) for each in running] == [1, 1]
         pieces = target.passes[before:]
-        most = one.model._runner.pricing
+        most = runner_of(one.model).pricing
         assert len(pieces) > 5
         assert all(most.pass_seconds(rows) <= 3 * most.pass_seconds(2) for rows in pieces[1:])
         one.run()
@@ -173,7 +175,7 @@ def test_a_long_prompt_ends_however_many_short_ones_come() -> None:
         count = 0
         while reads(long):
             one.turn()
-            if sum(map(bool, one.model._worker._waiting)) < 2:
+            if sum(map(bool, queue_of(one.model).waiting)) < 2:
                 count += 1
                 stream(one, f"{count} " * 20, max_new_tokens=0, speculate=False)
         assert len(target.passes) <= 2 + len(LONG * 2) // 4
@@ -193,12 +195,12 @@ def test_what_another_reads_is_not_read_twice() -> None:
         scored = [stream(one, LONG, max_new_tokens=0, prompt_logprobs=True) for _ in range(2)]
         one.turn()
         one.turn()
-        assert all(each._answer.prepared for each in scored)
+        assert all(each._ticket.decoding for each in scored)
         one.run()
         held = [stream(one, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
         one.turn()
         one.turn()
-        assert held[1]._answer.begun and held[1]._answer.prepared is None
+        assert held[1]._ticket.stage is Stage.RUNNING and held[1]._ticket.decoding is None
         held[1].cancel()
         one.turn()
         assert held[1].result.finish_reason == "cancelled"
@@ -206,8 +208,8 @@ def test_what_another_reads_is_not_read_twice() -> None:
 
 def taken(told: Stream) -> list[Any]:
     records = []
-    while told._answer._records:
-        records.append(told._answer.take())
+    while told._ticket._records:
+        records.append(told._ticket.take())
     return records
 
 
@@ -235,7 +237,11 @@ def test_none_starves(data: st.DataObject) -> None:
         begun, places = list[int](), [each.place for each in streams]
         assert places == list(range(len(prompts)))
         while one.turn() or not all(each.ended for each in streams):
-            begun += [at for at, each in enumerate(streams) if each._answer.begun and at not in begun]
+            begun += [
+                at
+                for at, each in enumerate(streams)
+                if each._ticket.stage is Stage.RUNNING and at not in begun
+            ]
             assert sum(one.taken) <= parallel
         assert begun == sorted(begun) == list(range(len(prompts)))
 
@@ -247,7 +253,7 @@ def test_questions_of_one_conversation_wait_for_its_answers() -> None:
         streams = [one.queue(talk.stream(text)) for text in ("one", "two") for talk in talks]
         while not streams[0].ended:
             one.turn()
-        assert streams[1]._answer.begun and not streams[2]._answer.begun
+        assert streams[1]._ticket.stage is Stage.RUNNING and streams[2]._ticket.stage is not Stage.RUNNING
         one.run()
         for talk in talks:
             assert [each["role"] for each in talk.messages] == ["user", "assistant"] * 2
@@ -262,7 +268,7 @@ def test_who_waits_for_its_conversation_holds_up_nobody_else() -> None:
         other = stream(one, PROMPTS[0], max_new_tokens=NEW)
         while not streams[0].ended:
             one.turn()
-        assert other._answer.begun and not streams[1]._answer.begun
+        assert other._ticket.stage is Stage.RUNNING and streams[1]._ticket.stage is not Stage.RUNNING
         one.run()
 
 
@@ -324,7 +330,7 @@ def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
                     assert facts(each.result(60)) == facts(alone(prompt, max_new_tokens=40))
             settle()
             model.forget()
-            assert all(session.length == 0 for session in model._runner.seats.sessions)
+            assert all(session.length == 0 for session in runner_of(model).seats.sessions)
 
 
 def test_a_close_ends_all_of_them() -> None:
@@ -343,10 +349,10 @@ def test_a_close_ends_all_of_them() -> None:
         answers = all_at_once(model, pool, 3800)
         assert running.wait(60)
         closing = pool.submit(model.close)
-        while not model._worker._closed:
+        while not queue_of(model).is_closed:
             pass
         go.set()
         closing.result(60)
         results: list[Generation] = [each.result(60) for each in answers]
     assert {each.finish_reason for each in results} == {"closed"}
-    assert target.closed and all(each.closed for each in model._runner.seats.sessions)
+    assert target.closed and all(each.closed for each in runner_of(model).seats.sessions)

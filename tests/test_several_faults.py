@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from edgespec import Choice, EdgespecError
-from edgespec.requests import runner as runners
+from edgespec.requests import decoding as decodings
 from edgespec.requests.runner import Runner
 from edgespec.requests.seats import Seats
-from edgespec.requests.worker import Answer
+from edgespec.requests.ticket import Stage, Ticket
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
+from tests.models_for_tests import runner_of
 from tests.several_for_tests import LONG, NEW, PROMPTS, Own, alone, driven, facts, reads, session, stream
 from tests.toy import ToyModel, ToySession
 
@@ -27,7 +28,7 @@ def test_one_for_which_there_is_no_room_waits_for_it(monkeypatch: pytest.MonkeyP
         third = stream(one, PROMPTS[2], max_new_tokens=NEW)
         while not first.ended:
             assert one.turn() == 1 or not second.ended
-            assert not second._answer.begun and second.place <= 1
+            assert second._ticket.stage is not Stage.RUNNING and second.place <= 1
         assert third.place == second.place + 1
         one.run()
         for prompt, each in zip(PROMPTS, (first, second, third), strict=False):
@@ -42,9 +43,9 @@ def test_those_that_waited_for_a_prompt_and_find_no_room_keep_their_order(
         first, *others = (stream(one, LONG, max_new_tokens=NEW) for _ in range(3))
         for _ in range(3):
             one.turn()
-        assert all(each._answer.begun and each._answer.prepared is None for each in others)
+        assert all(each._ticket.stage is Stage.RUNNING and each._ticket.decoding is None for each in others)
         monkeypatch.setattr(Runner, "_has_room", lambda *asked: False)
-        while reads(first) or others[0]._answer.begun:
+        while reads(first) or others[0]._ticket.stage is Stage.RUNNING:
             one.turn()
         one.turn()
         assert [each.place for each in others] == [1, 2]
@@ -63,15 +64,15 @@ def test_those_that_wait_for_a_prompt_go_on_where_that_ends_early(
         if way == "cancelled":
             first.cancel()
         else:
-            monkeypatch.setattr(type(first._answer), "why_end", failing(first._answer))
+            monkeypatch.setattr(type(first._ticket), "reason_to_end", failing(first._ticket))
         one.run()
         for each in others:
             assert facts(each.result) == facts(alone(LONG, max_new_tokens=NEW))
 
 
-def failing(answer: Answer) -> Any:
+def failing(answer: Ticket) -> Any:
     """What asks why to end, and raises for one answer."""
-    usual = Answer.why_end
+    usual = Ticket.reason_to_end
     return lambda each: raising() if each is answer else usual(each)
 
 
@@ -83,7 +84,7 @@ def test_a_short_prompt_does_not_overtake_one_that_waits_for_room(monkeypatch: p
         others = [stream(one, prompt, max_new_tokens=2) for prompt in (LONG, PROMPTS[2])]
         for _ in range(2):
             one.turn()
-            assert not any(each._answer.begun for each in others)
+            assert not any(each._ticket.stage is Stage.RUNNING for each in others)
         one.run()
         assert facts(first.result) == facts(alone(PROMPTS[0], max_new_tokens=NEW))
 
@@ -124,21 +125,21 @@ def test_one_that_fails_leaves_the_others_alone(fault: str, monkeypatch: pytest.
                 options["cancelled"] = raising
             failing = one.model.stream(PROMPTS[2], **options)
             if fault == "begin":
-                patch.setattr(Runner, "_begin", raising)
+                patch.setattr(Runner, "_policy", raising)
             elif fault == "prepare":
-                patch.setattr(runners, "call_reader", raising)
+                patch.setattr(decodings, "call_reader", raising)
             elif fault == "ended":
-                failing._answer._ended = raising
+                failing._ticket._ended = raising
             one.queue(failing)
             if fault in ("begin", "prepare"):
                 one.turn()
                 patch.undo()
             others.append(stream(one, PROMPTS[3], max_new_tokens=NEW))
             while not failing.ended:
-                if fault == "policy" and failing._answer.prepared is not None:
-                    patch.setattr(failing._answer.prepared._policy, "observe", raising)
-                if fault == "constraint" and failing._answer.prepared is not None:
-                    patch.setattr(failing._answer.prepared.constraint, "begin", raising)
+                if fault == "policy" and failing._ticket.decoding is not None:
+                    patch.setattr(failing._ticket.decoding._policy, "observe", raising)
+                if fault == "constraint" and failing._ticket.decoding is not None:
+                    patch.setattr(failing._ticket.decoding._constraint, "begin", raising)
                 one.turn()
         one.run()
         with pytest.raises(ZeroDivisionError):
@@ -213,7 +214,7 @@ def test_room_that_fails_empties_all_caches_and_the_others_read_again(
             one.turn()
 
         def scarce(self: ToySession, capacity: int) -> None:
-            for each in one.model._runner.seats.sessions:
+            for each in runner_of(one.model).seats.sessions:
                 each.rewind(0)
             raise DeviceError("not enough memory")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import LoadOptions, Model
 from tests.drafters_for_tests import FREE, QUICK
+from tests.models_for_tests import runner_of
 from tests.native_for_tests import tiny_native
 from tests.several_for_tests import Driven, facts
 
@@ -37,8 +38,8 @@ def driven(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> Iterator[
     drafter = pair[1] if request.param == "model" else "ngram"
     options = LoadOptions(threads=1, parallel=3, cache_bytes=200_000)
     one = Driven(edgespec.load(pair[0], drafter, options=options))
-    if (side := one.model._runner.side) is not None:  # which pays, whatever its passes take
-        pricing: Any = one.model._runner.pricing
+    if (side := runner_of(one.model).side) is not None:  # which pays, whatever its passes take
+        pricing: Any = runner_of(one.model).pricing
         pricing._curve, side.curve = FREE, QUICK
         pricing.observe_pass = pricing.observe_round = lambda *told: None
     yield one

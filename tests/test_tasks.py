@@ -7,7 +7,7 @@ import pytest
 
 from edgespec import Closed, RequestError
 from edgespec.requests.results import Record
-from tests.models_for_tests import toy_model, toy_session
+from tests.models_for_tests import queue_of, toy_model, toy_session
 from tests.test_threads import NEW, PROMPTS, alone, busy, held, slow_session
 from tests.toy import F32, settle
 
@@ -66,7 +66,7 @@ def test_a_task_that_waits_for_its_turn_can_be_cancelled_and_be_too_late() -> No
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert not model._worker._waiting
+        assert not queue_of(model).waiting
         closed = asyncio.create_task(model.generate_async(PROMPTS[1]))
         closing = asyncio.create_task(asyncio.to_thread(model.close))
         assert (await closed).finish_reason == "closed"

@@ -20,10 +20,10 @@ import pytest
 from edgespec import Busy, Closed, LoadOptions, Model, Progress, RequestError, RequestOptions
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation, Record, nothing
-from edgespec.requests.worker import Answer
+from edgespec.requests.ticket import Ticket
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
-from tests.models_for_tests import Gated, toy_model, toy_session
+from tests.models_for_tests import Gated, queue_of, runner_of, toy_model, toy_session
 from tests.toy import F32, ToySession, settle, until
 
 NEW = 24
@@ -78,7 +78,7 @@ def slow_session() -> ToySession:
 
 
 def waiting(model: Model) -> int:
-    return len(model._worker._waiting)
+    return len(queue_of(model).waiting)
 
 
 def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
@@ -128,11 +128,11 @@ def test_more_than_may_wait_are_refused_and_who_leaves_makes_room() -> None:
 def test_a_stream_that_is_dropped_while_it_waits_makes_room() -> None:
     with busy(most_waiting=1) as (session, model, running):
         dropped = model.stream(PROMPTS[1], max_new_tokens=NEW)
-        model._worker.submit(answer := dropped._answer)
+        queue_of(model).put(answer := dropped._ticket)
         del dropped
         gc.collect()
         third = model.stream(PROMPTS[2], max_new_tokens=NEW)
-        model._worker.submit(third._answer)  # not refused
+        queue_of(model).put(third._ticket)  # not refused
         assert answer.result is not None and answer.result.finish_reason == "cancelled"
         session.open()
         assert third.run().tokens == alone(PROMPTS[2]).tokens
@@ -167,11 +167,11 @@ def test_what_a_close_ends_while_it_waits_ends_once() -> None:
 
     def told(result: Generation) -> None:
         ended.append(result)
-        model._worker.withdraw(answer, "cancelled")
+        queue_of(model).withdraw(answer, "cancelled")
 
     with ThreadPoolExecutor(1) as pool, busy() as (session, model, running):
-        answer = Answer(Request(), lambda: pytest.fail("it never begins"), told)
-        model._worker.submit(answer)
+        answer = Ticket(Request(), lambda: pytest.fail("it never begins"), ended=told)
+        queue_of(model).put(answer)
         closing = pool.submit(model.close)
         until(lambda: answer.result is not None)
         session.open()
@@ -200,7 +200,7 @@ def test_closing_from_within_a_request_ends_it_and_frees_the_model_behind_it() -
 def test_cancelled_it_ends_within_a_pass() -> None:
     with held() as (session, model):
         stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        model._worker.submit(stream._answer)
+        queue_of(model).put(stream._ticket)
         session.do(8)
         first = next(stream)
         stream.cancel()
@@ -282,7 +282,7 @@ def test_streams_say_how_many_are_before_them() -> None:
 def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
     with held() as (session, model):
         stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        model._worker.submit(stream._answer)
+        queue_of(model).put(stream._ticket)
         session.do(8)
         next(stream)
         before = len(session.passes)
@@ -295,7 +295,7 @@ def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
 
 def test_a_request_whose_time_is_up_ends_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     session = toy_session()
-    monkeypatch.setattr("edgespec.requests.worker.monotonic", lambda: float(len(session.passes)))
+    monkeypatch.setattr("edgespec.requests.ticket.monotonic", lambda: float(len(session.passes)))
     with toy_model(session) as model:
         result = model.generate(PROMPTS[0], max_new_tokens=NEW, timeout=10.0)
         assert result.finish_reason == "timeout" and len(session.passes) == 10
@@ -351,8 +351,8 @@ def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
 
 
 @pytest.mark.parametrize("happens", [lambda a: a.put(Record("", ())), lambda a: a.end(nothing("stop"))])
-def test_who_waits_for_an_answer_is_woken(happens: Callable[[Answer], None]) -> None:
-    answer = Answer(Request(), lambda: pytest.fail("its turn never comes"))
+def test_who_waits_for_an_answer_is_woken(happens: Callable[[Ticket], None]) -> None:
+    answer = Ticket(Request(), lambda: pytest.fail("its turn never comes"))
     waiter = threading.Thread(target=answer.wait, args=(None,), daemon=True)
     waiter.start()
     until(lambda: bool(answer._changed._waiters))  # type: ignore[attr-defined]
@@ -371,15 +371,15 @@ def test_caches_are_forgotten_between_requests() -> None:
 
         model.generate(PROMPTS[0], max_new_tokens=NEW, cancelled=cancelled)
         model.forget()
-        assert model._session.length == 0
+        assert runner_of(model).session.length == 0
 
 
 def test_an_idle_model_has_no_thread_and_goes_when_nobody_holds_it() -> None:
     model = toy_model()
     model.generate(PROMPTS[0], max_new_tokens=NEW)
     settle()
-    assert model._worker._thread is None
-    gone, worker = ref(model), ref(model._worker)
+    assert queue_of(model).thread is None
+    gone, worker = ref(model), ref(queue_of(model))
     del model
     gc.collect()
     assert gone() is None and worker() is None

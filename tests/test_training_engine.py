@@ -18,6 +18,7 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.session import Session
+from tests.models_for_tests import runner_of, side_of
 from tests.native_for_tests import tiny_native
 from tests.tokenizers_for_tests import sentencepiece_json
 from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle, until
@@ -75,19 +76,14 @@ def _training() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "edgespec-training"]
 
 
-def _side(model: Model) -> DrafterSide:
-    assert model._side is not None
-    return model._side
-
-
 def _trainer(model: Model) -> Trainer:
-    trainer = _side(model).trainer
+    trainer = side_of(model).trainer
     assert trainer is not None
     return trainer
 
 
 def _drafter(model: Model) -> Session:
-    return _side(model).session
+    return side_of(model).session
 
 
 def _tuned(model: Model) -> dict[str, F32]:
@@ -182,7 +178,7 @@ def test_a_drafter_without_gains_to_tune_is_told_and_has_no_thread(models: Model
     with _load(models, tmp_path, "fixed") as model:
         for _ in range(2):
             assert "export it again" in (_answer(model).stats.history_problem or "")
-        assert _side(model).trainer is None and not _training()
+        assert side_of(model).trainer is None and not _training()
 
 
 @pytest.mark.parametrize(("speculate", "polls"), [(True, 1000), (True, 16), (False, 1000)])
@@ -209,7 +205,7 @@ def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pyt
         raise RuntimeError("a pass failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model._session.model, "predict_together", fail)
+        patch.setattr(runner_of(model).session.model, "predict_together", fail)
         with pytest.raises(RuntimeError):
             _answer(model)
     assert not _trainer(model).busy

@@ -5,7 +5,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any, Literal, cast
@@ -16,11 +15,6 @@ import onnx_ir as ir
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Extending, Passed, Source, Step
 from edgespec.decoding.loop import Decoding, Verifier
-from edgespec.drafting.pricing import Pricing
-from edgespec.requests.prepared import PreparedRequest
-from edgespec.requests.stream import Stream
-from edgespec.requests.turns import take_turn
-from edgespec.requests.worker import Answer, Worker
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -38,7 +32,6 @@ from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.kv_cache import SavedCache, Stretch
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import LoadedModel, Rows, Session
@@ -252,12 +245,6 @@ class ToySession(Session):
         self.rewind(0)
         self.stretch.capacity = 0
         return freed
-
-
-def stream_over(prepared: PreparedRequest) -> Stream:
-    """A request over anything, answered by a worker of its own."""
-    turn = partial(take_turn, pricing=Pricing(CostCurve({1: 1.0})))
-    return Stream(Answer(prepared.request, lambda: prepared), Worker(0, turn))
 
 
 def alone(

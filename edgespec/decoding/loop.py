@@ -88,8 +88,8 @@ class Decoding:
     the last of which says what the first token is. Where that reads few tokens it may be drafted too.
 
     Args:
-        target: what its cache holds of the prompt is kept.
-        policy: proposes, and is told of every round; closed by whoever made it.
+        session: the target's; what its cache holds of the prompt is kept.
+        policy: proposes, and is told of every round.
         verify: decides what is kept.
         tokens: the prompt, at least one token; grows.
         max_new_tokens: at most so many tokens are committed.
@@ -101,6 +101,7 @@ class Decoding:
         clock: times the rounds.
 
     Attributes:
+        session: the target's.
         tokens: the prompt and what was committed.
         draft: what is proposed in this round; may be cut before the pass.
         scores: of the tokens of the prompt that were read, if they are asked for: the log probability and the
@@ -110,7 +111,7 @@ class Decoding:
 
     def __init__(
         self,
-        target: Session,
+        session: Session,
         policy: Source,
         verify: Verifier,
         tokens: list[int],
@@ -123,29 +124,29 @@ class Decoding:
         clock: Clock = perf_counter,
     ) -> None:
         self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
-        self._target, self._policy, self._verify, self._clock = target, policy, verify, clock
-        self._end, undone = len(tokens) + max_new_tokens, target.model.places.undone
+        self.session, self._policy, self._verify, self.clock = session, policy, verify, clock
+        self._end, undone = len(tokens) + max_new_tokens, session.model.places.undone
         self._max_draft = max_draft if undone is None else min(max_draft, undone)
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
         self._prompt_logprobs = prompt_logprobs
         self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
         self._features: Floats | None = None  # of the prompt's end
         self._read = 0  # rows of this round's pass
-        target.rewind(target.shared_prefix(tokens[:-1]))
+        session.rewind(session.shared_prefix(tokens[:-1]))
 
     @property
     def unread(self) -> int:
         """Tokens of the prompt that the target has to read before the last of them."""
-        return len(self.tokens) - 1 - self._target.length
+        return len(self.tokens) - 1 - self.session.length
 
     def propose(self) -> None:
         """Begin to draft for this round, if it is one in which that may be."""
         self.draft, self._drafter_s = NO_DRAFT, 0.0
         limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         if limit > 0 and self.unread <= _FEW and not self._scores:
-            began = self._clock()
+            began = self.clock()
             self._policy.begin_round(self.tokens, limit)
-            self._spend(self._clock() - began)
+            self._spend(self.clock() - began)
 
     @property
     def drafter_rows(self) -> Rows | None:
@@ -154,9 +155,9 @@ class Decoding:
 
     def take_drafter(self, predictions: Predictions, passed: Passed) -> None:
         """Go on drafting with what the drafter's pass says about :attr:`drafter_rows`."""
-        began = self._clock()
+        began = self.clock()
         self._policy.take(predictions, passed)
-        self._spend(self._clock() - began + passed.share_s)
+        self._spend(self.clock() - began + passed.share_s)
 
     def _spend(self, seconds: float) -> None:
         self._drafter_s += seconds
@@ -172,15 +173,15 @@ class Decoding:
     def rows(self, most: int) -> Rows:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
         scored = self._scores
-        piece = self.tokens[self._target.length :][: min(most, _SCORED) if scored else most]
+        piece = self.tokens[self.session.length :][: min(most, _SCORED) if scored else most]
         begins = len(piece) > self.unread
         if self.unread:
             self.draft = self.draft.head(most - len(piece) if begins else 0)
         self._read = len(piece)
         if begins and not scored:
             self._read += len(self.draft.tokens)
-            return Rows(self._target, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
-        return Rows(self._target, piece, len(piece) if scored else 0)
+            return Rows(self.session, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
+        return Rows(self.session, piece, len(piece) if scored else 0)
 
     def take(self, predictions: Predictions, passed: Passed) -> Step | None:
         """Commit what the target's pass says; None where it read a part of the prompt, or no token is wanted.
@@ -190,19 +191,19 @@ class Decoding:
         features = self._features = joined(self._features, predictions.hidden)
         if self._prompt_logprobs is not None:
             predictions = self._scored(predictions, self._prompt_logprobs)
-        if self._target.length < len(self.tokens) or self.ended:
+        if self.session.length < len(self.tokens) or self.ended:
             return None
-        began, draft, self._features = self._clock(), self.draft, None
+        began, draft, self._features = self.clock(), self.draft, None
         accepted, token = self._verify(predictions, draft, self.tokens)
         new, self.ended = _until_stop((*draft.tokens[:accepted], token), self._stop)
         top = self._top_logprobs
-        told = ((), ()) if top is None else _log_probabilities(predictions, new, top)
+        logprobs = ((), ()) if top is None else _log_probabilities(predictions, new, top)
         self.tokens += new
-        self._target.keep(self._read - len(draft.tokens) + len(new) - 1)
+        self.session.keep(self._read - len(draft.tokens) + len(new) - 1)
         self.ended |= len(self.tokens) >= self._end
-        seconds = self._drafter_s + passed.share_s + self._clock() - began
+        seconds = self._drafter_s + passed.share_s + self.clock() - began
         times = self._drafter_s, passed.share_s, seconds
-        step = Step(new, draft, min(accepted, len(new)), *times, *told, passed)
+        step = Step(new, draft, min(accepted, len(new)), *times, *logprobs, passed)
         if features is not None:  # which nobody else keeps
             features = features[: len(features) - len(draft.tokens) + accepted]
         self._policy.observe(step if features is None else replace(step, features=features))
@@ -210,13 +211,17 @@ class Decoding:
 
     def _scored(self, predictions: Predictions, top: int) -> Predictions:
         """The rows behind those that say how likely the prompt's next tokens were."""
-        length = self._target.length
-        told = self.tokens[length - predictions.shape[0] + 1 : length + 1]
-        if not told:
+        length = self.session.length
+        scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
+        if not scored:
             return predictions
-        first = length - len(told) + 1  # again, where a want of memory has emptied the cache
-        self.scores[first:] = zip(*_log_probabilities(predictions, told, top), strict=True)
-        return Predictions(predictions.logits[len(told) :])
+        first = length - len(scored) + 1  # again, where a want of memory has emptied the cache
+        self.scores[first:] = zip(*_log_probabilities(predictions, scored, top), strict=True)
+        return Predictions(predictions.logits[len(scored) :])
+
+    def close(self) -> None:
+        """The request has ended, however that came: its source is told, once."""
+        self._policy.close()
 
 
 def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[int, ...], bool]:

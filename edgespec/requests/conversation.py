@@ -20,8 +20,8 @@ class Conversation:
     the order in which they were asked: one that is asked before the last answer ended waits for it.
 
     Args:
-        start: asks the model: with the messages when its turn comes, options, what hears of the result, and
-            the conversation.
+        start: asks the model: with the messages when its turn comes, options, what is called with the result,
+            and the conversation.
         system: the message that it begins with.
         defaults: options of every answer.
 

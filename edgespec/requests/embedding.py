@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from edgespec.requests.request import Request, encode_text
 from edgespec.requests.results import FinishReason, nothing
-from edgespec.requests.worker import Answer
+from edgespec.requests.ticket import Ticket
 from edgespec_models.bundles.layers import graph_name
 from edgespec_models.errors import Cancelled, Closed, DoesNotFit, EdgespecError, RequestError, too_long
 from edgespec_models.schema import checked, length
@@ -52,11 +52,11 @@ class Embeddings(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class EmbeddingRequest(Answer):
+class EmbeddingTicket(Ticket):
     """A request for the vectors of ``texts``, each at least one token; ``unread`` are those without one."""
 
     def __init__(self, request: Request, texts: Sequence[list[int]], dimensions: int) -> None:
-        super().__init__(request, lambda: None)
+        super().__init__(request)
         self._vectors, self._counts = np.empty((len(texts), dimensions), np.float32), tuple(map(len, texts))
         self.unread, self.longest = deque(texts), max(self._counts)
 
@@ -72,7 +72,7 @@ class EmbeddingRequest(Answer):
         self._vectors[-len(self.unread)] = vector / max(norm, np.finfo(np.float32).tiny)
         self.unread.popleft()
 
-    def found(self, reason: FinishReason) -> Embeddings:
+    def embeddings(self, reason: FinishReason) -> Embeddings:
         """All vectors; raises Closed where the model was closed before, Cancelled where time was up."""
         if reason == "closed":
             raise Closed("the model is closed; load it again")
@@ -107,75 +107,76 @@ class Embedder:
         self._gain = StoredWeights(bundle).vector(f"{graph_name('final_norm')}.weight")
 
     @checked
-    def request(
+    def ticket(
         self,
         texts: Texts,
         *,
         instruction: str | None = None,
         dimensions: int | None = None,
         timeout: float | None = None,
-    ) -> EmbeddingRequest:
-        """See :class:`EmbeddingOptions`; from any thread. RequestError for what is out of range."""
+    ) -> EmbeddingTicket:
+        """A request by :class:`EmbeddingOptions`, from any thread; RequestError for what is out of range."""
         width = len(self._gain)
         if dimensions is not None and not 1 <= dimensions <= width:
             raise RequestError(f"dimensions is {dimensions}; allowed: 1 to the model's own, {width}")
-        given = [texts] if isinstance(texts, str) else texts
-        ids = [self._tokens(at, text, instruction) for at, text in enumerate(given)]
-        return EmbeddingRequest(Request.one({"timeout": timeout}), ids, dimensions or width)
+        texts = [texts] if isinstance(texts, str) else texts
+        ids = [self._tokens(at, text, instruction) for at, text in enumerate(texts)]
+        return EmbeddingTicket(Request.single({"timeout": timeout}), ids, dimensions or width)
 
-    def own(self, answers: Sequence[Answer]) -> list[EmbeddingRequest]:
+    def own(self, tickets: Sequence[Ticket]) -> list[EmbeddingTicket]:
         """Those of the requests that are for vectors."""
-        return [each for each in answers if isinstance(each, EmbeddingRequest)]
+        return [ticket for ticket in tickets if isinstance(ticket, EmbeddingTicket)]
 
-    def turn(self, requests: Sequence[EmbeddingRequest], rows: int) -> None:
+    def turn(self, tickets: Sequence[EmbeddingTicket], most: int) -> None:
         """One pass over at most so many rows, of several texts if they fit; short requests go first."""
-        for one in requests:
-            if (reason := one.why_end()) is not None:
-                one.end(nothing(reason))
-        running = [one for one in requests if one.result is None]
-        running.sort(key=lambda one: sum(map(len, one.unread)))
+        for ticket in tickets:
+            if (reason := ticket.reason_to_end()) is not None:
+                ticket.end(nothing(reason))
+        running = [ticket for ticket in tickets if ticket.result is None]
+        running.sort(key=lambda ticket: sum(map(len, ticket.unread)))
         try:
-            asked = list(self._pieces(running, rows))
-            said = self._model.predict_together([each for _, each in asked]) if asked else ()
-            for (one, each), predictions in zip(asked, said, strict=True):
-                assert predictions.hidden is not None
-                if each.session.length == len(one.unread[0]):
-                    one.put_vector(predictions.hidden[-1] * self._gain)
-                    each.session.rewind(0)
+            pieces = list(self._pieces(running, most))
+            predictions = self._model.predict_together([rows for _, rows in pieces]) if pieces else ()
+            for (ticket, rows), predicted in zip(pieces, predictions, strict=True):
+                assert predicted.hidden is not None
+                if rows.session.length == len(ticket.unread[0]):
+                    ticket.put_vector(predicted.hidden[-1] * self._gain)
+                    rows.session.rewind(0)
         except BaseException as error:  # noqa: BLE001 - raised where the vectors are waited for
-            for one in running:
-                one.finish(error)
+            for ticket in running:
+                ticket.finish(error)
             return
-        for one in running:
-            if not one.unread:
-                one.end(nothing("stop"))
+        for ticket in running:
+            if not ticket.unread:
+                ticket.end(nothing("stop"))
 
     def _pieces(
-        self, running: Sequence[EmbeddingRequest], rows: int
-    ) -> Iterator[tuple[EmbeddingRequest, Rows]]:
+        self, running: Sequence[EmbeddingTicket], most: int
+    ) -> Iterator[tuple[EmbeddingTicket, Rows]]:
         """What a pass reads; of the last text perhaps a part; its reader is found again by what it holds."""
         free = list(self._readers)
-        for one, text in ((each, text) for each in running for text in each.unread):
-            if not rows or len(self._readers) - len(free) == _AT_ONCE:
+        for ticket, text in ((owner, text) for owner in running for text in owner.unread):
+            if not most or len(self._readers) - len(free) == _AT_ONCE:
                 return
             if not free:
                 free.append(self._model.session())
                 self._readers.append(free[0])
-            reader = max(free, key=lambda each: (each.shared_prefix(text), -each.length))
+            reader = max(free, key=lambda session: (session.shared_prefix(text), -session.length))
             free.remove(reader)
             reader.rewind(min(reader.shared_prefix(text), len(text) - 1))
             reader.reserve(len(text))
-            piece = text[reader.length : reader.length + rows]
-            rows -= len(piece)
-            yield one, Rows(reader, piece, 0)
+            piece = text[reader.length : reader.length + most]
+            most -= len(piece)
+            yield ticket, Rows(reader, piece, 0)
 
     def _tokens(self, at: int, text: _Text, instruction: str | None) -> list[int]:
         """What the model reads of a text."""
         if not text:
             raise RequestError(f"text {at} is empty; leave it out")
         if isinstance(text, str):
-            said = text if instruction is None else _QUERY.format(instruction, text)
-            tokens = encode_text(self._bundle, said)
+            tokens = encode_text(
+                self._bundle, text if instruction is None else _QUERY.format(instruction, text)
+            )
         else:
             tokens, size = list(text), self._model.vocab_size
             if instruction is not None or not 0 <= min(tokens) <= max(tokens) < size:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
@@ -12,7 +12,16 @@ from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, L
 from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.schema import check_fields, lone_surrogate, matching, one_of, shown, within
+from edgespec_models.schema import (
+    check_fields,
+    checked,
+    length,
+    lone_surrogate,
+    matching,
+    one_of,
+    shown,
+    within,
+)
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.requests.call_reading import CallReader
@@ -151,12 +160,28 @@ class Request:
             )
 
     @classmethod
-    def one(cls, options: RequestOptions) -> "Request":
+    def single(cls, options: RequestOptions) -> "Request":
         """:meth:`of` a stream, which is one answer."""
         request = cls.of(options)
         if request.n > 1:
             raise RequestError(f"n is {request.n}; allowed: 1 for a stream; use generate or chat")
         return request
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The seeds of the ``n`` answers that are to be decoded, of which greedy ones are all the same.
+
+        Answer i has the seed ``seed + i``, so that each can be had again alone.
+        """
+        seed, count = self.sampling.seed, 1 if self.sampling.greedy else self.n
+        return [None if seed is None else (seed + i) % 2**64 for i in range(count)]
+
+    @property
+    def choices(self) -> "list[Request]":
+        """One request for each answer that is to be decoded."""
+        if len(self.seeds) == 1:
+            return [self]
+        return [replace(self, n=1, sampling=replace(self.sampling, seed=seed)) for seed in self.seeds]
 
     def check_vocabulary(self, size: int) -> None:
         """See that the model has the tokens that the request names."""
@@ -167,15 +192,15 @@ class Request:
     @classmethod
     def of(cls, options: RequestOptions) -> "Request":
         """Check ``options``."""
-        given = _by_own_names(dict(options))
+        values = _by_own_names(dict(options))
         sampling_names = {f.name for f in fields(SamplingParams)}
         own_names = {f.name for f in fields(cls)} - {"sampling"}
-        unknown = given.keys() - sampling_names - own_names
+        unknown = values.keys() - sampling_names - own_names
         if unknown:
             allowed = ", ".join(sorted(RequestOptions.__annotations__))
             raise RequestError(f"unknown option {', '.join(map(shown, sorted(unknown)))}; allowed: {allowed}")
-        sampling = SamplingParams(**{k: v for k, v in given.items() if k in sampling_names})
-        return cls(**{k: v for k, v in given.items() if k in own_names}, sampling=sampling)
+        sampling = SamplingParams(**{name: values.pop(name) for name in values.keys() & sampling_names})
+        return cls(**values, sampling=sampling)
 
 
 def _by_own_names(options: dict[str, Any]) -> dict[str, Any]:
@@ -195,15 +220,15 @@ def _by_own_names(options: dict[str, Any]) -> dict[str, Any]:
 def with_options(function: Callable[P, T]) -> Callable[P, T]:
     """Have :func:`inspect.signature` of ``function`` show the options that its ``**options`` stand for."""
     signature = inspect.signature(function)
-    others = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    shown_one = signature.replace(parameters=[*others, *_parameters()])
-    function.__signature__ = shown_one  # type: ignore[attr-defined]
+    others = [other for other in signature.parameters.values() if other.kind is not other.VAR_KEYWORD]
+    whole = signature.replace(parameters=[*others, *_parameters()])
+    function.__signature__ = whole  # type: ignore[attr-defined]
     return function
 
 
 @cache
 def _parameters() -> tuple[inspect.Parameter, ...]:
-    own = {each.name: each for cls in (SamplingParams, Request) for each in fields(cls)}
+    own = {option.name: option for cls in (SamplingParams, Request) for option in fields(cls)}
     own["max_tokens"] = own["max_new_tokens"]
     return tuple(
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(own[name]), annotation=kind)
@@ -245,6 +270,25 @@ class Hole:
         return bool(self.line and self.suffix.partition("\n")[0].strip())
 
 
+@checked
+def text_prompt(prompt: Annotated[str | Sequence[int], length(1)]) -> PromptInput:
+    """A prompt to continue; RequestError where it is neither a text nor tokens, or empty."""
+    return prompt
+
+
+def chat_prompt(messages: Messages) -> PromptInput:
+    """A conversation to answer; RequestError for a prompt to continue."""
+    if isinstance(messages, str) or ids_of(messages) is not None:
+        raise RequestError(f"messages is {shown(messages)}; allowed: a list of messages, or use generate")
+    return messages
+
+
+@checked
+def fill_prompt(prefix: str, suffix: str, extra: Sequence[tuple[str, str]]) -> Hole:
+    """A place in a text to be filled; RequestError where it is not made of texts."""
+    return Hole(prefix, suffix, extra)
+
+
 class Prompt(NamedTuple):
     """A prompt as the target and as the drafter are to read it; the second is empty without a drafter model.
 
@@ -258,54 +302,54 @@ class Prompt(NamedTuple):
     hole: Hole | None = None
 
 
-def prompt_tokens(bundle: Bundle, said: PromptInput, request: Request) -> list[int]:
+def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:
     """What a target reads: a text or tokens to continue, or a conversation to answer.
 
     Raises:
-        RequestError: nothing is said, or not in a way that the model's chat template takes; tools or template
+        RequestError: the prompt is empty, or the model's chat template does not take it; tools or template
             arguments for a text, which is in no template.
     """
     if request.max_lines is not None:
         raise RequestError("max_lines is for fills; use fill, or leave it out")
-    ids = ids_of(said)
-    if request.special and not isinstance(said, str):
+    ids = ids_of(prompt)
+    if request.special and not isinstance(prompt, str):
         raise RequestError("special is for prompts that are texts; leave it out")
-    if isinstance(said, str) or ids is not None:
+    if isinstance(prompt, str) or ids is not None:
         if request.tools or request.template_args or request.thinking is not None:
             raise RequestError(
                 "tools, template_args and thinking are for a model's chat template, in which a text is not; "
                 "use chat"
             )
-        ids = encode_text(bundle, str(said), special=request.special) if ids is None else ids
+        ids = encode_text(bundle, str(prompt), special=request.special) if ids is None else ids
         most = bundle.tokenizer.vocab_size - 1
         if not all(type(id_) is int and 0 <= id_ <= most for id_ in ids):
-            raise RequestError(f"prompt is {shown(said)}; allowed: a text, or the model's ids, 0 to {most}")
+            raise RequestError(f"prompt is {shown(prompt)}; allowed: a text, or the model's ids, 0 to {most}")
     else:
         _check_thinking(bundle, request)
-        ids = encode_chat(bundle, cast(Messages, said), _arguments(bundle, request))
+        ids = encode_chat(bundle, cast(Messages, prompt), _arguments(bundle, request))
     if not ids:
         raise RequestError("the prompt is empty; give at least one character")
     return ids
 
 
-def drafter_tokens(bundle: Bundle, said: PromptInput, request: Request) -> list[int]:
+def drafter_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:
     """What a drafter reads: what its template cannot take is left out, for it only guesses."""
-    if isinstance(said, str):
-        return encode_text(bundle, said, special=request.special)
-    messages, template = cast(Messages, said), bundle.chat_template
+    if isinstance(prompt, str):
+        return encode_text(bundle, prompt, special=request.special)
+    messages, template = cast(Messages, prompt), bundle.chat_template
     if template is not None:
         try:
             arguments = _arguments(bundle, request)
-            known = {name: each for name, each in arguments.items() if name in template.arguments}
+            known = {name: value for name, value in arguments.items() if name in template.arguments}
             return _chat(bundle, template, messages, known)
         except (RequestError, TokenizerError):  # it knows fewer roles, or no tool calls
             pass
     return encode_text(bundle, "".join(f"{message.get('content')}\n\n" for message in messages))
 
 
-def ids_of(said: object) -> list[int] | None:
+def ids_of(prompt: object) -> list[int] | None:
     """A prompt that is token ids; None for others."""
-    return [*said] if isinstance(said, list | tuple) and said and isinstance(said[0], int) else None
+    return [*prompt] if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], int) else None
 
 
 def encode_text(bundle: Bundle, text: str, *, special: bool = False) -> list[int]:
@@ -347,14 +391,14 @@ def calls_tools(bundle: Bundle) -> bool:
     return template is not None and "tools" in template.arguments and _form(bundle) is not None
 
 
-def answer_place(bundle: Bundle, said: PromptInput, prompt: Sequence[int]) -> "Place | None":
+def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "Place | None":
     """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
-    tags = None if isinstance(said, str) else thoughts_tags(bundle)
+    tags = None if isinstance(prompt, str) else thoughts_tags(bundle)
     if tags is None:
         return None
     from edgespec_models.text.thoughts import place_behind
 
-    return place_behind(prompt, tags, bundle.tokenizer)
+    return place_behind(tokens, tags, bundle.tokenizer)
 
 
 def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":
@@ -364,7 +408,8 @@ def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "Cal
         return None
     from edgespec.requests.call_reading import CallReader
 
-    tools = {each["function"]["name"]: each["function"].get("parameters") for each in request.tools}
+    functions = [tool["function"] for tool in request.tools]
+    tools = {function["name"]: function.get("parameters") for function in functions}
     return CallReader(form, tools, prompt, single=request.parallel_tool_calls is False)
 
 
@@ -378,8 +423,8 @@ def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
         return request.response_format
     from edgespec.requests.tool_calls import Calls, must_call
 
-    if called := must_call(request.tools, request.tool_choice):
-        return Calls(form, called, bundle.tokenizer, bool(request.parallel_tool_calls))
+    if forced := must_call(request.tools, request.tool_choice):
+        return Calls(form, forced, bundle.tokenizer, bool(request.parallel_tool_calls))
     several = request.parallel_tool_calls is not False
     return Calls(form, request.tools, bundle.tokenizer, several, request.response_format)
 
@@ -433,8 +478,9 @@ def _check_thinking(bundle: Bundle, request: Request) -> None:
                 f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"
             )
         return
-    told = request.template_args.get(tags.switch or "", request.thinking)
-    if bool(told) != bool(request.thinking):
+    switch = request.template_args.get(tags.switch or "", request.thinking)
+    if bool(switch) != bool(request.thinking):
         raise RequestError(
-            f"thinking is {request.thinking}, template_args say {tags.switch}={shown(told)}; give one of them"
+            f"thinking is {request.thinking}, template_args say {tags.switch}={shown(switch)}; give one of "
+            "them"
         )

@@ -214,7 +214,7 @@ class GenerationStats:
         }
         del values["decode_s"], values["decode_tokens"]
         times = {f"{name[:-2]}_ms": values.pop(name) * 1e3 for name in [*values] if name.endswith("_s")}
-        lists = {name: list(each) for name, each in values.items() if isinstance(each, tuple)}
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
         return values | times | lists
 
 
@@ -281,8 +281,11 @@ def token_records(step: Step) -> tuple[TokenRecord, ...]:
     return tuple(map(TokenRecord, step.tokens, sources, logprobs, tops))
 
 
-def statistics(steps: Sequence[Step], remarks: Remarks, **prompt: Any) -> GenerationStats:
-    """What the rounds of a request come to. The first follows prefill and is not decoding's."""
+def statistics(steps: Sequence[Step], remarks: Remarks) -> GenerationStats:
+    """What the rounds of a request come to; nothing of its prompt and its time.
+
+    The first round follows prefill and is not decoding's.
+    """
     decoded = steps[1:]
     drafted, drafted_at = Counter[str](), Counter[int]()
     accepted, accepted_at = Counter[str](), Counter[int]()
@@ -304,6 +307,11 @@ def statistics(steps: Sequence[Step], remarks: Remarks, **prompt: Any) -> Genera
         accepted_by_position=tuple(accepted_at[at] for at in range(len(drafted_at))),
         target_s=sum(step.target_s for step in decoded),
         drafter_s=sum(step.drafter_s for step in steps),
-        **prompt,
-        **asdict(remarks),
+        speculation_off_reason=remarks.speculation_off_reason,
+        history_problem=remarks.history_problem,
+        prompt_cache_problem=remarks.prompt_cache_problem,
+        rolled_back=remarks.rolled_back,
+        placement=remarks.placement,
+        drafted_ahead=remarks.drafted_ahead,
+        used_ahead=remarks.used_ahead,
     )

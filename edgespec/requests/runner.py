@@ -1,6 +1,7 @@
-"""The loaded models as one thread uses them."""
+"""The loaded models as requests run on them: prompts in, passes, and what is kept between requests."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.loading.opening import Loaded, LoadOptions
-from edgespec.requests.prepared import PreparedRequest
+from edgespec.requests.decoding import RequestDecoding
 from edgespec.requests.request import (
     Hole,
     Prompt,
@@ -21,14 +22,13 @@ from edgespec.requests.request import (
     Request,
     answer_format,
     answer_place,
-    call_reader,
     drafter_tokens,
     ids_of,
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
+from edgespec.requests.ticket import Ticket
 from edgespec.requests.turns import take_turn
-from edgespec.requests.worker import Answer
 from edgespec_models.errors import DoesNotFit, RequestError, too_long
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.block_files import BlockFiles
@@ -111,67 +111,65 @@ class Runner:
         wanted = answer_format(self.target, request)
         return None if wanted is None else self._grammars.constraint(wanted)
 
-    def prompt(self, said: PromptInput | Hole, request: Request) -> Prompt:
+    def prompt(self, prompt: PromptInput | Hole, request: Request) -> Prompt:
         """Read a prompt."""
         hole = None
-        if isinstance(said, Hole):
+        if isinstance(prompt, Hole):
             from edgespec.requests.fill import fill_tokens
 
-            tokens, hole = fill_tokens(self.target, said, request, self.session.model.longest)
-            said = hole.prefix
+            tokens, hole = fill_tokens(self.target, prompt, request, self.session.model.longest)
+            prompt = hole.prefix
         else:
-            tokens = prompt_tokens(self.target, said, request)
-        if ids_of(said) is not None:  # a drafter of another vocabulary reads their text
-            said = self.target.tokenizer.decode(tokens, skip_special=False)
+            tokens = prompt_tokens(self.target, prompt, request)
+        if ids_of(prompt) is not None:  # a drafter of another vocabulary reads their text
+            prompt = self.target.tokenizer.decode(tokens, skip_special=False)
             request = replace(request, special=True)
         if len(tokens) >= self.session.model.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
-        aside = side.prompt(tokens, lambda each: drafter_tokens(each, said, request)) if side else []
-        return Prompt(tokens, aside, answer_place(self.target, said, tokens), hole)
+        drafters = side.prompt(tokens, lambda bundle: drafter_tokens(bundle, prompt, request)) if side else []
+        return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole)
 
-    def prepared(
-        self, prompt: Prompt, request: Request, constraint: Constraint | None
-    ) -> PreparedRequest | None:
-        """A request made ready: room is reserved, and what is known of its prompt lies in the KV cache.
+    def begin(self, ticket: Ticket) -> RequestDecoding | None:
+        """Begin a request: room is reserved, and what is known of its prompt lies in the KV cache.
 
         None where there is no memory for it beside those that are being answered. An answer that would not
         fit the context is shortened.
         """
-        started, tokens, tokenizer = self._clock(), prompt.target.copy(), self.target.tokenizer
-        eos = self.target.manifest.special_tokens.eos
+        prompt, request, constraint = ticket.prompt, ticket.request, ticket.constraint
+        started, queued_s, count = self._clock(), ticket.queued_s, len(prompt.target)
         if prompt.place is not None:
             from edgespec.decoding.thinking import with_thoughts
 
-            constraint = with_thoughts(prompt.place, tokenizer, eos, request.thinking, constraint)
-        fits = min(request.max_new_tokens, self.session.model.longest - len(tokens))
-        request = replace(request, max_new_tokens=fits)
-        if self.seats.any_taken and not self._has_room(len(tokens) + fits):
+            eos = self.target.manifest.special_tokens.eos
+            place, tokenizer = prompt.place, self.target.tokenizer
+            constraint = with_thoughts(place, tokenizer, eos, request.thinking, constraint)
+        new = min(request.max_new_tokens, self.session.model.longest - count)
+        request = replace(request, max_new_tokens=new)
+        if self.seats.any_taken and not self._has_room(count + new):
             return None
-        seat = self.seats.take(tokens, on_disk=request.prompt_cache)
-        try:
-            seat.target.reserve(len(tokens) + fits)
-            return PreparedRequest(
-                session=seat.target,
-                tokenizer=tokenizer,
-                tokens=tokens,
-                request=request,
-                eos=frozenset(
-                    (*eos, *(prompt.hole.ends if prompt.hole else ())) if request.stop_at_eos else ()
-                ),
+        seat = self.seats.take(prompt.target, on_disk=request.prompt_cache)
+        with ExitStack() as undoing:
+            undoing.callback(seat.free)
+            seat.target.reserve(count + new)
+            if request.prompt_logprobs:
+                seat.target.rewind(0)  # what is in the cache says nothing of how likely it was
+            policy = self._policy(prompt, request, constraint, seat)
+            undoing.callback(policy.close)
+            decoding = RequestDecoding(
+                self.target,
+                seat,
+                policy,
+                prompt,
+                request,
+                constraint,
                 max_draft=self.options.max_draft,
-                begin=partial(self._begin, prompt, request, constraint, seat),
-                constraint=constraint,
-                place=prompt.place,
-                hole=prompt.hole,
-                calls=call_reader(self.target, request, tokens),
                 clock=self._clock,
-                ended=partial(setattr, seat, "taken", False),
                 started=started,
+                queued_s=queued_s,
             )
-        except BaseException:
-            seat.taken = False
-            raise
+            undoing.pop_all()  # it closes them at its end
+        return decoding
 
     def _has_room(self, tokens: int) -> bool:
         """Whether there is memory for one more KV cache of so many tokens."""
@@ -189,16 +187,16 @@ class Runner:
         self._embedder = Embedder(self.target, self.session.model, self.seats.readers)
         return self._embedder
 
-    def turn(self, answers: Sequence[Answer]) -> None:
+    def turn(self, tickets: Sequence[Ticket]) -> None:
         """Take requests that run a pass further; texts that become vectors are read in a pass of their own.
 
         They wait where there is no memory for them beside the others.
         """
-        texts = [] if self._embedder is None else self._embedder.own(answers)
-        others = [each for each in answers if each not in texts]
+        texts = [] if self._embedder is None else self._embedder.own(tickets)
+        others = [ticket for ticket in tickets if ticket not in texts]
         if others:
-            take_turn(others, self.pricing)
-        if texts and (not others or self._has_room(max(each.longest for each in texts))):
+            take_turn(others, self.begin, self.pricing)
+        if texts and (not others or self._has_room(max(ticket.longest for ticket in texts))):
             self.embedder.turn(texts, self.pricing.piece(len(others)) if others else self.session.model.piece)
 
     def use_history(self, path: Path) -> None:
@@ -236,9 +234,9 @@ class Runner:
     def trim(self) -> int:
         """Free the KV caches that no request uses, and those of texts that become vectors; their bytes."""
         idle = [seat for seat in self.seats.all if not seat.taken]
-        sessions = [each for seat in idle for each in (seat.target, seat.drafter) if each]
+        sessions = [session for seat in idle for session in (seat.target, seat.drafter) if session]
         freed = self._caches.trim([seat.target for seat in self.seats.all if seat.taken])
-        return freed + sum(each.release() for each in (*sessions, *self.seats.readers))
+        return freed + sum(session.release() for session in (*sessions, *self.seats.readers))
 
     def close(self) -> None:
         """Store what was learned, free both models, for good."""
@@ -257,8 +255,8 @@ class Runner:
                 session.close()
 
     def _placements(self) -> str:
-        aside = self.loaded.drafter
-        beside = "" if aside is None else f"; drafter on {aside.placement}"
+        drafter = self.loaded.drafter
+        beside = "" if drafter is None else f"; drafter on {drafter.placement}"
         return f"target on {self.loaded.target.placement}{beside}"
 
     def _too_long(self, count: int) -> str:
@@ -268,10 +266,10 @@ class Runner:
                 f"{too_long('prompt', count, longest)}, the largest bucket of this bundle, which holds the "
                 f"answer too; shorten it, or export the model with --buckets up to {context:,}"
             )
-        told = too_long("prompt", count, context)
-        return f"{told}, the model's context, which holds the answer too; shorten it"
+        reason = too_long("prompt", count, context)
+        return f"{reason}, the model's context, which holds the answer too; shorten it"
 
-    def _begin(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:
+    def _policy(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:
         """What drafts in a request."""
         if self._reopens:
             self._where = self._placements()

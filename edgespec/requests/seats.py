@@ -15,6 +15,10 @@ class Seat:
     drafter: Session | None
     taken: bool = False
 
+    def free(self) -> None:
+        """Let another request have it."""
+        self.taken = False
+
 
 class Seats:
     """At most ``most`` seats, made when they are first needed; ``caches`` keep what their sessions lose.
@@ -43,16 +47,16 @@ class Seats:
         free = [seat for seat in self.all if not seat.taken]
         if not free:
             free.append(self._another())
-        seat = max(free, key=lambda each: each.target.shared_prefix(tokens))
-        others = [each.target for each in self.all if each.taken]
+        seat = max(free, key=lambda seat: seat.target.shared_prefix(tokens))
+        others = [other.target for other in self.all if other.taken]
         self._caches.fetch(seat.target, tokens, others, on_disk=on_disk)
         seat.taken = True
         return seat
 
     def drafters(self, seat: Seat) -> list[Session]:
         """The drafter's sessions of the other requests."""
-        others = (each for each in self.all if each.taken and each is not seat)
-        return [each.drafter for each in others if each.drafter is not None]
+        others = (other for other in self.all if other.taken and other is not seat)
+        return [other.drafter for other in others if other.drafter is not None]
 
     def _another(self) -> Seat:
         target, drafter = self.all[0].target.model, self.all[0].drafter

@@ -1,14 +1,14 @@
 """An answer as it is written, for threads and for tasks, and several answers to one prompt."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 from weakref import finalize
 
-from edgespec.requests.request import Request, RequestOptions
+from edgespec.requests.queue import RequestQueue
 from edgespec.requests.results import Generation, Record, choice_id
-from edgespec.requests.worker import LOOK_S, Answer, Worker
+from edgespec.requests.ticket import LOOK_S, Stage, Ticket
 from edgespec_models.errors import Busy, RequestError
 
 _ENDED_EARLY: Final = ("cancelled", "timeout", "closed")
@@ -27,10 +27,10 @@ class Stream(
     Iterating raises what went wrong, :class:`edgespec.Busy` and :class:`edgespec.Closed` at the start.
     """
 
-    def __init__(self, answer: Answer, worker: Worker) -> None:
-        self._answer, self._worker = answer, worker
-        # The worker knows the answer alone, so that a stream that nobody holds any more can go.
-        finalize(self, answer.interrupt, "cancelled").atexit = False
+    def __init__(self, ticket: Ticket, queue: RequestQueue) -> None:
+        self._ticket, self._queue = ticket, queue
+        # The queue knows the ticket alone, so that a stream that nobody holds any more can go.
+        finalize(self, ticket.interrupt, "cancelled").atexit = False
 
     def __next__(self) -> str:
         while (record := self._next()) is not None:
@@ -46,15 +46,15 @@ class Stream(
 
     def __exit__(self, *exc: object) -> None:
         self.cancel()
-        self._worker.check_process()
-        self._answer.wait_for_end()
+        self._queue.check_process()
+        self._ticket.wait_for_end()
 
     async def __aexit__(self, *exc: object) -> None:
         self.cancel()
-        self._worker.check_process()
-        while self._answer.result is None:
-            self._answer.clear()
-            await self._answer.wait_async(None)
+        self._queue.check_process()
+        while self._ticket.result is None:
+            self._ticket.clear()
+            await self._ticket.wait_async(None)
 
     def records(self) -> "Records":
         """What each round added: an iterable of :class:`edgespec.Record`, both ways.
@@ -71,17 +71,17 @@ class Stream(
             Busy: too many requests wait.
             Closed: the model is closed.
         """
-        self._worker.submit(self._answer)
+        self._queue.put(self._ticket)
 
     @property
     def ended(self) -> bool:
         """Whether the answer is there, whole or as far as it came."""
-        return self._answer.result is not None
+        return self._ticket.result is not None
 
     @property
     def at_once(self) -> int:
         """How many requests the model answers at once."""
-        return self._worker.at_once
+        return self._queue.at_once
 
     def run(self) -> Generation:
         """Generate to the end; whatever interrupts the wait, such as Ctrl-C, cancels the request."""
@@ -101,18 +101,18 @@ class Stream(
 
     def cancel(self) -> None:
         """End the request within a pass, from any thread; what came until then stays readable."""
-        self._worker.withdraw(self._answer, "cancelled")
+        self._queue.withdraw(self._ticket, "cancelled")
 
     @property
     def place(self) -> int:
         """How many requests are before this one in the model's queue; 0 once it runs."""
-        return self._worker.place(self._answer)
+        return self._queue.place(self._ticket)
 
     @property
     def prompt(self) -> tuple[int, int]:
         """How many tokens the prompt has, and how many of them a cache held; zeros until the request runs."""
-        one = self._answer.prepared
-        return (0, 0) if one is None else one.read
+        decoding = self._ticket.decoding
+        return (0, 0) if decoding is None else (decoding.prompt_tokens, decoding.cached_tokens)
 
     @property
     def result(self) -> Generation:
@@ -123,40 +123,41 @@ class Stream(
         Raises:
             RequestError: it still runs, or was never read.
         """
-        if self._answer.interruption is not None and self._answer.begun and self._answer.result is None:
-            self._worker.check_process()
-            self._answer.wait_for_end()
-        if self._answer.result is None:
+        ticket = self._ticket
+        if ticket.interruption is not None and ticket.stage is Stage.RUNNING:
+            self._queue.check_process()
+            ticket.wait_for_end()
+        if ticket.result is None:
             raise RequestError("the generation is not finished; read the stream to its end, or cancel it")
-        return self._answer.result
+        return ticket.result
 
     def _next(self) -> Record | None:
         """The next record; None at the end."""
-        answer = self._answer
-        self._worker.submit(answer)
-        while not answer.readable:
-            answer.wait(LOOK_S)
+        ticket = self._ticket
+        self._queue.put(ticket)
+        while not ticket.readable:
+            ticket.wait(LOOK_S)
             self._look()
-        return self._taken()
+        return self._take()
 
     async def _next_async(self) -> Record | None:
-        answer = self._answer
-        self._worker.submit(answer)
+        ticket = self._ticket
+        self._queue.put(ticket)
         try:
-            while not answer.readable:
-                await answer.wait_async(None if answer.begun else LOOK_S)
+            while not ticket.readable:
+                await ticket.wait_async(None if ticket.stage is Stage.RUNNING else LOOK_S)
                 self._look()
         except BaseException:
             self.cancel()
             raise
-        return self._taken()
+        return self._take()
 
-    def _taken(self) -> Record | None:
-        """The next record of those that are there, which is told to who wants to know of progress."""
-        record, tell = self._answer.take(), self._answer.request.on_progress
-        if tell is not None and record is not None and record.progress is not None:
+    def _take(self) -> Record | None:
+        """The next record of those that are there; who wants to know of progress is told."""
+        record, on_progress = self._ticket.take(), self._ticket.request.on_progress
+        if on_progress is not None and record is not None and record.progress is not None:
             try:
-                tell(record.progress)
+                on_progress(record.progress)
             except BaseException:
                 self.cancel()
                 raise
@@ -164,9 +165,11 @@ class Stream(
 
     def _look(self) -> None:
         """End a request that waits for its turn, if it is not to wait any more; one that runs sees itself."""
-        reason = None if self._answer.begun else self._answer.why_end()
+        if self._ticket.stage is not Stage.WAITING:
+            return
+        reason = self._ticket.reason_to_end()
         if reason is not None:
-            self._worker.withdraw(self._answer, reason)
+            self._queue.withdraw(self._ticket, reason)
 
 
 class Records:
@@ -184,46 +187,29 @@ class Records:
             yield record
 
 
-def asked(options: RequestOptions, ask: Callable[..., Stream]) -> list[Stream]:
-    """The streams of the ``n`` answers that ``options`` want, which ``ask`` asks for one by one.
-
-    Answer i has the seed ``seed + i``, so that each can be had again alone. Greedy answers are all the same,
-    so one is decoded.
-    """
-    request = Request.of(options)
-    one = options.copy()
-    one.pop("n", None)
-    if request.n == 1 or request.sampling.greedy:
-        return [ask(**one)]
-    seed = request.sampling.seed
-    if seed is None:
-        return [ask(**one) for _ in range(request.n)]
-    return [ask(**{**one, "seed": (seed + i) % 2**64}) for i in range(request.n)]
-
-
-def answers(options: RequestOptions, streams: Sequence[Stream]) -> Generation:
-    """The first of the answers that :func:`asked` asked for, with all of them as its choices.
+def answers(streams: Sequence[Stream], count: int) -> Generation:
+    """The first of ``count`` answers to one prompt, with all of them as its choices.
 
     Where one is ended early there are no further ones.
     """
-    given = list[Generation]()
+    results = list[Generation]()
     with _in_turn(streams) as turns:
         for stream in turns:
-            given.append(stream.run())
-            if given[-1].finish_reason in _ENDED_EARLY:
+            results.append(stream.run())
+            if results[-1].finish_reason in _ENDED_EARLY:
                 break
-    return together(given, options)
+    return together(results, count)
 
 
-async def answers_async(options: RequestOptions, streams: Sequence[Stream]) -> Generation:
+async def answers_async(streams: Sequence[Stream], count: int) -> Generation:
     """:func:`answers` in an event loop."""
-    given = list[Generation]()
+    results = list[Generation]()
     with _in_turn(streams) as turns:
         for stream in turns:
-            given.append(await stream.run_async())
-            if given[-1].finish_reason in _ENDED_EARLY:
+            results.append(await stream.run_async())
+            if results[-1].finish_reason in _ENDED_EARLY:
                 break
-    return together(given, options)
+    return together(results, count)
 
 
 @contextmanager
@@ -245,14 +231,16 @@ def _in_turn(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
             stream.cancel()
 
 
-def together(given: Sequence[Generation], options: RequestOptions) -> Generation:
-    """The first of the answers to one prompt, with all of them as its choices."""
-    first, *others = given
-    request = Request.of(options)
-    if request.sampling.greedy and first.finish_reason not in _ENDED_EARLY:
-        others = [first] * (request.n - 1)
+def together(results: Sequence[Generation], count: int) -> Generation:
+    """The first of the answers to one prompt, with all of them as its choices.
+
+    One answer that did not end early stands for all ``count``: they are the same.
+    """
+    first, *others = results
+    if not others and first.finish_reason not in _ENDED_EARLY:
+        others = [first] * (count - 1)
     others = [
-        replace(each, tool_calls=tuple(replace(c, id=choice_id(c.id, at)) for c in each.tool_calls))
-        for at, each in enumerate(others, 1)
+        replace(other, tool_calls=tuple(replace(c, id=choice_id(c.id, at)) for c in other.tool_calls))
+        for at, other in enumerate(others, 1)
     ]
     return replace(first, others=tuple(others)) if others else first

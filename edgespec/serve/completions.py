@@ -17,11 +17,12 @@ from starlette.types import Receive, Scope, Send
 from edgespec.decoding.draft import Progress
 from edgespec.engine import Model
 from edgespec.models import Models
+from edgespec.requests import request as requests
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.embedding import Embeddings
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record
-from edgespec.requests.stream import Stream, answers_async, asked, together
+from edgespec.requests.stream import Stream, answers_async, together
 from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
@@ -298,7 +299,7 @@ class _EventStream(StreamingResponse):
         answer = self._answer = self._form(*described(self._answer.model, model))
         options, asks = self._options, self._asks(model)
         with _worded(self._words):
-            self._streams = await asyncio.to_thread(lambda: [asked(options, ask) for ask in asks])
+            self._streams = await asyncio.to_thread(lambda: [_choices(options, ask) for ask in asks])
         every = [*chain.from_iterable(self._streams)]
         same = len(asks) * options.get("n", 1) // len(every)  # choices that are one answer
         choices = (answer.choices(range(at, at + same)) for at in range(0, len(every) * same, same))
@@ -331,9 +332,8 @@ class _EventStream(StreamingResponse):
             yield self._answer.line(self._answer.failed(problem))
         else:
             if self._with_usage:
-                answers = [
-                    together([stream.result for stream in some], self._options) for some in self._streams
-                ]
+                count = self._options.get("n", 1)
+                answers = [together([stream.result for stream in some], count) for some in self._streams]
                 yield self._answer.line(self._answer.used(answers))
             yield self._answer.done
         self._ended = True
@@ -414,13 +414,20 @@ def _fitting(options: RequestOptions, model: Model, may_think: bool) -> RequestO
     return cast(RequestOptions, {**options, "thinking": None})
 
 
+def _choices(options: RequestOptions, ask: Ask) -> list[Stream]:
+    """The streams of the answers that ``options`` want of one prompt."""
+    seeds, single = requests.Request.of(options).seeds, {**options}
+    single.pop("n", None)
+    return [ask(**single)] if len(seeds) == 1 else [ask(**{**single, "seed": seed}) for seed in seeds]
+
+
 async def _all(asks: Sequence[Ask], options: RequestOptions, words: Words) -> list[Generation]:
     """The answers to all prompts; if one cannot be had, none is."""
 
     async def one(ask: Ask) -> Generation:
         with _worded(words):
-            streams = await asyncio.to_thread(asked, options, ask)  # a long prompt takes a while to encode
-        return await answers_async(options, streams)
+            streams = await asyncio.to_thread(_choices, options, ask)  # a long prompt takes a while to encode
+        return await answers_async(streams, options.get("n", 1))
 
     tasks = [asyncio.ensure_future(one(ask)) for ask in asks]
     try:

@@ -1,0 +1,205 @@
+"""A request that is answered: passes in, records out, and the result as far as it came."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter
+
+from edgespec.decoding.draft import Clock, Passed, Progress, Step
+from edgespec.decoding.grammar import Constraint
+from edgespec.decoding.loop import Decoding, Verifier
+from edgespec.decoding.sampling import RowStep, Spelled
+from edgespec.drafting.policy import Policy
+from edgespec.requests.answer_reading import AnswerReader
+from edgespec.requests.request import Prompt, Request, call_reader
+from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
+from edgespec.requests.seats import Seat
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_runtimes.predictions import Predictions
+
+
+class RequestDecoding(Decoding):
+    """The decoding of a request, on its seat: what its rounds commit becomes the answer's text.
+
+    Args:
+        target: the target's bundle.
+        seat: where it runs; freed at the end.
+        policy: drafts for it; closed at the end.
+        prompt: what it reads.
+        request: what was asked; its ``max_new_tokens`` fit the context.
+        constraint: what the answer may be; None where that is anything.
+        max_draft: the longest draft.
+        clock: times all of it.
+        started: when its turn came, by ``clock``.
+        queued_s: seconds that it waited for that.
+
+    Attributes:
+        prompt_tokens: how many tokens the prompt has.
+        cached_tokens: how many of them the KV cache held already.
+    """
+
+    def __init__(
+        self,
+        target: Bundle,
+        seat: Seat,
+        policy: Policy,
+        prompt: Prompt,
+        request: Request,
+        constraint: Constraint | None = None,
+        *,
+        max_draft: int,
+        clock: Clock = perf_counter,
+        started: float = 0.0,
+        queued_s: float = 0.0,
+    ) -> None:
+        tokens, hole, tokenizer = prompt.target.copy(), prompt.hole, target.tokenizer
+        masks: list[RowStep] = [] if constraint is None else [constraint]
+        fill, ends = None, target.manifest.special_tokens.eos
+        if hole is not None:
+            from edgespec.requests.fill_reading import FillReader
+
+            fill, ends = FillReader(hole, request.max_lines), (*ends, *hole.ends)
+            if hole.held:
+                masks.append(Spelled(tokenizer, hole.held, len(tokens)))
+        super().__init__(
+            seat.target,
+            policy,
+            Verifier(request.sampling, masks),
+            tokens,
+            max_new_tokens=request.max_new_tokens,
+            max_draft=max_draft,
+            stop=frozenset(ends) if request.stop_at_eos else (),
+            top_logprobs=request.top_logprobs if request.logprobs else None,
+            prompt_logprobs=request.top_logprobs if request.prompt_logprobs else None,
+            clock=clock,
+        )
+        self.prompt_tokens, self.cached_tokens = len(tokens), self.session.length
+        self._seat, self._remarks = seat, policy.remarks
+        self._constraint, self._tokenizer = constraint, tokenizer
+        self._calls = call_reader(target, request, tokens)
+        self._reader = AnswerReader(tokenizer, prompt.place, self._calls, fill, stop=request.stop)
+        self._again = 0 if fill is None else fill.skip  # bytes of a cut word to come
+        self._steps, self._records = list[Step](), list[Record]()
+        self._reason: FinishReason | None = None
+        self._started, self._queued_s = started, queued_s
+        self._first_at = self._decode_s = 0.0
+        self._progress: Progress | None = None  # of a prompt that takes several passes
+        if self.unread >= self.session.model.piece:
+            self._progress = Progress(len(tokens), self.session.length, self.session.length, 0.0)
+
+    @property
+    def progress(self) -> Record | None:
+        """How far a prompt is read that takes several passes; None for others."""
+        return None if self._progress is None else Record("", (), progress=self._progress)
+
+    def advance(self, predictions: Predictions, passed: Passed) -> list[Record]:
+        """What a pass adds: how far the prompt is read, what was committed; the last has the reason."""
+        step, now, records = self.take(predictions, passed), self.clock(), list[Record]()
+        if self._progress is not None:
+            self._progress = replace(self._progress, read=self.session.length, seconds=now - self._started)
+            records.append(Record("", (), progress=self._progress))
+        if step is None:
+            is_over = self.ended and self.unread <= 0
+            return [*records, self.stop("length")] if is_over else records
+        self._progress = None
+        if not self._steps:
+            self._first_at = now
+        return [*records, self._record(step)]
+
+    def stop(self, reason: FinishReason) -> Record:
+        """End it early; what it has to say yet."""
+        self._reason = reason
+        return self._shown(Record("", ()))
+
+    def close(self) -> None:
+        """It is over, however that came: called once."""
+        try:
+            super().close()
+        finally:
+            self._seat.free()
+
+    @property
+    def result(self) -> Generation:
+        """As far as it came."""
+        thoughts = tuple(self._reader.thoughts)
+        tokens = tuple(token for record in self._records for token in record.tokens)
+        stats = replace(
+            statistics(self._steps, self._remarks),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            queued_s=self._queued_s,
+            ttft_s=self._first_at - self._started if self._steps else 0.0,
+            decode_s=self._decode_s,
+            reasoning_tokens=len(thoughts),
+            schema_problems=self._schema_problems(),
+        )
+        return Generation(
+            "".join(record.text for record in self._records),
+            tuple(token.id for token in tokens),
+            self._reason or "error",
+            stats,
+            self._reader.stop_string,
+            tokens,
+            tuple(self._reader.called),
+            "".join(record.content for record in self._records)
+            + ("" if self._calls is None else self._calls.cut),
+            thoughts=thoughts,
+            prompt=self._records[0].prompt if self._records else (),
+        )
+
+    def _schema_problems(self) -> tuple[str, ...]:
+        """What a whole answer, or its calls, break of schemas that the grammar does not hold whole."""
+        schemas = {} if self._constraint is None else self._constraint.schemas
+        if self._reason not in ("stop", "tool_calls") or not any(s.unheld for s in schemas.values()):
+            return ()
+        values = [(call.name, call.arguments) for call in self._reader.called]
+        if not values:
+            with suppress(ValueError, RecursionError):  # a stop string may have ended it
+                values = [("", json.loads("".join(record.text for record in self._records)))]
+        held = [(schemas[name], value) for name, value in values if name in schemas]
+        return tuple(dict.fromkeys(problem for schema, value in held for problem in schema.problems(value)))
+
+    def _record(self, step: Step) -> Record:
+        """What a round adds."""
+        self._steps.append(step)
+        tokens = tuple(map(self._with_again, token_records(step)))
+        record = replace(self._reader.push(step.tokens), tokens=tokens)
+        if self._reader.ended or self._is_complete(step.tokens[-1]):
+            self._reason = "stop"
+        elif len(self.tokens) >= self._end:
+            self._reason = "length"
+        record = self._shown(record)
+        self._decode_s = self.clock() - self._first_at
+        return record
+
+    def _with_again(self, token: TokenRecord) -> TokenRecord:
+        """A token with what it writes again."""
+        again = min(self._again, len(self._tokenizer.token_bytes(token.id)))
+        self._again -= again
+        return replace(token, again=again)
+
+    def _is_complete(self, last: int) -> bool:
+        """Whether the model has ended its text, or the request's grammar allows nothing behind it."""
+        over = self._constraint is not None and self._constraint.ends(self.tokens)
+        return over or last in self._stop
+
+    def _shown(self, record: Record) -> Record:
+        """The next record, with what was held back if it is the last."""
+        if self._reason is not None:
+            rest = self._reader.push((), final=True)
+            if self._reason == "stop" and self._reader.called:
+                self._reason = "tool_calls"
+            record = replace(
+                record,
+                text=record.text + rest.text,
+                content=record.content + rest.content,
+                calls=record.calls + rest.calls,
+                finish_reason=self._reason,
+                stop=self._reader.stop_string,
+            )
+        if not self._records:
+            scored = zip(self.tokens, self.scores, strict=False)
+            prompt = tuple(TokenRecord(token, "prompt", *score) for token, score in scored)
+            record = replace(record, prompt=prompt)
+        self._records.append(record)
+        return record

@@ -1,0 +1,216 @@
+"""A request as its threads share it: the one that reads the answer, and the one that writes it."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from functools import cached_property
+from threading import Condition, Event
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from edgespec.decoding.grammar import Constraint
+from edgespec.requests.request import Prompt, Request
+from edgespec.requests.results import FinishReason, Generation, Record, nothing
+
+if TYPE_CHECKING:
+    from edgespec.requests.decoding import RequestDecoding
+
+
+LOOK_S = 0.2
+"""How long a thread waits before it looks around: on Windows, Ctrl-C does not end a wait."""
+
+
+class Stage(Enum):
+    """How far a request is."""
+
+    NEW = "nobody has queued it yet"
+    WAITING = "it waits for its turn"
+    RUNNING = "whoever has taken it out of the queue ends it"
+    ENDED = "it has its result"
+
+
+class Ticket:
+    """A request from its queueing to its end. Records go in on one side and come out on the other.
+
+    It ends once, with a result: whole, or as far as it came. The records are bounded by the request's tokens,
+    so a slow reader does not hold up the model.
+
+    Args:
+        request: what is asked.
+        prompt: reads the prompt, when it is first needed; None where the request has none.
+        constraint: what the answer may be; None where that is anything.
+        ended: called with the result before any reader has it.
+        conversation: requests of one run one after the other, since each goes on behind the last.
+
+    Attributes:
+        stage: how far it is.
+        decoding: what runs; None until its turn.
+        interruption: what is to end it early.
+        result: whole or as far as it came; None before the end.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: Callable[[], Prompt] | None = None,
+        constraint: Constraint | None = None,
+        *,
+        ended: Callable[[Generation], None] = lambda result: None,
+        conversation: object | None = None,
+    ) -> None:
+        self.request, self.constraint = request, constraint
+        self._read, self._ended, self._conversation = prompt, ended, conversation
+        self.stage = Stage.NEW
+        self.decoding: RequestDecoding | None = None
+        self.interruption: FinishReason | None = None
+        self.result: Generation | None = None
+        self._error: BaseException | None = None
+        self._queued_at = 0.0
+        self._changed, self._over = Condition(), Event()
+        self._records: deque[Record] = deque()
+        self._wakers: list[Callable[[], None]] = []  # of the tasks that wait
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """The prompt as the models read it."""
+        assert self._read is not None
+        return self._read()
+
+    def queue(self) -> None:
+        """It waits from now on: its time begins."""
+        self._queued_at, self.stage = monotonic(), Stage.WAITING
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds since it was queued."""
+        return monotonic() - self._queued_at
+
+    def postpone(self) -> None:
+        """There is no room for it beside those that run: it goes back to the queue."""
+        self.stage = Stage.WAITING
+        with self._changed:
+            self._wake()  # its reader looks at its deadline again
+
+    def interrupt(self, reason: FinishReason) -> None:
+        """Have it end as soon as it can; the first reason counts.
+
+        Takes no lock: the garbage collector may call this within any line of any thread.
+        """
+        self.interruption = self.interruption or reason
+
+    def reason_to_end(self) -> FinishReason | None:
+        """What is to end it now; None if it is to go on."""
+        timeout = self.request.timeout
+        if self.interruption is None and self.request.cancelled():
+            self.interrupt("cancelled")
+        if self.interruption is None and timeout is not None and self.queued_s >= timeout:
+            self.interrupt("timeout")
+        return self.interruption
+
+    def excludes(self, other: "Ticket") -> bool:
+        """Whether both may not run at once: they share a conversation or a drafter of the app's."""
+        drafter, conversation = self.request.drafter, self._conversation
+        return (conversation is not None and conversation is other._conversation) or (
+            drafter is not None and drafter is other.request.drafter
+        )
+
+    def put(self, record: Record) -> None:
+        """Hand out a record."""
+        with self._changed:
+            self._records.append(record)
+            self._wake()
+
+    @contextmanager
+    def ending_on_error(self) -> Iterator[None]:
+        """What goes wrong within the block ends this request alone, and is raised to its readers."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is read
+            self.finish(error)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Give back what it runs on, and end it as far as it came; the first error is raised to readers."""
+        decoding, result = self.decoding, nothing("error")
+        try:
+            if decoding is not None:
+                try:
+                    decoding.close()
+                finally:
+                    result = decoding.result
+        except BaseException as failure:  # noqa: BLE001 - raised where the answer is read
+            error = error or failure
+        self.end(result, error)
+
+    def abandon(self) -> None:
+        """End a request of which nothing was read."""
+        reason = self.interruption or "cancelled"
+        self.put(Record("", (), reason))
+        self.end(nothing(reason))
+
+    def end(self, result: Generation, error: BaseException | None = None) -> None:
+        """End it; ``error`` is raised to its readers."""
+        try:
+            self._ended(result)
+        except BaseException as failure:  # noqa: BLE001 - raised where the result is read
+            error = error or failure
+        with self._changed:
+            self.result, self._error, self.stage = result, error, Stage.ENDED
+            self._over.set()
+            self._wake()
+
+    @property
+    def readable(self) -> bool:
+        """Whether :meth:`take` has something to say."""
+        return bool(self._records) or self.result is not None
+
+    def take(self) -> Record | None:
+        """The next record of those that are there; None at the end."""
+        with self._changed:
+            if self._records:
+                return self._records.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def clear(self) -> None:
+        """Nobody reads the records that are there."""
+        with self._changed:
+            self._records.clear()
+
+    def wait_for_end(self) -> None:
+        """Wait until it is over."""
+        while not self._over.wait(LOOK_S):
+            pass
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until it is readable; at most so long, if ``seconds`` is not None."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.readable, seconds)
+
+    async def wait_async(self, seconds: float | None) -> None:
+        """The same in an event loop."""
+        import asyncio  # which programs without tasks need not load
+
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(woken.set)
+
+        with self._changed:
+            if self.readable:
+                return
+            self._wakers.append(wake)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await woken.wait()
+        finally:
+            with self._changed, suppress(ValueError):
+                self._wakers.remove(wake)
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for wake in self._wakers:
+            wake()
