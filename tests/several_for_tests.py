@@ -45,6 +45,13 @@ class Driven:
         stream.start()
         return stream
 
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """As if what follows were done by a request that runs."""
+        thread, self._queue.thread = self._queue.thread, threading.current_thread()
+        yield
+        self._queue.thread = thread
+
     def turn(self) -> int:
         """Take those that run a pass further; how many these were."""
         return len(self._queue.step())
@@ -105,12 +112,13 @@ def facts(answer: Generation) -> tuple[object, ...]:
 _ALONE = dict[str, Generation]()
 
 
-def alone(prompt: str, **options: Any) -> Generation:
-    """What a model of its own answers, without drafts."""
+def alone(prompt: Any, **options: Any) -> Generation:
+    """What a model of its own answers to a text or a conversation, without drafts."""
     key = repr((prompt, sorted(options.items())))
     if key not in _ALONE:
         with toy_model(session(several=False)) as model:
-            _ALONE[key] = model.generate(prompt, **{**options, "speculate": False})
+            ask = model.generate if isinstance(prompt, str) else model.chat
+            _ALONE[key] = ask(prompt, **{**options, "speculate": False})
     return _ALONE[key]
 
 

@@ -1,0 +1,357 @@
+"""Requests at once, by any script of events: each is answered as if it were alone, in the order of the queue."""
+
+import gc
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions
+from edgespec.requests.stream import Stream
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import DeviceError
+from edgespec_runtimes.kv_cache import Stretch
+from tests.models_for_tests import VOCAB, runner_of, toy_bundle, toy_model
+from tests.several_for_tests import LAW, LONG, NEW, OTHER, PROMPTS, Driven, Own, alone, facts
+from tests.toy import F32, KV_BYTES, NextLogits, ToyModel, ToySession
+
+MANY = 1 << 62
+PASS_BROKE, NO_MEMORY = "a pass broke", "not enough memory"
+
+
+class Fragile(ToyModel):
+    """A toy whose next pass fails, or the next time it makes room.
+
+    Attributes:
+        fails: what is to fail: ``pass``, ``room`` or nothing.
+    """
+
+    def __init__(self, law: NextLogits, *, several: bool, chunk: int = 8) -> None:
+        super().__init__(self._logits, VOCAB, chunk=chunk, several=several)
+        self.fails, self._law = "", law
+
+    def _logits(self, tokens: Sequence[int]) -> F32:
+        if self.fails == "pass":
+            self.fails = ""
+            raise EdgespecError(PASS_BROKE)
+        return self._law(tokens)
+
+    def make_room(self, stretch: Stretch, capacity: int) -> None:
+        if self.fails == "room":
+            self.fails = ""
+            raise MemoryError
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of the script, and why it may end otherwise than alone."""
+
+    stream: Stream | None
+    prompt: str
+    options: dict[str, Any]
+    own: Own | None = None
+    talk: int | None = None
+    may_end: set[str] = field(default_factory=set)
+    leaves: bool = False
+    is_checked: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.stream is None or self.stream.ended
+
+    def excludes(self, other: "Asked") -> bool:
+        same_talk = self.talk is not None and self.talk == other.talk
+        return same_talk or (self.own is not None and self.own is other.own)
+
+
+options = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(0, 24)},
+    optional={
+        "temperature": st.just(0.9),
+        "stop": st.sampled_from(["A", "BC", "Q"]),
+        "logprobs": st.just(True),
+        "logit_bias": st.just({70: 3.0}),
+        "repetition_penalty": st.just(1.2),
+        "response_format": st.just(Choice(["AN ANSWER", "AN OTHER ONE", "NO"])),
+    },
+)
+
+
+class Turns(RuleBasedStateMachine):
+    """A plain model of the queue beside the real one, whose passes the script takes."""
+
+    @initialize(
+        parallel=st.integers(1, 4),
+        most_waiting=st.integers(0, 4),
+        drafter=st.sampled_from([None, LAW, OTHER]),
+        one_text=st.booleans(),
+        chunk=st.sampled_from([8, 16]),
+    )
+    def load(self, parallel: int, most_waiting: int, drafter: Any, one_text: bool, chunk: int) -> None:
+        self.target = Fragile(LAW, several=True, chunk=chunk)
+        self.drafter = None if drafter is None else Fragile(drafter, several=not one_text)
+        self.kept_bytes = KV_BYTES
+        self.parallel, self.most = parallel, parallel + most_waiting
+        passes = self.target.passes
+        self.model = toy_model(
+            self.target.session(),
+            None if self.drafter is None else self.drafter.session(),
+            options=LoadOptions(parallel=parallel, max_waiting=most_waiting),
+            clock=lambda: len(passes) + 0.01 * sum(passes),
+            bundle=self.bundle,
+        )
+        self.driven = Driven(self.model)
+        self.asked, self.shared = list[Asked](), Own()
+        self.talks: list[Conversation] = [self.model.conversation() for _ in range(2)]
+        self.said: list[list[dict[str, str]]] = [[], []]
+        self.is_held = self.is_closed = self.lacked_room = False
+
+    def bundle(self, name: str, context: int) -> Bundle:
+        made: Any = toy_bundle(name, context)
+        manifest = made.manifest
+        made.manifest = SimpleNamespace(
+            name=manifest.name,
+            special_tokens=manifest.special_tokens,
+            kept_bytes=lambda tokens: tokens * self.kept_bytes,
+        )
+        return made  # type: ignore[no-any-return]
+
+    # ---- Events --------------------------------------------------------------------------------------------
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        options=options,
+        speculate=st.booleans(),
+        law=st.sampled_from([None, None, LAW, OTHER]),
+        fault=st.sampled_from([*[""] * 5, "propose", "observe", "close", "cancelled", "shared"]),
+        talk=st.sampled_from([None] * 4 + [0, 1]),
+    )
+    def ask(
+        self, prompt: str, options: dict[str, Any], speculate: bool, law: Any, fault: str, talk: int | None
+    ) -> None:
+        if "temperature" in options:
+            options = {**options, "seed": 3}
+        request, asked = {**options, "speculate": speculate}, Asked(None, prompt, options, talk=talk)
+        if fault in ("propose", "observe", "close"):
+            asked.own, request["speculate"] = Own(law or LAW, raises_at=fault), True
+        elif fault == "shared":
+            asked.own, request["speculate"] = self.shared, True
+        elif law is not None and speculate:
+            asked.own = Own(law)
+        if asked.own is not None:
+            request["drafter"] = asked.own
+        if fault == "cancelled":
+            request["cancelled"] = self.raising(after=len(prompt) % 5)
+        if fault not in ("", "shared"):
+            asked.may_end.add(fault)
+        stream = (
+            self.model.stream(prompt, **request)
+            if talk is None
+            else self.talks[talk].stream(prompt, **request)
+        )
+        asked.stream = stream
+        self.sweep()
+        live = [other for other in self.asked if not other.ended]
+        if self.is_closed or len(live) >= self.most:
+            with pytest.raises(Closed if self.is_closed else Busy):
+                self.driven.queue(stream)
+            return
+        self.driven.queue(stream)
+        asked.may_end |= self.failing
+        self.asked.append(asked)
+
+    def raising(self, after: int) -> Any:
+        calls = list[int]()
+
+        def cancelled() -> bool:
+            calls.append(len(calls))
+            if len(calls) > after:
+                raise ZeroDivisionError("cancelled")
+            return False
+
+        return cancelled
+
+    @rule(count=st.integers(1, 6))
+    def turn(self, count: int) -> None:
+        for _ in range(count):
+            if self.is_held and not any(asked.leaves for asked in self.running):
+                return  # it would wait
+            before, written = self.expected(), {id(a): self.length(a) for a in self.asked}
+            ran = self.driven.turn()
+            if before is not None and not self.is_held:
+                assert ran == before
+            if self.is_held:
+                for asked in self.asked:
+                    assert asked.ended or self.length(asked) == written[id(asked)]
+            self.check_ends()
+
+    @rule(data=st.data(), drops=st.booleans())
+    def leave(self, data: st.DataObject, drops: bool) -> None:
+        live = [asked for asked in self.asked if not asked.ended]
+        if not live:
+            return
+        asked = data.draw(st.sampled_from(live))
+        asked.leaves = True
+        asked.may_end.add("cancelled")
+        assert asked.stream is not None
+        if drops:
+            asked.stream = None
+            gc.collect()
+        else:
+            waits = asked.stream.place > 0
+            asked.stream.cancel()
+            assert asked.stream.ended or not waits
+            self.check_ends()
+
+    @rule(who=st.sampled_from(["target", "drafter"]), what=st.sampled_from(["pass", "room"]))
+    def fail(self, who: str, what: str) -> None:
+        model = self.target if who == "target" else self.drafter
+        if model is not None and self.running:
+            model.fails = what
+            for asked in self.asked:
+                asked.may_end |= self.failing
+
+    @rule()
+    def lack_room(self) -> None:
+        self.kept_bytes, self.lacked_room = MANY, True
+
+    @rule()
+    def have_room(self) -> None:
+        self.kept_bytes = KV_BYTES
+
+    @rule()
+    def trim(self) -> None:
+        runner_of(self.model).trim()
+
+    @precondition(lambda self: not self.is_closed)
+    @rule()
+    def hold(self) -> None:
+        with self.driven.within():
+            self.model.pause()
+        self.is_held = True
+
+    @rule()
+    def resume(self) -> None:
+        self.model.resume()
+        self.is_held = False
+
+    @precondition(lambda self: len(self.asked) > 3)
+    @rule()
+    def close(self) -> None:
+        with self.driven.within():
+            self.model.close()
+        self.is_closed, self.is_held = True, False
+        for asked in self.asked:
+            asked.may_end.add("closed")
+        self.check_ends()
+
+    # ---- What holds ----------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Asked]:
+        return [a for a in self.asked if a.stream is not None and not a.ended and a.stream.place == 0]
+
+    @property
+    def failing(self) -> set[str]:
+        """What the next pass may raise."""
+        fails = {model.fails for model in (self.target, self.drafter) if model is not None}
+        return {text for what, text in (("pass", PASS_BROKE), ("room", NO_MEMORY)) if what in fails}
+
+    def sweep(self) -> None:
+        """What was dropped while it waited is let go when somebody asks."""
+        self.asked = [asked for asked in self.asked if asked.stream is not None or asked.is_checked]
+
+    def length(self, asked: Asked) -> int:
+        return 0 if asked.stream is None else len(asked.stream._ticket._records)
+
+    def expected(self) -> int | None:
+        """How many run in the next turn; None where what was dropped, or lacks room, decides that."""
+        self.lacked_room &= bool(self.running) or self.kept_bytes == MANY
+        if self.lacked_room or any(asked.stream is None for asked in self.asked):
+            return None
+        running = self.running
+        for asked in self.asked:
+            if asked.ended or asked in running or len(running) == self.parallel:
+                continue
+            if not any(asked.excludes(other) for other in running):
+                running.append(asked)
+        return len(running)
+
+    @invariant()
+    def places_are_in_the_order_of_asking(self) -> None:
+        if not hasattr(self, "asked"):
+            return
+        waiting = [a for a in self.asked if a.stream is not None and not a.ended and a.stream.place > 0]
+        places = [asked.stream.place for asked in waiting if asked.stream is not None]
+        assert places == sorted(set(places))
+        assert sum(self.driven.taken) <= self.parallel
+
+    def check_ends(self) -> None:
+        for asked in self.asked:
+            if asked.stream is not None and asked.ended and not asked.is_checked:
+                asked.is_checked = True
+                self.check(asked, asked.stream)
+
+    def check(self, asked: Asked, stream: Stream) -> None:
+        """An answer is the one that it would be alone, or its beginning, and ended for a reason."""
+        answer, error = stream.result, ""
+        with suppress(Closed):
+            try:
+                stream.run()
+            except (ZeroDivisionError, EdgespecError) as raised:
+                error = str(raised)
+        whole = self.alone(asked, answer)
+        if error:
+            assert any(reason in error for reason in asked.may_end), error
+        elif answer.finish_reason in ("cancelled", "closed"):
+            assert answer.finish_reason in asked.may_end
+        elif answer.stop is not None:  # a round may commit tokens behind a stop string
+            assert (answer.text, answer.stop) == (whole.text, whole.stop)
+            return
+        else:
+            assert facts(answer) == facts(whole)
+            return
+        shared = min(len(answer.tokens), len(whole.tokens))  # rounds commit past a stop string
+        assert answer.tokens[:shared] == whole.tokens[:shared]
+        assert whole.text.startswith(answer.text)
+
+    def alone(self, asked: Asked, answer: Generation) -> Generation:
+        if asked.talk is None:
+            return alone(asked.prompt, **asked.options)
+        said = self.said[asked.talk]
+        whole = alone([*said, {"role": "user", "content": asked.prompt}], **asked.options)
+        if answer.text:
+            said += [{"role": "user", "content": asked.prompt}, answer.message]
+        assert self.talks[asked.talk].messages == said
+        return whole
+
+    def teardown(self) -> None:
+        if not hasattr(self, "asked"):
+            return
+        self.kept_bytes = KV_BYTES
+        self.resume()
+        self.target.fails = ""
+        if self.drafter is not None:
+            self.drafter.fails = ""
+        self.driven.run()
+        self.check_ends()
+        assert all(asked.ended for asked in self.asked)
+        assert not any(self.driven.taken)
+        if not self.is_closed:
+            again = self.driven.queue(self.model.stream(LONG, max_new_tokens=NEW))
+            self.driven.run()
+            assert facts(again.result) == facts(alone(LONG, max_new_tokens=NEW))
+        runner_of(self.model).close()
+        assert self.target.closed
+        for own in {id(a.own): a.own for a in self.asked if a.own and a.own is not self.shared}.values():
+            assert own.closed <= 1 and (own.closed == 1 or not own.rounds)
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
