@@ -7,22 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from edgespec import Busy, Choice, Model
+from edgespec import Model
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Stage
 from tests.models_for_tests import queue_of, runner_of
 from tests.several_for_tests import (
-    LAW,
     LONG,
-    NEW,
-    OTHER,
     PROMPTS,
     Driven,
-    Own,
     alone,
     driven,
     facts,
@@ -32,69 +26,6 @@ from tests.several_for_tests import (
     stream,
 )
 from tests.toy import settle
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> dict[str, Any]:
-    more = {
-        "temperature": st.just(0.9),
-        "stop": st.sampled_from(["A", "BC", "Q"]),
-        "logprobs": st.just(True),
-        "logit_bias": st.just({70: 3.0}),
-        "repetition_penalty": st.just(1.2),
-        "response_format": st.just(Choice(["AN ANSWER", "AN OTHER ONE", "NO"])),
-    }
-    asked = draw(st.fixed_dictionaries({"max_new_tokens": st.integers(1, 24)}, optional=more))
-    if "temperature" in asked:
-        asked["seed"] = draw(st.integers(0, 3))
-    return {
-        "prompt": draw(st.sampled_from(PROMPTS)),
-        "options": asked,
-        "speculate": draw(st.booleans()),
-        "law": draw(st.sampled_from([None, None, LAW, OTHER])),
-        "wait": draw(st.integers(0, 5)),
-        "cancel": draw(st.none() | st.integers(0, 12)),
-    }
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(requests(), min_size=1, max_size=7),
-    st.integers(1, 5),
-    st.sampled_from([None, LAW, OTHER]),
-    st.booleans(),
-)
-def test_each_has_the_text_that_it_has_alone(
-    asked: list[dict[str, Any]], parallel: int, law: Any, one_text: bool
-) -> None:
-    """Whatever they are, whenever they come and go, and whether the drafter reads one text or several."""
-    drafter = None if law is None else session(law, several=not one_text)
-    with driven(parallel, drafter=drafter) as (one, _):
-        streams, leaving = list[Stream](), list[tuple[int, Stream]]()
-        for each in asked:
-            options = each["options"] | {"speculate": each["speculate"]}
-            if each["law"] is not None and each["speculate"]:
-                options["drafter"] = Own(each["law"])
-            streams.append(stream(one, each["prompt"], **options))
-            if each["cancel"] is not None:
-                leaving.append((each["cancel"], streams[-1]))
-            for _ in range(each["wait"]):
-                one.turn()
-                leaving = [(left - 1, leaver) for left, leaver in leaving]
-                for _, leaver in (pair for pair in leaving if pair[0] <= 0):
-                    leaver.cancel()
-        one.run()
-        for each, told in zip(asked, streams, strict=True):
-            whole, answer = alone(each["prompt"], **each["options"]), told.result
-            if answer.finish_reason == "cancelled":
-                assert each["cancel"] is not None
-                assert answer.tokens == whole.tokens[: len(answer.tokens)]
-                assert whole.text.startswith(answer.text)
-            elif answer.stop is not None:  # a round may commit tokens behind a stop string
-                assert (answer.text, answer.stop) == (whole.text, whole.stop)
-                assert answer.tokens[: len(whole.tokens)] == whole.tokens
-            else:
-                assert facts(answer) == facts(whole)
 
 
 def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
@@ -224,79 +155,6 @@ def test_answers_of_one_prompt_share_its_reading() -> None:
         assert sum(target.passes) == length + 1 + 2 * (1 + 1)
         for seed, each in enumerate([first, *others], start=1):
             assert facts(each.result) == facts(alone(LONG, max_new_tokens=2, temperature=1.0, seed=seed))
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.data())
-def test_none_starves(data: st.DataObject) -> None:
-    """They begin in the order in which they came, however long those before them are."""
-    prompts = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=2, max_size=9))
-    parallel = data.draw(st.integers(1, 4))
-    with driven(parallel) as (one, _):
-        streams = [stream(one, prompt, max_new_tokens=data.draw(st.integers(1, 30))) for prompt in prompts]
-        begun, places = list[int](), [each.place for each in streams]
-        assert places == list(range(len(prompts)))
-        while one.turn() or not all(each.ended for each in streams):
-            begun += [
-                at
-                for at, each in enumerate(streams)
-                if each._ticket.stage is Stage.RUNNING and at not in begun
-            ]
-            assert sum(one.taken) <= parallel
-        assert begun == sorted(begun) == list(range(len(prompts)))
-
-
-def test_questions_of_one_conversation_wait_for_its_answers() -> None:
-    """Those of others do not."""
-    with driven() as (one, _):
-        talks = [one.model.conversation(max_new_tokens=NEW) for _ in range(2)]
-        streams = [one.queue(talk.stream(text)) for text in ("one", "two") for talk in talks]
-        while not streams[0].ended:
-            one.turn()
-        assert streams[1]._ticket.stage is Stage.RUNNING and streams[2]._ticket.stage is not Stage.RUNNING
-        one.run()
-        for talk in talks:
-            assert [each["role"] for each in talk.messages] == ["user", "assistant"] * 2
-            alone_ = one.model.chat(talk.messages[:3], max_new_tokens=NEW, speculate=False)
-            assert alone_.text == talk.messages[3]["content"]
-
-
-def test_who_waits_for_its_conversation_holds_up_nobody_else() -> None:
-    with driven() as (one, _):
-        talk = one.model.conversation(max_new_tokens=NEW)
-        streams = [one.queue(talk.stream(text)) for text in ("one", "two")]
-        other = stream(one, PROMPTS[0], max_new_tokens=NEW)
-        while not streams[0].ended:
-            one.turn()
-        assert other._ticket.stage is Stage.RUNNING and streams[1]._ticket.stage is not Stage.RUNNING
-        one.run()
-
-
-def test_an_apps_drafter_serves_one_at_a_time() -> None:
-    with driven() as (one, _):
-        own = Own()
-        streams = [stream(one, prompt, max_new_tokens=NEW, drafter=own) for prompt in PROMPTS[:2]]
-        while not streams[1].ended:
-            assert sum(one.taken) <= 1
-            one.turn()
-        assert own.closed == 2
-
-
-def test_as_many_run_as_may_and_as_many_wait() -> None:
-    with driven(2, max_waiting=1) as (one, _):
-        streams = [stream(one, prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
-        with pytest.raises(Busy):
-            stream(one, "too many")
-        while sum(one.taken) < 2:
-            one.turn()
-        with pytest.raises(Busy):
-            stream(one, "still too many")
-        streams[0].cancel()
-        one.turn()
-        one.turn()
-        streams.append(stream(one, PROMPTS[3], max_new_tokens=30))
-        one.run()
-        assert [each.result.finish_reason for each in streams] == ["cancelled", "length", "length", "length"]
 
 
 def test_answers_that_run_at_once_all_teach_a_history(tmp_path: Path) -> None:

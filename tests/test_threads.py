@@ -17,7 +17,7 @@ from weakref import ref
 
 import pytest
 
-from edgespec import Busy, Closed, LoadOptions, Model, Progress, RequestError, RequestOptions
+from edgespec import Closed, LoadOptions, Model, Progress, RequestError, RequestOptions
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation, Record, nothing
 from edgespec.requests.ticket import Ticket
@@ -107,24 +107,6 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
         assert results[-1].stats.queued_s > 0.0
 
 
-def test_more_than_may_wait_are_refused_and_who_leaves_makes_room() -> None:
-    with ThreadPoolExecutor(1) as pool, busy(most_waiting=1) as (session, model, running):
-        second = model.stream(PROMPTS[1], max_new_tokens=NEW)
-        waits = pool.submit(second.run)
-        until(lambda: waiting(model) == 1)
-        refused = model.stream(PROMPTS[2], max_new_tokens=NEW)
-        with pytest.raises(Busy, match=r"1 requests wait .* max_waiting"):
-            next(refused)
-        second.cancel()
-        assert waits.result(60).finish_reason == "cancelled"  # while the first still runs
-        assert waiting(model) == 0
-        again = pool.submit(refused.run)
-        until(lambda: waiting(model) == 1)
-        session.open()
-        assert running.result(60).tokens == alone(PROMPTS[0]).tokens
-        assert again.result(60).tokens == alone(PROMPTS[2]).tokens
-
-
 def test_a_stream_that_is_dropped_while_it_waits_makes_room() -> None:
     with busy(most_waiting=1) as (session, model, running):
         dropped = model.stream(PROMPTS[1], max_new_tokens=NEW)
@@ -197,23 +179,6 @@ def test_closing_from_within_a_request_ends_it_and_frees_the_model_behind_it() -
     assert session.closed
 
 
-def test_cancelled_it_ends_within_a_pass() -> None:
-    with held() as (session, model):
-        stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        queue_of(model).put(stream._ticket)
-        session.do(8)
-        first = next(stream)
-        stream.cancel()
-        before = len(session.passes)
-        session.open()
-        result = stream.result
-        assert len(session.passes) == before + 1
-        assert (result.finish_reason, result.text[: len(first)]) == ("cancelled", first)
-        assert result.tokens == alone(PROMPTS[0]).tokens[: len(result.tokens)]
-        assert "".join([first, *stream]) == result.text  # what came can still be read
-        assert model.generate(PROMPTS[0], max_new_tokens=NEW).tokens == alone(PROMPTS[0]).tokens
-
-
 LONG = "a prompt that is longer than what a pass of the toy reads"
 
 
@@ -262,21 +227,6 @@ def test_what_is_raised_over_progress_ends_the_request(tasks: bool) -> None:
         settle()
         assert len(session.passes) <= 4
         assert model.generate(LONG, max_new_tokens=NEW).tokens == alone(LONG).tokens
-
-
-def test_streams_say_how_many_are_before_them() -> None:
-    with busy() as (session, model, _), ThreadPoolExecutor(2) as pool:
-        streams = [model.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS[1:]]
-        assert [stream.place for stream in streams] == [0, 0]  # not asked for yet
-        waits = []
-        for count, stream in enumerate(streams):
-            waits.append(pool.submit(stream.run))
-            until(lambda count=count: waiting(model) == count + 1)  # type: ignore[misc]
-        assert [stream.place for stream in streams] == [1, 2]
-        streams[0].cancel()
-        assert [stream.place for stream in streams] == [0, 1]
-        session.open()
-        assert waits[1].result(60).finish_reason == "length" and streams[1].place == 0
 
 
 def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
@@ -348,6 +298,15 @@ def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
     for name, count in accepted.items():
         assert sum(token.source == name for token in result.records) == count
     assert {token.source for token in result.records} == {"target", *accepted}
+
+
+def test_what_is_told_of_the_end_may_fail() -> None:
+    """A reader is told, and the result is there as far as it came."""
+    ticket = Ticket(Request(), ended=lambda result: 1 // 0)  # type: ignore[arg-type, return-value]
+    ticket.end(nothing("stop"))
+    with pytest.raises(ZeroDivisionError):
+        ticket.take()
+    assert ticket.result == nothing("stop")
 
 
 @pytest.mark.parametrize("happens", [lambda a: a.put(Record("", ())), lambda a: a.end(nothing("stop"))])

@@ -1,4 +1,4 @@
-"""Requests at once, by any script of events: each is answered as if it were alone, in the order of the queue."""
+"""Requests at once, by any script of events: each is answered as if alone, in the order of the queue."""
 
 import gc
 from collections.abc import Sequence
@@ -15,11 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions
 from edgespec.requests.stream import Stream
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import DeviceError
 from edgespec_runtimes.kv_cache import Stretch
 from tests.models_for_tests import VOCAB, runner_of, toy_bundle, toy_model
 from tests.several_for_tests import LAW, LONG, NEW, OTHER, PROMPTS, Driven, Own, alone, facts
-from tests.toy import F32, KV_BYTES, NextLogits, ToyModel, ToySession
+from tests.toy import F32, KV_BYTES, NextLogits, ToyModel
 
 MANY = 1 << 62
 PASS_BROKE, NO_MEMORY = "a pass broke", "not enough memory"
@@ -183,9 +182,11 @@ class Turns(RuleBasedStateMachine):
             if self.is_held and not any(asked.leaves for asked in self.running):
                 return  # it would wait
             before, written = self.expected(), {id(a): self.length(a) for a in self.asked}
+            leaving = [asked for asked in self.running if asked.leaves]
             ran = self.driven.turn()
             if before is not None and not self.is_held:
                 assert ran == before
+            assert all(asked.ended for asked in leaving)  # within a pass
             if self.is_held:
                 for asked in self.asked:
                     assert asked.ended or self.length(asked) == written[id(asked)]
