@@ -103,7 +103,7 @@ class Turns(RuleBasedStateMachine):
             None if self.drafter is None else self.drafter.session(),
             options=LoadOptions(parallel=parallel, max_waiting=most_waiting),
             clock=lambda: len(passes) + 0.01 * sum(passes),
-            bundle=self.bundle,
+            bundle=self.toy,
         )
         self.driven = Driven(self.model)
         self.asked, self.shared = list[Asked](), Own()
@@ -111,7 +111,7 @@ class Turns(RuleBasedStateMachine):
         self.said: list[list[dict[str, str]]] = [[], []]
         self.is_held = self.is_closed = self.lacked_room = False
 
-    def bundle(self, name: str, context: int) -> Bundle:
+    def toy(self, name: str, context: int) -> Bundle:
         made: Any = toy_bundle(name, context)
         manifest = made.manifest
         made.manifest = SimpleNamespace(

@@ -332,7 +332,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, eos: Sequence[int]) -> None:
         self._tokenizer, self._eos, self._lock = tokenizer, tuple(eos), Lock()
-        self._told = set[str]()  # keywords that the log has
+        self._logged = set[str]()  # keywords that the log has
         # llguidance wants an end: a model without one gets an id that it cannot write.
         self._ends = frozenset(eos or (tokenizer.vocab_size,))
 
@@ -362,8 +362,8 @@ class Grammars:
         constraint = GrammarConstraint(matcher, self._ends, schemas)
         constraint.try_out()
         if matcher.get_grammar_warnings():
-            for each in schemas.values():
-                each.warned(_said_of(each)[1])
+            for schema in schemas.values():
+                schema.warned(_verdict(schema)[1])
         self._tell(schemas)
         return constraint
 
@@ -375,9 +375,9 @@ class Grammars:
                     f"{_called(name)} cannot be followed strictly: no grammar holds "
                     f"{', '.join(map(str, schema.unheld))}; leave it out, or strict"
                 )
-        new = {each.keyword for schema in schemas.values() for each in schema.unheld} - self._told
+        new = {part.keyword for schema in schemas.values() for part in schema.unheld} - self._logged
         if new:
-            self._told |= new
+            self._logged |= new
             _LOG.warning(
                 "schemas have %s, which no grammar holds; stats.schema_problems says what an answer breaks",
                 ", ".join(sorted(new)),
@@ -414,21 +414,21 @@ def _called(name: str) -> str:
     return f"the schema of the tool {name!r:.80}" if name else "the response_format"
 
 
-def _said_of(schema: "PreparedSchema") -> tuple[bool, list[str]]:
+def _verdict(schema: "PreparedSchema") -> tuple[bool, list[str]]:
     """Whether llguidance refuses a schema alone, and what it says."""
     from llguidance import LLMatcher
 
     text = Grammar([{"json_schema": schema.grammar}]).text
-    is_wrong, said = LLMatcher.validate_grammar_with_warnings(text)
-    return is_wrong, list(said)
+    is_wrong, warnings = LLMatcher.validate_grammar_with_warnings(text)
+    return is_wrong, list(warnings)
 
 
 def _refused(schemas: Mapping[str, "PreparedSchema"], error: str) -> RequestError:
     """A grammar that does not compile, or leads nowhere: with the schema that is the cause, if one is."""
     for name, schema in schemas.items():
-        is_wrong, said = _said_of(schema)
+        is_wrong, warnings = _verdict(schema)
         if is_wrong:
-            return RequestError(f"{_called(name)} cannot be followed: {' '.join(said)[:1000]}")
+            return RequestError(f"{_called(name)} cannot be followed: {' '.join(warnings)[:1000]}")
     error = error.removesuffix("<non-verbose/>").strip()
     error = error.replace("NoExtensionBias", "no text of this vocabulary fits it")
     return RequestError(f"the response_format cannot be followed: {error[:1000]}")

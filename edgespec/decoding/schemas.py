@@ -111,15 +111,15 @@ class PreparedSchema:
 
     def problems(self, value: object) -> Iterator[str]:
         """What ``value``, which the grammar let be written, breaks of the rest; what cannot be checked."""
-        unsure = {each.keyword for each in self.unheld if not self._can_check(each)}
-        yield from (f"{each} is not held" for each in self.unheld if each.keyword in unsure)
-        sure = [each for each in self.unheld if each.keyword not in unsure]
+        unsure = {part.keyword for part in self.unheld if not self._can_check(part)}
+        yield from (f"{part} is not held" for part in self.unheld if part.keyword in unsure)
+        sure = [part for part in self.unheld if part.keyword not in unsure]
         if sure:
             try:
-                broken = _broken(self._schema, value, unsure, {each.keyword for each in sure})
-                yield from [f"the answer breaks {each}" for each in broken]
+                broken = _broken(self._schema, value, unsure, {part.keyword for part in sure})
+                yield from [f"the answer breaks {rule}" for rule in broken]
             except Exception:  # noqa: BLE001 - schemas come from elsewhere, and no answer is lost for them
-                yield from (f"{each} could not be checked" for each in sure)
+                yield from (f"{part} could not be checked" for part in sure)
 
     def _held(self, schema: Schema, place: str) -> Schema | bool:
         """What a grammar holds of one schema, whose subschemas are done."""
@@ -129,19 +129,19 @@ class PreparedSchema:
         if isinstance(reference, str) and reference.partition("/")[0] == "#":
             schema["$ref"] = self._root + reference[1:]
         if reference is not None:  # beside which llguidance minds what it does not know
-            schema = {key: each for key, each in schema.items() if key in _KEYWORDS}
+            schema = {key: value for key, value in schema.items() if key in _KEYWORDS}
         if schema.get("unevaluatedProperties") is False and not _COMBINING & schema.keys():
             schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
         if isinstance(names := schema.get("propertyNames"), dict):
             _name_properties(schema, pointed(self._schema, names))
         optional = {*(schema.get("properties") or ())} - {*(schema.get("required") or ())}
         uncounted = _COUNTS if optional else ()
-        for key in [each for each in schema if each in _IDLE or each in uncounted]:
+        for key in [key for key in schema if key in _IDLE or key in uncounted]:
             other = key in ("then", "else") and "if" not in schema
             idle = other or (key == "if" and not {"then", "else"} & schema.keys())
             if not idle and schema[key] not in _IDLE.get(key, ()):
                 self.unheld.append(Unheld(place, key, schema[key]))
-        schema = {key: each for key, each in schema.items() if key not in _IDLE and key not in uncounted}
+        schema = {key: value for key, value in schema.items() if key not in _IDLE and key not in uncounted}
         for key, sign in _BOUNDS.items():
             bound = schema.get(key)
             if isinstance(bound, int | float) and sign * bound > _FARTHEST:
@@ -149,11 +149,11 @@ class PreparedSchema:
         if isinstance(schema.get("pattern"), str):
             self._hold_pattern(schema, place)
         if isinstance(patterns := schema.get("patternProperties"), dict):
-            read = [(*_regex(each), part) for each, part in patterns.items()]
+            read = [(*_regex(pattern), part) for pattern, part in patterns.items()]
             if not all(is_same for _, is_same, _ in read):
                 self.unheld.append(Unheld(place, "patternProperties"))
-            schema["patternProperties"] = {each: part for each, _, part in read if each is not None}
-            if any(each is None for each, *_ in read):
+            schema["patternProperties"] = {pattern: part for pattern, _, part in read if pattern is not None}
+            if any(pattern is None for pattern, *_ in read):
                 schema.pop("additionalProperties", None)  # which would forbid what the pattern lets be
         return schema
 
@@ -213,7 +213,7 @@ def rewritten(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> 
         if key in _TABLES and isinstance(value, dict):
             copy[key] = {k: rewritten(v, f"{place}/{key}/{escaped(k)}", change) for k, v in value.items()}
         elif key in _LISTS and isinstance(value, list):
-            copy[key] = [rewritten(each, f"{place}/{key}/{at}", change) for at, each in enumerate(value)]
+            copy[key] = [rewritten(item, f"{place}/{key}/{at}", change) for at, item in enumerate(value)]
         elif key in _WITHIN:
             copy[key] = rewritten(value, f"{place}/{key}", change)
     return change(copy, place)
@@ -221,7 +221,7 @@ def rewritten(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> 
 
 def _name_properties(schema: Schema, names: Mapping[str, Any]) -> None:
     """Say ``propertyNames`` in words that a grammar holds, if there are such."""
-    rules = {key: each for key, each in names.items() if key not in _ANNOTATIONS}
+    rules = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
     others = schema.get("additionalProperties", True)
     named: Schema = {}
     if names.get("type", "string") != "string":
@@ -280,7 +280,7 @@ def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[st
     def counted(check: Any) -> Any:
         def step(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:
             nonlocal left
-            left -= 1 + sum(len(each) for each in (wanted, value) if isinstance(each, list | dict)) // 8
+            left -= 1 + sum(len(part) for part in (wanted, value) if isinstance(part, list | dict)) // 8
             if left < 0:
                 raise RecursionError
             return check(validator, wanted, value, schema)
@@ -288,7 +288,7 @@ def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[st
         return step
 
     def unique(_: Any, wanted: object, items: Any, __: Any) -> Iterator[ValidationError]:
-        texts = [json.dumps(each, sort_keys=True) for each in items] if isinstance(items, list) else []
+        texts = [json.dumps(item, sort_keys=True) for item in items] if isinstance(items, list) else []
         if wanted is True and len({*texts}) < len(texts):  # jsonschema's own may take the square of the time
             yield ValidationError("not unique")
 

@@ -25,11 +25,11 @@ class Watch:
         """Tell of a gain, or of a loss, which is below 0. Returns what that shows, if anything."""
         self._won += gain
         self.lost = max(0.0, self.lost - gain)
-        found: Finding | None = None
+        finding: Finding | None = None
         if self.lost > self._stake:
-            found = "failed"
+            finding = "failed"
         elif self._won >= self._stake:
-            found = "proved"
-        if found:
+            finding = "proved"
+        if finding:
             self._won = self.lost = 0.0
-        return found
+        return finding

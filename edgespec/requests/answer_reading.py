@@ -63,17 +63,17 @@ class AnswerReader:
         begun, rest = self._think(tokens)
         if final and self._place is not None:
             begun += self._place.held_text
-        said = [
-            each.push_bytes(begun) + each.push(rest) + (each.finish() if final else "")
-            for each in self._streams
+        texts = [
+            stream.push_bytes(begun) + stream.push(rest) + (stream.finish() if final else "")
+            for stream in self._streams
         ]
         if self._fill is not None:
-            said = [self._fill.push(said[0], final=final)]
-        content, calls = said[-1], list[CallPart]()
+            texts = [self._fill.push(texts[0], final=final)]
+        content, calls = texts[-1], list[CallPart]()
         if self._calls is not None:
             content, calls = self._calls.push(content, final=final)
         return Record(
-            said[0], (), content=content, calls=tuple(calls), thoughts=tuple(self.thoughts[before:])
+            texts[0], (), content=content, calls=tuple(calls), thoughts=tuple(self.thoughts[before:])
         )
 
     def _think(self, tokens: Sequence[int]) -> tuple[bytes, Sequence[int]]:
@@ -92,8 +92,8 @@ class AnswerReader:
             self._before_text += 1
             if place.thinks and behind.has_text and place.tags.response:
                 end = place.tags.response.replace("<", "</")
-                for each in self._streams:
-                    each.stops[end.encode()] = end
+                for stream in self._streams:
+                    stream.stops[end.encode()] = end
             if behind.stage == "text" and self._tokenizer.is_special(token):
                 return begun, tokens[at:]
         return begun, ()
@@ -153,12 +153,12 @@ class TextStream:
             return ""
         text = self._held + data[self.skip :]
         self.skip = max(0, self.skip - len(data))
-        found = self._first_stop(text)
-        if found is None:
+        first = self._first_stop(text)
+        if first is None:
             keep = len(text) - max((begun_at_end(text, stop) for stop in self.stops), default=0)
             self._held = text[keep:]
             return self._decoder.decode(text[:keep])
-        start, stop = found
+        start, stop = first
         self.stop_string, self._held = self.stops[stop], b""
         return self._decoder.decode(text[:start], final=True)
 
@@ -170,5 +170,5 @@ class TextStream:
     def _first_stop(self, text: bytes) -> tuple[int, bytes] | None:
         """Start of the stop string completed first, and the stop string."""
         starts = ((text.find(stop), stop) for stop in self.stops)
-        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        return min(found)[1:] if found else None
+        stops = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        return min(stops)[1:] if stops else None

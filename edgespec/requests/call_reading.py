@@ -65,13 +65,13 @@ class CallReader:
         self._is_beginning, self._is_tagged = True, False
         self._tag: str | None = None  # at the text's beginning
         self._index = 0  # of the first call behind it
-        self._given: list[int] = []  # how much of the arguments of each
+        self._sent: list[int] = []  # how much of the arguments of each
         self._whole = 0  # of them
 
     def marks(self, tokenizer: Tokenizer) -> set[int]:
         """The control tokens that the text is to spell."""
         ids = map(tokenizer.special_id, (*self._form.tags, self._form.close, "[ARGS]", "[CALL_ID]"))
-        return {each for each in ids if each is not None}
+        return {id_ for id_ in ids if id_ is not None}
 
     @property
     def complete(self) -> bool:
@@ -93,7 +93,7 @@ class CallReader:
             if goes_on and not final:
                 break
             self._is_beginning = False
-            if goes_on and len(self._given) > self._whole:
+            if goes_on and len(self._sent) > self._whole:
                 self.cut = self._shown(self._text[block.settled :]) + self._space
                 self._text = self._space = ""
                 break
@@ -101,7 +101,7 @@ class CallReader:
             if not block.settled:
                 shown += self._shown(self._text[:end])
             self._text, self._tag = self._text[end:], None
-            self._index, self._given, self._whole = self._index + len(self._given), [], 0
+            self._index, self._sent, self._whole = self._index + len(self._sent), [], 0
         if final and not self.calls:
             shown += self._space
         return shown, parts
@@ -109,19 +109,19 @@ class CallReader:
     def _before_tag(self, final: bool) -> str:
         """Take the text before the next tag, which is noted, or before what may begin one."""
         text, tags = self._text, self._form.tags
-        found = re.search("|".join(map(re.escape, tags)), text)
-        held = len(text) if final else len(text) - max(begun_at_end(text, tag) for tag in tags)
+        tag = re.search("|".join(map(re.escape, tags)), text)
+        held = len(text) if final else len(text) - max(begun_at_end(text, mark) for mark in tags)
         if not self._is_tagged:
             bare = self._without_tag(text)
-            if bare and bare.end() < held and (found is None or bare.start() < found.start()):
-                found = bare
+            if bare and bare.end() < held and (tag is None or bare.start() < tag.start()):
+                tag = bare
             if not final:
                 may_begin = bare, _MAY_BE_FENCED.search(text), self._is_beginning and _MAY_BEGIN.search(text)
-                held = min([held, *(each.start() for each in may_begin if each)])
-        start = held if found is None else found.start()
+                held = min([held, *(match.start() for match in may_begin if match)])
+        start = held if tag is None else tag.start()
         self._is_beginning = self._is_beginning and not text[:start].strip()
-        self._is_tagged = self._is_tagged or (found is not None and found[0] in tags)
-        self._text, self._tag = text[start:], None if found is None else found[0]
+        self._is_tagged = self._is_tagged or (tag is not None and tag[0] in tags)
+        self._text, self._tag = text[start:], None if tag is None else tag[0]
         return text[:start]
 
     def _without_tag(self, text: str) -> re.Match[str] | None:
@@ -145,11 +145,11 @@ class CallReader:
             seed = self._seed.copy()
             seed.update(b"%d" % index)
             id_ = seed.hexdigest()[:_ID_LENGTH]
-            if at == len(self._given):
-                self._given.append(0)
+            if at == len(self._sent):
+                self._sent.append(0)
                 parts.append(CallPart(index, id=id_, name=call.name))
-            if new := call.text[self._given[at] :]:
-                self._given[at] += len(new)
+            if new := call.text[self._sent[at] :]:
+                self._sent[at] += len(new)
                 parts.append(CallPart(index, new))
             if call.arguments is not None and at == self._whole:
                 self._whole += 1
@@ -382,8 +382,8 @@ class _Block:
         return word
 
     def _until(self, tag: str) -> str:
-        text, found, _ = self.text[self._at :].partition(tag)
-        if not found:
+        text, separator, _ = self.text[self._at :].partition(tag)
+        if not separator:
             raise MoreError
         self._at += len(text) + len(tag)
         return text

@@ -37,7 +37,7 @@ def is_text(schema: Mapping[str, Any]) -> bool:
 def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """The schemas of a function's arguments, by name; also those that its schema refers to."""
     tables = (table(part.get("properties")) for part in _parts(parameters, parameters, ("allOf",)))
-    return {name: table(schema) for each in tables for name, schema in each.items()}
+    return {name: table(schema) for properties in tables for name, schema in properties.items()}
 
 
 def required_of(parameters: Mapping[str, Any]) -> set[str]:
@@ -73,9 +73,9 @@ def _parts(
     parts, left = list[Mapping[str, Any]](), [schema]
     while left and len(parts) < _MOST_PARTS:
         part = pointed(parameters, left.pop(0))
-        if not any(part is each for each in parts):
+        if not any(part is known for known in parts):
             parts.append(part)
-            left += [table(each) for key in combining for each in listed(part.get(key))]
+            left += [table(schema) for key in combining for schema in listed(part.get(key))]
     return parts
 
 

@@ -40,7 +40,7 @@ class FillReader:
         if self.ended:
             return ""
         self._text += text
-        breaks = [each.start() for each in re.finditer("\n", self._text)][: self._most]
+        breaks = [match.start() for match in re.finditer("\n", self._text)][: self._most]
         last = breaks[-1] if len(breaks) == self._most else None
         end = self._next_line(final) if last is None else self._next_line(False, last + 1)
         if end is None and last is not None:
@@ -55,8 +55,8 @@ class FillReader:
     def _next_line(self, final: bool, end: int | None = None) -> int | None:
         """Where before ``end`` the suffix's line begins, or line breaks before it that are the suffix's."""
         text = self._text[:end]
-        found = self._pattern.search(text, self._begin if self._is_within else 0)
-        return found.start() if self._next and found and (final or found.end() < len(text)) else None
+        line = self._pattern.search(text, self._begin if self._is_within else 0)
+        return line.start() if self._next and line and (final or line.end() < len(text)) else None
 
     def _certain(self) -> int:
         """How much of the text can be no part of the end."""

@@ -58,14 +58,14 @@ def must_call(
         return ()
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    found = [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]
-    if not found:
+    chosen = [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]
+    if not chosen:
         names = ", ".join(tool["function"]["name"] for tool in tools) or "none here"
         raise RequestError(
             f"tool_choice is {shown(choice)}; allowed: 'auto', 'none', 'required' with tools, or "
             f"{{'type': 'function', 'function': {{'name': one of the tools, {names}}}}}"
         )
-    return found
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class Calls(Compilable):
         """For llguidance."""
         functions = [tool["function"] for tool in self.tools]
         schemas, length = dict[str, PreparedSchema](), 0
-        for each in functions:
-            schemas[each["name"]] = schema = _prepared(each)
+        for function in functions:
+            schemas[function["name"]] = schema = _prepared(function)
             check_length(length := length + len(json.dumps(schema.grammar)))
             if self.form.call is _in_xml:
-                schema.unheld += _unheld_in_xml(each)
+                schema.unheld += _unheld_in_xml(function)
         before, between, after = (tag and _written(tag, self.tokenizer) for tag in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
         calls = " | ".join(map(self.form.call, functions))
@@ -109,7 +109,7 @@ class Calls(Compilable):
 def with_calls_as_text(source: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Messages whose calls are written into their contents, for a chat template that does not show any."""
     form = format_of(source)
-    return messages if form is None else [_with_calls_as_text(form, each) for each in messages]
+    return messages if form is None else [_with_calls_as_text(form, message) for message in messages]
 
 
 def _with_calls_as_text(form: "Form", message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,8 +125,8 @@ def _with_calls_as_text(form: "Form", message: Mapping[str, Any]) -> Mapping[str
 
 
 def _arguments(function: Function) -> str:
-    given = function.get("arguments", {})
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    arguments = function.get("arguments", {})
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _written(text: str, tokenizer: Tokenizer) -> str:
@@ -175,7 +175,7 @@ def _in_xml(function: Function) -> str:
     for key, schema in properties_of(parameters).items():
         own = summary(parameters, schema)
         if values := allowed_values(own):
-            value = f"({' | '.join(_quoted(plain(each)) for each in values)}) {end}"
+            value = f"({' | '.join(_quoted(plain(value)) for value in values)}) {end}"
         elif _is_free(own):
             value = "FREE"
         else:
