@@ -39,7 +39,7 @@ def test_a_conversation_remembers_and_alternating_ones_keep_their_caches() -> No
                 if turn:  # all that was said, and its answer
                     read = answer.stats.prompt_tokens - answer.stats.cached_tokens
                     assert read < 30 < answer.stats.cached_tokens
-        assert runner_of(model)._caches.nbytes > 0
+        assert runner_of(model).caches.nbytes > 0
         answer = model.conversation(f"You are number 1. {SYSTEM}", max_new_tokens=NEW).ask("Another question")
         assert answer.stats.cached_tokens >= len(model.tokenize(SYSTEM))  # a new one shares a beginning
 
@@ -50,7 +50,7 @@ def test_the_drafter_keeps_caches_too_until_it_is_taught() -> None:
     with toy_model(drafter=drafter) as model:
         prompt = runner_of(model).prompt(said, Request())[1]
         drafter.prefill(prompt)  # as after an answer that it drafted for
-        read, caches = len(drafter.passes), runner_of(model)._caches
+        read, caches = len(drafter.passes), runner_of(model).caches
         model.generate(other, max_new_tokens=1)
         drafter.rewind(0)
         model.chat(said, max_new_tokens=1)
@@ -69,7 +69,7 @@ def test_plain_chats_find_their_caches_until_the_model_forgets() -> None:
             stats = model.chat(chat, max_new_tokens=NEW).stats
         assert stats.cached_tokens == stats.prompt_tokens - 1
         model.forget()
-        assert runner_of(model)._caches.nbytes == runner_of(model).session.length == 0
+        assert runner_of(model).caches.nbytes == runner_of(model).session.length == 0
         assert model.chat(chats[0], max_new_tokens=NEW).stats.cached_tokens == 0
 
 
@@ -143,4 +143,4 @@ def test_conversations_in_any_order_are_answered_as_if_alone(
             with toy_model() as fresh:
                 assert answer.tokens == fresh.chat(messages, max_new_tokens=new).tokens
             assert answer.stats.cached_tokens < answer.stats.prompt_tokens
-            assert runner_of(model)._caches.nbytes <= budget
+            assert runner_of(model).caches.nbytes <= budget

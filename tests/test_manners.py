@@ -109,10 +109,10 @@ def test_trim_gives_back_what_no_answer_uses() -> None:
     session = slow_session()
     with toy_model(session, options=LoadOptions(parallel=1)) as model:
         texts = [model.generate(prompt, max_new_tokens=NEW).text for prompt in (PROMPT, "jumps over")]
-        kept, held = runner_of(model)._caches.nbytes, session.kv_bytes
+        kept, held = runner_of(model).caches.nbytes, session.kv_bytes
         assert kept > 0 and held > 0
         assert model.trim() == kept + held
-        assert session.kv_bytes == runner_of(model)._caches.nbytes == 0 == model.trim()
+        assert session.kv_bytes == runner_of(model).caches.nbytes == 0 == model.trim()
         again = model.generate(PROMPT, max_new_tokens=NEW)
         assert (again.text, again.stats.cached_tokens) == (texts[0], 0)
         stream = model.stream("jumps over", max_new_tokens=500)

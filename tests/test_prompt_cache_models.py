@@ -47,7 +47,7 @@ def test_what_is_written_is_there_behind_the_answer_and_at_the_end(own_prompts: 
         before = sizes(own_prompts)
         assert before > 0
         with queue_of(model).paused():
-            runner_of(model)._caches.fetch(runner_of(model).session, [*range(200)])
+            runner_of(model).caches.fetch(runner_of(model).session, [*range(200)])
             runner_of(model).session.prefill([*range(200)])
     assert sizes(own_prompts) == before + 6 * SIZE
 

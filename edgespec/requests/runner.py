@@ -48,7 +48,7 @@ _SHARE = 2  # of the available memory, what one more KV cache may take beside ot
 
 
 class Runner:
-    """A target, its drafter, and what they learn.
+    """Runs requests on a target and its drafter, and keeps what they learn.
 
     :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
 
@@ -76,8 +76,8 @@ class Runner:
         self._grammars = Grammars(self.target.tokenizer, self.target.manifest.special_tokens.eos)
         self.pricing = Pricing(loaded.target.curve)
         limit = options.prompt_cache_bytes
-        self._caches = KvStore(options.cache_bytes, None if limit == 0 else BlockFiles(prompts_dir(), limit))
-        self.write_behind = self._caches.write_behind
+        self.caches = KvStore(options.cache_bytes, None if limit == 0 else BlockFiles(prompts_dir(), limit))
+        self.write_behind = self.caches.write_behind
         self.history: HistoryUse | None = None
         self._embedder: Embedder | None = None
         self.side: DrafterSide | None = None
@@ -89,13 +89,13 @@ class Runner:
                 loaded.drafter,
                 same_vocabulary=loaded.same_vocabulary,
                 pricing=self.pricing,
-                caches=self._caches,
+                caches=self.caches,
                 beside=beside,
             )
         self.seats = Seats(
             self.session,
             None if self.side is None else self.side.session,
-            self._caches,
+            self.caches,
             1 if self.own is not None or beside is not None else options.parallel,
         )
         self._guard = Guard(self.pricing)
@@ -224,10 +224,10 @@ class Runner:
     def forget(self, *, on_disk: bool = True) -> None:
         """Leave nothing of earlier requests in KV caches, nor on disk of what these models read."""
         if not on_disk:
-            self._caches.write_behind()
+            self.caches.write_behind()
         for session in self.seats.sessions:
             session.rewind(0)
-            self._caches.forget(session, on_disk=on_disk)
+            self.caches.forget(session, on_disk=on_disk)
         if on_disk and self.side is not None:
             self.side.forget()
 
@@ -235,7 +235,7 @@ class Runner:
         """Free the KV caches that no request uses, and those of texts that become vectors; their bytes."""
         idle = [seat for seat in self.seats.all if not seat.taken]
         sessions = [session for seat in idle for session in (seat.target, seat.drafter) if session]
-        freed = self._caches.trim([seat.target for seat in self.seats.all if seat.taken])
+        freed = self.caches.trim([seat.target for seat in self.seats.all if seat.taken])
         return freed + sum(session.release() for session in (*sessions, *self.seats.readers))
 
     def close(self) -> None:
@@ -246,12 +246,12 @@ class Runner:
         if self.side is not None:
             self.side.stop()
         try:
-            self._caches.write_behind()
+            self.caches.write_behind()
             if self.history is not None:
                 self.history.close()
         finally:  # a second Ctrl-C, perhaps
             for session in reversed(self.seats.sessions):
-                self._caches.forget(session)
+                self.caches.forget(session)
                 session.close()
 
     def _placements(self) -> str:
@@ -274,7 +274,7 @@ class Runner:
         if self._reopens:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)
-        remarks.prompt_cache_problem = self._caches.problem
+        remarks.prompt_cache_problem = self.caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
