@@ -11,7 +11,6 @@ import pytest
 
 import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestOptions
-from edgespec.drafting.side import DrafterSide
 from edgespec.learning.gains import Example
 from edgespec.learning.trainer import Trainer
 from edgespec_models.bundles.bundle import MANIFEST
