@@ -9,6 +9,7 @@ from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
 from tests.hf_for_tests import CASES, Tensors, config_of, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+ARCHITECTURES |= {"qwen3_5_text": "qwen35"}
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
     case
@@ -30,6 +31,13 @@ _TENSORS = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -42,6 +50,8 @@ _POST_NORMED = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
+_PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -57,6 +67,11 @@ _KEYS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
     "sliding_window": "attention.sliding_window",
+    "full_attention_interval": "full_attention_interval",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
@@ -78,13 +93,16 @@ def converted(
     """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
     model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
+    if name == "qwen35":
+        tensors = {source: _tiled(source, values, config) for source, values in tensors.items()}
     for source, stored in tensors.items():
         ordered = name in _ORDERED and source.endswith(("q_proj.weight", "k_proj.weight"))
         values = _ordered(stored, _head(config)) if ordered else stored
-        if values.ndim == 2 and kind == "Q8_0":
+        if values.ndim == 2 and kind == "Q8_0" and "conv1d" not in source:
             model.tensors[_renamed(source, name)] = kind, _q8_0(values)
         else:
-            more = np.float32(name == "gemma3" and source.endswith("norm.weight"))
+            less = name in ("gemma3", "qwen35") and not source.endswith("linear_attn.norm.weight")
+            more = np.float32(less and source.endswith("norm.weight"))
             model.tensors[_renamed(source, name)] = "F32", values + more
     model.tensors |= {f"{n}.weight": ("F32", values) for n, values in _factors(config).items()}
     return model
@@ -92,11 +110,36 @@ def converted(
 
 def _renamed(source: str, architecture: str) -> str:
     names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "olmo2") else {})
+    names |= _LIKE_ATTENTION if architecture == "qwen35" else {}
+    *_, layer, kind = source.split(".", 3)
+    if kind in _PARAMETERS:
+        return f"blk.{layer}.{_PARAMETERS[kind]}"
     stem, _, end = source.rpartition(".")
     if stem in names:
         return f"{names[stem]}.{end}"
     _, _, layer, kind = stem.split(".", 3)
     return f"blk.{layer}.{names[kind]}.{end}"
+
+
+def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
+    """A delta net's tensor, of whose value heads the first of each key head come first."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    start = 2 * keys * config["linear_key_head_dim"] * source.endswith(("qkv.weight", "conv1d.weight"))
+    if "linear_attn." not in source or source.endswith("norm.weight"):
+        return values
+    if source.endswith("out_proj.weight"):
+        return np.ascontiguousarray(_heads_apart(values.T, keys, heads).T)
+    changed = np.concatenate([values[:start], _heads_apart(values[start:], keys, heads)])
+    return (
+        -np.exp(changed)
+        if source.endswith("A_log")
+        else changed.reshape(len(changed), *values.shape[-1:] * (values.ndim > 1))
+    )
+
+
+def _heads_apart(rows: F32, keys: int, heads: int) -> F32:
+    apart = rows.reshape(keys, heads // keys, -1)
+    return np.ascontiguousarray(apart.swapaxes(0, 1)).reshape(rows.shape)
 
 
 def _head(config: Mapping[str, Any]) -> int:
@@ -130,11 +173,15 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
     head = _head(config)
     if "head_dim" in config and config["model_type"] != "phi3":
         facts |= {"attention.key_length": head, "attention.value_length": head}
-    if "layer_types" in config:
+    if config["model_type"] == "qwen3_5_text":
+        facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    if "layer_types" in config and config["model_type"] == "qwen3_5_text":
+        facts["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
+    elif "layer_types" in config:
         windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
         facts["attention.sliding_window_pattern"] = windowed
     if config["model_type"] not in ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text"):
-        facts["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1))
+        facts["rope.dimension_count"] = int(head * stated.get("partial_rotary_factor", 1))
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
     if "short_factor" in scaling:

@@ -80,6 +80,18 @@ _MINISTRAL3 = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
@@ -98,6 +110,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "residual_multiplier": 0.22,
         "attention_multiplier": 0.05,
         "logits_scaling": 3.0,
+    },
+    "qwen35": _QWEN35,
+    "qwen35_equal": {
+        **_QWEN35,
+        "num_hidden_layers": 5,
+        "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "full", "linear")],
+        "full_attention_interval": 2,
+        "linear_key_head_dim": 32,
+        "linear_num_value_heads": 2,
+        "tie_word_embeddings": True,
     },
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {
@@ -131,6 +153,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What ``config.json`` says beside the common facts, by the name of the golden."""
+STATEFUL = ("qwen35", "qwen35_equal")
+"""Those with layers that keep a state, which edgespec's own operators alone compute."""
+PORTABLE = tuple(case for case in CASES if case not in STATEFUL)
 
 
 def config_of(case: str) -> dict[str, Any]:
@@ -150,10 +175,46 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found["lm_head.weight"] = (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
+        if is_delta_net(config, layer):
+            found |= {f"{prefix}{name}": shape for name, shape in _delta_net(config).items()}
+            continue
         found |= {f"{prefix}{name}.weight": shape for name, shape in _layer(config).items()}
         if kind == "qwen2":
             rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
             found |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
+    return found
+
+
+def is_delta_net(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether ``layer`` of a Qwen3.5 is none of attention."""
+    if config["model_type"] != "qwen3_5_text":
+        return False
+    return (layer + 1) % int(config["full_attention_interval"]) != 0
+
+
+def _delta_net(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, mlp, heads = (
+        config[key] for key in ("hidden_size", "intermediate_size", "linear_num_value_heads")
+    )
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    width, taps = config["linear_value_head_dim"], config["linear_conv_kernel_dim"]
+    values = heads * width
+    found: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "linear_attn.in_proj_qkv.weight": (2 * keys + values, hidden),
+        "linear_attn.in_proj_z.weight": (values, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.conv1d.weight": (2 * keys + values, 1, taps),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (width,),
+        "linear_attn.out_proj.weight": (hidden, values),
+        "mlp.gate_proj.weight": (mlp, hidden),
+        "mlp.up_proj.weight": (mlp, hidden),
+        "mlp.down_proj.weight": (hidden, mlp),
+    }
     return found
 
 
@@ -173,10 +234,10 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     else:
         found |= {
             f"self_attn.{name}_proj": (rows, hidden)
-            for name, rows in zip("qkv", (query, kv, kv), strict=True)
+            for name, rows in zip("qkv", (query * (2 if kind == "qwen3_5_text" else 1), kv, kv), strict=True)
         }
         found |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
-    if kind in ("qwen3", "gemma3_text"):
+    if kind in ("qwen3", "gemma3_text", "qwen3_5_text"):
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind == "gemma3_text":
         found["pre_feedforward_layernorm"] = (hidden,)
@@ -189,8 +250,15 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     """The values of every tensor, float32."""
-    gemma = config["model_type"] == "gemma3_text"  # stores its norms' weights less 1
-    return drawn(shapes(config), seed, norm=0 if gemma else 1)
+    less = config["model_type"] in ("gemma3_text", "qwen3_5_text")  # store their norms' weights less 1
+    tensors = drawn(shapes(config), seed, norm=0 if less else 1)
+    for name in tensors:
+        if name.endswith("linear_attn.norm.weight"):
+            tensors[name] += 1
+        elif name.endswith("linear_attn.out_proj.weight"):
+            # What random keys give is small, and its normalization makes what rounding did as large.
+            tensors[name] /= 8
+    return tensors
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, norm: int = 1) -> Tensors:

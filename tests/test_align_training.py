@@ -26,7 +26,7 @@ from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import Progress, ignore_progress
 from tests.fake_model import FakeModel
 from tests.gguf_for_tests import ARCHITECTURES, HIDDEN, reference_weights, tiny_gguf
-from tests.hf_for_tests import CASES, ROWS, TOKENS
+from tests.hf_for_tests import PORTABLE, ROWS, TOKENS
 from tests.test_graphs import reference_logits
 from tests.test_hf_export import checkpoint, distance
 from tests.toy import TinyModel
@@ -64,7 +64,7 @@ def _logits(decoder: TorchDecoder, tokens: list[int]) -> np.ndarray:
     return logits
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PORTABLE)
 def test_the_decoder_computes_what_transformers_computes(tmp_path: Path, case: str) -> None:
     with open_checkpoint(checkpoint(tmp_path / "m", case)) as opened:
         logits = _logits(TorchDecoder(opened), list(TOKENS))

@@ -32,6 +32,7 @@ from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoin
 from tests.tokenizers_for_tests import byte_level_json
 from tests.weights_for_tests import config_of_json
 
+_RICH = ("gemma3", "phi4", "granite", "ministral3", "qwen35")
 _YARN = tuple(CASES["ministral3"]["rope_parameters"])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -109,10 +110,12 @@ def test_wrong_facts_of_single_families_are_named(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    case=st.sampled_from(["llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3"]),
+    case=st.sampled_from(
+        ["llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3", "qwen35"]
+    ),
     key=st.sampled_from(
         [
-            *sorted({key for case in ("gemma3", "phi4", "granite", "ministral3") for key in config_of(case)}),
+            *sorted({key for case in _RICH for key in config_of(case)}),
             *("layer_types", "no_rope_layers", "text_config", *_YARN),
         ]
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import helper
 from typer.testing import CliRunner
 
 import edgespec
@@ -32,7 +33,9 @@ from tests.hf_for_tests import (
     CASES,
     CONTEXT,
     F32,
+    PORTABLE,
     ROWS,
+    STATEFUL,
     TOKENS,
     VOCAB,
     config_of,
@@ -85,7 +88,7 @@ def divergence(logits: F32, expected: F32) -> float:
     return float((np.exp(theirs) * (theirs - ours)).sum(axis=1).max())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PORTABLE)
 def test_the_graph_computes_what_transformers_computes(tmp_path: Path, case: str) -> None:
     report = export_model(checkpoint(tmp_path / "m", case), tmp_path / "out", options=FLOATS)
     assert report["row_exact"]
@@ -97,6 +100,8 @@ def test_the_graph_computes_what_transformers_computes(tmp_path: Path, case: str
 def test_the_same_checkpoint_as_gguf(tmp_path: Path, case: str) -> None:
     """In floats, and over our own operators with the same values in blocks, whose activations are rounded."""
     for kind, options, bound in (("F32", FLOATS, 2e-5), ("Q8_0", ExportOptions(), 0.2)):
+        if case in STATEFUL and options is FLOATS:
+            continue
         source, out = gguf_of(case, kind).write(tmp_path / f"{kind}.gguf"), tmp_path / kind
         report = export_model(source, out, options=options)
         assert report["row_exact"]
@@ -154,7 +159,8 @@ def test_rounded_weights_stay_near(
     assert manifest.bytes_by_class["lm_head"] == VOCAB * 64 * 34 // 32
     # In a random model 64 wide the rounding hardly averages out.
     near = np.corrcoef(logits_of(tmp_path / "out").ravel(), golden(case).ravel())[0, 1]
-    assert near > (0.95 if large else 0.995)
+    bound = 0.9 if case in STATEFUL else 0.95
+    assert near > (bound if large else 0.995)
 
 
 def test_widths_without_whole_blocks_are_of_portable_bundles(tmp_path: Path) -> None:
@@ -296,3 +302,18 @@ def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: py
     assert 5 in changed.manifest.special_tokens.eos
     with edgespec.load(source, drafter="ngram") as engine:
         assert engine.generate("the", max_new_tokens=3).text is not None
+
+
+def test_a_qwen35_whose_value_heads_lie_in_another_order_is_another_model(tmp_path: Path) -> None:
+    """A file's order of heads is kept, and the operator goes by it: groups in directories, else tiles."""
+    case = "qwen35"
+    export_model(checkpoint(tmp_path / "m", case), tmp_path / "groups")
+    assert distance(logits_of(tmp_path / "groups"), case) < 0.2
+    export_model(gguf_of(case, "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "tiles")
+    content = (tmp_path / "tiles/model.onnx").read_bytes()
+    tiled, grouped = (helper.make_attribute("tiled", number).SerializeToString() for number in (1, 0))
+    assert content.count(tiled) == 3
+    (tmp_path / "tiles/model.onnx").write_bytes(content.replace(tiled, grouped))
+    session = open_cpu(Bundle(tmp_path / "tiles"))
+    assert distance(session.predict(TOKENS).logits[list(ROWS)], case) > 0.3
+    session.close()

@@ -100,7 +100,7 @@ def compare(folder: Path, llama_cpp: Path) -> None:
         (source / "tokenizer.json").write_text(byte_level_json(size=316), encoding="utf-8")
         (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
         made = folder / f"{case}.gguf"
-        convert(llama_cpp, source, made)
+        convert(llama_cpp, source, made, *(["--no-mtp"] if "linear_num_key_heads" in config else []))
         print(f"{case}: {'; '.join(differences(gguf_of(case), made)) or 'the same'}")
 
 

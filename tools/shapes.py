@@ -48,6 +48,16 @@ _DRAFTED = 32_000  # tokens of a head
 _LOCAL = {"attention.sliding_window": 512}
 _SCALED = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 _LONG = {"rope.dimension_count": 96, "rope.scaling.original_context_length": 4096}
+
+
+def _delta_nets(value_heads: int) -> dict[str, Any]:
+    """The keys of Qwen3.5's layers; 16 key heads, all heads 128 wide, every fourth layer attention."""
+    facts = {"group_count": 16, "time_step_rank": value_heads, "inner_size": 128 * value_heads}
+    facts |= {"state_size": 128, "conv_kernel": 4}
+    rope = {"rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0]}
+    return {f"ssm.{key}": value for key, value in facts.items()} | rope | {"full_attention_interval": 4}
+
+
 SHAPES = {
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936, 1e6),
     "qwen3-1.7b": Shape("qwen3", 28, 2048, 6144, 16, 8, 128, 151_936, 1e6),
@@ -57,6 +67,8 @@ SHAPES = {
     "gemma-3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262_144, 1e6, _LOCAL),
     "gemma-3-4b": Shape("gemma3", 34, 2560, 10_240, 8, 4, 256, 262_208, 1e6, _SCALED),
     "phi-4-mini": Shape("phi3", 32, 3072, 8192, 24, 8, 128, 200_064, 1e4, _LONG),
+    "qwen3.5-0.8b": Shape("qwen35", 24, 1024, 3584, 8, 2, 256, 248_320, 1e7, _delta_nets(16)),
+    "qwen3.5-4b": Shape("qwen35", 32, 2560, 9216, 16, 4, 256, 248_320, 1e7, _delta_nets(32)),
     "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
 }
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
@@ -77,8 +89,24 @@ def tensors(shape: Shape) -> Tensors:
     for layer in range(shape.layers):
         more = shape.layers // 8
         dear = layer < more or layer >= 7 * more or (layer - more) % 3 == 2
-        for name, size, form in _layer(shape, "Q6_K" if dear else "Q4_K"):
-            yield f"blk.{layer}.{name}.weight", size, form
+        linear = shape.architecture == "qwen35" and (layer + 1) % shape.facts["full_attention_interval"]
+        for name, size, form in (_delta_net if linear else _layer)(shape, "Q6_K" if dear else "Q4_K"):
+            yield f"blk.{layer}.{name}{_SUFFIXES.get(name, '.weight')}", size, form
+
+
+_SUFFIXES = {"ssm_a": "", "ssm_dt": ".bias"}
+
+
+def _delta_net(shape: Shape, dear: str) -> Tensors:
+    heads, hidden = shape.facts["ssm.time_step_rank"], shape.hidden
+    keys, values = 128 * shape.facts["ssm.group_count"], 128 * heads
+    yield from (("attn_qkv", (2 * keys + values, hidden), "Q4_K"), ("attn_gate", (values, hidden), "Q4_K"))
+    yield from ((name, (heads, hidden), "Q8_0") for name in ("ssm_alpha", "ssm_beta"))
+    yield from (("ssm_conv1d", (2 * keys + values, 4), "F32"), ("ssm_out", (hidden, values), "Q4_K"))
+    yield from (("ssm_a", (heads,), "F32"), ("ssm_dt", (heads,), "F32"), ("ssm_norm", (128,), "F32"))
+    yield from ((name, (shape.mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
+    yield "ffn_down", (hidden, shape.mlp), dear
+    yield from ((name, (hidden,), "F32") for name in ("attn_norm", "post_attention_norm"))
 
 
 def _layer(shape: Shape, dear: str) -> Tensors:
@@ -87,15 +115,16 @@ def _layer(shape: Shape, dear: str) -> Tensors:
         yield "attn_qkv", (query + 2 * kv, hidden), "Q5_K"
         yield "ffn_up", (2 * shape.mlp, hidden), "Q4_K"
     else:
-        yield from (("attn_q", (query, hidden), "Q4_K"), ("attn_k", (kv, hidden), "Q4_K"))
+        gates = shape.architecture == "qwen35"
+        yield from (("attn_q", (query * (1 + gates), hidden), "Q4_K"), ("attn_k", (kv, hidden), "Q4_K"))
         yield "attn_v", (kv, hidden), dear
         yield from ((name, (shape.mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
     yield "attn_output", (hidden, query), "Q4_K"
     yield "ffn_down", (hidden, shape.mlp), dear
-    norms = ["attn_norm", "ffn_norm"]
+    norms = ["attn_norm", "post_attention_norm" if shape.architecture == "qwen35" else "ffn_norm"]
     norms += ["post_attention_norm", "post_ffw_norm"] if shape.architecture == "gemma3" else []
     yield from ((name, (hidden,), "F32") for name in norms)
-    if shape.architecture in ("qwen3", "gemma3"):
+    if shape.architecture in ("qwen3", "qwen35", "gemma3"):
         yield from ((name, (shape.head_dim,), "F32") for name in ("attn_q_norm", "attn_k_norm"))
 
 
@@ -112,14 +141,16 @@ def _head(shape: Shape) -> Tensors:
 
 def stored(size: tuple[int, ...], form: str) -> GGMLQuantizationType:
     """The format itself, or that which llama.cpp takes for rows without whole blocks of 256."""
-    odd = len(size) == 2 and size[1] % 256
+    odd = form != "F32" and size[1] % 256 and form != "Q8_0"
     return GGMLQuantizationType[{"Q4_K": "Q5_0", "Q6_K": "Q8_0"}[form] if odd else form]
 
 
-def weights(size: tuple[int, ...], kind: GGMLQuantizationType, seed: int) -> npt.NDArray[Any]:
-    """Ones for a vector, else random blocks whose scales keep a product about as large as its input."""
-    if len(size) == 1:
-        return np.ones(size, np.float32)
+def weights(name: str, size: tuple[int, ...], kind: GGMLQuantizationType, seed: int) -> npt.NDArray[Any]:
+    """Floats are ones or less; else random blocks whose scales keep a product about as large as its input."""
+    if kind == GGMLQuantizationType.F32:
+        return np.full(
+            size, -1.0 if name.endswith("ssm_a") else 1 / size[-1] if len(size) > 1 else 1, np.float32
+        )
     rng, (block, n_bytes) = np.random.default_rng(seed), GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (prod(size) // block, n_bytes), np.uint8)
     places, spread = _FACTORS[kind.name]
@@ -174,17 +205,18 @@ def write(name: str, path: Path) -> None:
     found = [(each, size, stored(size, form)) for each, size, form in tensors(shape)]
     for each, size, kind in found:
         block, n_bytes = GGML_QUANT_SIZES[kind]
-        raw_shape = size if len(size) == 1 else (size[0], size[1] // block * n_bytes)
-        dtype = np.dtype(np.float32 if len(size) == 1 else np.uint8)
+        floats = kind == GGMLQuantizationType.F32
+        raw_shape = size if floats else (size[0], size[1] // block * n_bytes)
+        dtype = np.dtype(np.float32 if floats else np.uint8)
         total = prod(raw_shape) * dtype.itemsize
-        writer.add_tensor_info(each, raw_shape, dtype, total, None if len(size) == 1 else kind)
+        writer.add_tensor_info(each, raw_shape, dtype, total, None if floats else kind)
     if head:
         writer.add_tensor_info("d2t", (_DRAFTED,), np.dtype(np.int64), 8 * _DRAFTED)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for seed, (_, size, kind) in enumerate(found):
-        writer.write_tensor_data(weights(size, kind, seed))
+    for seed, (each, size, kind) in enumerate(found):
+        writer.write_tensor_data(weights(each, size, kind, seed))
     if head:
         writer.write_tensor_data(np.arange(_DRAFTED, dtype=np.int64))
     writer.close()

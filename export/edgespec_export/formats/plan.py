@@ -47,6 +47,7 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 )
 """What multiplied matrices of each source format are stored as."""
 
+_EXACT = ("delta_decay", "delta_strength")  # small, and every later token feels what they say
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them, and so
 # do the matrices that whoever quantized a file has left in floating point
 _ROUNDED = MappingProxyType(
@@ -118,7 +119,7 @@ def _part(checkpoint: Checkpoint, sources: tuple[str, ...], form: WeightFormat) 
 def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | None) -> WeightFormat:
     """A format of edgespec's kernels."""
     tensor, config = checkpoint.tensor(source), checkpoint.config
-    layers = source not in ("embed", "lm_head")
+    layers = source.rpartition(".")[2] not in ("embed", "lm_head", *_EXACT)
     if tensor.type.name in FORMATS and (quantization is None or source == "embed"):
         name = tensor.type.name
     elif quantization is not None:

@@ -21,7 +21,7 @@ from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, Role
-from edgespec_models.bundles.layers import gain_names, graph_name, rotary_tables
+from edgespec_models.bundles.layers import gain_names, graph_name, layers_of, rotary_tables
 from edgespec_models.errors import ModelFileError
 from edgespec_models.files.blocks import F32, U8, Tensor, largest, unpack
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
@@ -130,12 +130,17 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
 
 
 def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[str, F32]]:
-    """Norms, biases and rotary tables: name in the graph, values."""
+    """Norms, biases, convolutions, decays and rotary tables: name in the graph, values."""
     config = checkpoint.config
     for gain in gain_names(config):
         yield f"{graph_name(gain)}.weight", checkpoint.values(gain)
     for parameter, names in biases_of(plan):
         yield parameter, np.concatenate([checkpoint.values(name) for name in names])
+    for layer in layers_of(config):
+        if layer.mixer == "delta_net":
+            conv, a, bias = (f"{layer.name}.{kind}" for kind in ("conv", "delta_a", "delta_bias"))
+            yield graph_name(conv), checkpoint.values(conv).T
+            yield from ((graph_name(name), checkpoint.values(name).ravel()) for name in (a, bias))
     yield from rotary_tables(config, config.context_length if plan.native else rotary_rows(config)).items()
 
 

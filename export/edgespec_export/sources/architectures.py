@@ -30,7 +30,7 @@ class Family(NamedTuple):
         local_theta: the base of that, where no file states it; 0 for the base of the others.
         neighbours: in GGUF files the rows of queries and keys are in the order for rotations of neighbouring
             elements.
-        stacked: names of tensors in GGUF files that hold two matrices here.
+        tensors: names of tensors in GGUF files that hold something else here than in other families.
     """
 
     name: Architecture
@@ -42,7 +42,7 @@ class Family(NamedTuple):
     pattern: int = 0
     local_theta: float = 0.0
     neighbours: bool = False
-    stacked: Mapping[str, str] = _NOTHING
+    tensors: Mapping[str, str] = _NOTHING
 
 
 _OLMO: Final = Family(
@@ -66,6 +66,29 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
         "qwen2": Family(name="qwen2", gguf="qwen2"),
         "qwen3": Family(name="qwen3", gguf="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128}),
+        "qwen3_5_text": Family(
+            name="qwen35",
+            gguf="qwen35",
+            theta=1e7,
+            fixed={"qk_norm": True, "gated_attention": True},
+            tensors={
+                "attn_qkv.weight": "delta_qkv",
+                "attn_gate.weight": "delta_gate",
+                "post_attention_norm.weight": "mlp_norm",
+            },
+            defaults={
+                "vocab_size": 248_320,
+                "head_dim": 256,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32_768,
+                "partial_rotary_factor": 0.25,
+                "linear_conv_kernel_dim": 4,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+            },
+        ),
         "gemma3_text": Family(
             name="gemma3",
             gguf="gemma3",
@@ -90,7 +113,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             gguf="phi3",
             windowed=True,
             defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-            stacked={"ffn_up.weight": "gate_up"},
+            tensors={"ffn_up.weight": "gate_up"},
         ),
         "granite": Family(
             name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
@@ -147,7 +170,7 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "Phi-4-mini": (_EXPERTS, ("phimoe",)),
         "Qwen3-4B": (
             _STATES,
-            ("qwen3next", "qwen3_next", "qwen35", "qwen35moe", "qwen3_5", "mamba", "mamba2", "rwkv7"),
+            ("qwen3next", "qwen3_next", "mamba", "mamba2", "rwkv7"),
         ),
         "SmolLM3-3B": (_STATES, ("lfm2", "falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
         "Granite-3.3-2B": (_STATES, ("granitehybrid", "granitemoehybrid")),

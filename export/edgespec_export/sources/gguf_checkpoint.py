@@ -4,6 +4,7 @@ Its keys state what a ``config.json`` states, under other names: github.com/ggml
 ``src/llama-arch.cpp``, and for what they mean ``conversion/``.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,6 +47,13 @@ LAYER = {
     "attn_k_norm.weight": "k_norm",
     "post_attention_norm.weight": "post_attn_norm",
     "ffn_norm.weight": "mlp_norm",
+    "ssm_alpha.weight": "delta_decay",
+    "ssm_beta.weight": "delta_strength",
+    "ssm_conv1d.weight": "conv",
+    "ssm_a": "delta_a",
+    "ssm_dt.bias": "delta_bias",
+    "ssm_norm.weight": "delta_norm",
+    "ssm_out.weight": "delta_out",
     "ffn_gate.weight": "gate",
     "ffn_up.weight": "up",
     "ffn_down.weight": "down",
@@ -66,6 +74,10 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "is_causal": "attention.causal",
         "sliding_window": "attention.sliding_window",
         "sliding_window_pattern": "attention.sliding_window_pattern",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
         "rope_theta": "rope.freq_base",
         "rope_local_base_freq": "rope.freq_base_swa",
         "rotary_dim": "rope.dimension_count",
@@ -92,6 +104,8 @@ _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """What a file is, by its ``general.type``, and what to do."""
+_MOST_BLOCKS: Final = 1 << 16
+_LOG = logging.getLogger("edgespec")
 _GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(head_dim)
 
 
@@ -111,8 +125,13 @@ class GGUFCheckpoint(Checkpoint):
             file = open_parts(path, stack)
             self.metadata = file.metadata
             family = _family(file)
-            self.tensors = named(file, family, GLOBAL, LAYER | dict(family.stacked))
-            self.config = self._read_config(family, file.facts(family.gguf))
+            own = file.facts(family.gguf)
+            drafter = _take_drafter(own, self.path.name)
+            if any(name.startswith(drafter) for name in file.tensors):
+                _LOG.warning("%s: its MTP layer is left out; drafts come from elsewhere", self.path.name)
+            names = dict(family.tensors)
+            self.tensors = named(file, family, GLOBAL | names, LAYER | names, left_out=drafter)
+            self.config = self._read_config(family, own)
             self.split_stacked()
             self.check_shapes()
             self.stack = stack.pop_all()
@@ -137,6 +156,8 @@ class GGUFCheckpoint(Checkpoint):
         if own.get("vocab_size", rows) != rows:
             raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
         own |= {"vocab_size": rows, **self._scaling(own)} | _windows(own)
+        if family.name == "qwen35":
+            own |= _states(own, where)
         if family.name == "gemma3" and own.get("block_count") == _GEMMA3_27B_LAYERS:
             keys = Facts(own, where, _NAMES)
             heads = max(keys.integer("num_attention_heads"), 1)
@@ -205,6 +226,35 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
     return changed
 
 
+def _take_drafter(own: dict[str, object], where: str) -> tuple[str, ...]:
+    """What begins the names of an MTP layer's tensors, which ``block_count`` counts and then does not."""
+    keys = Facts(own, where)
+    blocks, drafters = keys.integer("block_count", 0), keys.integer("nextn_predict_layers", 0)
+    if not 0 <= drafters < max(blocks, 1):
+        raise ModelFileError(
+            f"{where} says that {drafters} of its {blocks} blocks are for MTP; download or convert it again"
+        )
+    if drafters:
+        own["block_count"] = blocks - drafters
+    return tuple(f"blk.{block}." for block in range(blocks - drafters, min(blocks, _MOST_BLOCKS)))
+
+
+def _states(own: Mapping[str, object], where: str) -> dict[str, object]:
+    """Delta nets in the words of a ``config.json``."""
+    keys, changed = Facts(own, where), dict[str, object]()
+    recurrent = own.get("attention.recurrent_layers")
+    if isinstance(recurrent, list):
+        kinds = [f"{'linear' if each else 'full'}_attention" for each in recurrent]
+        changed["layer_types"] = kinds[: keys.integer("block_count")]
+    inner, heads = keys.integer("ssm.inner_size"), keys.integer("ssm.time_step_rank")
+    if heads < 1 or inner % heads:
+        raise ModelFileError(
+            f"{where}: ssm.inner_size is {inner}, which {heads} heads (ssm.time_step_rank) cannot share; "
+            "download or convert it again"
+        )
+    return changed | {"linear_value_head_dim": inner // heads, "linear_tiled": True}
+
+
 def _family(file: GGUFFile) -> Family:
     architecture, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
     instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
@@ -219,10 +269,19 @@ def _family(file: GGUFFile) -> Family:
 
 
 def named(
-    file: GGUFFile, family: Family, whole: Mapping[str, str], of_layer: Mapping[str, str]
+    file: GGUFFile,
+    family: Family,
+    whole: Mapping[str, str],
+    of_layer: Mapping[str, str],
+    *,
+    left_out: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """The file's tensors by edgespec's names; UnsupportedModelError for others. ``whole`` lie in no layer."""
-    names = {name: own_name(name, r"blk\.", whole, of_layer) for name in file.tensors}
+    """The file's tensors by edgespec's names; UnsupportedModelError for others. ``whole`` lie in no layer.
+
+    Those whose names begin with one of ``left_out`` are.
+    """
+    kept = (name for name in file.tensors if not name.startswith(left_out))
+    names = {name: own_name(name, r"blk\.", whole, of_layer) for name in kept}
     names |= dict.fromkeys(file.integers)
     surplus = [name for name, own in names.items() if own is None]
     if any(name.startswith("cls.") for name in surplus):

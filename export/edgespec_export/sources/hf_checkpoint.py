@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +50,15 @@ LAYER = {
     "self_attn.q_norm.weight": "q_norm",
     "self_attn.k_norm.weight": "k_norm",
     "post_attention_layernorm.weight": "mlp_norm",
+    "linear_attn.in_proj_qkv.weight": "delta_qkv",
+    "linear_attn.in_proj_z.weight": "delta_gate",
+    "linear_attn.in_proj_a.weight": "delta_decay",
+    "linear_attn.in_proj_b.weight": "delta_strength",
+    "linear_attn.conv1d.weight": "conv",
+    "linear_attn.A_log": "delta_a",
+    "linear_attn.dt_bias": "delta_bias",
+    "linear_attn.norm.weight": "delta_norm",
+    "linear_attn.out_proj.weight": "delta_out",
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
     "mlp.gate_up_proj.weight": "gate_up",
@@ -61,7 +71,8 @@ _POST_NORMED_LAYER = LAYER | {
 }
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """What stands before the names of the text model's tensors, where there are others; and what would alone."""
-_EYES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+_EYES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*")
+_DRAFTER = re.compile(r"mtp\..*")  # Qwen3.5's
 COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
 _NOT_EXPORTED = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
@@ -96,10 +107,12 @@ class HFCheckpoint(Checkpoint):
         self.files = tuple(sorted({file for file in (*texts, *shards) if file.is_file()}))
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
-        """Rows of a tensor, as float32. Gemma stores its norms' weights less 1."""
-        values = super().values(name, start, stop)
-        gemma_norm = self.config.architecture == "gemma3" and name.endswith("norm")
-        return values + np.float32(1) if gemma_norm else values
+        """Rows of a tensor, as float32. Gemma and Qwen3.5 store their norms' weights less 1."""
+        values, kind = super().values(name, start, stop), name.rpartition(".")[2]
+        if kind == "delta_a":
+            return -np.exp(values)
+        less = self.config.architecture in ("gemma3", "qwen35") and kind != "delta_norm"
+        return values + np.float32(1) if less and kind.endswith("norm") else values
 
     def embedding(self) -> Embedding | None:
         """As the files of sentence-transformers say; None where more than a normalization follows."""
@@ -153,14 +166,21 @@ class HFCheckpoint(Checkpoint):
         """Tensors by edgespec's names."""
         layers = _POST_NORMED_LAYER if self.config.post_norms else LAYER
         named: dict[str, Tensor] = {}
-        unknown = []
+        unknown, left_out = [], []
         for name, file in stored:
             alone = self._alone(name)
             own = own_name(alone, r"model\.layers\.", _GLOBAL, layers)
             if own is not None:
                 named[own] = file.tensor(name)
+            elif self.config.delta is not None and _DRAFTER.fullmatch(name):
+                left_out.append(name)
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
+        for own, tensor in named.items():
+            if own.endswith(".conv") and tensor.shape[1:2] == (1,):
+                named[own] = replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
+        if left_out:
+            _LOG.warning("%s: its MTP layer is left out; drafts come from elsewhere", self.path.name)
         if unknown:
             packed = any(name.endswith(".qweight") for name in unknown)
             why = "is not a plain text model of this architecture"

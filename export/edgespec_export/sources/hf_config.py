@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec_export.sources.architectures import FAMILIES, Family, unknown
 from edgespec_export.sources.rope import kind_of, scaled
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.config import DeltaNet, Mixer, ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
 
@@ -18,6 +18,7 @@ _CHANGES_LOGITS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bid
 CLASSIFIES = (
     "classifies texts and writes none; use a model that writes, such as the one that it was made from"
 )
+_LINEAR, _FULL = "linear_attention", "full_attention"
 _EXPERTS = ("expert_count", "num_experts", "num_local_experts")
 
 
@@ -101,6 +102,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             embedding_scale=embedding / residual,
             sliding_window=window,
             global_every=1 if window is None else global_every,
+            **_delta_nets(facts, family, layers),
             **family.fixed,
             **rope,
         )
@@ -161,6 +163,10 @@ def _check_features(facts: Facts, family: Family) -> None:
         raise UnsupportedModelError(
             f"{facts.where}: {key} is {activation!r}; {family.name} is supported with {expected!r}"
         )
+    if family.fixed.get("gated_attention") and not facts.boolean("attn_output_gate", default=True):
+        raise UnsupportedModelError(
+            f"{facts.where}: attn_output_gate is False; {family.name} is supported with True"
+        )
     for key in _CHANGES_LOGITS:
         if facts.value(key):
             raise UnsupportedModelError(f"{facts.where}: {key} is {facts.value(key)!r}; not supported yet")
@@ -186,6 +192,41 @@ def _unrotated(facts: Facts, layers: int) -> tuple[int, ...]:
     return tuple(range(interval - 1, layers, interval)) if interval > 0 else ()
 
 
+def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
+    """Which layers are delta nets, as a list says or an interval of those of attention, and their heads."""
+    if family.name != "qwen35":
+        return {}
+    types = facts.value("layer_types")
+    interval = facts.integer("full_attention_interval", 0 if types else 4)
+    if interval < 0 or (interval == 0 and not types):
+        raise ModelFileError(f"{facts.where}: full_attention_interval is {interval}; it is above 0")
+    regular = [interval > 0 and (layer + 1) % interval != 0 for layer in range(layers)]
+    if types is not None and not (
+        isinstance(types, list) and len(types) == layers and set(map(str, types)) <= {_LINEAR, _FULL}
+    ):
+        raise UnsupportedModelError(
+            f"{facts.where}: layer_types must say {_LINEAR} or {_FULL} for each of {layers} layers"
+        )
+    linear = regular if types is None else [kind == _LINEAR for kind in types]
+    if interval and linear != regular:
+        raise ModelFileError(
+            f"{facts.where}: layer_types and full_attention_interval {interval} contradict each other; "
+            "download or convert it again"
+        )
+    if True not in linear:
+        return {}
+    with naming(facts.where):
+        net = DeltaNet(
+            key_heads=facts.integer("linear_num_key_heads"),
+            value_heads=facts.integer("linear_num_value_heads"),
+            key_width=facts.integer("linear_key_head_dim"),
+            value_width=facts.integer("linear_value_head_dim"),
+            tiled=facts.boolean("linear_tiled", default=False),
+        )
+    mixers: tuple[Mixer, ...] = tuple("delta_net" if each else "attention" for each in linear)
+    return {"mixers": mixers, "conv_taps": facts.integer("linear_conv_kernel_dim"), "delta": net}
+
+
 def _window(facts: Facts, family: Family, layers: int) -> tuple[int, int | None]:
     """Every how many layers one sees all, and how many tokens the others see."""
     sliding = _sliding_layers(facts, family, layers)
@@ -208,7 +249,7 @@ def _window(facts: Facts, family: Family, layers: int) -> tuple[int, int | None]
 
 
 def _sliding_layers(facts: Facts, family: Family, layers: int) -> list[bool]:
-    types = facts.value("layer_types")
+    types = None if family.name == "qwen35" else facts.value("layer_types")
     if types is not None:
         known = {"full_attention": False, "sliding_attention": True}
         if not isinstance(types, list) or len(types) != layers or not known.keys() >= {*map(str, types)}:

@@ -20,9 +20,10 @@ Architecture = Literal[
     "ministral3",
     "olmo2",
     "lfm2",
+    "qwen35",
     "eagle3",
 ]
-Mixer = Literal["attention", "short_conv"]
+Mixer = Literal["attention", "short_conv", "delta_net"]
 """What lets the tokens of a layer see each other."""
 Count = Annotated[int, within(1, 2**31 - 1)]
 Layers = Annotated[int, within(1, 4096)]
@@ -64,6 +65,51 @@ class DecoderShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """The heads of a gated delta net (Yang et al. 2024, arXiv 2412.06464).
+
+    Attributes:
+        key_heads: heads of queries and of keys.
+        value_heads: heads of values, each with a state; as many to each key head.
+        key_width: of a head, as ``value_width``.
+        tiled: value head h goes with key head ``h % key_heads``; else those of a key head follow each other.
+    """
+
+    key_heads: Count
+    value_heads: Count
+    key_width: Annotated[int, within(16, 4096)]
+    value_width: Annotated[int, within(16, 4096)]
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        if self.value_heads % self.key_heads:
+            raise UnsupportedModelError(
+                f"{self.value_heads} value heads of a delta net cannot share {self.key_heads} key heads"
+            )
+        if self.key_width % 16 or self.value_width % 16:
+            raise UnsupportedModelError(
+                f"heads of a delta net are {self.key_width} and {self.value_width} wide; allowed: "
+                "multiples of 16"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, and of all heads of queries."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """What is convolved: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
     """A decoder-only transformer that edgespec can build a graph of.
 
@@ -89,7 +135,10 @@ class ModelConfig(DecoderShape):
         pre_norms: RMSNorm on what attention and the MLP read.
         post_norms: RMSNorm on what they add.
         mixers: of each layer; empty where all are attention.
-        conv_taps: tokens that a short convolution sees, its own included; None without one.
+        conv_taps: tokens that a short convolution or that of a delta net sees, its own included; None
+            without one.
+        delta: the heads of delta nets; None without one.
+        gated_attention: what heads attend to is multiplied by the sigmoids of gates beside their queries.
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
@@ -120,6 +169,8 @@ class ModelConfig(DecoderShape):
     post_norms: bool = False
     mixers: tuple[Mixer, ...] = ()
     conv_taps: Annotated[int, within(2, 16)] | None = None
+    delta: DeltaNet | None = None
+    gated_attention: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
     normed_features: bool = False
@@ -150,11 +201,15 @@ class ModelConfig(DecoderShape):
             )
         if self.mixers and len(self.mixers) != self.num_layers:
             raise UnsupportedModelError(f"there are {len(self.mixers)} mixers for {self.num_layers} layers")
-        if ("short_conv" in self.mixers) != (self.conv_taps is not None):
+        stateful = [mixer for mixer in self.mixers if mixer != "attention"]
+        nets, both = stateful.count("delta_net"), "there are both, or none"
+        if bool(stateful) != (self.conv_taps is not None):
+            kinds = " and ".join(sorted({*stateful})) or "other than attention"
             raise UnsupportedModelError(
-                f"conv_taps is {self.conv_taps} and {self.mixers.count('short_conv')} layers are short_conv; "
-                "there are both, or none"
+                f"conv_taps is {self.conv_taps} and {len(stateful)} layers are {kinds}; {both}"
             )
+        if bool(nets) != (self.delta is not None):
+            raise UnsupportedModelError(f"delta is {self.delta} and {nets} layers are delta_net; {both}")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"

@@ -113,6 +113,26 @@ def block_ends(layer: int, channels: int, taps: int) -> KeptTensor:
     )
 
 
+def delta_states(
+    layer: int, state: tuple[int, int, int, int], logged: int, channels: int, taps: int
+) -> tuple[KeptTensor, KeptTensor, KeptTensor]:
+    """What a delta net keeps: ``state``, rows of ``logged`` numbers that it lacks yet, and inputs.
+
+    Row t of the log is of token t modulo its length.
+    """
+    one, log = (
+        KeptTensor(
+            input=f"past_{name}.{layer}",
+            output=f"present_{name}.{layer}",
+            per="sequence",
+            shape=shape,
+            type="float32",
+        )
+        for name, shape in (("state", state), ("log", (LOGGED, logged)))
+    )
+    return one, log, last_inputs(layer, channels, taps)
+
+
 def bytes_per_token(kept: Iterable[KeptTensor]) -> int:
     """Bytes that each token takes."""
     parts = {"token": 1, "block": BLOCK}

@@ -21,7 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import KeptTensor, KeptType, block_ends, keys_and_values, last_inputs
+from edgespec_models.bundles.kept import (
+    KeptTensor,
+    KeptType,
+    block_ends,
+    delta_states,
+    keys_and_values,
+    last_inputs,
+)
 from edgespec_models.errors import UnsupportedModelError
 
 PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -37,6 +44,13 @@ _APART: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 _CONVOLUTION: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {**{name: (name,) for name in ("conv_in", "conv_out")}, **_MLP}
 )
+_DELTA_NET: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "delta_in": tuple(f"delta_{part}" for part in ("qkv", "gate", "decay", "strength")),
+        "delta_out": ("delta_out",),
+        **_MLP,
+    }
+)
 
 _EMBED_QKV: Final = ("embed_q", "embed_k", "embed_v")
 
@@ -45,6 +59,7 @@ _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("qkv", "q", "k", "v", "o", "q_norm", "k_norm"), "attention."),
         **dict.fromkeys(("embed_qkv", *_EMBED_QKV), "attention."),
         **dict.fromkeys(("conv_in", "conv", "conv_out"), "mixer."),
+        **dict.fromkeys(("delta_in", "delta_out", "delta_norm", "delta_a", "delta_bias"), "mixer."),
         **dict.fromkeys(("gate_up", "gate", "up", "down"), "mlp."),
     }
 )
@@ -89,8 +104,8 @@ def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ..
 
     Queries, keys and values of a head are sums: of a product with its state and one with the embedding.
     """
-    if layer.mixer == "short_conv":
-        return _CONVOLUTION
+    if layer.mixer != "attention":
+        return _CONVOLUTION if layer.mixer == "short_conv" else _DELTA_NET
     if config.is_head:
         return {**PRODUCTS, "embed_qkv": _EMBED_QKV}
     return _APART if config.wide_qk_norm else PRODUCTS
@@ -129,7 +144,8 @@ def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
-    shapes: dict[str, tuple[int, ...]] = {"q": (query, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+    queries = query * (1 + config.gated_attention)
+    shapes: dict[str, tuple[int, ...]] = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden)}
     shapes |= {"o": (hidden, query)}
     if config.qk_norm:
         widths = (query, kv) if config.wide_qk_norm else (config.head_dim,) * 2
@@ -142,8 +158,24 @@ def _convolution_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {"conv_in": (3 * hidden, hidden), "conv": (hidden, taps), "conv_out": (hidden, hidden)}
 
 
+def _delta_net_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, net, taps = config.hidden_size, config.delta, config.conv_taps or 0
+    assert net is not None  # which a config with such a layer has
+    shapes: dict[str, tuple[int, ...]] = {
+        "delta_qkv": (net.channels, hidden),
+        "delta_gate": (net.values, hidden),
+    }
+    shapes |= dict.fromkeys(("delta_decay", "delta_strength"), (net.value_heads, hidden))
+    shapes |= {
+        "conv": (net.channels, taps),
+        "delta_norm": (net.value_width,),
+        "delta_out": (hidden, net.values),
+    }
+    return shapes | dict.fromkeys(("delta_a", "delta_bias"), (net.value_heads,))
+
+
 _MIXER_SHAPES: Final[Mapping[str, Callable[[ModelConfig], dict[str, tuple[int, ...]]]]] = MappingProxyType(
-    {"attention": _attention_shapes, "short_conv": _convolution_shapes}
+    {"attention": _attention_shapes, "short_conv": _convolution_shapes, "delta_net": _delta_net_shapes}
 )
 
 
@@ -168,6 +200,10 @@ def kept_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
         if layer.mixer == "short_conv":
             place = layer.index, config.hidden_size, config.conv_taps or 0
             kept += [last_inputs(*place), block_ends(*place)]
+        elif (net := config.delta) is not None and layer.mixer == "delta_net":
+            state = net.value_heads, net.value_width // 16, net.key_width, 16
+            logged, taps = net.keys + net.values + net.value_heads, config.conv_taps or 0
+            kept += delta_states(layer.index, state, logged, net.channels, taps)
         else:
             kept += keys_and_values(layer.index, config.num_kv_heads, config.head_dim, kind)
     return tuple(kept)

@@ -3,7 +3,9 @@
 Beside what every graph has (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 3): ``input_ids`` are the
 next tokens of s sequences, one after the other, and for each these numbers say where it begins in the cache,
 how many tokens lie there, and how many follow. The cache is float16 (1, kv heads, capacity, head_dim);
-sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. A row's bits
+sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. Where layers
+have states, ``places`` int64 (s, 2) says in which slot those of each sequence lie, and behind how many of its
+tokens. A row's bits
 depend neither on the other rows of a pass nor on the processor; but for the columns of ``context_tokens``,
 whose product is ONNX Runtime's. The residual stream that enters a layer, or leaves the last, is the value
 that :func:`stream_name` says.
@@ -45,6 +47,8 @@ class _NativeDecoder(GraphDecoder):
     def build(self) -> ir.Model:
         ids = self.input("input_ids", INT64, [1, "n"])
         self.sequences = self.input("sequences", INT64, ["s", 3])
+        if self.config.mixers:
+            self.places = self.input("places", INT64, ["s", 2])
         rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache("float16")
         x = self.through_layers(self.stream(ids))
@@ -126,6 +130,31 @@ class _NativeDecoder(GraphDecoder):
         )
         self.present += new
         return y
+
+    def delta_net(self, layer: Layer, x: _Product) -> _Product:
+        """What a gated delta net adds to the stream."""
+        net, name, shapes = self.config.delta, layer.name, self.shapes
+        assert net is not None  # which a config with such a layer has
+        conv, a, bias = (f"{name}.{kind}" for kind in ("conv", "delta_a", "delta_bias"))
+        y, *new = self.node(
+            "Delta",
+            x(f"{name}.delta_in"),
+            *self.past[layer.index],
+            self.sequences,
+            self.places,
+            self.parameter(graph_name(conv), shapes[conv][::-1]),
+            *(self.parameter(graph_name(each), shapes[each]) for each in (a, bias)),
+            self.gain(f"{name}.delta_norm"),
+            outputs=4,
+            key_heads=net.key_heads,
+            value_heads=net.value_heads,
+            key_width=net.key_width,
+            value_width=net.value_width,
+            tiled=int(net.tiled),
+            epsilon=self.epsilon,
+        )
+        self.present += new
+        return self.product(f"{name}.delta_out", y)
 
     def packed(self, layer: Layer, x: _Product) -> ir.Value:
         """Queries, keys and values; a product that is normalized as a whole is one of its own."""

@@ -1,0 +1,247 @@
+"""Qwen3.5's delta nets from file to text: what is left out, what is refused, rollback, and drafts."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_runtimes.cpu import open_cpu
+from edgespec_runtimes.session import Rows, Session
+from tests.gguf_cases_for_tests import gguf_of
+from tests.gguf_for_tests import F32, TinyGGUF
+from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.native_for_tests import tiny_native
+
+ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 20, 33])
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen35")
+    export_model(gguf_of("qwen35", "Q8_0").write(folder / "m.gguf"), folder / "bundle")
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def sessions(bundle: Path) -> Iterator[list[Session]]:
+    """Three sequences of one model, the last of which reads texts in one pass."""
+    first = open_cpu(Bundle(bundle))
+    opened = [first, first.model.session(), first.model.session()]
+    yield opened
+    for session in opened:
+        session.close()
+
+
+# ---- Files -------------------------------------------------------------------------------------------------
+
+
+def test_vision_and_the_mtp_layer_of_a_directory_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = config_of("qwen35")
+    text = {**alone, "mtp_num_hidden_layers": 1}
+    outer = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    tensors = {
+        name if name == "lm_head.weight" else name.replace("model.", "model.language_model.", 1): values
+        for name, values in weights(alone).items()
+    }
+    left_out = "model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"
+    folder = write_checkpoint(tmp_path / "whole", alone)
+    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
+    more = dict.fromkeys(left_out, np.ones((2, 3), np.float32))
+    write_safetensors(folder / "model.safetensors", tensors | more)
+    with (
+        HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
+        HFCheckpoint(folder) as opened,
+    ):
+        assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
+    assert "whole: the text model is exported; it sees no images" in caplog.text
+    assert "whole: its MTP layer is left out" in caplog.text
+
+
+def with_drafter(model: TinyGGUF) -> TinyGGUF:
+    """The file as converters make it of a checkpoint with an MTP layer, which ``block_count`` counts."""
+    blocks = model.metadata["qwen35.block_count"]
+    assert isinstance(blocks, int)
+    model.metadata |= {"qwen35.block_count": blocks + 1, "qwen35.nextn_predict_layers": 1}
+    copied = {name: tensor for name, tensor in model.tensors.items() if name.startswith(f"blk.{blocks - 1}.")}
+    for name, tensor in copied.items():
+        model.tensors[name.replace(f"blk.{blocks - 1}.", f"blk.{blocks}.")] = tensor
+    model.tensors[f"blk.{blocks}.nextn.eh_proj.weight"] = "F32", np.ones((64, 128), np.float32)
+    return model
+
+
+def test_the_mtp_layer_of_a_file_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        GGUFCheckpoint(gguf_of("qwen35").write(tmp_path / "alone.gguf")) as expected,
+        GGUFCheckpoint(with_drafter(gguf_of("qwen35")).write(tmp_path / "whole.gguf")) as opened,
+    ):
+        assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
+    assert "whole.gguf: its MTP layer is left out" in caplog.text
+
+
+def test_layers_are_listed_or_regular(tmp_path: Path) -> None:
+    """With a list of layers, with an interval, and with neither, which is every fourth."""
+    mixers = []
+    for changed in (
+        {"attention.recurrent_layers": [True, True, True, False], "full_attention_interval": None},
+        {},
+        {"full_attention_interval": None},
+    ):
+        model = gguf_of("qwen35")
+        for key, value in changed.items():
+            if value is None:
+                del model.metadata[f"qwen35.{key}"]
+            else:
+                model.metadata[f"qwen35.{key}"] = value
+        with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as opened:
+            mixers.append(opened.config.mixers)
+    assert mixers == [("delta_net",) * 3 + ("attention",)] * 3
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"full_attention_interval": 2}, "delta_qkv|lacks a tensor"),
+    ({"full_attention_interval": 0}, "full_attention_interval is 0"),
+    ({"attention.recurrent_layers": [True, False, True, False]}, "contradict each other"),
+    ({"attention.recurrent_layers": [True, True, True]}, "layer_types must say"),
+    ({"ssm.group_count": 3}, "4 value heads of a delta net cannot share 3 key heads"),
+    ({"ssm.group_count": 0}, "key_heads"),
+    ({"ssm.state_size": 24}, "multiples of 16"),
+    ({"ssm.inner_size": 130}, "inner_size is 130, which 4 heads"),
+    ({"ssm.time_step_rank": 0}, "which 0 heads"),
+    ({"ssm.conv_kernel": 3}, r"conv1d.*shape \(192, 4\)"),
+    ({"ssm.conv_kernel": 1 << 20}, "conv_taps"),
+    ({"ssm.time_step_rank": 2}, "shape"),
+    ({"nextn_predict_layers": 4}, "4 of its 4 blocks are for MTP"),
+    ({"nextn_predict_layers": 1}, "left out|has tensors"),
+    ({"block_count": 5}, "lacks a tensor|layers"),
+    ({"ssm.inner_size": None}, "lacks 'ssm.inner_size'"),
+    ({"ssm.group_count": None}, "lacks 'ssm.group_count'"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), CONTRADICTIONS)
+def test_keys_that_contradict_each_other_are_named(
+    tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    model = gguf_of("qwen35")
+    for key, value in changed.items():
+        model.metadata[f"qwen35.{key}"] = value
+        if value is None:
+            del model.metadata[f"qwen35.{key}"]
+    if changed == {"nextn_predict_layers": 1}:  # then the last layer is none of the trunk
+        with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as opened:
+            assert opened.config.num_layers == 3
+        return
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [ExportOptions(weights="portable"), ExportOptions(device="cuda")])
+def test_other_backends_refuse_delta_nets_by_name(tmp_path: Path, options: ExportOptions) -> None:
+    source = gguf_of("qwen35", "Q8_0").write(tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0 of this qwen35 model is delta_net"):
+        export_model(source, tmp_path / "out", options=options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_decays_and_strengths_keep_8_bits(tmp_path: Path) -> None:
+    """In a file that leaves matrices in floats, and where 4 bits are asked for of the others."""
+    export_model(gguf_of("qwen35").write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert Bundle(tmp_path / "out").manifest.formats.keys() == {"Q8_0"}
+
+
+# ---- Sequences ---------------------------------------------------------------------------------------------
+
+
+def text_of(rng: np.random.Generator, tokens: int) -> list[int]:
+    return [int(token) for token in rng.integers(0, VOCAB, tokens)]
+
+
+def plain(session: Session, text: list[int]) -> F32:
+    session.rewind(0)
+    return session.predict(text).logits.copy()
+
+
+def test_a_sequence_keeps_states_of_one_size(bundle: Path, sessions: list[Session]) -> None:
+    kept = Bundle(bundle).manifest.kept
+    names = [tensor.input for tensor in kept if tensor.per == "sequence"]
+    assert names == [f"past_{kind}.{layer}" for layer in range(3) for kind in ("state", "log", "inputs")]
+    state, row, inputs = 4 * 32 * 16, 2 * 16 + 4 * 32 + 4, 2 * 2 * 16 + 4 * 32
+    assert bytes_per_sequence(kept) == 3 * 4 * (state + LOGGED * row + (LOGGED + 3) * inputs)
+    assert sessions[0].model.kv_bytes >= bytes_per_sequence(kept)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.data())
+def test_rows_have_the_bits_of_one_plain_run(sessions: list[Session], seed: int, data: st.DataObject) -> None:
+    """Rounds of drafts, of which some stay, and rewinds, of two sequences in common passes or alone."""
+    rng = np.random.default_rng(seed)
+    *reading, reference = sessions
+    texts = [text_of(rng, int(rng.integers(2, CONTEXT - 20))) for _ in reading]
+    wanted = [plain(reference, text) for text in texts]
+    for session in reading:
+        session.rewind(0)
+    for _ in range(30):
+        rounds: list[tuple[int, int, list[int]]] = []
+        for at, session in enumerate(reading):
+            right = min(data.draw(ROWS), len(texts[at]) - session.length)
+            wrong = data.draw(st.integers(0, max(0, LOGGED - right)))
+            if right + wrong:
+                tokens = texts[at][session.length : session.length + right] + text_of(rng, wrong)
+                rounds.append((at, right, tokens))
+        if not rounds:
+            break
+        starts = [session.length for session in reading]
+        rows = [Rows(reading[at], tokens, len(tokens)) for at, _, tokens in rounds]
+        predictions = reading[0].model.predict_together(rows)
+        for (at, right, _), given_rows in zip(rounds, predictions, strict=True):
+            logits = given_rows.logits[:right]
+            np.testing.assert_array_equal(logits, wanted[at][starts[at] : starts[at] + right])
+        for at, right, _ in rounds:
+            reading[at].keep(right)
+            if data.draw(st.integers(0, 4)) == 0:
+                length = data.draw(st.integers(0, reading[at].length))
+                place = reading[at].rewind(length)
+                assert place <= length and reading[at].length == place
+
+
+def test_what_a_slot_held_before_is_nothing_to_its_next_sequence(bundle: Path) -> None:
+    """A state that is no number stays with its sequence."""
+    text = text_of(np.random.default_rng(0), 30)
+    with closing(open_cpu(Bundle(bundle))) as session:
+        wanted = plain(session, text)
+        states: Any = session.model
+        for array in states.states.arrays:
+            array[:] = np.nan
+        np.testing.assert_array_equal(plain(session, text), wanted)
+
+
+# ---- Text --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8, "seed": 3}])
+def test_drafts_do_not_change_what_is_written(bundle: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
+    """By n-grams of a text that repeats itself, and by a model of another vocabulary."""
+    prompt, answers = "one two one two one two one two", []
+    other = tiny_native(tmp_path / "drafter", role="drafter").path
+    for drafter in (None, "ngram", other):
+        with edgespec.load(bundle, drafter, options=LoadOptions(threads=1)) as model:
+            answers.append(model.generate(prompt, max_new_tokens=40, stop_at_eos=False, **asked))
+    assert answers[0].stats.new_tokens == 40 and answers[1].stats.drafted + answers[2].stats.drafted > 0
+    assert answers[0].text == answers[1].text == answers[2].text
