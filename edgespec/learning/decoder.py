@@ -173,7 +173,6 @@ class NumpyDecoder(Decoder):
         return value
 
     def norm(self, x: _Value, name: str) -> _Value:
-        """RMSNorm with the gain ``name``."""
         name = f"{graph_name(name)}.weight"
         gain = self.gains.part(self._values, name)
         bare, bare_back = normalize(x.data, self.config.norm_epsilon)
@@ -186,7 +185,6 @@ class NumpyDecoder(Decoder):
         return self._step(bare * gain, back, x)
 
     def add(self, x: _Value, y: _Value, name: str) -> _Value:
-        """The stream with what a sublayer adds."""
         return self._step(x.data + y.data, lambda by_y: (by_y, by_y), x, y)
 
     def product(self, name: str, x: _Value) -> _Value:
@@ -216,13 +214,11 @@ class NumpyDecoder(Decoder):
         return self._step(self._apart(flat.data), lambda by_y: (_side_by_side(by_y),), flat)
 
     def rotate(self, layer: Layer, heads: _Value, which: str) -> _Value:
-        """Rotary embedding."""
         cos, sin = (self._tables[f"{layer.rope}_{part}"] for part in ("cos", "sin"))
         turn = partial(rotate, cos=cos, interleaved=self.config.rope_interleaved)
         return self._step(turn(heads.data, sin=sin), lambda by_y: (turn(by_y, sin=-sin),), heads)
 
     def attend(self, layer: Layer, query: _Value, key: _Value, value: _Value) -> _Value:
-        """What the heads attend to, side by side."""
         scale, kv = np.float32(self.config.attention_scale), self.config.num_kv_heads
 
         def grouped(heads: F32) -> F32:
@@ -238,7 +234,6 @@ class NumpyDecoder(Decoder):
         return self._step(_side_by_side(attended), back, query, key, value)
 
     def gated(self, layer: Layer, x: _Value) -> _Value:
-        """The MLP, but for its last product."""
         both = self.product(f"{layer.name}.gate_up", x)
         gate, up = np.split(both.data, 2, axis=1)
         active, slope = activate(gate, self.config.activation)

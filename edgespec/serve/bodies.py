@@ -170,7 +170,6 @@ class ChatBody(_Common):
         }
 
     def words(self) -> dict[str, str]:
-        """The client's names of options, by those that errors of a model have."""
         name = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
         thinking = {f"thinking is {self._thinking()}": f"{name} is {shown(getattr(self, name))}"}
         return _Common.words(self) | thinking | {"template_args": "chat_template_kwargs"}

@@ -174,7 +174,6 @@ class MessageReply(BlockReply):
     __slots__ = ()
 
     def whole(self, answers: Sequence[Generation]) -> Json:
-        """The message in one piece."""
         self.take_whole(answers[0])
         return self._message([*map(_content, self.blocks)]) | _ended(answers[0]) | self._cost(answers[0])
 
@@ -184,7 +183,6 @@ class MessageReply(BlockReply):
         return [{"type": "message_start", "message": self._message([]) | counts}]
 
     def end(self, answer: Generation) -> list[Json]:
-        """Why it ended, and what it cost."""
         delta = {"type": "message_delta", "delta": _ended(answer), **self._cost(answer)}
         return [*self.close(), delta, {"type": "message_stop"}]
 

@@ -263,7 +263,6 @@ class OllamaReply(Reply):
     loaded: float = field(default_factory=monotonic)
 
     def whole(self, answers: Sequence[Generation]) -> Json:
-        """All in one piece."""
         answer = answers[0]
         tokens = answer.records[len(answer.thoughts) :]
         piece = self._piece(answer.content, answer.reasoning, answer.tool_calls, tokens)

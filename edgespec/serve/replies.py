@@ -158,7 +158,6 @@ class _Completion(Reply):
     special: bool = False
 
     def whole(self, answers: Sequence[Generation]) -> Json:
-        """The response in one piece; each of ``answers`` is to a prompt."""
         choices = [
             {
                 "index": choice.index,
@@ -173,7 +172,6 @@ class _Completion(Reply):
         return self._head(self.kind) | {"choices": choices, "usage": usage(answers)}
 
     def choices(self, indices: Iterable[int]) -> Sequence[Self]:
-        """The same response for each of some choices."""
         return [replace(self, index=index) for index in indices]
 
     def _to_prompt(self, at: int, count: int) -> Sequence[Self]:
@@ -186,7 +184,6 @@ class _Completion(Reply):
         return [chunk | progress_json for chunk in self.chunk(Record("", ()), [])]
 
     def used(self, answers: Sequence[Generation]) -> Json:
-        """The chunk that ``stream_options.include_usage`` asks for."""
         return self._head(self.chunk_kind) | {"choices": [], "usage": usage(answers)}
 
     def _said(self, answer: Generation) -> Json:
@@ -230,7 +227,6 @@ class ChatReply(_Completion):
         return self._chunk({"delta": delta, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> list[Json]:
-        """Why it ended."""
         return self._chunk({"delta": {}, **self._ended(answer)})
 
     def _said(self, answer: Generation) -> Json:
@@ -262,7 +258,6 @@ class CompletionReply(_Completion):
         return self._chunk({"text": record.text, "logprobs": logprobs, "edgespec": {"tokens": shown}})
 
     def end(self, answer: Generation) -> list[Json]:
-        """Why it ended."""
         return self._chunk({"text": "", **self._ended(answer)})
 
     def _said(self, answer: Generation) -> Json:
@@ -306,16 +301,13 @@ class InfillReply(Reply):
     fields: Sequence[str] = ()
 
     def whole(self, answers: Sequence[Generation]) -> Json:
-        """The fill in one piece."""
         return self._ended(answers[0], answers[0].text)
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """A piece of the text."""
         tokens = [token.id for token in record.tokens]
         return [{"content": record.text, "tokens": tokens, "stop": False}]
 
     def end(self, answer: Generation) -> list[Json]:
-        """No more text, and what it cost."""
         return [self._ended(answer, "")]
 
     def _ended(self, answer: Generation, content: str) -> Json:

@@ -183,7 +183,6 @@ class ResponseReply(BlockReply):
     status: str = "completed"
 
     def whole(self, answers: Sequence[Generation]) -> Json:
-        """The response in one piece."""
         self.take_whole(answers[0])
         return self._ended(answers[0])
 
@@ -193,7 +192,6 @@ class ResponseReply(BlockReply):
         return [self._event(name, response=response) for name in ("created", "in_progress")]
 
     def end(self, answer: Generation) -> list[Json]:
-        """The response with all of it."""
         response = self._ended(answer)
         return [*self.close(), self._event(self.status, response=response)]
 

@@ -143,11 +143,9 @@ class TorchDecoder(Decoder):
         return torch.zeros(raw.shape[1] * kind.factors, raw.shape[0])
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm with the gain ``name``."""
         return F.rms_norm(x, x.shape[-1:], self._weights[name], self.config.norm_epsilon)
 
     def add(self, x: Tensor, y: Tensor, name: str) -> Tensor:
-        """The stream with what a sublayer adds."""
         return x + y
 
     def product(self, name: str, x: Tensor) -> Tensor:
@@ -174,7 +172,6 @@ class TorchDecoder(Decoder):
         return y + F.linear(x.unflatten(-1, (more.shape[1], -1)).sum(-1), more)
 
     def gated(self, layer: Layer, x: Tensor) -> Tensor:
-        """The MLP, but for its last product."""
         gate = self.product(f"{layer.name}.gate", x)
         active = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
         return active * self.product(f"{layer.name}.up", x)
@@ -188,7 +185,6 @@ class TorchDecoder(Decoder):
         return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What the heads attend to, side by side."""
         group = self.config.num_heads // self.config.num_kv_heads
         key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
         mask, scale = self._mask(layer.window, query.shape[2]), self.config.attention_scale
