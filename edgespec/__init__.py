@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from edgespec.engine import load as load
     from edgespec.history.manage import History as History
     from edgespec.loading.footprint import Plan as Plan
-    from edgespec.loading.opening import LoadOptions as LoadOptions
+    from edgespec.loading.options import LoadOptions as LoadOptions
     from edgespec.loading.planning import plan as plan
     from edgespec.models import Models as Models
     from edgespec.requests.conversation import Conversation as Conversation
@@ -64,7 +64,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 _NAMES_BY_HOME = {
     "edgespec.engine": "Model load",
-    "edgespec.loading.opening": "LoadOptions",
+    "edgespec.loading.options": "LoadOptions",
     "edgespec.requests.stream": "Stream",
     "edgespec.requests.conversation": "Conversation",
     "edgespec.requests.embedding": "EmbeddingOptions Embeddings",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
-from edgespec.loading.opening import NGRAM, Loaded, LoadOptions, Reference, open_model, open_pair, placed
+from edgespec.loading.opening import NGRAM, Loaded, Reference, open_model, open_pair, placed
+from edgespec.loading.options import LoadOptions
 from edgespec.requests.queue import RequestQueue
 from edgespec.requests.request import (
     Hole,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from edgespec.cli import app
 from edgespec.engine import Model
-from edgespec.loading.opening import LoadOptions
+from edgespec.loading.options import LoadOptions
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
 from tests.models_for_tests import VOCAB, Gated, printable, queue_of, toy_model

@@ -13,7 +13,7 @@ import pytest
 
 from edgespec.engine import Model
 from edgespec.history.manage import History
-from edgespec.loading.opening import LoadOptions
+from edgespec.loading.options import LoadOptions
 from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
 from tests.models_for_tests import Gated, queue_of, toy_model, toy_session

@@ -178,7 +178,7 @@ def load_model(context: typer.Context, progress: ProgressCallback, **named: str)
 
 def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     """Arguments of :func:`edgespec.load` for them; drafter ``none`` is no drafter."""
-    from edgespec.loading.opening import LoadOptions
+    from edgespec.loading.options import LoadOptions
 
     values = context.params | named
     limited = ("threads", "instructions", "training_share", "max_waiting", "parallel", "chat_template")

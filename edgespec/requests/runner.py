@@ -13,7 +13,8 @@ from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.loading.opening import Loaded, LoadOptions
+from edgespec.loading.opening import Loaded
+from edgespec.loading.options import LoadOptions
 from edgespec.requests.decoding import RequestDecoding
 from edgespec.requests.request import (
     Hole,
