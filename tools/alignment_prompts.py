@@ -90,8 +90,8 @@ class _Filter:
 
     def __init__(self, texts: Iterable[str]) -> None:
         words = [_words(text) for text in texts]
-        self._whole = {tuple(each) for each in words}
-        self._parts = {part for each in words for part in _parts(each)}
+        self._whole = {tuple(prompt_words) for prompt_words in words}
+        self._parts = {part for prompt_words in words for part in _parts(prompt_words)}
 
     def passes(self, text: str) -> bool:
         words = _words(text)
@@ -122,7 +122,7 @@ def chosen(by_kind: Mapping[str, Iterable[str]], allowed: _Filter) -> dict[str, 
 def ordered(kept: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
     """All kinds mixed, so that what is answered first is a fair sample; most of what is slow to read last."""
     every = [(kind, text) for kind, texts in kept.items() for text in texts]
-    every.sort(key=lambda one: hashlib.sha256(one[1].encode()).hexdigest())
+    every.sort(key=lambda entry: hashlib.sha256(entry[1].encode()).hexdigest())
     first, last = list[tuple[str, str]](), list[tuple[str, str]]()
     seen = dict.fromkeys(_SLOW, 0)
     for kind, text in every:
@@ -144,7 +144,7 @@ def measuring(folder: Path) -> Iterator[str]:
 def candidates(folder: Path) -> dict[str, list[str]]:
     """All prompts there are, by kind."""
     math = _rows(folder / f"{_MATH}/train.jsonl")
-    asked = _rows(folder / "natural-questions/nq_open/NQ-open.efficientqa.dev.1.1.jsonl")
+    questions = _rows(folder / "natural-questions/nq_open/NQ-open.efficientqa.dev.1.1.jsonl")
     german = [
         line.removeprefix("# text = ")
         for part in ("dev", "test")
@@ -157,7 +157,7 @@ def candidates(folder: Path) -> dict[str, list[str]]:
     teacher = folder / "GPTeacher"
     return {
         "gsm": [row["question"] for row in math],
-        "qa": [f"{row['question'][0].upper()}{row['question'][1:]}?" for row in asked],
+        "qa": [f"{row['question'][0].upper()}{row['question'][1:]}?" for row in questions],
         "translation": [f"Translate German to English: {text}" for text in german if len(text) > 50],
         "summarization": [*_articles(tasks)],
         "rag": [*_with_passages(tasks)],
@@ -181,8 +181,8 @@ def _instructions(file: Path) -> list[str]:
     return [_instruction(row["instruction"], row["input"]) for row in json.loads(file.read_text("utf-8"))]
 
 
-def _instruction(text: str, given: str) -> str:
-    return f"{text}\n{given}" if given else text
+def _instruction(text: str, text_read: str) -> str:
+    return f"{text}\n{text_read}" if text_read else text
 
 
 def _templates(folder: Path, kinds: Iterable[str]) -> Iterator[str]:
@@ -211,9 +211,9 @@ def _installed(forms: Mapping[str, Sequence[str]]) -> Iterator[str]:
         tree = ast.parse(source)
         named = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         for node in (tree, *named):
-            said = ast.get_docstring(node) or ""
-            if len(said) > 200:
-                yield dice.choice(forms["docs"]).format(module=file.stem, text=said)
+            doc = ast.get_docstring(node) or ""
+            if len(doc) > 200:
+                yield dice.choice(forms["docs"]).format(module=file.stem, text=doc)
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 4:
                 code = textwrap.dedent("\n".join(source.split("\n")[node.lineno - 1 : node.end_lineno]))
                 lines = code.split("\n")
@@ -226,17 +226,17 @@ def made(words: dict[str, Any]) -> dict[str, list[str]]:
     topics, forms = words["topics"], words["forms"]
     every = {"knowledge": topics["stem"] + topics["humanities"], "writing": topics["life"]}
     every["roleplay2"] = topics["life"] + topics["stem"][:15] + topics["humanities"][:10]
-    found = {kind: [form.format(topic) for form in forms[kind] for topic in every[kind]] for kind in every}
+    prompts = {kind: [form.format(topic) for form in forms[kind] for topic in every[kind]] for kind in every}
     dice = random.Random(3)
     pairs = [_puzzle(dice, words) for _ in range(260)]
-    found["reasoning"], found["extraction"] = map(list, zip(*pairs, strict=True))
-    found["coding2"] = [
+    prompts["reasoning"], prompts["extraction"] = map(list, zip(*pairs, strict=True))
+    prompts["coding2"] = [
         form.format(language=language, what=what)
         for form in forms["coding2"]
         for language in words["languages"]
         for what in words["programs"]
     ]
-    return found
+    return prompts
 
 
 def _puzzle(dice: random.Random, words: dict[str, Any]) -> tuple[str, str]:

@@ -6,15 +6,15 @@ from typing import Any
 
 
 def arguments(
-    usage: str | None, *names: str, given: Sequence[str] | None = None, **options: Any
+    usage: str | None, *names: str, words: Sequence[str] | None = None, **options: Any
 ) -> argparse.Namespace:
     """Read the command line; ``--help`` shows ``usage``.
 
     Args:
         usage: the tool's docstring.
         names: of the arguments, which are texts; ``NAME...`` takes one or more, ``NAME*`` any number.
-        given: instead of the program's own.
-        options: by name, what each is: a type, if it has to be given; ``[type]``, if it may be repeated;
+        words: instead of the program's own.
+        options: by name, what each is: a type, if it has to be words; ``[type]``, if it may be repeated;
             ``(type,)``, if it may be left out; False, for a switch; else its default.
     """
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,4 +33,4 @@ def arguments(
             parser.add_argument(option, action="store_true")
         else:
             parser.add_argument(option, type=type(kind), default=kind)
-    return parser.parse_args(given)
+    return parser.parse_args(words)

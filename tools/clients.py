@@ -75,10 +75,10 @@ def measure(url: str, prompts: Sequence[str], clients: int, tokens: int) -> Run:
         model = json.load(response)["data"][0]["id"]
     threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
     began = perf_counter()
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise RequestError(f"{url} failed: {errors[0]!r}; is a server of chats listening there?")
     run.seconds = perf_counter() - began
@@ -90,13 +90,13 @@ def main() -> None:
     options = arguments(__doc__, "urls...", prompts=Path, clients=[int], tokens=64, limit=16)
     if any(urlsplit(url).hostname not in LOCAL for url in options.urls):
         raise SystemExit(f"{options.urls} are to be on this machine: http://127.0.0.1:PORT")
-    prompts = [each.turns[0] for each in load_prompts(options.prompts)[: options.limit]]
+    prompts = [prompt.turns[0] for prompt in load_prompts(options.prompts)[: options.limit]]
     print("| server | clients | tokens/s | first token, s | gap, ms | longest of 100, ms | tokens |")
     print("|---|---|---|---|---|---|---|")
     for clients in options.clients or [1, 2, 4, 8]:
-        asked = [f"({clients}) {prompt}" for prompt in prompts]
+        numbered = [f"({clients}) {prompt}" for prompt in prompts]
         for url in options.urls:
-            run = measure(url, asked, clients, options.tokens)
+            run = measure(url, numbered, clients, options.tokens)
             gaps = sorted(run.gaps)
             longest = quantiles(gaps, n=100)[-1] if len(gaps) > 1 else 0.0
             print(

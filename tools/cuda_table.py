@@ -116,19 +116,19 @@ def gpu() -> str | None:
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def row(name: str, found: dict[str, Any]) -> str:
+def row(name: str, answers: dict[str, Any]) -> str:
     """A line of the table."""
 
     figures = (
-        (found["plain"]["tokens_per_second"], ".1f"),
-        (found["speculative"]["tokens_per_second"], ".1f"),
-        (found["speedup"]["overall"], ".2f"),
-        (found["block_efficiency"], ".2f"),
-        (found["acceptance_rate"], ".1%"),
-        (found["mbsu"]["bytes"], ".2f"),
+        (answers["plain"]["tokens_per_second"], ".1f"),
+        (answers["speculative"]["tokens_per_second"], ".1f"),
+        (answers["speedup"]["overall"], ".2f"),
+        (answers["block_efficiency"], ".2f"),
+        (answers["acceptance_rate"], ".1%"),
+        (answers["mbsu"]["bytes"], ".2f"),
     )
     cells = ["" if value is None else format(value, form) for value, form in figures]
-    return f"| {' | '.join([name, *cells])} | {found['identical']} of {found['prompts']} |"
+    return f"| {' | '.join([name, *cells])} | {answers['identical']} of {answers['prompts']} |"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -149,7 +149,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",
-        *(row(name, found) for name, found in result["answers"].items()),
+        *(row(name, answers) for name, answers in result["answers"].items()),
     ]
     return "\n".join(lines)
 
@@ -175,11 +175,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Read the command line, measure, print and write."""
     options = arguments(
         __doc__,
-        given=given,
+        words=words,
         target=Path,
         drafter=Path,
         work=Path,

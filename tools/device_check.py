@@ -46,15 +46,15 @@ FOLDERS = (".", "models", "runtimes")
 
 def compare(session: Session, reference: Session, tokens: Sequence[int], against: str) -> None:
     """Run ``tokens`` through both in passes of eight, the third of them after a roll-back."""
-    found, expected = list[Logits](), list[Logits]()
-    for each, rows in ((session, found), (reference, expected)):
-        each.prefill([])
+    logits, expected = list[Logits](), list[Logits]()
+    for run, rows in ((session, logits), (reference, expected)):
+        run.prefill([])
         for start in range(0, len(tokens), 8):
             if start == 16:
-                each.predict(tokens[:4])
-                each.keep(0)
-            rows.append(each.predict(tokens[start : start + 8]).logits.copy())
-    ours, theirs = np.concatenate(found), np.concatenate(expected)
+                run.predict(tokens[:4])
+                run.keep(0)
+            rows.append(run.predict(tokens[start : start + 8]).logits.copy())
+    ours, theirs = np.concatenate(logits), np.concatenate(expected)
     same, far = (
         (ours.argmax(1) == theirs.argmax(1)).mean(),
         np.abs(ours - theirs).max() / np.abs(theirs).max(),

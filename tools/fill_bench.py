@@ -36,12 +36,12 @@ class Hole:
 
 def holes(count: int = 64) -> list[Hole]:
     """The same ones at each call."""
-    random, found = Random(34), list[Hole]()
+    random, holes = Random(34), list[Hole]()
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = {path.name: path.read_text(encoding="utf-8").splitlines(keepends=True) for path in paths}
     names = [name for name, lines in texts.items() if len(lines) >= 2 * _WINDOW]
-    while len(found) < count:
-        kind, name = _KINDS[len(found) % 3], random.choice(names)
+    while len(holes) < count:
+        kind, name = _KINDS[len(holes) % 3], random.choice(names)
         start = random.randrange(len(texts[name]) - _WINDOW)
         lines = texts[name][start : start + _WINDOW]
         at = random.randrange(_WINDOW // 2, _WINDOW - 20)
@@ -57,8 +57,8 @@ def holes(count: int = 64) -> list[Hole]:
         left, right = (left or indent), len(held) - end
         before, behind = "".join(lines[: at - 1]), "".join(lines[at + size :])
         prefix = f"{before}{lines[at - 1]}{held[:left]}"
-        found.append(Hole(name, kind, before, prefix, held[len(held) - right :] + behind, held[left:end]))
-    return found
+        holes.append(Hole(name, kind, before, prefix, held[len(held) - right :] + behind, held[left:end]))
+    return holes
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def _timed(model: edgespec.Model, prefix: str, suffix: str, way: str) -> dict[st
         first = first or (perf_counter() - began if piece else 0.0)
     whole, cpu = perf_counter() - began, process_time() - cpu
     done = stream.result
-    by_source = {name: [each.drafted, each.accepted] for name, each in done.stats.by_source.items()}
+    by_source = {name: [source.drafted, source.accepted] for name, source in done.stats.by_source.items()}
     return {
         "first": first or whole,
         "whole": whole,
@@ -110,12 +110,12 @@ def _timed(model: edgespec.Model, prefix: str, suffix: str, way: str) -> dict[st
 
 def _figures(rows: list[dict[str, Any]]) -> str:
     """Times and ratios of some holes."""
-    said = [f"{len(rows)} holes"]
+    parts = [f"{len(rows)} holes"]
     for way in ("plain", "drafts"):
         first = sorted(row[way]["first"] for row in rows)
         whole = sum(row[way]["whole"] for row in rows) / len(rows)
-        late, most = sum(each > 0.2 for each in first), first[len(first) * 9 // 10]
-        said.append(
+        late, most = sum(seconds > 0.2 for seconds in first), first[len(first) * 9 // 10]
+        parts.append(
             f"{way}: first token median {median(first) * 1e3:.0f} ms, 9 of 10 in {most * 1e3:.0f}, "
             f"{late} over 200; whole {whole:.3f} s"
         )
@@ -129,10 +129,10 @@ def _figures(rows: list[dict[str, Any]]) -> str:
     )
     same = sum(row["plain"]["text"] == row["drafts"]["text"] for row in rows)
     exact = sum(row["plain"]["text"].strip() == row["gone"].strip() for row in rows)
-    said += [
+    parts += [
         f"times plain {total:.2f}, behind the first {decode:.2f}, CPU time {cpu:.2f}, passes {passes:.2f}"
     ]
-    return "; ".join([*said, f"same {same}, as it was {exact}"])
+    return "; ".join([*parts, f"same {same}, as it was {exact}"])
 
 
 if __name__ == "__main__":

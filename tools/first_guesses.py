@@ -32,8 +32,8 @@ def count(session: Session, bundle: Bundle, text: Text) -> int:
     session.prefill(ids[: text.start - 1])
     for at in range(text.start - 1, len(ids) - 1, _ROWS):
         rows = ids[at : min(at + _ROWS, len(ids) - 1)]
-        said, head = session.predict(rows), session.model.head_tokens
-        best = [said.best(row) for row in range(len(rows))]
+        predictions, head = session.predict(rows), session.model.head_tokens
+        best = [predictions.best(row) for row in range(len(rows))]
         tokens = best if head is None else [int(head[row]) for row in best]
         right += sum(a == b for a, b in zip(tokens, ids[at + 1 :], strict=False))
     return right
@@ -41,12 +41,14 @@ def count(session: Session, bundle: Bundle, text: Text) -> int:
 
 def measured(bundle: Bundle, written: Sequence[Answer]) -> Guesses:
     """Right ones, and of how many, by category."""
-    found: Guesses = {}
+    guesses: Guesses = {}
     with closing(open_cpu(bundle, CpuOptions(exact_rows=False))) as session:
         for text in filter(None, (text_of(answer, bundle) for answer in written)):
-            right, of = found.get(text.category, (0, 0))
-            found[text.category] = right + count(session, bundle, text), of + len(text.tokens) - text.start
-    return found | {"all": (sum(right for right, _ in found.values()), sum(of for _, of in found.values()))}
+            right, of = guesses.get(text.category, (0, 0))
+            guesses[text.category] = right + count(session, bundle, text), of + len(text.tokens) - text.start
+    return guesses | {
+        "all": (sum(right for right, _ in guesses.values()), sum(of for _, of in guesses.values()))
+    }
 
 
 def main() -> None:

@@ -68,17 +68,17 @@ def prompts(target: Any, folder: Path) -> Iterator[list[int]]:
     words, ends = " ".join(CORPUS[:3]).split(), {0, 1, 2, VOCAB - 1}
     rng = np.random.default_rng(0)
     for length in LENGTHS:
-        found: list[list[int]] = []
-        while not found:
+        clear: list[list[int]] = []
+        while not clear:
             texts = [tokenizer.encode(" ".join(rng.choice(words, length)))[:length] for _ in range(500)]
             texts = [tokens for tokens in texts if tokenizer.encode(tokenizer.decode(tokens)) == tokens]
             written, least = greedy(target, texts)
-            found = [
+            clear = [
                 tokens
                 for tokens, new, margin in zip(texts, written, least, strict=True)
                 if margin > CLEAR and len(set(new)) > COUNT // 2 and not ends & set(new)
             ]
-        yield found[0]
+        yield clear[0]
 
 
 def greedy(target: Any, texts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[float]]:
@@ -155,10 +155,10 @@ def from_paper(case: str, folder: Path) -> Stored:
         heads.write_target(folder / case, case), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     head = Head(case, target.get_input_embeddings().weight.detach())
-    given = list(prompts(target, folder / case))
-    stored: Stored = {"prompts": np.full((len(given), max(LENGTHS)), -1, np.int16)}
+    token_rows = list(prompts(target, folder / case))
+    stored: Stored = {"prompts": np.full((len(token_rows), max(LENGTHS)), -1, np.int16)}
     tokens, token_margins, drafts = [], [], []
-    for row, prompt in enumerate(given):
+    for row, prompt in enumerate(token_rows):
         stored["prompts"][row, : len(prompt)] = prompt
         text, logits, features = continued(target, prompt)
         tokens.append(text[len(prompt) :])
@@ -176,24 +176,24 @@ def from_paper(case: str, folder: Path) -> Stored:
 
 def from_llama(executable: Path, files: Sequence[Path], prompts: npt.NDArray[Any]) -> Stored:
     """What llama.cpp computes of the files of target and head."""
-    given = "".join(" ".join(str(token) for token in row if token >= 0) + "\n" for row in prompts)
+    lines = "".join(" ".join(str(token) for token in row if token >= 0) + "\n" for row in prompts)
     runs = []
     for length in range(1, LENGTH + 1):
         command = [str(part) for part in (executable, *files, length, COUNT)]
-        done = subprocess.run(command, input=given, text=True, capture_output=True, check=True)
+        done = subprocess.run(command, input=lines, text=True, capture_output=True, check=True)
         runs.append([json.loads(line) for line in done.stdout.splitlines()])
     whole = {name: np.array([line[name] for line in runs[-1]]) for name in runs[-1][0]}
     steps = ("probabilities", "margins")
     return whole | {name: np.stack([[line[name] for line in run] for run in runs], -1) for name in steps}
 
 
-def agreement(one: Stored, other: Stored) -> str:
+def agreement(stored: Stored, other: Stored) -> str:
     """How often drafted tokens are the same."""
-    clearer, pair = np.minimum(one["margins"], other["margins"]), (one["drafts"], other["drafts"])
-    said = ["{} of {} from {}".format(*heads.compared(*pair, clearer, least), least) for least in LEAST]
-    alike = np.cumprod(one["drafts"] == other["drafts"], -1).astype(bool)
-    off = np.abs(one["probabilities"] - other["probabilities"])[alike].max()
-    return f"{', '.join(said)}; probabilities differ by up to {off:.3f}"
+    clearer, pair = np.minimum(stored["margins"], other["margins"]), (stored["drafts"], other["drafts"])
+    sentences = ["{} of {} from {}".format(*heads.compared(*pair, clearer, least), least) for least in LEAST]
+    alike = np.cumprod(stored["drafts"] == other["drafts"], -1).astype(bool)
+    off = np.abs(stored["probabilities"] - other["probabilities"])[alike].max()
+    return f"{', '.join(sentences)}; probabilities differ by up to {off:.3f}"
 
 
 def store(case: str, executable: Path, folder: Path) -> None:
@@ -233,16 +233,16 @@ def compare(case: str, llama_cpp: Path, folder: Path) -> None:
 def main() -> None:
     """Store the references of every case, or compare what llama.cpp's converter makes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--llama-drafts", type=Path)
-    given.add_argument("--llama-cpp", type=Path)
-    asked = parser.parse_args()
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--llama-drafts", type=Path)
+    source.add_argument("--llama-cpp", type=Path)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for case in heads.CASES:
-            if asked.llama_cpp is None:
-                store(case, asked.llama_drafts, Path(folder))
+            if args.llama_cpp is None:
+                store(case, args.llama_drafts, Path(folder))
             else:
-                compare(case, asked.llama_cpp, Path(folder))
+                compare(case, args.llama_cpp, Path(folder))
 
 
 if __name__ == "__main__":

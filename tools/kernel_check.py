@@ -51,7 +51,7 @@ def emulator(target: Target) -> tuple[str, ...] | None:
     """What runs a program of ``target`` here: nothing for one of this machine's own; None if nothing can."""
     if target.name == native_target().name:
         return ()
-    wine = next((found for name in ("wine64", "wine") if (found := shutil.which(name))), None)
+    wine = next((place for name in ("wine64", "wine") if (place := shutil.which(name))), None)
     qemu = shutil.which("qemu-aarch64")
     if target.name == "aarch64-linux" and qemu:
         return (qemu, "-cpu", "max", "-L", os.environ.get("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu"))

@@ -62,8 +62,9 @@ def main() -> None:
         results = loads([bundle.path for bundle in models], options.rounds)
     print("| weights | load, s | memory then, MB | peak, MB |\n|---|---|---|---|")
     for way, rounds in results.items():
-        taken, *memory = (median(column) for column in zip(*(each.values() for each in rounds), strict=True))
-        print(f"| {way} | {taken:.2f} | {' | '.join(f'{each / 1e6:,.0f}' for each in memory)} |")
+        columns = zip(*(figures.values() for figures in rounds), strict=True)
+        taken, *memory = map(median, columns)
+        print(f"| {way} | {taken:.2f} | {' | '.join(f'{n_bytes / 1e6:,.0f}' for n_bytes in memory)} |")
 
 
 if __name__ == "__main__":

@@ -37,10 +37,10 @@ def logits(folder: Path) -> npt.NDArray[np.float32]:
     Raises:
         SystemExit: transformers found other tensors than it expected.
     """
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    wrong = {key: sorted(names) for key, names in found.items() if names}
+    wrong = {key: sorted(names) for key, names in info.items() if names}
     if wrong:
         raise SystemExit(f"{folder.name}: {wrong}")
     with torch.no_grad():
@@ -66,15 +66,15 @@ def vectors(folder: Path) -> npt.NDArray[np.float32]:
     ).eval()
     with torch.no_grad():
         rows = [model(input_ids=torch.tensor([text])).last_hidden_state[0, -1] for text in EMBEDDED]
-    found: npt.NDArray[np.float32] = torch.nn.functional.normalize(torch.stack(rows), dim=-1).numpy()
-    return found
+    normalized: npt.NDArray[np.float32] = torch.nn.functional.normalize(torch.stack(rows), dim=-1).numpy()
+    return normalized
 
 
 def store_vectors(folder: Path) -> None:
     """Write one file for all cases."""
     checkpoints = {case: write_checkpoint(folder / case, config_of(case)) for case in EMBEDDERS}
-    found: dict[str, Any] = {case: vectors(path) for case, path in checkpoints.items()}
-    np.savez_compressed(OUT / "vectors", **found)
+    vectors_by_case: dict[str, Any] = {case: vectors(path) for case, path in checkpoints.items()}
+    np.savez_compressed(OUT / "vectors", **vectors_by_case)
 
 
 def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
@@ -109,10 +109,10 @@ def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:
     theirs = GGUFReader(made)
     for key, value in ours.metadata.items():
         if key.startswith(f"{ours.architecture}."):
-            found: Any = key in theirs.fields and theirs.fields[key].contents()
-            near = isinstance(value, float) and np.isclose(found, value, rtol=1e-6)
-            if not near and found != value:
-                yield f"{key} is {value}, there {found}"
+            other: Any = key in theirs.fields and theirs.fields[key].contents()
+            near = isinstance(value, float) and np.isclose(other, value, rtol=1e-6)
+            if not near and other != value:
+                yield f"{key} is {value}, there {other}"
     tensors = {tensor.name: tensor.data for tensor in theirs.tensors}
     yield from (f"only one has {name}" for name in tensors.keys() ^ ours.tensors.keys())
     for name in tensors.keys() & ours.tensors.keys():
@@ -126,13 +126,13 @@ def main() -> None:
     """Store what transformers computes, or compare what llama.cpp's converter makes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llama-cpp", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if given.llama_cpp is None:
+        if args.llama_cpp is None:
             store(Path(folder))
             store_vectors(Path(folder))
         else:
-            compare(Path(folder), given.llama_cpp)
+            compare(Path(folder), args.llama_cpp)
 
 
 if __name__ == "__main__":

@@ -36,24 +36,25 @@ def beside(model: edgespec.Model | None, programs: int, seconds: float) -> tuple
     started = [run([sys.executable, "-c", COUNTS, str(seconds)]) for _ in range(programs)]
     sleep(1.0)  # until all are there, and the prompt is read
     before = sum(tokens)
-    for each in started:
-        print(file=each.stdin, flush=True)
+    for child in started:
+        print(file=child.stdin, flush=True)
     sleep(seconds)
     speed = (sum(tokens) - before) / seconds
     over.set()
     thread.join()
-    return sum(int(each.communicate()[0]) for each in started), speed
+    return sum(int(child.communicate()[0]) for child in started), speed
 
 
 def main() -> None:
     """Read the command line, print a table."""
     options = arguments(__doc__, model="qwen2.5-coder-1.5b-instruct", rounds=2, seconds=3.0)
-    models = [None, *(edgespec.load(options.model, priority=each) for each in ("normal", "low"))]
+    models = [None, *(edgespec.load(options.model, priority=priority) for priority in ("normal", "low"))]
     for programs in (1, 2, 0):
-        runs = [[beside(each, programs, options.seconds) for each in models] for _ in range(options.rounds)]
-        for name, found in zip(("none", "normal", "low"), zip(*runs, strict=True), strict=True):
-            share = median(one[0] / max(run[0][0], 1) for one, run in zip(found, runs, strict=True))
-            print(f"{programs} programs, {name}: {share:.3f}, {median(x[1] for x in found):.1f} tokens/s")
+        runs = [[beside(model, programs, options.seconds) for model in models] for _ in range(options.rounds)]
+        for name, results in zip(("none", "normal", "low"), zip(*runs, strict=True), strict=True):
+            shares = (own / max(run[0][0], 1) for (own, _), run in zip(results, runs, strict=True))
+            speed = median(speed for _, speed in results)
+            print(f"{programs} programs, {name}: {median(shares):.3f}, {speed:.1f} tokens/s")
 
 
 if __name__ == "__main__":

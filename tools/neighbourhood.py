@@ -81,8 +81,8 @@ def overheads() -> dict[str, float]:
     with toy_model() as model, serving(model) as url:
 
         def serve() -> None:
-            asked = Request(f"{url}/v1/completions", json.dumps(body).encode(), JSON)
-            with urlopen(asked) as answer:
+            request = Request(f"{url}/v1/completions", json.dumps(body).encode(), JSON)
+            with urlopen(request) as answer:
                 events = answer.read().count(b"data: {")
             assert events >= TOKENS, f"{events} events"
 

@@ -44,8 +44,8 @@ def ask(target: str, drafter: str, tokens: int, folder: Path) -> dict[str, Any]:
 
     vars(runner).update(BlockFiles=Timed, prompts_dir=lambda: folder)
     with edgespec.load(target, None if drafter == "none" else drafter) as model:
-        said = f"{document(model, tokens)}\n\nWhat is this about?"
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
+        text = f"{document(model, tokens)}\n\nWhat is this about?"
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
         answer = model.chat(messages, max_new_tokens=64)
     stats = answer.stats
     return {
@@ -61,8 +61,8 @@ def ask(target: str, drafter: str, tokens: int, folder: Path) -> dict[str, Any]:
 def leave_memory(folder: Path) -> None:
     """Have the system drop its copies of the files."""
     os.sync()
-    for each in stored(folder):
-        with each.path.open("rb") as file:
+    for block in stored(folder):
+        with block.path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -81,8 +81,8 @@ def main() -> None:
                 print(f"{way}: " + ", ".join(f"{name} {value:.4g}" for name, value in took.items()))
         print("the same answers" if len(texts) == 1 else f"other answers: {texts}")
         sizes: dict[str, list[int]] = {}
-        for each in stored(folder):
-            sizes.setdefault(each.path.parent.name, []).append(each.size)
+        for block in stored(folder):
+            sizes.setdefault(block.path.parent.name, []).append(block.size)
         for model, own in sizes.items():
             print(f"{model}: {len(own)} blocks, {sum(own) / len(own) / BLOCK:,.0f} bytes a token")
 

@@ -30,11 +30,11 @@ def main() -> None:
             prompt = prompts[index]
             if prompt.id in known:
                 continue
-            asked: edgespec.RequestOptions = {}
+            request: edgespec.RequestOptions = {}
             if args.temperature:
-                asked = {"temperature": args.temperature, "seed": index}
-            answer = ask(model, prompt, {"max_new_tokens": args.max_new_tokens, **asked}).run()
-            print(json.dumps({"id": prompt.id, "tokens": answer.tokens, **asked}), file=out, flush=True)
+                request = {"temperature": args.temperature, "seed": index}
+            answer = ask(model, prompt, {"max_new_tokens": args.max_new_tokens, **request}).run()
+            print(json.dumps({"id": prompt.id, "tokens": answer.tokens, **request}), file=out, flush=True)
             print(f"\r{number} of {len(prompts)}", end="", flush=True)
     print()
 

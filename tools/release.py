@@ -41,22 +41,22 @@ def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, check=False)
-    said, complained = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
+    written, complained = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
     if done.returncode:
-        raise ReleaseError(f"{' '.join(words)}: code {done.returncode}\n{said}{complained}")
-    return said
+        raise ReleaseError(f"{' '.join(words)}: code {done.returncode}\n{written}{complained}")
+    return written
 
 
 def changes(changelog: str, version: str) -> str:
     """The changelog's section of ``version``; its heading has a date."""
     heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n"
-    found = re.search(heading + r"(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
-    if found is None or not found[1].strip():
+    match = re.search(heading + r"(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    if match is None or not match[1].strip():
         raise ReleaseError(
             f'CHANGELOG.md tells nothing of {version}: give what is under "Unreleased" the heading '
             f'"## [{version}] - YYYY-MM-DD", and commit'
         )
-    return found[1].strip() + "\n"
+    return match[1].strip() + "\n"
 
 
 def require_new(root: Path, version: str, out: Path) -> None:
@@ -121,14 +121,14 @@ def check(wheel: Path, folder: Path) -> Path:
     def edgespec(*words: str) -> str:
         return run(programs / "edgespec", *words, cwd=folder, EDGESPEC_HOME=str(folder / "home"))
 
-    said = edgespec("--version").split()
-    if said != ["edgespec", wheel.name.split("-")[1]]:
-        raise ReleaseError(f"{wheel.name} says that it is {said}")
+    stated = edgespec("--version").split()
+    if stated != ["edgespec", wheel.name.split("-")[1]]:
+        raise ReleaseError(f"{wheel.name} says that it is {stated}")
     edgespec("export", "checkpoint", "-o", "bundle")
     edgespec("inspect", "bundle", "--verify")
-    asked = ("generate", "bundle", "one two one two one", "--max-new-tokens", TOKENS, "--json")
-    plain = json.loads(edgespec(*asked, "--no-speculation"))["tokens"]
-    drafted = json.loads(edgespec(*asked, "--drafter", "ngram"))["tokens"]
+    command = ("generate", "bundle", "one two one two one", "--max-new-tokens", TOKENS, "--json")
+    plain = json.loads(edgespec(*command, "--no-speculation"))["tokens"]
+    drafted = json.loads(edgespec(*command, "--drafter", "ngram"))["tokens"]
     if not plain or plain != drafted:
         raise ReleaseError(f"{wheel.name}: tokens are {plain} without speculation, {drafted} with it")
     print(f"{wheel.name} exports a model and answers with {len(plain)} tokens", flush=True)
@@ -164,9 +164,9 @@ def make(out: Path | None, targets: Sequence[str]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     out = (out or ROOT / "dist" / f"edgespec-{version}").absolute()
     require_new(ROOT, version, out)
-    told = changes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
+    notes = changes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
     with tempfile.TemporaryDirectory() as scratch, staged(out) as folder:
-        (folder / "CHANGES.md").write_text(told, encoding="utf-8", newline="\n")
+        (folder / "CHANGES.md").write_text(notes, encoding="utf-8", newline="\n")
         build(committed(ROOT, Path(scratch)), folder, targets)
         programs = check(fitting(folder, Path(scratch)), Path(scratch))
         parts = (sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible")

@@ -148,9 +148,9 @@ class Recorded:
         del self._tokens[length:]
         return length
 
-    def predict_together(self, asked: Sequence[Rows]) -> list[Predictions]:
+    def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
         """A round's pass; what belongs to the reading of a prompt takes no time."""
-        ((_, tokens, wanted),) = ((each.session, each.tokens, each.wanted) for each in asked)
+        ((_, tokens, wanted),) = ((row_set.session, row_set.tokens, row_set.wanted) for row_set in rows)
         self._fresh = len(tokens)
         if wanted == 1 and len(tokens) > 1:
             self.prefill([*self._tokens, *tokens[:-1]])
@@ -205,9 +205,9 @@ class Priced(OwnModel):
         clock.spend(curve.seconds(len(tokens)))
         sequence = [*session.stretch.tokens, *tokens]
         ends = range(len(sequence) - max(wanted, 1) + 1, len(sequence) + 1)
-        said = [self._said(session, sequence[:end]) for end in ends]
+        predictions = [self._said(session, sequence[:end]) for end in ends]
         session.stretch.tokens, session.stretch.fresh = sequence, len(tokens)
-        return [Predictions(np.concatenate(said))]
+        return [Predictions(np.concatenate(predictions))]
 
     def _said(self, session: Session, sequence: list[int]) -> Logits:
         assert self._priced is not None

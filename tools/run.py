@@ -42,8 +42,8 @@ def set_up(extra: str) -> None:
 def run(command: Sequence[str]) -> None:
     """Run a command of the environment in the checkout; leave with its code if it fails."""
     path = SCRIPTS / command[0]
-    found = next((p for p in (path, path.with_suffix(".exe")) if p.exists()), Path(command[0]))
-    code = subprocess.run((str(found), *command[1:]), cwd=ROOT, check=False).returncode
+    program = next((p for p in (path, path.with_suffix(".exe")) if p.exists()), Path(command[0]))
+    code = subprocess.run((str(program), *command[1:]), cwd=ROOT, check=False).returncode
     if code:
         sys.exit(code)
 

@@ -202,21 +202,21 @@ def write(name: str, path: Path) -> None:
         add: Any = (kinds | {list: writer.add_array})[type(value)]
         add(f"{shape.architecture}.{key}", value)
     tokenizer(writer, shape)
-    found = [(each, size, stored(size, form)) for each, size, form in tensors(shape)]
-    for each, size, kind in found:
+    rows = [(tensor, size, stored(size, form)) for tensor, size, form in tensors(shape)]
+    for tensor, size, kind in rows:
         block, n_bytes = GGML_QUANT_SIZES[kind]
         floats = kind == GGMLQuantizationType.F32
         raw_shape = size if floats else (size[0], size[1] // block * n_bytes)
         dtype = np.dtype(np.float32 if floats else np.uint8)
         total = prod(raw_shape) * dtype.itemsize
-        writer.add_tensor_info(each, raw_shape, dtype, total, None if floats else kind)
+        writer.add_tensor_info(tensor, raw_shape, dtype, total, None if floats else kind)
     if head:
         writer.add_tensor_info("d2t", (_DRAFTED,), np.dtype(np.int64), 8 * _DRAFTED)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for seed, (each, size, kind) in enumerate(found):
-        writer.write_tensor_data(weights(each, size, kind, seed))
+    for seed, (tensor, size, kind) in enumerate(rows):
+        writer.write_tensor_data(weights(tensor, size, kind, seed))
     if head:
         writer.write_tensor_data(np.arange(_DRAFTED, dtype=np.int64))
     writer.close()

@@ -40,13 +40,13 @@ Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
 def prompts_of(model: edgespec.Model, count: int, longest: int, draws: random.Random) -> Prompts:
     """Pieces of Python's library, of 1 to ``longest`` tokens, with plain decoding's greedy answers."""
-    found = []
+    problems = []
     for _ in range(count):
         text = draws.choice(SOURCES).read_text(encoding="utf-8")
         begin, length = draws.randrange(len(text) // 2 + 1), int(longest ** draws.random())
         piece = model.detokenize(model.tokenize(text[begin : begin + 8 * length])[:length]) or "#"
-        found.append((piece, model.generate(piece, max_new_tokens=24, speculate=False).tokens))
-    return found
+        problems.append((piece, model.generate(piece, max_new_tokens=24, speculate=False).tokens))
+    return problems
 
 
 class Asker(threading.Thread):
@@ -94,9 +94,9 @@ class Asker(threading.Thread):
         return len(self._conversation.messages) - before == (2 if answer.text else 0)
 
     def _schema(self) -> bool:
-        said = [{"role": "user", "content": f"Describe file {self._draws.randrange(100)} as JSON."}]
+        messages = [{"role": "user", "content": f"Describe file {self._draws.randrange(100)} as JSON."}]
         form = edgespec.JsonSchema(SCHEMA)
-        answer = self._model.chat(said, max_new_tokens=60, response_format=form)
+        answer = self._model.chat(messages, max_new_tokens=60, response_format=form)
         return answer.finish_reason == "length" or json.loads(answer.text).keys() == {"name", "lines"}
 
     def _several(self) -> bool:

@@ -42,8 +42,8 @@ SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additi
 
 def ask(model: edgespec.Model, text: str, wanted: JsonSchema, **options: Any) -> Generation:
     """The facts of one text; the answer must be JSON of the schema's fields."""
-    said = f"Take the facts from this text into JSON with the fields {', '.join(FIELDS)}.\n\n{text}"
-    answer = model.chat([{"role": "user", "content": said}], response_format=wanted, **options)
+    prompt = f"Take the facts from this text into JSON with the fields {', '.join(FIELDS)}.\n\n{text}"
+    answer = model.chat([{"role": "user", "content": prompt}], response_format=wanted, **options)
     assert answer.finish_reason == "stop" and json.loads(answer.text).keys() == FIELDS.keys(), answer.text
     return answer
 
@@ -90,9 +90,9 @@ def main() -> None:
             print(f"{kind}: {same} of {len(TEXTS)} answers are the same tokens")
             report("plain", plain)
             report("speculative", fast)
-            told = [each for answer in plain for each in forced(grammars.constraint(wanted), row, answer)]
-            print(f"  forced: {sum(only for only, _ in told) / len(told):.0%} of the tokens")
-            print(f"  overhead: {sum(s for _, s in told) / len(told) * 1e3:.3f} ms a token")
+            counts = [count for answer in plain for count in forced(grammars.constraint(wanted), row, answer)]
+            print(f"  forced: {sum(only for only, _ in counts) / len(counts):.0%} of the tokens")
+            print(f"  overhead: {sum(s for _, s in counts) / len(counts) * 1e3:.3f} ms a token")
 
 
 if __name__ == "__main__":

@@ -247,7 +247,9 @@ def main() -> None:
         json=(Path,),
     )
     if unknown := set(options.only) - {client.name for client in CLIENTS}:
-        raise SystemExit(f"{unknown} are no clients; there are: {', '.join(each.name for each in CLIENTS)}")
+        raise SystemExit(
+            f"{unknown} are no clients; there are: {', '.join(client.name for client in CLIENTS)}"
+        )
     folder = (options.folder or Path(tempfile.gettempdir()) / "edgespec-clients").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     log, outcomes = folder / "server.log", list[Outcome]()
@@ -264,10 +266,10 @@ def main() -> None:
             except (OSError, subprocess.TimeoutExpired) as error:
                 outcome = Outcome(client.name, "", client.api, client.task, 0.0, f"not installed: {error}")
             outcomes.append(outcome)
-            told = f"failed: {outcome.cause}" if outcome.cause else "ok"
+            verdict = f"failed: {outcome.cause}" if outcome.cause else "ok"
             print(
                 f"| {client.name} ({outcome.version}) | {client.api} | {client.task} | {outcome.seconds:.0f} "
-                f"| {told} |",
+                f"| {verdict} |",
                 flush=True,
             )
     print("\nThe server's log:")

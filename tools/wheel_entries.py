@@ -18,8 +18,8 @@ def check_entries(wheel: Path) -> int:
     info = f"{name}-{version}.dist-info"
     try:
         with ZipFile(wheel) as archive:
-            entries = [each for each in archive.namelist() if not each.endswith("/")]
-            files = {each: archive.read(each) for each in entries}
+            entries = [entry for entry in archive.namelist() if not entry.endswith("/")]
+            files = {entry: archive.read(entry) for entry in entries}
             about = message_from_bytes(files[f"{info}/WHEEL"])
             metadata = message_from_bytes(files[f"{info}/METADATA"])
             rows = list(csv.reader(files[f"{info}/RECORD"].decode("utf-8").splitlines()))
@@ -29,14 +29,14 @@ def check_entries(wheel: Path) -> int:
         raise EntriesError(f"{wheel.name} says that its tag is {about['Tag']}")
     if (metadata["Name"], metadata["Version"]) != (name, version):
         raise EntriesError(f"{wheel.name} says that it is {metadata['Name']} {metadata['Version']}")
-    outside = [each for each in files if leads_out(each)]
-    if outside or len(entries) != len({each.lower() for each in entries}):
+    outside = [file for file in files if leads_out(file)]
+    if outside or len(entries) != len({entry.lower() for entry in entries}):
         raise EntriesError(
             f"{wheel.name} has names that lead out of it or meet where case is nothing: {outside}"
         )
     listed = {row[0]: row[1] for row in rows}
-    wanted = {each: digest(data) for each, data in files.items()} | {f"{info}/RECORD": ""}
-    wrong = sorted(each for each in listed | wanted if listed.get(each) != wanted.get(each))
+    wanted = {file: digest(data) for file, data in files.items()} | {f"{info}/RECORD": ""}
+    wrong = sorted(file for file in listed | wanted if listed.get(file) != wanted.get(file))
     if wrong:
         raise EntriesError(f"{wheel.name} has other files than its RECORD: {', '.join(wrong)}")
     return len(files)
@@ -53,5 +53,5 @@ def leads_out(name: str) -> bool:
 
 def digest(data: bytes) -> str:
     """As RECORD has it."""
-    found = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode("ascii")
-    return f"sha256={found.rstrip('=')}"
+    encoded = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode("ascii")
+    return f"sha256={encoded.rstrip('=')}"

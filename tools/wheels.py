@@ -76,10 +76,10 @@ def build(target: Target, out: Path) -> Path:
 def inspect(wheel: Path, target: Target) -> str:
     """What the library in ``wheel`` is and needs, which have to be what ``target`` takes."""
     with ZipFile(wheel) as archive:
-        found = [name for name in archive.namelist() if "edgespec_kernels" in name]
-        if found != [f"edgespec_runtimes/{target.library}"]:
-            raise WheelError(f"{wheel.name} has {found or 'no library'}, not {target.library} alone")
-        data = archive.read(found[0])
+        libraries = [name for name in archive.namelist() if "edgespec_kernels" in name]
+        if libraries != [f"edgespec_runtimes/{target.library}"]:
+            raise WheelError(f"{wheel.name} has {libraries or 'no library'}, not {target.library} alone")
+        data = archive.read(libraries[0])
     if not wheel.name.endswith(f"-py3-none-{target.tag}.whl"):
         raise WheelError(f"{wheel.name} is not tagged py3-none-{target.tag}")
     library = parsed(data)
@@ -92,7 +92,7 @@ def inspect(wheel: Path, target: Target) -> str:
     for name in ("RegisterCustomOps", "edgespec_instructions"):
         if name not in exported:
             raise WheelError(f"the library in {wheel.name} does not export {name}")
-    every = [getattr(each, "name", each) for each in library.libraries]
+    every = [getattr(entry, "name", entry) for entry in library.libraries]
     needed = [name for name in every if not name.endswith(target.library)]  # macOS' libraries name themselves
     foreign = [name for name in needed if not SYSTEM.fullmatch(name)]
     if foreign:

@@ -63,10 +63,10 @@ def tasks(args: argparse.Namespace) -> list[Task]:
 
 
 def _task(prompt: Prompt, template: ChatTemplate | None) -> Task:
-    said = prompt.turns[0]
+    text = prompt.turns[0]
     if template is None:
-        return Task(prompt.id, prompt.category, said)
-    return Task(prompt.id, prompt.category, template.render([{"role": "user", "content": said}]), said)
+        return Task(prompt.id, prompt.category, text)
+    return Task(prompt.id, prompt.category, template.render([{"role": "user", "content": text}]), text)
 
 
 class Run:

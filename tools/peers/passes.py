@@ -46,8 +46,8 @@ def peer(folder: Path, options: list[str], gguf: Path, threads: int, prompt: int
             times[cells[3]] = 1000 * float(cells[7]) / int(cells[2])
     valued = [word for option in options for word in (option, "1")]  # llama-bench's switches have values
     bench = [str(folder / "llama-bench"), *model, *f"-p {prompt} -n 0 -r 3 -o json".split(), *valued]
-    found = re.search(r'"avg_ts": ([0-9.]+)', _run(bench))
-    return times | ({} if found is None else {"prompt": float(found[1])})
+    match = re.search(r'"avg_ts": ([0-9.]+)', _run(bench))
+    return times | ({} if match is None else {"prompt": float(match[1])})
 
 
 def _run(command: list[str]) -> str:
@@ -84,16 +84,16 @@ def _timed(session: Session, start: list[int], rows: int) -> float:
 
 def programs(options: argparse.Namespace) -> dict[str, Callable[[], Times]]:
     """What is measured, by name."""
-    found: dict[str, Callable[[], Times]] = {}
+    runs: dict[str, Callable[[], Times]] = {}
     for name in options.instructions or [""]:
         label = f"edgespec {name}".strip()
-        found[label] = partial(ours, options.bundle, name, options.threads, options.prompt, options.behind)
+        runs[label] = partial(ours, options.bundle, name, options.threads, options.prompt, options.behind)
     for text in options.peer:
         name, _, where = text.partition("=")
         folder, _, words = where.partition(":")
         extra = words.split(",") if words else []
-        found[name] = partial(peer, Path(folder), extra, options.gguf, options.threads, options.prompt)
-    return found
+        runs[name] = partial(peer, Path(folder), extra, options.gguf, options.threads, options.prompt)
+    return runs
 
 
 @contextmanager

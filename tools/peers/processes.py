@@ -62,8 +62,8 @@ class Worker:
     def cpu_s(self) -> float:
         """Processor seconds used so far, child processes included."""
         process = psutil.Process(self._process.pid)
-        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-        return float(sum(each.user + each.system for each in times))
+        times = [member.cpu_times() for member in (process, *process.children(recursive=True))]
+        return float(sum(spent.user + spent.system for spent in times))
 
     def close(self) -> None:
         """Let the worker end by itself, then make sure."""
@@ -92,7 +92,7 @@ class Worker:
             raise self._failure(message["error"])
         return message
 
-    def _failure(self, said: str) -> WorkerError:
+    def _failure(self, message: str) -> WorkerError:
         """With the last line of its log, where that says more; the process is closed."""
         try:
             self._process.wait(timeout=20)  # it is writing its traceback
@@ -102,7 +102,7 @@ class Worker:
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
         self.close()
-        return WorkerError(said if not lines or said in lines[-1] else f"{said}; {lines[-1]}")
+        return WorkerError(message if not lines or message in lines[-1] else f"{message}; {lines[-1]}")
 
 
 class Workers:

@@ -97,17 +97,17 @@ class Table:
 
     def warnings(self, tokens: int) -> list[str]:
         """Where the rows did not do the same work."""
-        found = []
+        rows = []
         every = [s for samples in self._samples.values() for s in samples]
         for prompt in dict.fromkeys(s.prompt for s in every):
             lengths = {s.row: s.prompt_tokens for s in every if s.prompt == prompt}
             if len(set(lengths.values())) > 1:
-                found.append(f"{prompt}: the rows read prompts of different lengths: {lengths}")
+                rows.append(f"{prompt}: the rows read prompts of different lengths: {lengths}")
         for name, samples in self._samples.items():
             other = {len(s.tokens) for s in samples} - {tokens}
             if other:
-                found.append(f"{name} made {sorted(other)} tokens, not {tokens}")
-        return found
+                rows.append(f"{name} made {sorted(other)} tokens, not {tokens}")
+        return rows
 
     def _request_speed(self, name: str) -> float | None:
         own = self._samples[name]
