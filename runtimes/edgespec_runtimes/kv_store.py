@@ -9,7 +9,7 @@ have fewer tokens.
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -221,9 +221,12 @@ def _copy(session: Session, other: Session, tokens: Sequence[int]) -> None:
     """Let ``session`` hold as much of ``tokens`` as ``other`` does, if that is worth it."""
     held, shared = session.shared_prefix(tokens), other.shared_prefix(tokens)
     begin = held // BLOCK * BLOCK
-    view = other.view(begin, shared) if shared >= held + _LEAST else None
-    if view is not None and session.rewind(begin) == begin:
-        session.append(view, shared - begin)
+    if shared < held + _LEAST or other.view(0, 0) is None or session.rewind(begin) != begin:
+        return
+    session.reserve(shared)  # before there is a view, which would keep the memory that others move out of
+    view = other.view(begin, shared)
+    assert view is not None
+    session.append(view, shared - begin)
 
 
 def _content(session: Session, at: int) -> bytes | None:
@@ -239,9 +242,12 @@ def _row_bytes(like: SavedCache) -> list[int]:
 
 def _arrays(block: bytes, like: SavedCache) -> tuple[npt.NDArray[Any], ...]:
     """Keys and values that a block holds, in arrays such as these."""
-    rows = np.array(_row_bytes(like))
-    ends = np.cumsum(rows) * (len(block) // rows.sum())
+    rows = _row_bytes(like)
+    tokens = len(block) // sum(rows)
+    starts = accumulate((tokens * row for row in rows), initial=0)
     return tuple(
-        part.view(array.dtype).reshape(1, array.shape[1], -1, array.shape[3])
-        for part, array in zip(np.split(np.frombuffer(block, np.uint8), ends[:-1]), like.arrays, strict=True)
+        np.frombuffer(block, array.dtype, tokens * row // array.itemsize, start).reshape(
+            1, array.shape[1], tokens, array.shape[3]
+        )
+        for array, row, start in zip(like.arrays, rows, starts, strict=False)
     )
