@@ -13,9 +13,8 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -81,14 +80,17 @@ class BlockFiles:
         Returns:
             Whether that is done, or cannot be; False if ``stop``, which is asked before each block, said so.
         """
+        paths = dict.fromkeys(self._folder / key / name for name in names)
         now = time.time_ns()
         try:
-            for at, name in enumerate(names):
+            for at, path in enumerate(paths):
                 if stop():
                     return False
-                # A text's end goes before its beginning, without which it is lost.
-                if not self._write(self._folder / key / name, partial(content, at), now - at * _STEP_NS):
-                    break
+                with suppress(FileNotFoundError):  # another process deletes at the same time
+                    if not is_file(path) and not self._write(path, content(at), paths):
+                        break
+                    used = now - at * _STEP_NS  # an end goes before its beginning, without which it is lost
+                    os.utime(path, ns=(used, used))
         except (OSError, MemoryError) as error:
             problem = f"prompts are not kept on disk: {self._folder} cannot be written ({error})"
             if self.problem is None:
@@ -102,26 +104,22 @@ class BlockFiles:
         """Delete all blocks of one key; raises as :func:`delete` does."""
         delete(each for each in stored(self._folder) if each.path.parent.name == key)
 
-    def _write(self, path: Path, content: Callable[[], bytes | None], used: int) -> bool:
-        """Whether the block is there, or another process deletes it at the same time."""
-        with suppress(FileNotFoundError):
-            if not is_file(path):
-                block = content()
-                if block is None:
-                    return False
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._folder.chmod(0o700)  # whose it is not, fails here
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                if not self._has_room(_HEADER + len(block), used):
-                    return False
-                with replacing(path, 0o600, synced=False) as file:
-                    file.write(_header(path.name, block))
-                    file.write(block)
-            os.utime(path, ns=(used, used))
+    def _write(self, path: Path, block: bytes | None, mine: Collection[Path]) -> bool:
+        """Whether there is such a block, and room for it."""
+        if block is None:
+            return False
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.chmod(0o700)  # whose it is not, fails here
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if not self._has_room(_HEADER + len(block), mine):
+            return False
+        with replacing(path, 0o600, synced=False) as file:
+            file.write(_header(path.name, block))
+            file.write(block)
         return True
 
-    def _has_room(self, size: int, used: int) -> bool:
-        """Whether so many bytes may be written, after deleting what was used before ``used``."""
+    def _has_room(self, size: int, mine: Collection[Path]) -> bool:
+        """Whether so many bytes may be written, after deleting others than ``mine``."""
         if size > self._room:
             every = sorted(stored(self._folder))
             total, bound = sum(each.size for each in every), self._budget
@@ -129,10 +127,11 @@ class BlockFiles:
                 bound = min(_MOST, (shutil.disk_usage(self._folder).free + total) // _SHARE)
             wanted = max(size, bound // _AT_ONCE)
             for each in every:
-                if total + wanted <= bound or each.used_ns >= used:
+                if total + wanted <= bound:
                     break
-                each.path.unlink(missing_ok=True)
-                total -= each.size
+                if each.path not in mine:
+                    each.path.unlink(missing_ok=True)
+                    total -= each.size
             self._room = min(wanted, bound - total)
         has_room = size <= self._room
         self._room -= size * has_room
