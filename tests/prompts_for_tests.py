@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
-from edgespec_runtimes.kv_cache import SavedCache
 from edgespec_runtimes.kv_store import KvStore
 from tests.models_for_tests import toy_session
 from tests.toy import ToySession
@@ -54,16 +53,16 @@ class Showing(ToySession):
             every.append(last)
         return np.repeat(np.array(every[start:], np.int64), self.width).reshape(1, 1, -1, self.width)
 
-    def view(self, start: int, end: int) -> SavedCache | None:
+    def view(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
         super().view(start, end)
-        return SavedCache(tuple(self.cache[start:end]), (self.values(start, end),))
+        return [self.values(start, end)]
 
-    def append(self, saved: SavedCache, count: int) -> None:
-        start = len(self.cache)
+    def append(self, tokens: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
+        start, count = len(self.cache), len(tokens)
         assert start % 16 == 0
         self.reserve(start + count)
-        self.stretch.add(saved.tokens[:count])
-        np.testing.assert_array_equal(saved.arrays[0][:, :, :count], self.values(start, start + count))
+        self.stretch.add(tokens)
+        np.testing.assert_array_equal(arrays[0][:, :, :count], self.values(start, start + count))
 
 
 def text(number: int, length: int) -> list[int]:

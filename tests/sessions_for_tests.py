@@ -14,7 +14,6 @@ from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.cuda import DeviceCache, open_cuda
 from edgespec_runtimes.devices import CPU, Device
-from edgespec_runtimes.kv_cache import SavedCache
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import open_static
 from tests.foreign_for_tests import ForeignSpec, write_genai, write_written_out
@@ -91,11 +90,6 @@ def opened(folder: Path, options: CpuOptions = ONE_THREAD) -> AnySession:
 def keeps_rows(session: AnySession) -> bool:
     """Whether parts of its cache can be put aside: it lies where no device has memory of its own."""
     return session.model.cache is not None and not isinstance(session.model.cache, DeviceCache)
-
-
-def copied(view: SavedCache) -> SavedCache:
-    """The same in memory of its own."""
-    return SavedCache(view.tokens, tuple(array.copy() for array in view.arrays))
 
 
 def passes(session: AnySession, tokens: Sequence[int], *sizes: int) -> F32:

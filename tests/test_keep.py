@@ -10,7 +10,6 @@ from edgespec.decoding.draft import Source
 from edgespec.decoding.loop import Verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import open_cpu
-from edgespec_runtimes.kv_cache import SavedCache
 from edgespec_runtimes.session import Session
 from tests.drafters_for_tests import GREEDY, model_of, plain
 from tests.models_for_tests import VOCAB, printable, toy_model, toy_session
@@ -32,7 +31,7 @@ class Recurrent(ToySession):
         super().__init__(next_logits, VOCAB)
         self.behind = 0
 
-    def view(self, start: int, end: int) -> SavedCache | None:
+    def view(self, start: int, end: int) -> None:
         return None
 
     def forward(self, tokens: Sequence[int]) -> F32:

@@ -17,7 +17,6 @@ from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.states import Places
 from tests.drafters_for_tests import GREEDY
-from tests.sessions_for_tests import copied
 from tests.states_for_tests import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel
 from tests.toy import F32, RandomDrafter, decode
 
@@ -60,7 +59,8 @@ def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.Da
                 np.testing.assert_array_equal(predictions.logits, expected)
         elif step == "keep" and session.stretch.fresh:
             fresh = session.stretch.fresh
-            rows = data.draw(st.integers(max(0, fresh - LOGGED), fresh))
+            least = max(0, session.stretch.behind - len(text) + fresh)  # more rows cannot be undone
+            rows = data.draw(st.integers(least, fresh))
             session.keep(rows)
             texts[session] = text[: len(text) - fresh + rows]
         elif step == "rewind":
@@ -78,8 +78,8 @@ def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.Da
             del texts[session]
         elif step == "copy" and (view := session.view(0, len(text))) is not None:
             count = data.draw(st.integers(0, len(text)))
-            saved, other = copied(view), model.session()
-            other.append(saved, count)
+            saved, other = [array.copy() for array in view], model.session()
+            other.append(text[:count], saved)
             assert other.length == count // BLOCK * BLOCK
             texts[other] = text[: other.length]
         assert [each.stretch.tokens for each in texts] == list(texts.values())

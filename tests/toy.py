@@ -32,7 +32,7 @@ from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.kv_cache import SavedCache, Stretch
+from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import LoadedModel, Rows, Session
 from tests.tokenizers_for_tests import byte_level_json
@@ -206,15 +206,14 @@ class ToySession(Session):
     def writing(cls, tokenizer: Tokenizer, script: bytes, start: int) -> "ToySession":
         return cls(script_logits(tokenizer, script, start), tokenizer.vocab_size)
 
-    def view(self, start: int, end: int) -> SavedCache | None:
+    def view(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
         assert 0 <= start <= end <= len(self.cache) and start % 16 == 0
-        held = np.array(self.cache[start:end], np.int64).reshape(1, 1, -1, 1)
-        return SavedCache(tuple(self.cache[start:end]), (held,))
+        return [np.array(self.cache[start:end], np.int64).reshape(1, 1, -1, 1)]
 
-    def append(self, saved: SavedCache, count: int) -> None:
+    def append(self, tokens: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
         assert len(self.cache) % 16 == 0
-        self.reserve(len(self.cache) + count)
-        self.stretch.add(saved.arrays[0][0, 0, :count, 0].tolist())
+        self.reserve(len(self.cache) + len(tokens))
+        self.stretch.add(arrays[0][0, 0, : len(tokens), 0].tolist())
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         return Predictions(self.forward(tokens))

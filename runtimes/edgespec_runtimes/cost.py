@@ -112,7 +112,7 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     least, near = {}, session.attended
     for far in (False, True):
         while far and 2 * session.length <= most and (copied := session.view(0, session.length)) is not None:
-            session.append(copied, session.length)
+            session.append(session.stretch.tokens[:], copied)
         for n in (1, wide):
             samples = [_timed(session, tokens[-n:]) for _ in range(1 + _CONTEXT_REPEATS)]
             least[far, n] = min(samples[1:])

@@ -279,18 +279,6 @@ class Memory:
 _COMPARED = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedCache:
-    """A part of a session's KV cache.
-
-    ``arrays`` are keys and values of ``tokens`` as the session keeps them, tokens on the third axis; the rest
-    is its own business.
-    """
-
-    tokens: tuple[int, ...]
-    arrays: tuple[npt.NDArray[Any], ...] = ()
-
-
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
     """How many tokens two texts share, from the first on. Both are lists or tuples."""
     end = min(len(left), len(right))

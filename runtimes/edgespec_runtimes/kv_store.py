@@ -9,7 +9,7 @@ have fewer tokens.
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, takewhile
+from itertools import chain, takewhile
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles
-from edgespec_runtimes.kv_cache import SavedCache, shared_length
+from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.session import LoadedModel, Session
 
 _LEAST: Final = 4
@@ -156,14 +156,18 @@ class KvStore:
         session.reserve(length)
         like = session.view(0, 0)
         assert like is not None  # or no block would be known
+        form = _form(like, BLOCK)
         for place in found:
             block = known.get(place)
             if block is None and files is not None:
-                block = files.read(key, place.name, BLOCK * sum(_row_bytes(like)))
+                block = files.read(key, place.name, form.itemsize)
             if block is None:
                 return
-            saved = SavedCache(place.tokens, _arrays(block, like))
-            session.append(saved, min(len(place.tokens), length - session.length))
+            if len(block) != form.itemsize:
+                form = _form(like, BLOCK * len(block) // form.itemsize)
+            fields = np.frombuffer(block, form)[0]
+            arrays = [fields[name] for name in form.names or ()]
+            session.append(place.tokens[: length - session.length], arrays)
 
     def _put_aside(self, session: Session) -> None:
         """Keep what ``session`` holds, or its beginning as far as the budget has room for it."""
@@ -196,7 +200,6 @@ class KvStore:
 
     def _drop(self, place: _Place) -> None:
         self.nbytes -= len(self._blocks.pop(place))
-        self._unwritten = [text for text in self._unwritten if text[0] != place]
 
     def _write(
         self, text: Sequence[_Place], block: Callable[[int], bytes | None], stop: Callable[[], bool]
@@ -226,28 +229,15 @@ def _copy(session: Session, other: Session, tokens: Sequence[int]) -> None:
     session.reserve(shared)  # before there is a view, which would keep the memory that others move out of
     view = other.view(begin, shared)
     assert view is not None
-    session.append(view, shared - begin)
+    session.append(tokens[begin:shared], view)
 
 
 def _content(session: Session, at: int) -> bytes | None:
     """What a session holds of the block of that number of its text; None where the device keeps no rows."""
     view = session.view(at * BLOCK, min((at + 1) * BLOCK, session.length))
-    return None if view is None else b"".join(array.tobytes() for array in view.arrays)
+    return None if view is None else b"".join(array.tobytes() for array in view)
 
 
-def _row_bytes(like: SavedCache) -> list[int]:
-    """Bytes of a token in each of these arrays."""
-    return [array.shape[1] * array.shape[3] * array.itemsize for array in like.arrays]
-
-
-def _arrays(block: bytes, like: SavedCache) -> tuple[npt.NDArray[Any], ...]:
-    """Keys and values that a block holds, in arrays such as these."""
-    rows = _row_bytes(like)
-    tokens = len(block) // sum(rows)
-    starts = accumulate((tokens * row for row in rows), initial=0)
-    return tuple(
-        np.frombuffer(block, array.dtype, tokens * row // array.itemsize, start).reshape(
-            1, array.shape[1], tokens, array.shape[3]
-        )
-        for array, row, start in zip(like.arrays, rows, starts, strict=False)
-    )
+def _form(like: Sequence[npt.NDArray[Any]], tokens: int) -> np.dtype[Any]:
+    """Of a block of so many tokens: arrays such as these, one behind the other."""
+    return np.dtype([("", array.dtype, (1, array.shape[1], tokens, array.shape[3])) for array in like])

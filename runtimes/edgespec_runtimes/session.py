@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.kv_cache import KVBuffers, SavedCache, Stretch, shared_length
+from edgespec_runtimes.kv_cache import KVBuffers, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.states import ANYWHERE
 
@@ -337,20 +337,20 @@ class Session:
             self.model.reserve(self.stretch, 0)
         return before - self.kv_bytes
 
-    def view(self, start: int, end: int) -> SavedCache | None:
-        """The cache's tokens from ``start`` on and before ``end``; None where the device keeps no rows.
+    def view(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
+        """Keys and values of the tokens from ``start`` on and before ``end``, tokens on the third axis.
 
         They lie in the model's own memory: the next call overwrites them. ``start`` is a multiple of 16, and
-        of 32 where sequences go on from blocks. There is none where states do not go with tokens.
+        of 32 where sequences go on from blocks. None where the device keeps no rows, or where states do not
+        go with tokens.
         """
         begin, cache = self.stretch.begin, self.model.cache
         if cache is None or not self.model.places.every:
             return None
-        arrays = cache.view(begin + start, begin + end)
-        return None if arrays is None else SavedCache(tuple(self.stretch.tokens[start:end]), tuple(arrays))
+        return cache.view(begin + start, begin + end)
 
-    def append(self, saved: SavedCache, count: int) -> None:
-        """Put the first ``count`` tokens of a view behind what the cache holds: the same bits again.
+    def append(self, tokens: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
+        """Put ``tokens``, with which a view began, behind what the cache holds: the same bits again.
 
         They have been behind the same tokens, as many as a multiple of 16, or of 32 as in :meth:`view`. Of
         those behind the last place from which the sequence can go on none is put.
@@ -358,12 +358,12 @@ class Session:
         Raises:
             DeviceError: no memory for them; the cache is empty then.
         """
-        self.reserve(self.length + count)
+        self.reserve(self.length + len(tokens))
         cache = self.model.cache
         assert cache is not None  # which gave the view
-        count = max(0, self.model.places.floor(self.length + count) - self.length)
-        cache.paste(saved.arrays, self.stretch.begin + self.length, count)
-        self.stretch.add(saved.tokens[:count], behind=self.length + count)
+        count = max(0, self.model.places.floor(self.length + len(tokens)) - self.length)
+        cache.paste(arrays, self.stretch.begin + self.length, count)
+        self.stretch.add(tokens[:count], behind=self.length + count)
 
     def close(self) -> None:
         """Free the cache and, with the model's last session, the model."""
