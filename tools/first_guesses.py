@@ -57,7 +57,7 @@ def main() -> None:
     written = [answer for answer in read_answers(args.answers) if answer.text]
     columns = [measured(open_bundle(Path(path)), written) for path in args.bundle]
     for name, (_, of) in columns[0].items():
-        shares = (right / whole for right, whole in (found[name] for found in columns))
+        shares = (right / whole for right, whole in (column[name] for column in columns))
         print(f"{name:20s} {of:7d}{''.join(f'{share:8.3f}' for share in shares)}")
 
 

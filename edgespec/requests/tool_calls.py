@@ -118,7 +118,7 @@ def _with_calls_as_text(form: "Form", message: Mapping[str, Any]) -> Mapping[str
         return message  # a malformed one is refused with the others
     before, between, after = form.around
     calls = [
-        f'{{"name": {json.dumps(each.get("name"))}, "arguments": {_arguments(each)}}}' for each in functions
+        f'{{"name": {json.dumps(tool.get("name"))}, "arguments": {_arguments(tool)}}}' for tool in functions
     ]
     text = f"{message.get('content') or ''}{before}{(between or '; ').join(calls)}{after}"
     return {"role": message.get("role"), "content": text}

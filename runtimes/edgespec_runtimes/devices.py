@@ -198,11 +198,11 @@ class Placement:
 
     def opened(self, session: Session) -> "Placement":
         """With what opening the graphs found out: whether the bundle's context binaries are used."""
-        found = session.model.compiled
-        return replace(self, reason=f"{self.reason}; {found}") if found else self
+        compiled = session.model.compiled
+        return replace(self, reason=f"{self.reason}; {compiled}") if compiled else self
 
 
-def run_at_once(one: Placement, other: Placement) -> bool:
+def run_at_once(placement: Placement, other: Placement) -> bool:
     """Whether two models there compute side by side: on hardware of two kinds, none of it emulated."""
-    first, second = one.device, other.device
+    first, second = placement.device, other.device
     return first.kind.hardware != second.kind.hardware and first.state == second.state == "ready"

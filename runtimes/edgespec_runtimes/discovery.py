@@ -61,15 +61,15 @@ class Runtime:
 
     def found(self) -> Sequence[FoundHardware]:
         """What all known providers found."""
-        found = [
+        hardware = [
             FoundHardware(d.ep_name, d.device.type.name, d.device.vendor, d) for d in ort.get_ep_devices()
         ]
         # A graphics card that is listed may lack CUDA's libraries, and in a container one that is there need
         # not be listed: CUDA itself knows.
-        found = [one for one in found if one.provider != _CUDA]
+        hardware = [part for part in hardware if part.provider != _CUDA]
         if _CUDA in self.providers() and _cuda_answers():
-            found.append(FoundHardware(_CUDA, "GPU", "NVIDIA"))
-        return found
+            hardware.append(FoundHardware(_CUDA, "GPU", "NVIDIA"))
+        return hardware
 
     def options(self, kind: DeviceKind) -> Mapping[str, str]:
         """Options of the kind's provider."""
@@ -174,11 +174,11 @@ def _look(kind: DeviceKind, machine: Runtime) -> Device:
     problem = _provider_problem(kind, machine)
     if problem is not None:
         return Device(kind, "missing", problem=problem, remedy=f"Add it: {kind.install}")
-    mine = [found for found in machine.found() if found.provider == kind.provider]
-    exact = next((found for found in mine if found.hardware == kind.hardware), None)
+    mine = [part for part in machine.found() if part.provider == kind.provider]
+    exact = next((part for part in mine if part.hardware == kind.hardware), None)
     # Where Qualcomm's plugin offers a processor of another vendor, it emulates the NPU there. One of
     # Qualcomm's own is of a Snapdragon whose NPU has no driver.
-    others = (found for found in mine if "qualcomm" not in found.vendor.lower())
+    others = (part for part in mine if "qualcomm" not in part.vendor.lower())
     emulator = next(others, None) if kind.name == "qnn:htp" else None
     chosen = exact or emulator
     if chosen is None:
@@ -230,8 +230,8 @@ def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | No
     return None if wanted == AUTO else resolve(wanted, runtime).kind.export
 
 
-def _best(bundle: Bundle, graphs: GraphKind, found: Sequence[Device]) -> Placement:
-    cpu, *others = found
+def _best(bundle: Bundle, graphs: GraphKind, devices: Sequence[Device]) -> Placement:
+    cpu, *others = devices
     suited = [device for device in others if graphs in device.kind.runs]
     made_for = bundle.manifest.made_for
     suited.sort(key=lambda device: device.kind.export != made_for)

@@ -33,8 +33,8 @@ class MachineMemory:
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
     """What this machine has, and what a Linux control group leaves of it."""
-    found = psutil.virtual_memory()
-    total, available = int(found.total), int(found.available)
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
     limits = list(_group_limits(root))
     return MachineMemory(
         total=min([total, *(limit for limit, _ in limits)]),

@@ -143,11 +143,11 @@ class Hidden:
 
     def inputs(self, parts: Sequence[Part]) -> tuple[Floats, Floats]:
         """Features and states of all tokens, ``(m, width)`` and ``(k, width)``."""
-        given = [self._given(part) for part in parts]
+        read = [self._given(part) for part in parts]
 
         def joined(width: int) -> Floats:
             return np.concatenate(
-                [np.zeros((0, width), np.float32), *(x for x in given if x.shape[1] == width)]
+                [np.zeros((0, width), np.float32), *(x for x in read if x.shape[1] == width)]
             )
 
         return joined(self._widths[0]), joined(self._widths[1])

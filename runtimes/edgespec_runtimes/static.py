@@ -49,15 +49,15 @@ def cheapest_passes(
     def best(left: int) -> tuple[float, tuple[int, ...]]:
         if not left:
             return 0.0, ()
-        found = []
+        splits = []
         for width in static.widths:
             taken = min(width, left)
             wanted = max(0, min(rows, left) - (left - taken))
             if width == static.prefill and wanted > 1:
                 continue
             rest, widths = best(left - taken)
-            found.append((seconds[width] + rest, (width, *widths)))
-        return min(found)
+            splits.append((seconds[width] + rest, (width, *widths)))
+        return min(splits)
 
     # Widths divide most counts, so recursion stays shallow; a long count is cut by the session's chunks.
     return best(count)[1]
@@ -220,10 +220,10 @@ class StaticModel(LoadedModel):
 
     def _execute(self, width: int, tokens: Sequence[int], start: int) -> None:
         """One pass over ``tokens`` and as many spare rows as are left of ``width``."""
-        one = self._passes[width]
-        self._host.fill(one.inputs, tokens, start)
+        bound = self._passes[width]
+        self._host.fill(bound.inputs, tokens, start)
         try:
-            one.session.run_with_iobinding(one.binding)
+            bound.session.run_with_iobinding(bound.binding)
         except RUN_ERRORS as error:
             raise DeviceError(f"the device cannot run {self._path}: {error}") from error
 
@@ -273,8 +273,8 @@ class StaticModel(LoadedModel):
 
 def _cache_shape(tensor: KeptTensor, index: int, capacity: int) -> tuple[int, ...]:
     """Keys, which have even indices, lie transposed, as the product with the queries takes them."""
-    one, heads, tokens, width = tensor.of_tokens(capacity)
-    return (one, heads, tokens, width) if index % 2 else (one, heads, width, tokens)
+    batch, heads, tokens, width = tensor.of_tokens(capacity)
+    return (batch, heads, tokens, width) if index % 2 else (batch, heads, width, tokens)
 
 
 def _tokens(array: _Array, index: int, start: int, count: int) -> _Array:

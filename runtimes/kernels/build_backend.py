@@ -92,5 +92,5 @@ def put(made: Path, to: Path) -> None:
 
 def add(settings: dict[str, str | list[str] | None], name: str, values: list[str]) -> None:
     """Put ``values`` before what a setting has already, so that the latter counts."""
-    given = settings.get(name) or []
-    settings[name] = [*values, *(shlex.split(given) if isinstance(given, str) else given)]
+    stated = settings.get(name) or []
+    settings[name] = [*values, *(shlex.split(stated) if isinstance(stated, str) else stated)]

@@ -244,7 +244,7 @@ def _states(own: Mapping[str, object], where: str) -> dict[str, object]:
     keys, changed = Facts(own, where), dict[str, object]()
     recurrent = own.get("attention.recurrent_layers")
     if isinstance(recurrent, list):
-        kinds = [f"{'linear' if each else 'full'}_attention" for each in recurrent]
+        kinds = [f"{'linear' if is_linear else 'full'}_attention" for is_linear in recurrent]
         changed["layer_types"] = kinds[: keys.integer("block_count")]
     inner, heads = keys.integer("ssm.inner_size"), keys.integer("ssm.time_step_rank")
     if heads < 1 or inner % heads:

@@ -223,7 +223,7 @@ def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
             value_width=facts.integer("linear_value_head_dim"),
             tiled=facts.boolean("linear_tiled", default=False),
         )
-    mixers: tuple[Mixer, ...] = tuple("delta_net" if each else "attention" for each in linear)
+    mixers: tuple[Mixer, ...] = tuple("delta_net" if is_linear else "attention" for is_linear in linear)
     return {"mixers": mixers, "conv_taps": facts.integer("linear_conv_kernel_dim"), "delta": net}
 
 

@@ -120,7 +120,7 @@ def delta_states(
 
     Row t of the log is of token t modulo its length.
     """
-    one, log = (
+    states, log = (
         KeptTensor(
             input=f"past_{name}.{layer}",
             output=f"present_{name}.{layer}",
@@ -130,7 +130,7 @@ def delta_states(
         )
         for name, shape in (("state", state), ("log", (LOGGED, logged)))
     )
-    return one, log, last_inputs(layer, channels, taps)
+    return states, log, last_inputs(layer, channels, taps)
 
 
 def bytes_per_token(kept: Iterable[KeptTensor]) -> int:

@@ -143,7 +143,7 @@ class _NativeDecoder(GraphDecoder):
             self.sequences,
             self.places,
             self.parameter(graph_name(conv), shapes[conv][::-1]),
-            *(self.parameter(graph_name(each), shapes[each]) for each in (a, bias)),
+            *(self.parameter(graph_name(name), shapes[name]) for name in (a, bias)),
             self.gain(f"{name}.delta_norm"),
             outputs=4,
             key_heads=net.key_heads,
