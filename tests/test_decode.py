@@ -3,14 +3,13 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Passed, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Extending, Passed, Source, Step
 from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.bridge import ByteBridge
@@ -28,7 +27,6 @@ from tests.toy import (
     COLUMNS,
     GEMMA,
     LLAMA,
-    Deaf,
     RandomDrafter,
     Silent,
     ToySession,
@@ -222,45 +220,6 @@ def test_as_many_tokens_as_asked_for(kind: str, prompt: list[int]) -> None:
         assert got == _plain(_target(False), prompt, count)
 
 
-@pytest.mark.parametrize("rounds", range(1, 8))
-def test_a_caller_may_stop_at_any_yield_and_go_on_later(rounds: int) -> None:
-    target = _target(False)
-    expected = _plain(_target(False), [1, 2, 3], 40)
-    tokens = [1, 2, 3]
-    drafter = _drafter("oracle with errors", 4)
-    steps = decode(target, drafter, Verifier(GREEDY), tokens, max_new_tokens=40, max_draft=4)
-    for _ in islice(steps, rounds):
-        pass
-    steps.close()  # type: ignore[attr-defined]
-    assert target.cache == tokens[:-1]
-    read = len(target.passes)
-    got, _ = _run(target, drafter, tokens, count=43 - len(tokens))
-    assert got == expected
-    assert target.passes[read] <= 1 + 4  # and a draft: the cache was as it should be: nothing was read again
-
-
-def test_cancelled_between_rounds_it_ends_where_it_is() -> None:
-    target, tokens, rounds = _target(False), [1, 2, 3], list[Step]()
-    drafter, verify = _drafter("same model"), Verifier(GREEDY)
-    ends = partial(decode, cancelled=lambda: len(rounds) == 3)
-    for step in ends(target, drafter, verify, tokens, max_new_tokens=40, max_draft=4):
-        rounds.append(step)
-    assert len(rounds) == 3
-    assert tokens == _plain(_target(False), [1, 2, 3], 40)[: 3 + sum(len(step.tokens) for step in rounds)]
-    assert target.cache == tokens[:-1]
-
-
-def test_cancelled_in_prefill_nothing_is_committed_and_the_session_is_valid() -> None:
-    target, prompt = _target(False), [(i * 7) % 400 for i in range(30)]
-    tokens, said = list(prompt), iter([False, False, True])
-    ends = partial(decode, cancelled=lambda: next(said))
-    assert list(ends(target, policy_of(), Verifier(GREEDY), tokens, max_new_tokens=5, max_draft=4)) == []
-    assert tokens == prompt
-    assert target.cache == prompt[:16]
-    got, _ = _run(target, None, prompt, count=5)
-    assert got == _plain(_target(False), prompt, 5)
-
-
 def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     target, tokens = _target(False), [*range(24)]
     target.prefill(range(5))
@@ -277,21 +236,6 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
         assert (step is None) == (one.unread > 0)
     assert target.passes == [8, 8, 3, 1] and left == [18, 10, 2, 0]
     assert len(tokens) == 26 and target.cache == tokens[:-1]
-
-
-class _Broken(Deaf):
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        if len(tokens) == 3:
-            return NO_DRAFT
-        raise RuntimeError("broken drafter")
-
-
-def test_an_error_in_the_drafter_leaves_the_session_valid() -> None:
-    target, tokens = _target(False), [1, 2, 3]
-    with pytest.raises(RuntimeError, match="broken"):
-        list(decode(target, _Broken(), Verifier(GREEDY), tokens, max_new_tokens=9, max_draft=4))
-    assert target.cache == tokens[:-1]
-    assert len(tokens) == 4
 
 
 @pytest.mark.parametrize("portable", [False, pytest.param(True, marks=X86)])

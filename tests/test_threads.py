@@ -267,22 +267,6 @@ def test_a_request_whose_time_is_up_while_it_waits_has_no_text() -> None:
         assert len(running.result(60).tokens) == NEW
 
 
-def test_what_fails_reaches_its_reader_and_nobody_else() -> None:
-    def fail() -> None:
-        if broken and session.length > 12:
-            broken.clear()
-            raise RuntimeError("broken device")
-
-    broken, session = [True], delayed(fail)
-    with toy_model(session) as model:
-        stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        with pytest.raises(RuntimeError, match="broken device"):
-            stream.run()
-        assert stream.result.finish_reason == "error"
-        assert stream.result.tokens == alone(PROMPTS[0]).tokens[: len(stream.result.tokens)] != ()
-        assert model.generate(PROMPTS[0], max_new_tokens=NEW).tokens == alone(PROMPTS[0]).tokens
-
-
 def test_records_join_to_the_text_and_say_where_tokens_came_from() -> None:
     ticks = itertools.count()
     with toy_model(drafter=toy_session(), clock=lambda: 0.3 * next(ticks)) as model:  # whatever drafts pays

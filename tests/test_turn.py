@@ -16,7 +16,7 @@ from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generati
 from edgespec.requests.stream import Stream
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.kv_cache import Stretch
-from tests.models_for_tests import VOCAB, runner_of, toy_bundle, toy_model
+from tests.models_for_tests import VOCAB, queue_of, runner_of, toy_bundle, toy_model
 from tests.several_for_tests import LAW, LONG, NEW, OTHER, PROMPTS, Driven, Own, alone, facts
 from tests.toy import F32, KV_BYTES, NextLogits, ToyModel
 
@@ -109,7 +109,7 @@ class Turns(RuleBasedStateMachine):
         self.asked, self.shared = list[Asked](), Own()
         self.talks: list[Conversation] = [self.model.conversation() for _ in range(2)]
         self.said: list[list[dict[str, str]]] = [[], []]
-        self.is_held = self.is_closed = self.lacked_room = False
+        self.is_held = self.is_closed = self.lacked_room = self.has_dropped = False
 
     def toy(self, name: str, context: int) -> Bundle:
         made: Any = toy_bundle(name, context)
@@ -161,7 +161,12 @@ class Turns(RuleBasedStateMachine):
             with pytest.raises(Closed if self.is_closed else Busy):
                 self.driven.queue(stream)
             return
-        self.driven.queue(stream)
+        leaving = any(ticket.result or ticket.interruption for ticket in queue_of(self.model).running)
+        try:
+            self.driven.queue(stream)
+        except Busy:
+            assert leaving  # they have their places until the next turn
+            return
         asked.may_end |= self.failing
         self.asked.append(asked)
 
@@ -183,7 +188,7 @@ class Turns(RuleBasedStateMachine):
                 return  # it would wait
             before, written = self.expected(), {id(a): self.length(a) for a in self.asked}
             leaving = [asked for asked in self.running if asked.leaves]
-            ran = self.driven.turn()
+            ran, self.has_dropped = self.driven.turn(), False
             if before is not None and not self.is_held:
                 assert ran == before
             assert all(asked.ended for asked in leaving)  # within a pass
@@ -202,7 +207,7 @@ class Turns(RuleBasedStateMachine):
         asked.may_end.add("cancelled")
         assert asked.stream is not None
         if drops and asked.talk is None:  # else what it has written stays in the conversation
-            asked.stream = None
+            asked.stream, self.has_dropped = None, True
             gc.collect()
         else:
             waits = asked.stream.place > 0
@@ -274,7 +279,7 @@ class Turns(RuleBasedStateMachine):
     def expected(self) -> int | None:
         """How many run in the next turn; None where what was dropped, or lacks room, decides that."""
         self.lacked_room &= bool(self.running) or self.kept_bytes == MANY
-        if self.lacked_room or any(asked.stream is None for asked in self.asked):
+        if self.lacked_room or self.has_dropped:
             return None
         running = self.running
         for asked in self.asked:
@@ -340,8 +345,8 @@ class Turns(RuleBasedStateMachine):
         self.target.fails = ""
         if self.drafter is not None:
             self.drafter.fails = ""
-        self.driven.run()
-        self.check_ends()
+        while self.driven.turn():
+            self.check_ends()
         assert all(asked.ended for asked in self.asked)
         assert not any(self.driven.taken)
         if not self.is_closed:

@@ -265,13 +265,12 @@ def decode(
     verify: Verifier,
     tokens: list[int],
     *,
-    cancelled: Callable[[], bool] = lambda: False,
     clock: Clock = perf_counter,
     **options: Any,
 ) -> Iterator[Step]:
     """All rounds of one request that has the target for itself."""
     one = Decoding(target, in_loop(source), verify, tokens, clock=clock, **options)
-    while not one.ended and not cancelled():
+    while not one.ended:
         one.propose()
         alone(lambda: one.drafter_rows, one.take_drafter, clock)
         rows, began = one.rows(target.model.piece), clock()

@@ -19,23 +19,11 @@ from edgespec_runtimes.predictions import Predictions
 
 
 class RequestDecoding(Decoding):
-    """The decoding of a request, on its seat: what its rounds commit becomes the answer's text.
+    """The decoding of a request: what its rounds commit becomes the answer's text.
 
-    Args:
-        target: the target's bundle.
-        seat: where it runs; freed at the end.
-        policy: drafts for it; closed at the end.
-        prompt: what it reads.
-        request: what was asked; its ``max_new_tokens`` fit the context.
-        constraint: what the answer may be; None where that is anything.
-        max_draft: the longest draft.
-        clock: times all of it.
-        started: when its turn came, by ``clock``.
-        queued_s: seconds that it waited for that.
-
-    Attributes:
-        prompt_tokens: how many tokens the prompt has.
-        cached_tokens: how many of them the KV cache held already.
+    At its end the ``policy`` is closed and the ``seat`` is freed. The ``request`` has as many new tokens as
+    fit the context. Its turn came when the clock said ``started``. ``cached_tokens`` are those of the prompt
+    that the KV cache held then.
     """
 
     def __init__(

@@ -25,31 +25,19 @@ class _Pause(Flag):
     """Who holds up what."""
 
     NOBODY = 0
-    REQUESTS = 1
-    """:meth:`RequestQueue.paused`: no request begins."""
-    PASSES = 2
-    """The same between passes: no pass begins either."""
-    HELD = 4
-    """:meth:`RequestQueue.hold`: no pass begins."""
+    REQUESTS = 1  # `paused`: no request begins
+    PASSES = 2  # `paused` between passes: no pass begins either
+    HELD = 4  # `hold`: no pass begins
 
 
 class RequestQueue:
     """A queue of requests, and the thread that answers them, at most ``at_once`` together.
 
+    ``turn`` takes those that run a pass further. At most ``most_waiting`` wait meanwhile. When there are none
+    ``tidy`` is called; it ends soon after the function that it is given says so.
+
     The thread begins with a request and ends when none is left, so that an idle model has none, and nothing
     keeps the program from ending: at its end, what runs is ended too.
-
-    Args:
-        most_waiting: so many may wait while ``at_once`` are answered.
-        turn: takes those that run a pass further.
-        tidy: called in the same thread when there are none; it ends soon after the function that it is given
-            says so.
-
-    Attributes:
-        waiting: requests that wait, the first first.
-        running: requests that have been taken out of the queue.
-        thread: what answers them; None while none is left.
-        is_closed: whether nothing is answered any more.
     """
 
     def __init__(
@@ -85,13 +73,7 @@ class RequestQueue:
             )
 
     def put(self, ticket: Ticket) -> None:
-        """Queue a request; once.
-
-        Raises:
-            Busy: too many requests wait.
-            Closed: nothing is answered any more.
-            RequestError: a request that runs asks, or a process that was forked meanwhile.
-        """
+        """Queue a request; once."""
         self.check_process()
         with self._changed:
             if ticket.stage is not Stage.NEW:

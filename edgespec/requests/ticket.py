@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cached_property
-from threading import Condition, Event
+from threading import Condition
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ class Stage(Enum):
 
     NEW = "nobody has queued it yet"
     WAITING = "it waits for its turn"
-    RUNNING = "whoever has taken it out of the queue ends it"
+    RUNNING = "who has taken it out of the queue ends it"
     ENDED = "it has its result"
 
 
@@ -36,18 +36,9 @@ class Ticket:
     It ends once, with a result: whole, or as far as it came. The records are bounded by the request's tokens,
     so a slow reader does not hold up the model.
 
-    Args:
-        request: what is asked.
-        prompt: reads the prompt, when it is first needed; None where the request has none.
-        constraint: what the answer may be; None where that is anything.
-        ended: called with the result before any reader has it.
-        conversation: requests of one run one after the other, since each goes on behind the last.
-
-    Attributes:
-        stage: how far it is.
-        decoding: what runs; None until its turn.
-        interruption: what is to end it early.
-        result: whole or as far as it came; None before the end.
+    ``prompt`` reads the prompt when it is first needed. ``ended`` is called with the result before any reader
+    has it. Requests of one ``conversation`` run one after the other, since each goes on behind the last.
+    ``decoding`` is what runs, and ``interruption`` what is to end it early.
     """
 
     def __init__(
@@ -67,7 +58,7 @@ class Ticket:
         self.result: Generation | None = None
         self._error: BaseException | None = None
         self._queued_at = 0.0
-        self._changed, self._over = Condition(), Event()
+        self._changed = Condition()
         self._records: deque[Record] = deque()
         self._wakers: list[Callable[[], None]] = []  # of the tasks that wait
 
@@ -156,7 +147,6 @@ class Ticket:
             error = error or failure
         with self._changed:
             self.result, self._error, self.stage = result, error, Stage.ENDED
-            self._over.set()
             self._wake()
 
     @property
@@ -180,8 +170,9 @@ class Ticket:
 
     def wait_for_end(self) -> None:
         """Wait until it is over."""
-        while not self._over.wait(LOOK_S):
-            pass
+        with self._changed:
+            while self.result is None:
+                self._changed.wait(LOOK_S)
 
     def wait(self, seconds: float | None) -> None:
         """Wait until it is readable; at most so long, if ``seconds`` is not None."""
