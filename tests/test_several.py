@@ -174,7 +174,10 @@ def test_answers_that_run_at_once_all_teach_a_history(tmp_path: Path) -> None:
 
 
 def all_at_once(model: Model, pool: ThreadPoolExecutor, new: int) -> list[Any]:
-    return [pool.submit(model.generate, prompt, max_new_tokens=new) for prompt in PROMPTS]
+    streams = [model.stream(prompt, max_new_tokens=new) for prompt in PROMPTS]
+    for queued in streams:  # before anybody closes the model
+        queued.start()
+    return [pool.submit(queued.run) for queued in streams]
 
 
 def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
