@@ -85,6 +85,10 @@ def _python(call: Call) -> str:
     return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
 
 
+def _python_of_json(call: Call) -> str:
+    return f"{call[0]}({', '.join(f'{key}={json.dumps(value)}' for key, value in call[1].items())})"
+
+
 def _list(before: str, after: str, one: Callable[[Call], str] = _object) -> Write:
     return lambda calls: f"{before}[{', '.join(map(one, calls))}]{after}"
 
@@ -106,6 +110,8 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("llama3", lambda calls: "; ".join(_object(call, "parameters") for call in calls)),
     ("llama3", lambda calls: "\n".join(_object(call, "parameters") for call in calls)),
     ("llama3", lambda calls: "<|python_tag|>" + "; ".join(_object(call, "parameters") for call in calls)),
+    ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python)),
+    ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python_of_json)),
 )
 """Names of forms, and ways to write calls in them."""
 

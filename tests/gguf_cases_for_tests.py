@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
-from tests.hf_for_tests import CASES, Tensors, config_of, weights
+from tests.hf_for_tests import CASES, Tensors, config_of, convolves, mlp_width, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 ARCHITECTURES |= {"qwen3_5_text": "qwen35"}
@@ -42,6 +42,18 @@ _TENSORS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
     "hidden_norm": "attn_norm_2",
     "fc": "fc",
 }
@@ -98,7 +110,9 @@ def converted(
     for source, stored in tensors.items():
         ordered = name in _ORDERED and source.endswith(("q_proj.weight", "k_proj.weight"))
         values = _ordered(stored, _head(config)) if ordered else stored
-        if values.ndim == 2 and kind == "Q8_0" and "conv1d" not in source:
+        taps = values.ndim == 3
+        values = values[:, 0] if taps else values
+        if values.ndim == 2 and kind == "Q8_0" and not taps and "conv1d" not in source:
             model.tensors[_renamed(source, name)] = kind, _q8_0(values)
         else:
             less = name in ("gemma3", "qwen35") and not source.endswith("linear_attn.norm.weight")
@@ -175,12 +189,21 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts |= {"attention.key_length": head, "attention.value_length": head}
     if config["model_type"] == "qwen3_5_text":
         facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-    if "layer_types" in config and config["model_type"] == "qwen3_5_text":
+    if config["model_type"] == "lfm2":
+        kv, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])
+        facts |= {
+            "attention.head_count_kv": [0 if convolves(config, layer) else kv for layer in layers],
+            "attention.layer_norm_rms_epsilon": config["norm_eps"],
+            "feed_forward_length": mlp_width(config),
+            "shortconv.l_cache": config["conv_L_cache"],
+            "vocab_size": config["vocab_size"],
+        }
+    elif "layer_types" in config and config["model_type"] == "qwen3_5_text":
         facts["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
     elif "layer_types" in config:
         windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
         facts["attention.sliding_window_pattern"] = windowed
-    if config["model_type"] not in ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text"):
+    if config["model_type"] not in ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text", "lfm2"):
         facts["rope.dimension_count"] = int(head * stated.get("partial_rotary_factor", 1))
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}

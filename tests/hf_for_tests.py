@@ -92,6 +92,20 @@ _QWEN35 = {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
 }
+_LFM2 = {
+    "model_type": "lfm2",
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-4,
+    "intermediate_size": 112,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.2,
+    "block_multiple_of": 32,
+    "tie_word_embeddings": True,
+}
+_OLDER = ("layer_types", "intermediate_size", "tie_word_embeddings", "block_auto_adjust_ff_dim")
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
@@ -132,6 +146,15 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "lfm2": _LFM2,
+    "lfm2_keys": {
+        **{key: value for key, value in _LFM2.items() if key not in _OLDER},
+        "full_attn_idxs": [1, 3],
+        "block_ff_dim": 128,
+        "block_auto_adjust_ff_dim": False,
+        "tie_embedding": True,
+        "conv_L_cache": 4,
+    },
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
     "gemma3": _GEMMA3,
     "gemma3_linear": {
@@ -153,7 +176,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What ``config.json`` says beside the common facts, by the name of the golden."""
-STATEFUL = ("qwen35", "qwen35_equal")
+STATEFUL = ("qwen35", "qwen35_equal", "lfm2", "lfm2_keys")
 """Those with layers that keep a state, which edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in STATEFUL)
 
@@ -164,21 +187,40 @@ def config_of(case: str) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, dict) else value for key, value in facts.items()}
 
 
+def convolves(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer is a short convolution."""
+    attention = config.get("full_attn_idxs")
+    if config["model_type"] != "lfm2" or attention is not None:
+        return attention is not None and layer not in attention
+    return bool(config["layer_types"][layer] == "conv")
+
+
+def mlp_width(config: Mapping[str, Any]) -> int:
+    """Of the MLP; LFM2 states another number and a rule."""
+    width = int(config.get("block_ff_dim", config["intermediate_size"]))
+    if config.get("block_auto_adjust_ff_dim"):
+        multiple = config["block_multiple_of"]
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
+        width = multiple * -(-width // multiple)
+    return width
+
+
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint with this ``config.json``."""
     hidden, kind = config["hidden_size"], config["model_type"]
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
+        f"model.{'embedding_' * (kind == 'lfm2')}norm.weight": (hidden,),
     }
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_embedding", config["tie_word_embeddings"]):
         found["lm_head.weight"] = (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         if is_delta_net(config, layer):
             found |= {f"{prefix}{name}": shape for name, shape in _delta_net(config).items()}
             continue
-        found |= {f"{prefix}{name}.weight": shape for name, shape in _layer(config).items()}
+        shaped = _lfm2_layer(config, layer) if kind == "lfm2" else _layer(config)
+        found |= {f"{prefix}{name}.weight": shape for name, shape in shaped.items()}
         if kind == "qwen2":
             rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
             found |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
@@ -246,6 +288,23 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind in ("olmo2", "olmo3"):
         found |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}
     return found
+
+
+def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, mlp, heads = config["hidden_size"], mlp_width(config), config["num_attention_heads"]
+    head = hidden // heads
+    kv = config["num_key_value_heads"] * head
+    found: dict[str, tuple[int, ...]] = {"operator_norm": (hidden,), "ffn_norm": (hidden,)}
+    found |= {"feed_forward.w1": (mlp, hidden), "feed_forward.w3": (mlp, hidden)}
+    found |= {"feed_forward.w2": (hidden, mlp)}
+    if convolves(config, layer):
+        found |= {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
+        return found | {"conv.conv": (hidden, 1, config["conv_L_cache"])}
+    found |= {"self_attn.q_layernorm": (head,), "self_attn.k_layernorm": (head,)}
+    found |= {
+        f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", hidden), ("k", kv), ("v", kv))
+    }
+    return found | {"self_attn.out_proj": (hidden, hidden)}
 
 
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, TextIOWrapper
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -163,7 +164,9 @@ def gguf(folder: Path) -> Reader:
             read_checkpoint(checkpoint)
 
     models = [tiny_gguf(architecture, "Q8_0", layers=1) for architecture in ARCHITECTURES]
-    models += [gguf_of(case, "Q8_0") for case in ("phi4", "granite", "ministral3", "gemma3_linear", "olmo3")]
+    models += [
+        gguf_of(case, "Q8_0") for case in ("phi4", "granite", "ministral3", "gemma3_linear", "olmo3", "lfm2")
+    ]
     other = seed(tiny_gguf("llama", "Q8_0", layers=1), **gemma4_metadata(size=380))
     return Reader([other, *map(seed, models)], read, CHECKPOINT, path.name)
 
@@ -175,9 +178,9 @@ def safetensors(folder: Path) -> Reader:
 
     def seed(case: str) -> bytes:
         header, at = dict[str, Any](), 0
-        config = config_of(case) | {"num_hidden_layers": 1}
+        config = config_of(case) | ({} if case.startswith("lfm2") else {"num_hidden_layers": 1})
         for name, shape in shapes(config).items():
-            size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            size = 2 * prod(shape)
             header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
             at += size
         special = {"bos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}

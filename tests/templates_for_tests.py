@@ -95,6 +95,7 @@ SHOWN = {
     "smollm3": showing("{{ python_tools }}<code>..</code> " + r"<tool_call>\n{\"name\": <name>, ..}"),
     "phi": showing("<|tool_call|>[...]<|/tool_call|>"),
     "granite": showing("<|tool_call|> followed by a JSON list"),
+    "lfm2": showing('List of tools: [{"type": "function", ...}]'),
     "functools": showing('functools[{"name": ...}]'),
 }
 """A template of each form."""

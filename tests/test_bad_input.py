@@ -20,6 +20,7 @@ from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.errors import EdgespecError, ModelFileError, StorageError, TokenizerError
 from edgespec_models.errors import UnsupportedModelError as Unsupported
 from edgespec_models.progress import Progress
+from tests.gguf_cases_for_tests import gguf_of
 from tests.gguf_for_tests import HIDDEN, TinyGGUF, tiny_gguf
 
 Edit = Callable[[TinyGGUF], object]
@@ -214,6 +215,30 @@ def test_files_that_describe_something_else(tmp_path: Path, name: str) -> None:
     edit(model)
     content = model.write(tmp_path / "m.gguf").read_bytes()
     refused(tmp_path, content, kind, match)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "match"),
+    [
+        ({"attention.head_count_kv": [0, 0, 2, 0]}, Unsupported, "attention or convolution for each of 5"),
+        ({"attention.head_count_kv": [0, 0, 2, 0, 4]}, ModelFileError, "head_count_kv is .* not a whole"),
+        ({"attention.head_count_kv": [0] * 5}, ModelFileError, "head_count_kv is .* not a whole"),
+        ({"attention.head_count_kv": ["a"] * 5}, ModelFileError, "head_count_kv is .* not a whole"),
+        ({"attention.head_count_kv": [0, 0, 0, 0, 2]}, ModelFileError, r"lacks a tensor for layers\.2\.conv"),
+        ({"attention.head_count_kv": 2}, ModelFileError, r"lacks a tensor for layers\.0\.q"),
+        ({"attention.head_count": 8}, ModelFileError, r"attn_k.*\(32, 64\).*\(16, 64\)"),
+        ({"shortconv.l_cache": 4}, ModelFileError, r"shortconv\.conv.*\(64, 3\).*\(64, 4\)"),
+        ({"shortconv.l_cache": 0}, Unsupported, "conv_taps is 0"),
+        ({"shortconv.l_cache": 1 << 31}, Unsupported, "conv_taps is 2147483648"),
+        ({"block_count": 4}, Unsupported, "attention or convolution for each of 4"),
+    ],
+)
+def test_convolutions_that_contradict_each_other(
+    tmp_path: Path, change: dict[str, object], kind: type[EdgespecError], match: str
+) -> None:
+    model = gguf_of("lfm2", "Q8_0")
+    model.metadata |= {f"lfm2.{key}": value for key, value in change.items()}
+    refused(tmp_path, model.write(tmp_path / "m.gguf").read_bytes(), kind, match)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoin
 from tests.tokenizers_for_tests import byte_level_json
 from tests.weights_for_tests import config_of_json
 
-_RICH = ("gemma3", "phi4", "granite", "ministral3", "qwen35")
+_RICH = ("gemma3", "phi4", "granite", "ministral3", "qwen35", "lfm2_keys")
 _YARN = tuple(CASES["ministral3"]["rope_parameters"])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -104,6 +104,20 @@ def test_wrong_facts_of_single_families_are_named(tmp_path: Path) -> None:
     refused(tmp_path / "phi3", {"num_key_value_heads": 1}, ModelFileError, shape, "phi3")
     scaling = {**config_of("phi4")["rope_scaling"], "short_factor": [1.0, 2.0]}
     refused(tmp_path / "phi4", {"rope_scaling": scaling}, ModelFileError, r"short_factor.*8 numbers", "phi4")
+    lfm2: list[tuple[dict[str, Any], type[EdgespecError], str]] = [
+        ({"layer_types": ["conv"] * 4}, UnsupportedModelError, "attention or convolution for each of 5"),
+        ({"layer_types": ["conv"] * 4 + ["mamba"]}, UnsupportedModelError, "attention or convolution"),
+        ({"layer_types": ["conv"] * 5}, ModelFileError, r"lacks a tensor for layers\.2\.conv"),
+        ({"conv_L_cache": 4}, ModelFileError, r"conv\.conv.*\(64, 3\).*\(64, 4\)"),
+        ({"conv_L_cache": 1}, UnsupportedModelError, "conv_taps is 1"),
+        ({"conv_L_cache": [3]}, ModelFileError, "conv_L_cache is "),
+        ({"conv_bias": True}, UnsupportedModelError, "conv_bias is true"),
+        ({"block_multiple_of": 256}, ModelFileError, r"w1.*\(96, 64\).*\(256, 64\)"),
+        ({"num_key_value_heads": 1}, ModelFileError, r"k_proj.*\(32, 64\).*\(16, 64\)"),
+        ({"norm_eps": "x"}, ModelFileError, "rms_norm_eps is 'x'"),
+    ]
+    for number, (change, kind, message) in enumerate(lfm2):
+        refused(tmp_path / f"lfm2-{number}", change, kind, message, "lfm2")
     tied = {"tie_word_embeddings": False}
     refused(tmp_path / "tied", tied, ModelFileError, "tie_word_embeddings", "llama_tied")
 
@@ -111,7 +125,7 @@ def test_wrong_facts_of_single_families_are_named(tmp_path: Path) -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     case=st.sampled_from(
-        ["llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3", "qwen35"]
+        ["llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3", "qwen35", "lfm2"]
     ),
     key=st.sampled_from(
         [

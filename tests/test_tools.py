@@ -324,6 +324,7 @@ FORCED = [
     ("phi", WRITERS[9][1]),
     ("functools", WRITERS[11][1]),
     ("llama3", WRITERS[13][1]),
+    ("lfm2", WRITERS[17][1]),
 ]
 
 

@@ -9,7 +9,7 @@ FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDE
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ class Shape:
 _DRAFTED = 32_000  # tokens of a head
 _LOCAL = {"attention.sliding_window": 512}
 _SCALED = {"attention.sliding_window": 1024, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+_ATTENDS = (2, 5, 8, 10, 12, 14)
+_CONVOLVES = {
+    "attention.head_count_kv": [8 * (layer in _ATTENDS) for layer in range(16)],
+    "shortconv.l_cache": 3,
+}
 _LONG = {"rope.dimension_count": 96, "rope.scaling.original_context_length": 4096}
 
 
@@ -64,6 +69,7 @@ SHAPES = {
     "qwen3-4b": Shape("qwen3", 36, 2560, 9728, 32, 8, 128, 151_936, 1e6),
     "llama-3.2-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 5e5),
     "llama-3.2-3b": Shape("llama", 28, 3072, 8192, 24, 8, 128, 128_256, 5e5),
+    "lfm2-1.2b": Shape("lfm2", 16, 2048, 8192, 32, 8, 64, 65_536, 1e6, _CONVOLVES),
     "gemma-3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262_144, 1e6, _LOCAL),
     "gemma-3-4b": Shape("gemma3", 34, 2560, 10_240, 8, 4, 256, 262_208, 1e6, _SCALED),
     "phi-4-mini": Shape("phi3", 32, 3072, 8192, 24, 8, 128, 200_064, 1e4, _LONG),
@@ -80,7 +86,7 @@ def tensors(shape: Shape) -> Tensors:
         yield from _head(shape)
         return
     yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q6_K"
-    yield "output_norm.weight", (shape.hidden,), "F32"
+    yield f"{'token_embd' if shape.architecture == 'lfm2' else 'output'}_norm.weight", (shape.hidden,), "F32"
     if shape.architecture == "llama":
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
     if shape.architecture == "phi3":
@@ -90,7 +96,9 @@ def tensors(shape: Shape) -> Tensors:
         more = shape.layers // 8
         dear = layer < more or layer >= 7 * more or (layer - more) % 3 == 2
         linear = shape.architecture == "qwen35" and (layer + 1) % shape.facts["full_attention_interval"]
-        for name, size, form in (_delta_net if linear else _layer)(shape, "Q6_K" if dear else "Q4_K"):
+        kv_heads = shape.facts.get("attention.head_count_kv", [shape.kv_heads] * shape.layers)[layer]
+        kind = _delta_net if linear else _layer if kv_heads else _convolution
+        for name, size, form in kind(shape, "Q6_K" if dear else "Q4_K"):
             yield f"blk.{layer}.{name}{_SUFFIXES.get(name, '.weight')}", size, form
 
 
@@ -124,8 +132,20 @@ def _layer(shape: Shape, dear: str) -> Tensors:
     norms = ["attn_norm", "post_attention_norm" if shape.architecture == "qwen35" else "ffn_norm"]
     norms += ["post_attention_norm", "post_ffw_norm"] if shape.architecture == "gemma3" else []
     yield from ((name, (hidden,), "F32") for name in norms)
-    if shape.architecture in ("qwen3", "qwen35", "gemma3"):
+    if shape.architecture in ("qwen3", "qwen35", "gemma3", "lfm2"):
         yield from ((name, (shape.head_dim,), "F32") for name in ("attn_q_norm", "attn_k_norm"))
+
+
+def _convolution(shape: Shape, dear: str) -> Tensors:
+    hidden, mlp = shape.hidden, shape.mlp
+    yield from ((name, (hidden,), "F32") for name in ("attn_norm", "ffn_norm"))
+    yield "shortconv.conv", (hidden, shape.facts["shortconv.l_cache"]), "F32"
+    yield from (
+        ("shortconv.in_proj", (3 * hidden, hidden), "Q4_K"),
+        ("shortconv.out_proj", (hidden, hidden), "Q4_K"),
+    )
+    yield from ((name, (mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
+    yield "ffn_down", (hidden, mlp), dear
 
 
 def _head(shape: Shape) -> Tensors:
@@ -171,7 +191,7 @@ def tokenizer(writer: GGUFWriter, shape: Shape) -> None:
     letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]
     pairs = list(product(letters, repeat=2))
     triples = product(map("".join, pairs), letters[:8])
-    merges = [*pairs, *islice(triples, shape.vocabulary - 2 - len(letters) - len(pairs))]
+    merges = [*islice(chain(pairs, triples), shape.vocabulary - 2 - len(letters))]
     tokens = [*letters, *map("".join, merges), "<|bos|>", "<|end|>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -192,7 +212,8 @@ def write(name: str, path: Path) -> None:
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.mlp)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    if "attention.head_count_kv" not in shape.facts:
+        writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)

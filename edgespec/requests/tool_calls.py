@@ -91,6 +91,8 @@ class Calls(Compilable):
             check_length(length := length + len(json.dumps(schema.grammar)))
             if self.form.call is _in_xml:
                 schema.unheld += _unheld_in_xml(function)
+            if self.form.call is _in_python:
+                schema.unheld += _unheld_of_all(function)
         before, between, after = (tag and _written(tag, self.tokenizer) for tag in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
         calls = " | ".join(map(self.form.call, functions))
@@ -117,11 +119,22 @@ def _with_calls_as_text(form: "Form", message: Mapping[str, Any]) -> Mapping[str
     if not functions or not all(functions):
         return message  # a malformed one is refused with the others
     before, between, after = form.around
-    calls = [
-        f'{{"name": {json.dumps(tool.get("name"))}, "arguments": {_arguments(tool)}}}' for tool in functions
-    ]
+    write = _call_in_python if form.call is _in_python else _call_in_json
+    calls = [write(tool) for tool in functions]
     text = f"{message.get('content') or ''}{before}{(between or '; ').join(calls)}{after}"
     return {"role": message.get("role"), "content": text}
+
+
+def _call_in_json(function: Function) -> str:
+    return f'{{"name": {json.dumps(function.get("name"))}, "arguments": {_arguments(function)}}}'
+
+
+def _call_in_python(function: Function) -> str:
+    try:
+        arguments = table(json.loads(_arguments(function)))
+    except ValueError:  # a text that is no JSON
+        arguments = {}
+    return f"{function.get('name')}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 def _arguments(function: Function) -> str:
@@ -169,9 +182,7 @@ def _in_args(function: Function) -> str:
 
 def _in_xml(function: Function) -> str:
     parameters, text = table(function.get("parameters")), _quoted(f"<function={function['name']}>\n")
-    required, root, end = required_of(parameters), "#/$defs/parameters", _quoted("\n</parameter>\n")
-    whole = _prepared(function, root).grammar
-    del whole["x-guidance"]
+    required, end, held = required_of(parameters), _quoted("\n</parameter>\n"), _held_by(function)
     for key, schema in properties_of(parameters).items():
         own = summary(parameters, schema)
         if values := allowed_values(own):
@@ -179,14 +190,48 @@ def _in_xml(function: Function) -> str:
         elif _is_free(own):
             value = "FREE"
         else:
-            held = PreparedSchema(schema, root=root).grammar
-            if '"$ref": ' in json.dumps(held):
-                held["$defs"] = {"parameters": whole}
-            value = f"{_json(held)} {end}"
+            value = f"{held(schema)} {end}"
         part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
         text += f" {part}" if key in required else f" ({part})?"
         check_length(len(text))
     return f"{text} {_quoted('</function>')}"
+
+
+def _in_python(function: Function) -> str:
+    """The arguments by their names; values are JSON, which these models read and write too."""
+    parameters, held, comma = table(function.get("parameters")), _held_by(function), _quoted(", ")
+    required = required_of(parameters)
+    keys = [*properties_of(parameters)]
+    written = [f"{_quoted(key + '=')} {held(schema)}" for key, schema in properties_of(parameters).items()]
+
+    def behind(at: int) -> str:
+        rest = zip(keys[at + 1 :], written[at + 1 :], strict=True)
+        return "".join(f" {comma} {each}" if key in required else f" ({comma} {each})?" for key, each in rest)
+
+    must = next((at for at, key in enumerate(keys) if key in required), None)
+    if must is not None:
+        before = "".join(f"({each} {comma})? " for each in written[:must])
+        arguments = before + written[must] + behind(must)
+    else:  # any of them may be the first
+        starts = " | ".join(each + behind(at) for at, each in enumerate(written))
+        arguments = f"({starts})?" if starts else ""
+    check_length(len(arguments))
+    return f"{_quoted(function['name'] + '(')} {arguments} {_quoted(')')}"
+
+
+def _held_by(function: Function) -> Callable[[Mapping[str, Any]], str]:
+    """What makes a rule of an argument's schema, which may refer to parts of the whole."""
+    root = "#/$defs/parameters"
+    whole = _prepared(function, root).grammar
+    del whole["x-guidance"]
+
+    def held(schema: Mapping[str, Any]) -> str:
+        own = PreparedSchema(schema, root=root).grammar
+        if '"$ref": ' in json.dumps(own):
+            own["$defs"] = {"parameters": whole}
+        return _json(own)
+
+    return held
 
 
 def _is_free(summed: Mapping[str, Any]) -> bool:
@@ -196,14 +241,19 @@ def _is_free(summed: Mapping[str, Any]) -> bool:
 
 def _unheld_in_xml(function: Function) -> list[Unheld]:
     """What calls between tags do not hold of a schema: bounds of texts, and what is said of all arguments."""
-    parameters = table(function.get("parameters"))
-    unheld = [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
+    parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
     for name, schema in properties_of(parameters).items():
         if _is_free(summary(parameters, schema)):
             place = f"#/properties/{escaped(name)}"
             bounds = keywords_of(parameters, schema, _OF_TEXTS)
             unheld += [Unheld(place, key, value) for key, value in bounds.items()]
     return unheld
+
+
+def _unheld_of_all(function: Function) -> list[Unheld]:
+    """What rules of single arguments do not hold: what is said of all of them."""
+    parameters = table(function.get("parameters"))
+    return [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +291,10 @@ _SHOWS_BARE: Final = r'\{"name": [^}{"]*, ?"parameters": |\[\w+\(\w+=\w'  # JSON
 _MISTRAL: Final = ("[TOOL_CALLS]",)
 _LISTS: Final = "<|tool_call|>", "functools"
 
+_PYTHON: Final = ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>")
+
 FORMS: Final = (
+    Form("lfm2", r"<\|tool_call_start\|>|List of tools: ", ("<|tool_call_start|>",), _PYTHON, _in_python),
     Form("args", r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", _MISTRAL, (*_MISTRAL, *_MISTRAL, ""), _in_args),
     Form("mistral", r"\[TOOL_CALLS\]", _MISTRAL, ("[TOOL_CALLS][", ", ", "]")),
     Form("xml", r"<tool_call>(?:\\n|\s)*<function=", ("<tool_call>", "<function="), _TAGGED, _in_xml),

@@ -44,6 +44,7 @@ def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
+    classes |= dict.fromkeys(("conv_in", "conv_out"), "attention")
     classes |= dict.fromkeys(("gate", "up", "down"), "mlp")
     for name in checkpoint.tensors:
         size = 1

@@ -151,6 +151,7 @@ class KvStore:
             found += sorted(others, key=lambda place: shared_length(place.tokens, rest.tokens))[-1:]
         parts = [text[:first], found]
         length = shared_length([token for part in parts for place in part for token in place.tokens], tokens)
+        length = session.model.places.floor(length)
         if length < held + _LEAST or session.rewind(first * BLOCK) != first * BLOCK:
             return
         session.reserve(length)
@@ -222,7 +223,7 @@ def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_Place]:
 
 def _copy(session: Session, other: Session, tokens: Sequence[int]) -> None:
     """Let ``session`` hold as much of ``tokens`` as ``other`` does, if that is worth it."""
-    held, shared = session.shared_prefix(tokens), other.shared_prefix(tokens)
+    held, shared = session.shared_prefix(tokens), other.model.places.floor(other.shared_prefix(tokens))
     begin = held // BLOCK * BLOCK
     if shared < held + _LEAST or other.view(0, 0) is None or session.rewind(begin) != begin:
         return

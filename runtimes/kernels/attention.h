@@ -3,18 +3,16 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
-#include "context.h"
+#include "sequences.h"
 
 namespace edgespec {
 
 // The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie
 // in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
-// A pass is of one or several sequences, whose rows follow each other. Each has a stretch of the cache of its
-// own: (s, 3) numbers say where that begins, how many tokens lie there, and how many rows of the pass follow.
+// A pass is of one or several sequences, whose rows follow each other. Each has a stretch of the cache of its own.
 // Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied.
 class Attention {
  public:
@@ -53,7 +51,7 @@ class Attention {
     s.width = width;
     s.query_step = (s.gated ? 2 : 1) * head_dim_;
     cache(pass, s);
-    const std::vector<Rows> sequences = sequences_of(pass, s, packed.size() / width);
+    const std::vector<Rows> sequences = sequences_of(pass.input(kSequences), s.capacity, packed.size() / width);
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
@@ -80,39 +78,6 @@ class Attention {
     Half *keys, *values;
     float* y;
   };
-
-  // Rows of a pass that follow each other in one sequence.
-  struct Rows {
-    int64_t begin;  // of the sequence, in the cache
-    int64_t past;   // tokens of the sequence before them
-    int64_t count;
-    int64_t first;  // of the pass's rows
-  };
-
-  static std::vector<Rows> sequences_of(const Pass& pass, const State& s, int64_t rows) {
-    const Tensor given = pass.input(kSequences);
-    const bool shaped = given.type == ort::kInt64 && given.shape.size() == 2 && given.last() == 3;
-    require(shaped, "attention's sequences are no int64 (sequences, 3)");
-    std::vector<Rows> sequences;
-    int64_t first = 0;
-    const auto* each = static_cast<const int64_t*>(given.data);
-    for (int64_t i = 0; i < given.shape[0]; i++, each += 3) {
-      const Rows one = {each[0], each[1], each[2], first};
-      require(one.begin >= 0 && one.begin % kLanes == 0 && one.begin <= s.capacity,
-              "a sequence begins outside the KV cache, or not at a multiple of 16");
-      const int64_t room = s.capacity - one.begin;
-      require(one.past >= 0 && one.past <= room && one.count >= 0 && one.count <= room - one.past,
-              "a pass has more tokens than its KV cache has room for");
-      require(one.count <= rows - first, "the sequences have more rows than the pass");
-      for (const Rows& other : sequences)
-        require(one.begin + one.past + one.count <= other.begin || other.begin + other.past + other.count <= one.begin,
-                "two sequences share a part of the KV cache");
-      first += one.count;
-      sequences.push_back(one);
-    }
-    require(first == rows, "the sequences have fewer rows than the pass");
-    return sequences;
-  }
 
   // Queries of a sequence that share a head of keys: head `i % group` of row `i / group`, for i from `first` to `last`.
   struct Share {
@@ -153,10 +118,7 @@ class Attention {
       require(i == 0 || past.shape[2] == s.capacity, "keys and values have caches of different length");
       s.capacity = past.shape[2];
       require(s.capacity % kLanes == 0, "a KV cache's capacity is no multiple of 16");
-      Half* now = pass.output<Half>(1 + i, past.shape);
-      if (now != past.data && past.size() > 0)
-        std::memcpy(now, past.data, sizeof(Half) * static_cast<size_t>(past.size()));
-      *present[i] = now;
+      *present[i] = kept<Half>(pass, 1 + i, past);
     }
   }
 

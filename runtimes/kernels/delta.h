@@ -7,11 +7,9 @@
 #include <cstring>
 #include <vector>
 
-#include "context.h"
+#include "sequences.h"
 
 namespace edgespec {
-
-constexpr int64_t kLogged = 16;  // rows of a pass that may be taken back
 
 // A pass is of one or several sequences, whose rows follow each other; each keeps what it keeps in a slot of its own.
 // A state lies behind some token of its sequence. The rows from there on lie in a log, what each adds to the state,

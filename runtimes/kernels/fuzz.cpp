@@ -176,6 +176,31 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
   node.reals = {{"epsilon", 1e-6f}};
 }
 
+void fill_convolution(Choices& choices, OrtKernelInfo& node) {
+  const int64_t taps = 2 + choices.below(4), channels = 32 * (1 + choices.below(10)), capacity = 16 * (1 + choices.below(5));
+  const int64_t rows = 1 + choices.byte() % std::min<int64_t>(capacity, 40);
+  const int64_t past = choices.byte() % (capacity - rows + 1), sequences = 1 + choices.below(3);
+  const Shape shapes[] = {{1, sequences * rows, 3 * channels},
+                          {sequences + choices.below(2), 15 + taps, channels},
+                          {1, 1, capacity * sequences, channels * (taps - 1) / 32},
+                          {sequences, 3},
+                          {sequences, 2},
+                          {taps, channels}};
+  const int types[] = {kFloat, kFloat, kFloat, kInt64, kInt64, kFloat};
+  for (int i = 0; i < 6; i++) node.inputs.push_back(made(choices, types[i], shapes[i]));
+  std::vector<int64_t> said, places;
+  for (int64_t i = 0; i < sequences; i++) {
+    const int64_t before = i == 0 ? past : choices.below(static_cast<int>(past) + 1);
+    for (const int64_t each : {i * capacity, before, rows}) said.push_back(choices.number(each));
+    places.push_back(choices.number(sequences - 1 - i));
+    places.push_back(choices.number(before - choices.below(static_cast<int>(std::min<int64_t>(before, 16)) + 1)));
+  }
+  set_numbers(node, 3, said);
+  set_numbers(node, 4, places);
+  node.in_place = choices.below(2) == 0;
+  node.numbers = {{"channels", choices.number(channels)}, {"taps", choices.number(taps)}};
+}
+
 void fill_lookups(Choices& choices, OrtKernelInfo& node) {
   if (node.op == 3) {
     const int64_t columns = choices.rarely() ? 8000 + 2 * choices.byte() : 1 + choices.byte();
@@ -197,9 +222,10 @@ OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
   const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
   Choices choices(data, size);
   OrtKernelInfo node;
-  node.op = static_cast<size_t>(choices.below(5));
+  node.op = static_cast<size_t>(choices.below(6));
   *set = sets[choices.below(6)];
-  void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups, fill_delta};
+  void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups,
+                                                    fill_delta,  fill_convolution};
   fill[node.op](choices, node);
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;

@@ -3,6 +3,7 @@
 //     Linear     normalization, rounding of activations, products, bias, gate, residual
 //     Attention  rotation, KV cache in place, attention
 //     Delta      a gated delta net, its state in place
+//     ShortConv  a gated convolution over the last tokens, whose inputs are kept in place
 //     Embedding  rows of a matrix
 //     Choose     the most likely column of each row, and its probability
 //
@@ -13,6 +14,7 @@
 #include <mutex>
 
 #include "attention.h"
+#include "convolution.h"
 #include "delta.h"
 #include "linear.h"
 #include "lookup.h"
@@ -95,12 +97,13 @@ struct Domain {
         host(*settings.kernels, settings.huge, settings.threads, settings.spins, settings.low),
         linear(api, host),
         attention(api, host),
+        convolution(api, host),
         embedding(api, host),
         choose(api, host),
         delta(api, host) {
     check(api.create_domain("edgespec", &domain));
     const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose,
-                                                             &delta};
+                                                             &delta, &convolution};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
   }
 
@@ -109,6 +112,7 @@ struct Domain {
   Host host;
   Registered<Linear> linear;
   Registered<Attention> attention;
+  Registered<ShortConv> convolution;
   Registered<Embedding> embedding;
   Registered<Choose> choose;
   Registered<Delta> delta;

@@ -117,14 +117,15 @@ def row_writer(
 
 
 def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> dict[str, int]:
-    """Bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``.
+    """Bytes of ``embedding``, ``attention`` or what stands in its place, ``mlp``, ``lm_head``, ``other``.
 
     A ``tied`` matrix is counted as the LM head, since a pass reads all of it.
     """
-    totals = dict.fromkeys(_CLASSES, 0)
+    totals, mixer = dict.fromkeys(_CLASSES, 0), {"mixer": "attention"}
     for name, value in parameters.items():
         assert value.const_value is not None
-        kind = next((part for part in name.split(".") if part in totals), "other")
+        parts = (mixer.get(part, part) for part in name.split("."))
+        kind = next((part for part in parts if part in totals), "other")
         totals["lm_head" if tied and kind == "embedding" else kind] += value.const_value.nbytes
     return totals
 
@@ -137,10 +138,12 @@ def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[
     for parameter, names in biases_of(plan):
         yield parameter, np.concatenate([checkpoint.values(name) for name in names])
     for layer in layers_of(config):
-        if layer.mixer == "delta_net":
-            conv, a, bias = (f"{layer.name}.{kind}" for kind in ("conv", "delta_a", "delta_bias"))
+        if layer.mixer != "attention":
+            conv = f"{layer.name}.conv"
             yield graph_name(conv), checkpoint.values(conv).T
-            yield from ((graph_name(name), checkpoint.values(name).ravel()) for name in (a, bias))
+        if layer.mixer == "delta_net":
+            heads = (f"{layer.name}.{kind}" for kind in ("delta_a", "delta_bias"))
+            yield from ((graph_name(name), checkpoint.values(name).ravel()) for name in heads)
     yield from rotary_tables(config, config.context_length if plan.native else rotary_rows(config)).items()
 
 

@@ -45,6 +45,9 @@ LAYER = {
     "attn_v.bias": "v_bias",
     "attn_q_norm.weight": "q_norm",
     "attn_k_norm.weight": "k_norm",
+    "shortconv.in_proj.weight": "conv_in",
+    "shortconv.conv.weight": "conv",
+    "shortconv.out_proj.weight": "conv_out",
     "post_attention_norm.weight": "post_attn_norm",
     "ffn_norm.weight": "mlp_norm",
     "ssm_alpha.weight": "delta_decay",
@@ -91,6 +94,7 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
         "attention_multiplier": "attention.scale",
+        "conv_L_cache": "shortconv.l_cache",
         "logits_scaling": "logit_scale",
     }
 )
@@ -158,6 +162,7 @@ class GGUFCheckpoint(Checkpoint):
         own |= {"vocab_size": rows, **self._scaling(own)} | _windows(own)
         if family.name == "qwen35":
             own |= _states(own, where)
+        own |= _mixers(own) if family.name == "lfm2" else {}
         if family.name == "gemma3" and own.get("block_count") == _GEMMA3_27B_LAYERS:
             keys = Facts(own, where, _NAMES)
             heads = max(keys.integer("num_attention_heads"), 1)
@@ -253,6 +258,15 @@ def _states(own: Mapping[str, object], where: str) -> dict[str, object]:
             "download or convert it again"
         )
     return changed | {"linear_value_head_dim": inner // heads, "linear_tiled": True}
+
+
+def _mixers(own: Mapping[str, object]) -> dict[str, object]:
+    """Convolutions in the words of a ``config.json``: they are layers without heads of keys and values."""
+    heads = own.get("attention.head_count_kv")
+    if not isinstance(heads, list) or any(type(count) is not int for count in heads):
+        return {}
+    counts, kinds = {*heads} - {0}, ["full_attention" if count else "conv" for count in heads]
+    return {"attention.head_count_kv": counts.pop() if len(counts) == 1 else heads, "layer_types": kinds}
 
 
 def _family(file: GGUFFile) -> Family:

@@ -26,7 +26,7 @@ from edgespec_models.storage import is_file, model_name
 CONFIG = "config.json"
 _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
 _POOLED = {"Transformer", "Pooling", "Normalize"}
-_BARE = ("embed_tokens.", "layers.", "norm.")  # models that were saved without their LM head
+_BARE = ("embed_tokens.", "layers.", "norm.", "embedding_norm.")  # of models saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, or a GGUF file"
 _ROWS = 1024  # that are compared at once
@@ -35,6 +35,7 @@ _LOG = logging.getLogger("edgespec")
 _GLOBAL = {
     "model.embed_tokens.weight": "embed",
     "model.norm.weight": "final_norm",
+    "model.embedding_norm.weight": "final_norm",
     "lm_head.weight": "lm_head",
 }
 LAYER = {
@@ -68,6 +69,22 @@ _POST_NORMED_LAYER = LAYER | {
     "post_attention_layernorm.weight": "post_attn_norm",
     "pre_feedforward_layernorm.weight": "mlp_norm",
     "post_feedforward_layernorm.weight": "post_mlp_norm",
+}
+_LFM2_LAYER = {
+    "operator_norm.weight": "attn_norm",
+    "self_attn.q_proj.weight": "q",
+    "self_attn.k_proj.weight": "k",
+    "self_attn.v_proj.weight": "v",
+    "self_attn.out_proj.weight": "o",
+    "self_attn.q_layernorm.weight": "q_norm",
+    "self_attn.k_layernorm.weight": "k_norm",
+    "conv.in_proj.weight": "conv_in",
+    "conv.conv.weight": "conv",
+    "conv.out_proj.weight": "conv_out",
+    "ffn_norm.weight": "mlp_norm",
+    "feed_forward.w1.weight": "gate",
+    "feed_forward.w3.weight": "up",
+    "feed_forward.w2.weight": "down",
 }
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """What stands before the names of the text model's tensors, where there are others; and what would alone."""
@@ -165,6 +182,7 @@ class HFCheckpoint(Checkpoint):
     def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
         """Tensors by edgespec's names."""
         layers = _POST_NORMED_LAYER if self.config.post_norms else LAYER
+        layers = _LFM2_LAYER if self.config.architecture == "lfm2" else layers
         named: dict[str, Tensor] = {}
         unknown, left_out = [], []
         for name, file in stored:

@@ -36,6 +36,8 @@ def model_facts(facts: Facts) -> Facts:
     if text.keys:
         facts = text.over({key: facts.value(key) for key in facts.keys})
     family = _family(facts)
+    if family.name == "lfm2":
+        facts = _lfm2_facts(facts)
     return facts.over({"rms_norm_eps": 1e-6, **family.defaults})
 
 
@@ -50,6 +52,28 @@ def head_facts(facts: Facts) -> Facts | None:
     layer = facts.section("transformer_layer_config")
     stated = {key: part.value(key) for part in (facts, layer) for key in part.keys}
     return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
+
+
+def _lfm2_facts(facts: Facts) -> Facts:
+    """What the ``config.json`` of an LFM2 says, in the words of others; its older keys go before."""
+    names = {"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"}
+    changed = {name: facts.value(key) for name, key in names.items() if facts.value(key) is not None}
+    width = facts.integer("block_ff_dim", facts.integer("intermediate_size", 12_288))
+    multiplier = facts.value("block_ffn_dim_multiplier")
+    if facts.boolean("block_auto_adjust_ff_dim", default=True):
+        width = int(2 * width / 3)
+        if multiplier is not None or "block_ffn_dim_multiplier" not in facts.keys:
+            multiple = max(facts.integer("block_multiple_of", 256), 1)
+            width = int(facts.positive("block_ffn_dim_multiplier", 1.0) * width)
+            width = -(-width // multiple) * multiple
+    if facts.value("layer_types") is None and facts.value("full_attn_idxs") is not None:
+        layers = min(max(facts.integer("num_hidden_layers", 32), 0), _MAX_COUNT)
+        attention = facts.value("full_attn_idxs")
+        places = attention if isinstance(attention, list) else []
+        changed["layer_types"] = ["full_attention" if n in places else "conv" for n in range(layers)]
+    return Facts({**changed, "intermediate_size": width}, facts.where).over(
+        {key: facts.value(key) for key in facts.keys}
+    )
 
 
 def read_config(facts: Facts) -> ModelConfig:
@@ -97,6 +121,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             num_kv_heads=facts.integer("num_key_value_heads", heads),
             head_dim=head_dim,
             norm_epsilon=facts.number("rms_norm_eps") / residual**2,
+            **_mixers(facts, family, layers),
             unrotated_layers=_unrotated(facts, layers) if family.name == "smollm3" else (),
             attention_scale=facts.positive("attention_multiplier", scale),
             embedding_scale=embedding / residual,
@@ -227,6 +252,25 @@ def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
     return {"mixers": mixers, "conv_taps": facts.integer("linear_conv_kernel_dim"), "delta": net}
 
 
+def _mixers(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
+    """Which layers are short convolutions, and how many tokens these see."""
+    types = facts.value("layer_types")
+    if family.name != "lfm2" or types is None:
+        return {}
+    known = {"full_attention": "attention", "conv": "short_conv"}
+    if not isinstance(types, list) or len(types) != layers or not known.keys() >= {*map(str, types)}:
+        raise UnsupportedModelError(
+            f"{facts.where}: layer_types, or heads of keys and values, must say attention or convolution for "
+            f"each of {layers} layers"
+        )
+    mixers = tuple(known[kind] for kind in types)
+    if "short_conv" not in mixers:
+        return {}
+    if facts.boolean("conv_bias", default=False):
+        raise UnsupportedModelError(f"{facts.where}: conv_bias is true; not supported yet")
+    return {"mixers": mixers, "conv_taps": facts.integer("conv_L_cache")}
+
+
 def _window(facts: Facts, family: Family, layers: int) -> tuple[int, int | None]:
     """Every how many layers one sees all, and how many tokens the others see."""
     sliding = _sliding_layers(facts, family, layers)
@@ -249,7 +293,7 @@ def _window(facts: Facts, family: Family, layers: int) -> tuple[int, int | None]
 
 
 def _sliding_layers(facts: Facts, family: Family, layers: int) -> list[bool]:
-    types = None if family.name == "qwen35" else facts.value("layer_types")
+    types = None if family.name in ("qwen35", "lfm2") else facts.value("layer_types")
     if types is not None:
         known = {"full_attention": False, "sliding_attention": True}
         if not isinstance(types, list) or len(types) != layers or not known.keys() >= {*map(str, types)}:

@@ -104,8 +104,9 @@ class Manifest:
     Attributes:
         weights: the export's policy, such as ``exact``.
         formats: how many weights got which format.
-        bytes_by_class: bytes of ``embedding``, ``attention``, ``mlp``, ``lm_head``, ``other``; of a foreign
-            graph, whose matrices have no such names, ``embedding``, ``matrices``, ``other``.
+        bytes_by_class: bytes of ``embedding``, ``attention`` or what stands in its place, ``mlp``,
+            ``lm_head``, ``other``; of a foreign graph, whose matrices have no such names, ``embedding``,
+            ``matrices``, ``other``.
         parameters_by_class: weights of the same classes.
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.

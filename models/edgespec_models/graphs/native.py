@@ -13,6 +13,9 @@ that :func:`stream_name` says.
 A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
 width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
 hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits.
+
+A model with states also takes ``places`` int64 (s, 2): for each of the sequences the slot that its states lie
+in, and behind how many of its tokens (:mod:`edgespec_models.bundles.kept`).
 """
 
 from functools import partial
@@ -155,6 +158,23 @@ class _NativeDecoder(GraphDecoder):
         )
         self.present += new
         return self.product(f"{name}.delta_out", y)
+
+    def short_conv(self, layer: Layer, x: _Product) -> _Product:
+        """What a short convolution adds to the stream."""
+        taps, width = self.shapes[f"{layer.name}.conv"][1], self.config.hidden_size
+        y, *new = self.node(
+            "ShortConv",
+            x(f"{layer.name}.conv_in"),
+            *self.past[layer.index],
+            self.sequences,
+            self.places,
+            self.parameter(graph_name(f"{layer.name}.conv"), [taps, width]),
+            outputs=3,
+            channels=width,
+            taps=taps,
+        )
+        self.present += new
+        return self.product(f"{layer.name}.conv_out", y)
 
     def packed(self, layer: Layer, x: _Product) -> ir.Value:
         """Queries, keys and values; a product that is normalized as a whole is one of its own."""

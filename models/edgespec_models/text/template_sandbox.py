@@ -38,6 +38,7 @@ _UNSAFE: Final = frozenset(
 )
 """Methods of texts and numbers."""
 _BITS: Final = 4096  # of a whole number
+_OF_JINJA: Final = ("_loop_vars", "_block_vars")  # variables around a call, which it is not given
 _WIDE_PERCENT: Final = re.compile(r"%[^a-zA-Z%(]*(\d{4}|\*)|%\(.*(\d{4}|\*)", re.DOTALL)
 _WIDE_FIELD: Final = re.compile(r"\d{4}|\{")
 _FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{STAND_INS}]+")  # all that is not ASCII, but for stand-ins
@@ -170,7 +171,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Whatever the template calls."""
         budget = _BUDGET.get()
-        budget.allow(sum(map(budget.size, (*args, *kwargs.values()))))
+        named = (value for name, value in kwargs.items() if name not in _OF_JINJA)
+        budget.allow(sum(map(budget.size, (*args, *named))))
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str) and name in ("join", "replace"):
             args = tuple(map(_drawn, args))

@@ -1,0 +1,226 @@
+"""Models with short convolutions over edgespec's kernels: rows are those of one plain run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec.loading.footprint import footprint_of
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.kept import BLOCK, LOGGED
+from edgespec_models.errors import BundleError, RequestError
+from edgespec_runtimes.block_files import BlockFiles
+from edgespec_runtimes.cost import measure_context, measure_cost
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows, Session
+from tests.drafters_for_tests import FREE, QUICK
+from tests.kernels_for_tests import sets
+from tests.native_for_tests import edit_manifest, tiny_native
+from tests.several_for_tests import facts
+from tests.tokenizers_for_tests import byte_level_json
+from tests.toy import F32, LLAMA
+
+LFM2 = replace(
+    LLAMA,
+    architecture="lfm2",
+    num_layers=4,
+    rope_interleaved=False,
+    qk_norm=True,
+    mixers=("short_conv", "attention", "short_conv", "short_conv"),
+    conv_taps=3,
+)
+WIDE_TAPS = replace(LFM2, conv_taps=5, mixers=("attention", "short_conv", "short_conv", "attention"))
+CONFIGS = {"three taps": LFM2, "five taps": WIDE_TAPS}
+TEXT = [(7 * i * i + 3 * i) % 250 for i in range(300)]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return tiny_native(tmp_path_factory.mktemp("lfm2") / "m", CONFIGS[request.param]).bundle
+
+
+@pytest.fixture(scope="module")
+def opened(bundle: Bundle) -> Iterator[Session]:
+    session = open_cpu(bundle, CpuOptions(threads=2))
+    yield session
+    session.close()
+
+
+@pytest.fixture(scope="module")
+def plain(bundle: Bundle) -> Iterator[Session]:
+    """A model of its own, which reads every text in one pass."""
+    session = open_cpu(bundle, CpuOptions(threads=1))
+    yield session
+    session.close()
+
+
+def rows_of(plain: Session, text: list[int]) -> F32:
+    plain.rewind(0)
+    return plain.predict(text).logits
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rows_have_the_bits_of_one_plain_run(opened: Session, plain: Session, data: st.DataObject) -> None:
+    """Of several sequences: pieces of prompts, drafts and what is kept of them, rewinds, copies, failures."""
+    model = opened.model
+    texts: dict[Session, list[int]] = {}
+    for _ in range(data.draw(st.integers(1, 10))):
+        step = data.draw(st.sampled_from(("open", "read", "read", "keep", "rewind", "close", "copy", "fail")))
+        if step == "open" or not texts:
+            if len(texts) < 3:
+                texts[model.session()] = list(TEXT[: 3 * len(texts)])
+                [*texts][-1].prefill(texts[[*texts][-1]])
+            continue
+        session = data.draw(st.sampled_from(list(texts)))
+        text = texts[session]
+        if step == "read":
+            together = data.draw(st.lists(st.sampled_from(list(texts)), min_size=1, max_size=3, unique=True))
+            counts = [data.draw(st.integers(1, 45)) for _ in together]
+            seed = data.draw(st.integers(0, 9))
+            read = {
+                each: [(seed + 11 * i + 5 * i * i) % 250 for i in range(count)]
+                for each, count in zip(together, counts, strict=True)
+            }
+            said = model.predict_together([Rows(each, new, len(new)) for each, new in read.items()])
+            kept: list[Predictions] = [Predictions(each.logits.copy()) for each in said]
+            for (each, new), predictions in zip(read.items(), kept, strict=True):
+                texts[each] = texts[each] + new
+                np.testing.assert_array_equal(predictions.logits, rows_of(plain, texts[each])[-len(new) :])
+        elif step == "keep" and session.stretch.fresh:
+            fresh = session.stretch.fresh
+            rows = data.draw(st.integers(max(0, fresh - len(text) + session.stretch.behind), fresh))
+            session.keep(rows)
+            texts[session] = text[: len(text) - fresh + rows]
+        elif step == "rewind":
+            length = data.draw(st.integers(max(0, len(text) - 60), len(text)))
+            place = session.rewind(length)
+            assert place == length or place == length // BLOCK * BLOCK
+            texts[session] = text[:place]
+        elif step == "close" and len(texts) > 1:
+            session.close()
+            del texts[session]
+        elif step == "copy" and len(texts) < 3:
+            view = session.view(0, len(text))
+            assert view is not None
+            saved, other = [array.copy() for array in view], model.session()
+            other.append(text, saved)
+            texts[other] = text[: len(text) // BLOCK * BLOCK]
+            assert other.stretch.tokens == texts[other]
+        elif step == "fail":
+            with pytest.raises(RequestError, match="token ids"):
+                session.predict([5, -1])
+    for session in texts:
+        session.close()
+
+
+def test_a_pass_that_fails_leaves_no_half_state(
+    bundle: Bundle, plain: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_cpu(bundle, CpuOptions(threads=1))
+    session.predict(TEXT[:70])
+    run = OwnModel.run_pass
+
+    def broken(self: OwnModel, parts: object) -> list[Predictions]:
+        run(self, parts)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OwnModel, "run_pass", broken)
+        session.predict(TEXT[100:140])
+    assert session.length == 2 * BLOCK
+    again = session.predict(TEXT[session.length : 90]).logits
+    np.testing.assert_array_equal(again, rows_of(plain, TEXT[:90])[2 * BLOCK :])
+    session.close()
+
+
+def test_every_set_gives_the_same_bits(bundle: Bundle, plain: Session) -> None:
+    whole = rows_of(plain, TEXT[:80]).copy()
+    for name in sets():
+        session = open_cpu(bundle, CpuOptions(threads=2, instructions=name))
+        rows = [session.predict(TEXT[at : at + 7]).logits.copy() for at in range(0, 80, 7)]
+        session.close()
+        np.testing.assert_array_equal(np.concatenate(rows)[: len(whole)], whole[:84])
+
+
+def test_caches_put_aside_and_a_restart_give_the_same_rows(
+    bundle: Bundle, plain: Session, tmp_path: Path
+) -> None:
+    texts = [TEXT[:200], [*TEXT[:150], *TEXT[250:300]], TEXT[100:180], TEXT[:131]]
+    expected = [rows_of(plain, text)[-1].copy() for text in texts]
+    for start in range(2):
+        session = open_cpu(bundle, CpuOptions(threads=1))
+        caches = KvStore(1 << 22, BlockFiles(tmp_path / "prompts"))
+        seats = [session, session.model.session()]
+        for at, (text, row) in enumerate(zip(texts * 2, expected * 2, strict=True)):
+            seat = seats[at % 2]
+            caches.fetch(seat, text, [seats[1 - at % 2]])
+            if start or at >= len(texts):
+                assert seat.shared_prefix(text) >= (len(text) - 1) // BLOCK * BLOCK
+            np.testing.assert_array_equal(seat.predict_next(text).logits[0], row)
+            caches.write_behind()
+        for seat in seats:
+            seat.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "seeded"])
+def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With n-grams, a drafter that has convolutions itself, and one of another vocabulary."""
+    target = tiny_native(tmp_path / "target", LFM2).path
+    alike = tiny_native(tmp_path / "alike", LFM2, role="drafter").path
+    other = byte_level_json(size=330)
+    bridged = tiny_native(tmp_path / "bridged", LLAMA, role="drafter", tokenizer_json=other).path
+    prompts = ("one two three " * 6, "one two three " * 6 + "four", "one two three " * 3, "x")
+    load = LoadOptions(threads=1, parallel=2)
+    with edgespec.load(target, None, options=load) as model:
+        wanted = [facts(model.generate(each, max_new_tokens=48, **options)) for each in prompts]
+    for drafts in ("ngram", alike, bridged):
+        with edgespec.load(target, drafts, options=load) as model:
+            if (side := model._runner.side) is not None:  # which pays, whatever its passes take
+                pricing: Any = model._runner.pricing
+                pricing._curve, side.curve = FREE, QUICK
+                pricing.observe_pass = pricing.observe_round = lambda *told: None
+            answers = [model.generate(each, max_new_tokens=48, **options) for each in prompts]
+            assert [facts(each) for each in answers] == wanted
+            drafted, accepted = (
+                sum(getattr(each.stats, name) for each in answers) for name in ("drafted", "accepted")
+            )
+            assert drafted > 20 or drafts == "ngram"
+            assert options or accepted == drafted or drafts != alike
+
+
+def test_costs_and_sizes_count_convolutions(bundle: Bundle, opened: Session) -> None:
+    config = bundle.config
+    assert isinstance(config, ModelConfig) and config.conv_taps is not None
+    curve = measure_context(opened, measure_cost(opened, (1, 8, 32), repeats=1))
+    assert opened.length == 0 and curve.seconds(32) > 0
+    layers, before = config.mixers.count("short_conv"), config.conv_taps - 1
+    state = layers * (LOGGED + before) * config.hidden_size * 4
+    token = layers * before * config.hidden_size * 4 // BLOCK
+    token += (config.num_layers - layers) * 2 * config.kv_width * 2
+    assert bundle.manifest.kv_bytes_per_token == token
+    assert bundle.manifest.kept_bytes(100) == state + 100 * token
+    assert footprint_of(bundle, exact_rows=True).cache.bytes(100) == state + 256 * token
+    assert config.attended(100) == 100 * (1 - layers / config.num_layers)
+    session = open_cpu(bundle, CpuOptions(threads=1))
+    session.predict(TEXT[:20])
+    assert session.model.kv_bytes == state + 256 * token
+    session.close()
+
+
+def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    tiny_native(tmp_path / "m", LFM2)
+    edit_manifest(tmp_path / "m", lambda m: m["kept"][0].update(shape=[17, 96]))
+    with pytest.raises(BundleError, match=r"do not fit each other .*past_inputs\.0"):
+        open_cpu(Bundle(tmp_path / "m"))
