@@ -245,3 +245,14 @@ def test_drafts_do_not_change_what_is_written(bundle: Path, tmp_path: Path, aske
             answers.append(model.generate(prompt, max_new_tokens=40, stop_at_eos=False, **asked))
     assert answers[0].stats.new_tokens == 40 and answers[1].stats.drafted + answers[2].stats.drafted > 0
     assert answers[0].text == answers[1].text == answers[2].text
+
+
+def test_a_conversation_that_goes_on_or_turns_back_is_as_if_read_alone(bundle: Path) -> None:
+    """What a session holds of an earlier prompt is of use only as far as its states go back."""
+    first = "one two three four five six seven"
+    prompts = (first, first, f"{first} eight nine", "one two three zero", first[:9], first)
+    with edgespec.load(bundle, "ngram", options=LoadOptions(threads=1, parallel=2)) as model:
+        answers = [model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text for prompt in prompts]
+    for prompt, answer in {*zip(prompts, answers, strict=True)}:
+        with edgespec.load(bundle, None, options=LoadOptions(threads=1)) as model:
+            assert model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text == answer
