@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "sequences.h"
@@ -68,19 +67,23 @@ class Delta {
     layer.a = pass.vector(kA, value_heads_, "a delta net has another number of decays than heads");
     layer.bias = pass.vector(kBias, value_heads_, "a delta net has another number of decays than heads");
     layer.gain = pass.vector(kGain, value_width_, "a gain is not as wide as a head");
-    const int64_t slots = pass.input(kState).shape.empty() ? 0 : pass.input(kState).shape[0];
-    layer.state = kept(pass, kState, {slots, value_heads_, value_width_ / kLanes, key_width_, kLanes});
-    layer.log = kept(pass, kLog, {slots, kLogged, keys_ + values_ + value_heads_});
-    layer.ring = kept(pass, kRing, {slots, kLogged + layer.taps - 1, channels});
-    const std::vector<Rows> sequences = sequences_of(pass, slots, packed.size() / width);
+    const Tensor state = pass.input(kState);
+    const int64_t slots = state.shape.empty() ? 0 : state.shape[0];
+    layer.state = kept_as(pass, kState, {slots, value_heads_, value_width_ / kLanes, key_width_, kLanes});
+    layer.log = kept_as(pass, kLog, {slots, kLogged, keys_ + values_ + value_heads_});
+    layer.ring = kept_as(pass, kRing, {slots, kLogged + layer.taps - 1, channels});
+    const std::vector<Rows> sequences = sequences_of(pass.input(kSequences), kMostTokens, packed.size() / width);
+    const std::vector<Place> places = places_of(pass.input(kPlaces), sequences, slots);
     layer.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], values_});
     pass.spread(static_cast<int64_t>(sequences.size()) * key_heads_, [&](int64_t i) {
-      Work(*this, layer, sequences[static_cast<size_t>(i / key_heads_)], i % key_heads_).run();
+      const auto sequence = static_cast<size_t>(i / key_heads_);
+      if (sequences[sequence].count > 0) Work(*this, layer, sequences[sequence], places[sequence], i % key_heads_).run();
     });
   }
 
  private:
   static constexpr int64_t kWidest = 1 << 12, kMostTaps = 64;
+  static constexpr int64_t kMostTokens = int64_t{1} << 40;  // of all sequences
 
   struct Layer {
     const float* packed;  // (rows, width)
@@ -90,62 +93,24 @@ class Delta {
     float* y;  // (rows, values)
   };
 
-  // Rows of a pass that follow each other in one sequence.
-  struct Rows {
-    int64_t past, count;
-    int64_t first;  // of the pass's rows
-    int64_t slot, behind;
-  };
-
-  std::vector<Rows> sequences_of(const Pass& pass, int64_t slots, int64_t rows) const {
-    const Tensor said = pass.input(kSequences), places = pass.input(kPlaces);
-    const bool shaped = said.type == ort::kInt64 && said.shape.size() == 2 && said.last() == 3 &&
-                        places.type == ort::kInt64 && places.shape.size() == 2 && places.last() == 2 &&
-                        said.shape[0] == places.shape[0];
-    require(shaped, "sequences and their places are no int64 (sequences, 3) and (sequences, 2)");
-    std::vector<Rows> sequences;
-    std::vector<bool> taken(static_cast<size_t>(slots));
-    int64_t first = 0;
-    const auto *each = static_cast<const int64_t*>(said.data), *place = static_cast<const int64_t*>(places.data);
-    for (int64_t i = 0; i < said.shape[0]; i++, each += 3, place += 2) {
-      const Rows one = {each[1], each[2], first, place[0], place[1]};
-      require(one.count >= 0 && one.count <= rows - first, "the sequences have more rows than the pass");
-      require(one.past >= 0 && one.past <= kMostTokens, "a sequence has an impossible length");
-      if (one.count == 0) continue;
-      require(one.slot >= 0 && one.slot < slots, "a sequence's slot is not there");
-      require(!taken[static_cast<size_t>(one.slot)], "two sequences share a slot");
-      require(one.behind >= 0 && one.behind <= one.past && one.past - one.behind <= kLogged,
-              "a state lies behind its sequence, or farther before its end than rows are logged");
-      taken[static_cast<size_t>(one.slot)] = true;
-      first += one.count;
-      sequences.push_back(one);
-    }
-    require(first == rows, "the sequences have fewer rows than the pass");
-    return sequences;
-  }
-  static constexpr int64_t kMostTokens = int64_t{1} << 40;
-
-  // What a sequence keeps, in place where the pass binds one buffer for what was and what is.
-  static float* kept(const Pass& pass, size_t input, const std::vector<int64_t>& shape) {
-    const Tensor past = pass.input(input);
+  static float* kept_as(const Pass& pass, size_t index, const std::vector<int64_t>& shape) {
+    const Tensor past = pass.input(index);
     require(past.type == ort::kFloat && past.shape == shape, "a state is not shaped as its layer");
-    float* now = pass.output<float>(input, shape);
-    if (now != past.data && past.size() > 0)
-      std::memcpy(now, past.data, sizeof(float) * static_cast<size_t>(past.size()));
-    return now;
+    return kept<float>(pass, index, past);
   }
 
   // Rows of a sequence through a key head and the value heads that share it. It alone reads and writes their part of
   // the state, the log and the ring.
   class Work {
    public:
-    Work(const Delta& delta, const Layer& layer, const Rows& rows, int64_t head)
+    Work(const Delta& delta, const Layer& layer, const Rows& rows, const Place& place, int64_t head)
         : d_(delta),
           l_(layer),
           rows_(rows),
+          place_(place),
           head_(head),
-          ring_(layer.ring + rows.slot * ring_rows() * layer.channels),
-          log_(layer.log + rows.slot * kLogged * log_width()),
+          ring_(layer.ring + place.slot * ring_rows() * layer.channels),
+          log_(layer.log + place.slot * kLogged * log_width()),
           queries_(kLogged * d_.key_width_),
           keys_(kLogged * d_.key_width_),
           deltas_(d_.group_ * kLogged * d_.value_width_),
@@ -156,7 +121,7 @@ class Delta {
       const int64_t end = rows_.past + rows_.count, last = std::max(rows_.past, end - kLogged);
       if (rows_.past == 0)
         for (int64_t g = 0; g < d_.group_; g++) std::fill_n(state(g), d_.value_width_ * d_.key_width_, 0.0f);
-      int64_t behind = rows_.behind;
+      int64_t behind = place_.behind;
       for (int64_t from = rows_.past; from < end;) {
         const int64_t to = from < last ? std::min(from + kLogged, last) : end;
         prepare(from, to - from);
@@ -181,7 +146,7 @@ class Delta {
     int64_t wide(int64_t i) const { return i < 2 ? d_.key_width_ : d_.value_width_; }
 
     float* state(int64_t g) const {
-      return l_.state + (rows_.slot * d_.value_heads_ + value_head(g)) * d_.value_width_ * d_.key_width_;
+      return l_.state + (place_.slot * d_.value_heads_ + value_head(g)) * d_.value_width_ * d_.key_width_;
     }
     const float* input(int64_t token) const { return l_.packed + (rows_.first + token - rows_.past) * l_.width; }
     float* logged(int64_t token) const { return log_ + token % kLogged * log_width(); }
@@ -273,6 +238,7 @@ class Delta {
     const Delta& d_;
     const Layer& l_;
     const Rows& rows_;
+    const Place& place_;
     int64_t head_;
     float *ring_, *log_;
     Buffer<float> queries_, keys_, deltas_, copy_, heads_;

@@ -102,7 +102,7 @@ void recur_tiles(const Recurrence& r, int64_t first) {
   const int64_t place = first * kLanes, width = r.tiles * kLanes;
   float* state = r.state + first * r.key_width * kLanes;
   Dots<T> dots;
-  const auto of_tiles = [&](const Update& each) { return Update{each.key, each.delta + place, each.decay}; };
+  const auto of_tiles = [&](const Update& update) { return Update{update.key, update.delta + place, update.decay}; };
   for (int64_t i = 0; i + 1 < r.update_count; i++)
     sweep<T, true, false>(state, state, r.key_width, of_tiles(r.updates[i]), nullptr, nullptr, dots);
   Update change = {};

@@ -163,7 +163,7 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
   std::vector<int64_t> said, places;
   for (int64_t i = 0; i < sequences; i++) {
     const int64_t past = choices.byte();
-    said.insert(said.end(), {0, choices.number(past), choices.number(rows)});
+    said.insert(said.end(), {choices.number(512 * i), choices.number(past), choices.number(rows)});
     places.push_back(choices.number(slots - 1 - i));
     places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
   }
