@@ -160,10 +160,13 @@ def test_other_backends_refuse_delta_nets_by_name(tmp_path: Path, options: Expor
     assert not (tmp_path / "out").exists()
 
 
-def test_decays_and_strengths_keep_8_bits(tmp_path: Path) -> None:
+def test_decays_and_strengths_take_8_bits(tmp_path: Path) -> None:
     """In a file that leaves matrices in floats, and where 4 bits are asked for of the others."""
     export_model(gguf_of("qwen35").write(tmp_path / "m.gguf"), tmp_path / "out")
-    assert Bundle(tmp_path / "out").manifest.formats.keys() == {"Q8_0"}
+    manifest = Bundle(tmp_path / "out").manifest
+    assert manifest.formats.keys() == {"Q8_0"}
+    vectors = manifest.parameters_by_class["other"]
+    assert vectors == 64 + 4 * 2 * 64 + 2 * 64 + 3 * (4 * 192 + 32 + 2 * 4)  # norms, convolutions, decays
 
 
 # ---- Sequences ---------------------------------------------------------------------------------------------

@@ -40,11 +40,12 @@ def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> 
 
 
 def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
-    """Weights of ``embedding``, ``attention``, ``mlp``, ``lm_head`` (given), ``other``."""
+    """Weights of ``embedding``, ``attention`` or what stands for it, ``mlp``, ``lm_head``, ``other``."""
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
-    classes |= dict.fromkeys(("conv_in", "conv_out"), "attention")
+    nets = (f"delta_{part}" for part in ("qkv", "gate", "decay", "strength", "out"))
+    classes |= dict.fromkeys(("conv_in", "conv_out", *nets), "attention")
     classes |= dict.fromkeys(("gate", "up", "down"), "mlp")
     for name in checkpoint.tensors:
         size = 1
