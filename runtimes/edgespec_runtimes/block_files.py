@@ -57,15 +57,14 @@ class BlockFiles:
         """Whether there is such a file, of whatever content."""
         return is_file(self._folder / key / name)
 
-    def read(self, key: str, name: str, size: int) -> bytes | None:
+    def read(self, key: str, name: str, size: int) -> memoryview | None:
         """A block of ``size`` bytes; None where the file is not that block, which is deleted then."""
         path = self._folder / key / name
         with suppress(OSError, MemoryError):
             if path.stat().st_size == _HEADER + size:
-                with path.open("rb") as file:
-                    header, content = file.read(_HEADER), file.read()
-                if header == _header(name, content):
-                    return content
+                raw = memoryview(path.read_bytes())
+                if raw[:_HEADER] == _header(name, raw[_HEADER:]):
+                    return raw[_HEADER:]
         with suppress(OSError):
             path.unlink()
         return None
@@ -166,7 +165,7 @@ def delete(blocks: Iterable[Stored]) -> None:
             raise StorageError(f"cannot delete {each.path}: {error.strerror or error}") from error
 
 
-def _header(name: str, content: bytes) -> bytes:
+def _header(name: str, content: bytes | memoryview) -> bytes:
     digest = hashlib.sha256(_MAGIC + name.encode())
     digest.update(content)
     return _MAGIC + digest.digest()

@@ -159,7 +159,7 @@ class KvStore:
         assert like is not None  # or no block would be known
         form = _form(like, BLOCK)
         for place in found:
-            block = known.get(place)
+            block: bytes | memoryview | None = known.get(place)
             if block is None and files is not None:
                 block = files.read(key, place.name, form.itemsize)
             if block is None:
