@@ -41,6 +41,7 @@ class StatesModel(LoadedModel):
 
     row_exact, takes_several, prompt_key = True, True, "states"
     cache: SharedCache
+    states: States
 
     def __init__(self, kept: Sequence[KeptTensor], *, chunk: int = 40) -> None:
         shape = DecoderShape(architecture="toy", vocab_size=VOCAB, num_layers=2, context_length=4096)

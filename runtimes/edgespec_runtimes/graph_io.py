@@ -129,6 +129,8 @@ class OwnModel(_GraphModel):
     ``passes`` are bindings by number of tokens, of wanted rows and of parts.
     """
 
+    states: States
+
     def __init__(
         self,
         session: Any,

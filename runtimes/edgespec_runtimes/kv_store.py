@@ -4,6 +4,11 @@ A block lies in memory, on disk, or in both. Its name is a chain of digests: ove
 besides tokens (:attr:`edgespec_runtimes.session.LoadedModel.prompt_key`), then over all tokens up to the
 block's end. So texts share the blocks of what they begin with alike. In memory the last block of a text may
 have fewer tokens.
+
+Some models have states that are too large for every block. Of their texts a *checkpoint* has the states at
+one place, with keys and values of the few tokens from the last whole block to there: a block without tokens
+of its own in the chain, so that there is one behind each block at most. A text goes on from a checkpoint or
+not at all.
 """
 
 import hashlib
@@ -15,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.bundles.kept import BLOCK, LOGGED
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.session import LoadedModel, Session
@@ -33,7 +38,7 @@ class _Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the block."""
+        """Of the block; a checkpoint's is over no tokens."""
         return hashlib.sha256(self.before.encode() + np.array(self.tokens, "<i8").tobytes()).hexdigest()
 
 
@@ -74,6 +79,7 @@ class KvStore:
         text = [*_places(session.model, tokens)]
         known = self._known(text)  # although another text may need their room now
         if self._budget and session.length - session.shared_prefix(tokens) >= _LEAST:
+            self.checkpoint(session)
             self._put_aside(session)
         if session in self._readers:
             self._readers.remove(session)
@@ -84,17 +90,32 @@ class KvStore:
             session.rewind(session.shared_prefix(tokens))  # the rest may be of what is not to be written
             self._readers.append(session)
 
+    def checkpoint(self, session: Session) -> None:
+        """Keep the states that ``session`` has now, where they do not go with blocks of tokens."""
+        if session.model.places.every or not session.stretch.behind:
+            return
+        place, like = _checkpoint_place(session), session.view(0, 0)
+        assert like is not None  # of models with states
+        if place in self._blocks:
+            rest = session.stretch.tokens[session.stretch.behind // BLOCK * BLOCK :]
+            before = _Checkpoint.read(self._blocks[place], session, like)
+            if before is not None and shared_length(before.tokens, rest) >= before.behind:
+                return  # most texts that share this one's end go on from there, too
+            self._drop(place)
+        content = _checkpoint(session)
+        if self._make_room(len(content)):
+            self._blocks[place] = content
+            self.nbytes += len(content)
+
     def write_behind(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Write what is not on disk yet, the latest first; ``stop``, asked between blocks, ends it."""
         while self._readers:
             session = self._readers[-1]
-            text = [*_places(session.model, session.stretch.tokens)]
-            if not self._write(text, partial(_content, session), stop):
+            if not self._write([*_places(session.model, session.stretch.tokens)], session, stop):
                 return
             self._readers.pop()
         while self._unwritten:
-            text = self._unwritten[-1]
-            if not self._write(text, [*map(self._blocks.get, text)].__getitem__, stop):
+            if not self._write(self._unwritten[-1], None, stop):
                 return
             self._unwritten.pop()
 
@@ -125,8 +146,9 @@ class KvStore:
     def _known(self, text: Sequence[_Place]) -> dict[_Place, bytes]:
         """Blocks in memory of a text, which are used now, and others behind the same beginnings."""
         for place in reversed(text):
-            if place in self._blocks:
-                self._blocks[place] = self._blocks.pop(place)
+            for used in (place._replace(tokens=()), place):
+                if used in self._blocks:
+                    self._blocks[used] = self._blocks.pop(used)
         befores = {place[:2] for place in text}
         return {place: block for place, block in self._blocks.items() if place[:2] in befores}
 
@@ -138,6 +160,9 @@ class KvStore:
         files: BlockFiles | None,
     ) -> None:
         """Let ``session`` hold of ``text`` what is ``known`` or in ``files``, if that is worth it."""
+        if not session.model.places.every:
+            self._resume(session, text, known, files)
+            return
         tokens = [*chain.from_iterable(place.tokens for place in text)]
         held, key = session.shared_prefix(tokens), session.model.prompt_key
         first = held // BLOCK
@@ -170,6 +195,47 @@ class KvStore:
             arrays = [fields[name] for name in form.names or ()]
             session.append(place.tokens[: length - session.length], arrays)
 
+    def _resume(
+        self,
+        session: Session,
+        text: Sequence[_Place],
+        known: Mapping[_Place, bytes],
+        files: BlockFiles | None,
+    ) -> None:
+        """The same from a checkpoint: the last that leads on and whose blocks are all there."""
+        tokens = [*chain.from_iterable(place.tokens for place in text)]
+        shared, key = session.shared_prefix(tokens), session.model.prompt_key
+        held = session.model.places.nearest(shared, session.stretch.behind)
+        session.reserve(min(len(tokens), session.model.longest))
+        like = session.view(0, 0)
+        assert like is not None  # of models with states
+        block_form, form = _form(like, BLOCK), _checkpoint_form(session, like)
+
+        def content(place: _Place, size: int) -> bytes | None:
+            block = known.get(place)
+            return files.read(key, place.name, size) if block is None and files is not None else block
+
+        for at, place in reversed([*enumerate(text)]):
+            if (at + 1) * BLOCK + LOGGED < held + _LEAST:
+                return
+            states = content(place._replace(tokens=()), form.itemsize)
+            checkpoint = None if states is None else _Checkpoint.read(states, session, like)
+            if checkpoint is None:
+                continue
+            length = shared_length(checkpoint.tokens, tokens[at * BLOCK :])
+            if length < checkpoint.behind or at * BLOCK + length < held + _LEAST:
+                continue
+            first = min(shared // BLOCK, at)  # whose keys and values lie in the session
+            parts = list[tuple[Sequence[int], Sequence[npt.NDArray[Any]]]]()
+            for before in text[first:at]:
+                if (block := content(before, block_form.itemsize)) is not None:
+                    parts.append((before.tokens, [*np.frombuffer(block, block_form)[0]]))
+            if len(parts) < at - first:
+                continue
+            parts.append((checkpoint.tokens[:length], checkpoint.arrays))
+            session.resume(first * BLOCK, parts, checkpoint.state, at * BLOCK + checkpoint.behind)
+            return
+
     def _put_aside(self, session: Session) -> None:
         """Keep what ``session`` holds, or its beginning as far as the budget has room for it."""
         kept = dict[_Place, bytes]()
@@ -177,7 +243,8 @@ class KvStore:
             for at, place in enumerate(_places(session.model, session.stretch.tokens)):
                 block = self._blocks.pop(place, None)
                 if block is None:
-                    block = _content(session, at) if len(place.tokens) >= _LEAST else None
+                    least = _LEAST if session.model.places.every else BLOCK
+                    block = _content(session, at) if len(place.tokens) >= least else None
                     if block is None or not self._make_room(len(block)):
                         break
                     self.nbytes += len(block)
@@ -185,7 +252,7 @@ class KvStore:
         finally:
             self._blocks.update(reversed(kept.items()))
         longer = {place.before: place.tokens for place in kept}
-        for end in [place for place in self._blocks if len(place.tokens) < BLOCK and place not in kept]:
+        for end in [place for place in self._blocks if 0 < len(place.tokens) < BLOCK and place not in kept]:
             other = longer.get(end.before, ()) if end.model is session.model else ()
             if len(end.tokens) - shared_length(end.tokens, other) < _LEAST:
                 self._drop(end)
@@ -202,14 +269,24 @@ class KvStore:
     def _drop(self, place: _Place) -> None:
         self.nbytes -= len(self._blocks.pop(place))
 
-    def _write(
-        self, text: Sequence[_Place], block: Callable[[int], bytes | None], stop: Callable[[], bool]
-    ) -> bool:
-        """Whether the whole blocks of ``text`` are on disk, or cannot be; False if ``stop`` said so."""
-        names = [place.name for place in text if len(place.tokens) == BLOCK]
-        if not names or self._files is None:
+    def _write(self, text: Sequence[_Place], session: Session | None, stop: Callable[[], bool]) -> bool:
+        """Whether the whole blocks of ``text`` and its checkpoints are on disk, or cannot be.
+
+        Blocks are those that ``session`` holds, else those in memory. False if ``stop`` said so.
+        """
+        contents = list[tuple[str, Callable[[], bytes | None]]]()
+        for at, place in enumerate(text):
+            if len(place.tokens) < BLOCK:
+                break
+            held = partial(self._blocks.get, place) if session is None else partial(_content, session, at)
+            contents.append((place.name, held))
+            checkpoint = _Place(place.model, place.name, ())
+            if checkpoint in self._blocks:
+                contents.append((checkpoint.name, partial(self._blocks.get, checkpoint)))
+        if not contents or self._files is None:
             return True
-        return self._files.write(text[0].model.prompt_key, names, block, stop)
+        names = [name for name, _ in contents]
+        return self._files.write(text[0].model.prompt_key, names, lambda at: contents[at][1](), stop)
 
 
 def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_Place]:
@@ -242,3 +319,54 @@ def _content(session: Session, at: int) -> bytes | None:
 def _form(like: Sequence[npt.NDArray[Any]], tokens: int) -> np.dtype[Any]:
     """Of a block of so many tokens: arrays such as these, one behind the other."""
     return np.dtype([("", array.dtype, (1, array.shape[1], tokens, array.shape[3])) for array in like])
+
+
+_ROWS: Final = BLOCK + LOGGED
+"""Tokens of a checkpoint at most: states lie behind one of a block, and the log has the rows since."""
+
+
+class _Checkpoint(NamedTuple):
+    """Tokens behind a block, with keys and values, and states that lie behind ``behind`` of these."""
+
+    behind: int
+    tokens: list[int]
+    arrays: list[npt.NDArray[Any]]
+    state: list[npt.NDArray[Any]]
+
+    @classmethod
+    def read(cls, content: bytes, session: Session, like: Sequence[npt.NDArray[Any]]) -> "_Checkpoint | None":
+        """What :func:`_checkpoint` wrote; None where it is of no use."""
+        facts, rows, state = np.frombuffer(content, _checkpoint_form(session, like))[0]
+        behind, count, *tokens = facts.tolist()
+        if not 0 <= behind <= count <= min(behind + LOGGED, _ROWS):
+            return None
+        return cls(behind, tokens[:count], [*rows], [*state])
+
+
+def _checkpoint_form(session: Session, like: Sequence[npt.NDArray[Any]]) -> np.dtype[Any]:
+    """Of a checkpoint: where states lie and how many tokens follow, these, keys and values, states."""
+    rows = _form(like, _ROWS)
+    states = [("", array.dtype, array.shape) for array in session.state()]
+    return np.dtype([("facts", "<i8", (2 + _ROWS,)), ("rows", rows), ("states", states)])
+
+
+def _checkpoint_place(session: Session) -> _Place:
+    """Behind the last whole block of what the states of ``session`` lie behind."""
+    tokens = session.stretch.tokens[: session.stretch.behind // BLOCK * BLOCK]
+    before = [session.model.prompt_key, *(place.name for place in _places(session.model, tokens))]
+    return _Place(session.model, before[-1], ())
+
+
+def _checkpoint(session: Session) -> bytes:
+    """The states of ``session``, of a size that depends on the model alone."""
+    stretch = session.stretch
+    begin = stretch.behind // BLOCK * BLOCK
+    view, tokens = session.view(begin, session.length), stretch.tokens[begin:]
+    assert view is not None  # of models with states
+    content = np.zeros(1, _checkpoint_form(session, view))
+    content["facts"][0, : 2 + len(tokens)] = stretch.behind - begin, len(tokens), *tokens
+    for name, array in zip(content["rows"].dtype.names or (), view, strict=True):
+        content["rows"][name][0][:, :, : array.shape[2]] = array
+    for name, array in zip(content["states"].dtype.names or (), session.state(), strict=True):
+        content["states"][name][0] = array
+    return content.tobytes()

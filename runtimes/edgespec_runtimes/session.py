@@ -13,7 +13,7 @@ from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KVBuffers, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.states import ANYWHERE
+from edgespec_runtimes.states import ANYWHERE, States
 
 KV_STEP: Final = 256
 """Room in the KV cache is made in steps of so many tokens."""
@@ -51,6 +51,7 @@ class LoadedModel(ABC):
         copies_cache: whether every pass writes the whole KV cache anew, as graphs do that concatenate.
         cache: where keys and values of all sessions lie; None where the host has none.
         stretches: those of the sessions, one behind the other.
+        states: of all sessions; None where layers have none.
         places: from where sequences can go on.
         tunable: weights that :meth:`tune` replaces, by their names in the graph.
         head_tokens: the token of every column of the logits, int32; None where column i is token i.
@@ -64,6 +65,7 @@ class LoadedModel(ABC):
     takes_several = False
     copies_cache = False
     cache: KVBuffers | None = None
+    states: States | None = None
     places = ANYWHERE
     tunable: frozenset[str] = frozenset()
     head_tokens: npt.NDArray[np.int32] | None = None
@@ -341,13 +343,10 @@ class Session:
         """Keys and values of the tokens from ``start`` on and before ``end``, tokens on the third axis.
 
         They lie in the model's own memory: the next call overwrites them. ``start`` is a multiple of 16, and
-        of 32 where sequences go on from blocks. None where the device keeps no rows, or where states do not
-        go with tokens.
+        of 32 where sequences go on from blocks. None where the device keeps no rows.
         """
         begin, cache = self.stretch.begin, self.model.cache
-        if cache is None or not self.model.places.every:
-            return None
-        return cache.view(begin + start, begin + end)
+        return None if cache is None else cache.view(begin + start, begin + end)
 
     def append(self, tokens: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
         """Put ``tokens``, with which a view began, behind what the cache holds: the same bits again.
@@ -362,8 +361,43 @@ class Session:
         cache = self.model.cache
         assert cache is not None  # which gave the view
         count = max(0, self.model.places.floor(self.length + len(tokens)) - self.length)
-        cache.paste(arrays, self.stretch.begin + self.length, count)
-        self.stretch.add(tokens[:count], behind=self.length + count)
+        if count:
+            cache.paste(arrays, self.stretch.begin + self.length, count)
+            self.stretch.add(tokens[:count], behind=self.length + count)
+
+    def state(self) -> tuple[npt.NDArray[Any], ...]:
+        """The sequence's states and logs, in the model's own memory; see :attr:`Stretch.behind`."""
+        states = self.model.states
+        return () if states is None else states.of_slot(self.stretch.slot)
+
+    def resume(
+        self,
+        length: int,
+        parts: Sequence[tuple[Sequence[int], Sequence[npt.NDArray[Any]]]],
+        state: Sequence[npt.NDArray[Any]],
+        behind: int,
+    ) -> None:
+        """Hold the first ``length`` tokens of now and those of ``parts``, and go on from a state of them.
+
+        Args:
+            length: a multiple of 16.
+            parts: tokens with their keys and values, each but the last of a multiple of 16 tokens.
+            state: what :meth:`state` was.
+            behind: how many tokens it lies behind, at most 16 before the end.
+
+        Raises:
+            DeviceError: no memory for them; the cache is empty then.
+        """
+        tokens, stretch = self.stretch.tokens[:length], self.stretch
+        self.reserve(length + sum(len(part) for part, _ in parts))
+        assert self.model.cache is not None  # which gave the views
+        stretch.cut(0)  # until all is there
+        for part, arrays in parts:
+            self.model.cache.paste(arrays, stretch.begin + len(tokens), len(part))
+            tokens += part
+        for mine, saved in zip(self.state(), state, strict=True):
+            mine[...] = saved
+        stretch.add(tokens, behind=behind)
 
     def close(self) -> None:
         """Free the cache and, with the model's last session, the model."""

@@ -87,6 +87,10 @@ class States:
             self.arrays.append(array)
         self._values = [ort_value(array) for array in self.arrays]
 
+    def of_slot(self, slot: int) -> tuple[npt.NDArray[Any], ...]:
+        """What lies in a slot now, where passes read and write it."""
+        return tuple(array[slot] for array in self.arrays)
+
     def bind(self, binding: Any) -> None:
         """Let a pass read and write them."""
         for tensor, value in zip(self._layout, self._values, strict=True):
