@@ -26,6 +26,7 @@ from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
+from edgespec_runtimes.kv_store import KvStore
 from tests.tokenizers_for_tests import byte_level_json
 from tests.toy import F32, KV_BYTES, NextLogits, ToySession, markov_logits
 
@@ -174,7 +175,7 @@ def answering(
     bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
 
     def begin(ticket: Ticket) -> RequestDecoding:
-        drafts, seat = policy(), Seat(session, None)
+        drafts, seat = policy(), Seat(session, None, KvStore(0))
         return RequestDecoding(
             bundle, seat, drafts, read, request, max_draft=max_draft, clock=clock, started=clock()
         )

@@ -259,3 +259,24 @@ def test_a_conversation_that_goes_on_or_turns_back_is_as_if_read_alone(bundle: P
     for prompt, answer in {*zip(prompts, answers, strict=True)}:
         with edgespec.load(bundle, None, options=LoadOptions(threads=1)) as model:
             assert model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text == answer
+
+
+# ---- Prompts that were read --------------------------------------------------------------------------------
+
+
+def test_a_text_goes_on_from_where_its_prompt_ended(bundle: Path, own_prompts: Path) -> None:
+    """In memory after another answer, and in a new process; the text is that of a model that reads all."""
+    prompt = "one two three four five six seven eight nine ten eleven twelve"
+    options = {"max_new_tokens": 8, "stop_at_eos": False}
+    with edgespec.load(bundle, "ngram", options=LoadOptions(threads=1)) as model:
+        first = model.generate(prompt, **options)
+        model.generate("another text, which takes the place of the first in the session", **options)
+        again, longer = model.generate(prompt, **options), model.generate(prompt + " and more", **options)
+    assert first.stats.cached_tokens == 0 and again.tokens == first.tokens
+    assert again.stats.cached_tokens >= again.stats.prompt_tokens - 1
+    assert longer.stats.cached_tokens >= first.stats.prompt_tokens - 1
+    with edgespec.load(bundle, "ngram", options=LoadOptions(threads=1)) as model:
+        restarted = model.generate(prompt + " and more", **options)
+    assert restarted.stats.cached_tokens >= first.stats.prompt_tokens - 1
+    with edgespec.load(bundle, None, options=LoadOptions(threads=1, prompt_cache_bytes=0)) as model:
+        assert model.generate(prompt + " and more", **options).tokens == restarted.tokens == longer.tokens

@@ -92,6 +92,7 @@ class RequestDecoding(Decoding):
         self._progress = None
         if not self._steps:
             self._first_at = now
+            self._seat.prompt_read()
         return [*records, self._record(step)]
 
     def stop(self, reason: FinishReason) -> Record:

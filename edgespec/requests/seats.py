@@ -9,11 +9,19 @@ from edgespec_runtimes.session import Session
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A request's sessions; ``drafter`` is None where there is none, or it reads one text at a time."""
+    """A request's sessions; ``drafter`` is None where there is none, or it reads one text at a time.
+
+    ``caches`` keep what they lose.
+    """
 
     target: Session
     drafter: Session | None
+    caches: KvStore
     taken: bool = False
+
+    def prompt_read(self) -> None:
+        """Keep what later requests need to go on from this prompt, now that the target has read it."""
+        self.caches.checkpoint(self.target)
 
     def free(self) -> None:
         """Let another request have it."""
@@ -27,7 +35,7 @@ class Seats:
     """
 
     def __init__(self, target: Session, drafter: Session | None, caches: KvStore, most: int) -> None:
-        self.all, self._caches = [Seat(target, drafter)], caches
+        self.all, self._caches = [Seat(target, drafter, caches)], caches
         self.readers = list[Session]()
         self.most = most if target.model.takes_several else 1
 
@@ -62,5 +70,5 @@ class Seats:
         target, drafter = self.all[0].target.model, self.all[0].drafter
         several = drafter is not None and drafter.model.takes_several
         second = drafter.model.session() if drafter is not None and several else None
-        self.all.append(Seat(target.session(), second))
+        self.all.append(Seat(target.session(), second, self._caches))
         return self.all[-1]

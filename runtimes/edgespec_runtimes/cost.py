@@ -112,7 +112,11 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     least, near = {}, session.attended
     for far in (False, True):
         while far and 2 * session.length <= most and (copied := session.view(0, session.length)) is not None:
-            session.append(session.stretch.tokens[:], copied)
+            text = session.stretch.tokens
+            if session.model.places.every:
+                session.append(text, copied)
+            else:  # a state of the copies is not needed to time passes
+                session.resume(len(text), [(text, copied)], session.state(), 2 * len(text))
         for n in (1, wide):
             samples = [_timed(session, tokens[-n:]) for _ in range(1 + _CONTEXT_REPEATS)]
             least[far, n] = min(samples[1:])

@@ -13,6 +13,7 @@ not at all.
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any, Final, NamedTuple
@@ -102,10 +103,11 @@ class KvStore:
             if before is not None and shared_length(before.tokens, rest) >= before.behind:
                 return  # most texts that share this one's end go on from there, too
             self._drop(place)
-        content = _checkpoint(session)
-        if self._make_room(len(content)):
-            self._blocks[place] = content
-            self.nbytes += len(content)
+        with suppress(MemoryError):
+            content = _checkpoint(session)
+            if self._make_room(len(content)):
+                self._blocks[place] = content
+                self.nbytes += len(content)
 
     def write_behind(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Write what is not on disk yet, the latest first; ``stop``, asked between blocks, ends it."""
