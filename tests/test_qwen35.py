@@ -267,7 +267,7 @@ def test_a_conversation_that_goes_on_or_turns_back_is_as_if_read_alone(bundle: P
 def test_a_text_goes_on_from_where_its_prompt_ended(bundle: Path, own_prompts: Path) -> None:
     """In memory after another answer, and in a new process; the text is that of a model that reads all."""
     prompt = "one two three four five six seven eight nine ten eleven twelve"
-    options = {"max_new_tokens": 8, "stop_at_eos": False}
+    options: dict[str, Any] = {"max_new_tokens": 8, "stop_at_eos": False}
     with edgespec.load(bundle, "ngram", options=LoadOptions(threads=1)) as model:
         first = model.generate(prompt, **options)
         model.generate("another text, which takes the place of the first in the session", **options)
