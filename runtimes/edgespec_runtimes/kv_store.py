@@ -213,7 +213,7 @@ class KvStore:
         assert like is not None  # of models with states
         block_form, form = _form(like, BLOCK), _checkpoint_form(session, like)
 
-        def content(place: _Place, size: int) -> bytes | None:
+        def content(place: _Place, size: int) -> bytes | memoryview | None:
             block = known.get(place)
             return files.read(key, place.name, size) if block is None and files is not None else block
 
@@ -336,7 +336,9 @@ class _Checkpoint(NamedTuple):
     state: list[npt.NDArray[Any]]
 
     @classmethod
-    def read(cls, content: bytes, session: Session, like: Sequence[npt.NDArray[Any]]) -> "_Checkpoint | None":
+    def read(
+        cls, content: bytes | memoryview, session: Session, like: Sequence[npt.NDArray[Any]]
+    ) -> "_Checkpoint | None":
         """What :func:`_checkpoint` wrote; None where it is of no use."""
         facts, rows, state = np.frombuffer(content, _checkpoint_form(session, like))[0]
         behind, count, *tokens = facts.tolist()
