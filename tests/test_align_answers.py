@@ -198,7 +198,7 @@ def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         loaded.append((target, drafter))
         return model
 
-    portable = SimpleNamespace(manifest=SimpleNamespace(form="dynamic", operators="standard"))
+    portable = SimpleNamespace(manifest=SimpleNamespace(graph_kind="dynamic", operators="standard"))
     monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: portable)
     monkeypatch.setattr(answering_module, "check_target", lambda _: None)
     monkeypatch.setattr(edgespec, "load", load)
