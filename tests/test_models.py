@@ -43,7 +43,7 @@ class House:
     """Loads models of :data:`BYTES`; ``gate`` holds up loads, ``fault`` is what they raise."""
 
     def __init__(self) -> None:
-        self.events = list[str]()
+        self.events, self.others = list[str](), {*threading.enumerate()}
         self.gate, self.loading, self.needs_room = threading.Event(), 0, ""
         self.fault: EdgespecError | None = None
         self.gate.set()
@@ -92,9 +92,10 @@ def are_unused(models: Models) -> bool:
     return True
 
 
-def work_on() -> bool:
-    """Whether the thread of any models is left."""
-    return any(thread.name == "edgespec-models" for thread in threading.enumerate())
+def work_on(house: House) -> bool:
+    """Whether a thread of this test's models is left."""
+    threads = {*threading.enumerate()} - house.others
+    return any(thread.name == "edgespec-models" for thread in threads)
 
 
 def test_models_are_loaded_when_they_are_used_and_the_least_recently_used_go(
@@ -279,7 +280,7 @@ def test_closing_ends_a_load_and_who_waits(house: House, three: Models) -> None:
         three.close()
         with pytest.raises(Closed):
             waiting.result(10)
-    assert house.events == [] and not work_on()
+    assert house.events == [] and not work_on(house)
 
 
 def test_an_interrupt_in_a_load_leaves_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +292,7 @@ def test_an_interrupt_in_a_load_leaves_nothing(house: House, monkeypatch: pytest
     monkeypatch.setattr("edgespec.models.wait", interrupted)
     with pytest.raises(KeyboardInterrupt), Models({"a": "a"}) as models, models.use("a"):
         pass
-    assert house.events == [] and not work_on()
+    assert house.events == [] and not work_on(house)
 
 
 def test_a_task_that_is_cancelled_leaves_the_load_and_no_user(house: House, three: Models) -> None:
