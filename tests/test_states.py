@@ -12,7 +12,7 @@ from edgespec.decoding.loop import Verifier
 from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.block_files import BlockFiles
-from edgespec_runtimes.cost import measure_cost
+from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.states import Places
@@ -227,3 +227,12 @@ def test_a_text_that_was_read_is_not_read_again(tmp_path: Path) -> None:
     KvStore(0, BlockFiles(tmp_path)).fetch(restarted, [*TEXT, 4])
     assert restarted.length == len(TEXT)
     np.testing.assert_array_equal(restarted.predict_next([*TEXT, 4]).logits[-1], law(DELTA, [*TEXT, 4]))
+
+
+@KINDS
+def test_what_a_context_adds_is_measured_over_copies(kept: Sequence[KeptTensor]) -> None:
+    model = StatesModel(kept)
+    session = Session(model)
+    measured = measure_context(session, CostCurve({1: 0.01, 8: 0.02}))
+    assert measured.context_s >= 0 and session.length == 0 and session.capacity < 2048
+    np.testing.assert_array_equal(session.predict(TEXT).logits, rows_of(kept, TEXT))

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -388,13 +389,15 @@ class Session:
         Raises:
             DeviceError: no memory for them; the cache is empty then.
         """
-        tokens, stretch = self.stretch.tokens[:length], self.stretch
-        self.reserve(length + sum(len(part) for part, _ in parts))
+        stretch, at = self.stretch, length
+        counts = [len(part) for part, _ in parts]
+        tokens = [*stretch.tokens[:length], *chain.from_iterable(part for part, _ in parts)]
+        self.reserve(len(tokens))
         assert self.model.cache is not None  # which gave the views
         stretch.cut(0)  # until all is there
-        for part, arrays in parts:
-            self.model.cache.paste(arrays, stretch.begin + len(tokens), len(part))
-            tokens += part
+        for count, (_, arrays) in zip(counts, parts, strict=True):
+            self.model.cache.paste(arrays, stretch.begin + at, count)
+            at += count
         for mine, saved in zip(self.state(), state, strict=True):
             mine[...] = saved
         stretch.add(tokens, behind=behind)
