@@ -9,10 +9,12 @@ from time import sleep
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from edgespec.cli import answers, chat
 from edgespec.cli import console as cli_console
+from edgespec.cli.line_breaks import LineBreaks, Piece
 from edgespec.cli.markdown import CODE, FENCE, HEADING, STRONG, MarkdownStream
 from tests.models_for_tests import toy_model, toy_tokenizer
 from tests.serving_for_tests import Clocked, drafting_model
@@ -26,7 +28,7 @@ Pieces = list[tuple[str, str]]
 def shown(*pieces: str) -> Pieces:
     """What a stream of ``pieces`` looks like, neighbours of one style joined."""
     stream, joined = MarkdownStream(), Pieces()
-    for text, style in [p for piece in pieces for p in stream.push(piece)] + stream.finish():
+    for text, style, _ in [p for piece in pieces for p in stream.push(piece)] + stream.finish():
         if joined and joined[-1][1] == style:
             joined[-1] = (joined[-1][0] + text, style)
         else:
@@ -76,7 +78,45 @@ def test_text_without_signs_is_shown_at_once(text: str) -> None:
     stream = MarkdownStream()
     for char in text:
         held = not char.strip(" ")  # spaces at a line's beginning may belong to a list
-        assert "".join(piece for piece, _ in stream.push(char)).endswith(char) or held
+        assert "".join(piece.text for piece in stream.push(char)).endswith(char) or held
+
+
+def printed(lines: LineBreaks, *pieces: str | Piece) -> str:
+    """What these pieces print before the end of the last word is known."""
+    whole = [piece if isinstance(piece, Piece) else Piece(piece) for piece in pieces]
+    return "".join(part.text for piece in whole for part in lines.push(piece))
+
+
+def unbroken(text: str) -> str:
+    return "".join(text.split())
+
+
+def test_lines_are_broken_between_words_and_code_is_not() -> None:
+    width = [12]
+    lines = LineBreaks(lambda: width[0])
+    assert printed(lines, "write it in lowerc") == "write it in"  # the word may go on
+    assert printed(lines, "ase now ") == "\nlowercase\nnow"
+    width[0] = 20  # the window is wider now
+    assert printed(lines, "and then once again\n") == " and then once\nagain\n"
+    code = Piece("x = [1, 2, 3, 4, 5, 6, 7, 8]", breaks=False)
+    assert printed(lines, code, "\n") == code.text + "\n"
+    width[0] = 10  # and narrower
+    assert printed(lines, "a " + "b" * 25, "ccc d e") == "a\n" + "b" * 25 + "ccc d"
+    assert printed(lines, "\n日本語の文字です") == "\ne\n日本語の文\n字です"
+
+
+@given(st.text(alphabet="ab 日é", max_size=80), st.lists(st.integers(1, 9), max_size=80), st.integers(8, 30))
+def test_how_text_is_cut_changes_no_line_break(text: str, sizes: list[int], width: int) -> None:
+    def whole(parts: Sequence[str]) -> str:
+        lines = LineBreaks(lambda: width)
+        return printed(lines, *parts) + "".join(piece.text for piece in lines.finish())
+
+    ends = [0, *accumulate(sizes), len(text) + 900]
+    shown_at_once = whole([text])
+    assert whole([text[start:end] for start, end in pairwise(ends)]) == shown_at_once
+    assert unbroken(shown_at_once) == unbroken(text)
+    for line in shown_at_once.split("\n"):
+        assert cell_len(line.strip(" ")) <= width or len(line.split()) == 1
 
 
 @pytest.fixture
@@ -105,9 +145,9 @@ def test_a_chat_marks_sources_when_it_is_told_to(terminal: io.StringIO) -> None:
         chat._talk(talk, read)
         texts = [message["content"] for message in talk.conversation.messages[1::2]]
     plain, marked, off = seen[1], seen[3], seen[5]
-    assert texts[0] in plain and MARK not in plain
-    assert texts[1] in re.sub(r"\x1b\[[0-9;]*m", "", marked) and MARK in marked
-    assert texts[2] in off and MARK not in off
+    assert unbroken(texts[0]) in unbroken(plain) and MARK not in plain
+    assert unbroken(texts[1]) in unbroken(re.sub(r"\x1b\[[0-9;]*m", "", marked)) and MARK in marked
+    assert unbroken(texts[2]) in unbroken(off) and MARK not in off
 
 
 def test_a_bar_shows_a_long_reading_and_goes_with_the_first_token(

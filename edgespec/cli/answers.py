@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from edgespec.cli.console import errors, output, progress_bars
+from edgespec.cli.line_breaks import LineBreaks, Piece
 from edgespec.cli.markdown import MarkdownStream
 from edgespec_models.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rich.console import Console
     from rich.text import Text
 
     from edgespec.requests.results import Generation, GenerationStats, Record
@@ -27,7 +29,7 @@ _MARKS: Final = {
     "history": "bold underline magenta",
     "grammar": "reverse green",
 }
-"""How text of each source looks, also where there are no colours; the target's own is plain."""
+"""How text of each source looks, also without colours; the target's own text is plain."""
 _PATIENCE_S: Final = 0.5
 
 
@@ -47,9 +49,9 @@ def stream_to_terminal(stream: "Stream") -> "Generation":
 
 
 def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "Generation":
-    """Print the text as it comes and as it should look; tokens that were drafted are marked, if at all.
+    """Print the text as it comes, formatted, with lines broken between words; ``marked`` marks drafted tokens.
 
-    Away from a terminal the text is printed as it is.
+    Output that is no terminal gets the text unchanged.
     """
     if not output().is_terminal:
         return stream_to_terminal(stream)
@@ -57,43 +59,48 @@ def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "
 
     attribution = None if marked is None else Attribution(marked)
     markdown, ends_line = MarkdownStream(), True
+    lines = LineBreaks(lambda: output().width)
+
+    def show(pieces: list[Piece], mark: str = "") -> None:
+        for text, style, breaks in pieces:
+            _print(output(), lines.push(Piece(text, f"{style} {mark}".strip(), breaks)))
+
     try:
         for record in _records(stream):
             ends_line = record.text.endswith("\n") if record.text else ends_line
             if attribution is None:
-                _print_pieces(markdown.push(record.text), "")
+                show(markdown.push(record.text))
                 continue
             for token in attribution.push(record):
                 if "reasoning" not in token:
-                    _print_pieces(markdown.push(token["text"]), _MARKS.get(token["source"], ""))
+                    show(markdown.push(token["text"]), _MARKS.get(token["source"], ""))
     finally:
-        _print_pieces(markdown.finish(), "")
+        show(markdown.finish())
+        _print(output(), lines.finish())
         if not ends_line:
             output().print()
     return stream.result
 
 
 def _records(stream: "Stream") -> "Iterator[Record]":
-    """What each round added; thoughts are shown dimmed, and beside the output, which is the answer."""
-    from rich.text import Text
-
-    thinks = False
+    """The stream's records. Thoughts are printed dimmed on standard error: the output is the answer alone."""
+    thinks, lines = False, LineBreaks(lambda: errors().width)
     try:
         for record in _behind_prompt(stream):
             if record.reasoning:
                 thinks = True
-                errors().print(Text(record.reasoning, "dim italic"), end="", soft_wrap=True)
+                _print(errors(), lines.push(Piece(record.reasoning, "dim italic")))
             if thinks and record.text:
                 thinks = False
-                errors().print("\n")
+                _print(errors(), [*lines.finish(), Piece("\n\n")])
             yield record
     finally:
         if thinks:
-            errors().print()
+            _print(errors(), [*lines.finish(), Piece("\n")])
 
 
 def _behind_prompt(stream: "Stream") -> "Iterator[Record]":
-    """What each round added; until the first, a bar shows how far the prompt is read."""
+    """The stream's records. While a long prompt is read, a bar shows how far."""
     with ExitStack() as shown:
         draw = None
         for record in stream.records():
@@ -106,15 +113,15 @@ def _behind_prompt(stream: "Stream") -> "Iterator[Record]":
                 draw(Progress("Reading the prompt", progress.read, progress.total, "tokens"))
 
 
-def _print_pieces(pieces: list[tuple[str, str]], mark: str) -> None:
+def _print(console: "Console", pieces: list[Piece]) -> None:
     from rich.text import Text
 
-    for text, style in pieces:
-        output().print(Text(text, f"{style} {mark}".strip()), end="", soft_wrap=True)
+    for text, style, _ in pieces:
+        console.print(Text(text, style), end="", soft_wrap=True)
 
 
 def sources_line(answer: "Generation") -> "Text":
-    """How many tokens came from where, each source as it is marked."""
+    """How many tokens each source gave, in the style of its mark."""
     from rich.text import Text
 
     counts = Counter(token.source for token in answer.records)

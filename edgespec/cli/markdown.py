@@ -1,13 +1,13 @@
-"""Markdown on a terminal as it is written: headings, lists, code, strong text; little is held back.
+"""Markdown on a terminal while it is written: headings, lists, code, strong text.
 
-Text is printed once and as it is, so long lines of code can be copied; rich's own Markdown wraps them.
+Text is printed once. Lines of code are not broken, so they can be copied; rich's own Markdown breaks them.
 """
 
 import re
 from collections.abc import Iterator
 from typing import Final
 
-Pieces = list[tuple[str, str]]
+from edgespec.cli.line_breaks import Piece
 
 CODE: Final = "cyan"
 FENCE: Final = "dim"
@@ -18,40 +18,41 @@ _FENCE: Final = re.compile(r" {0,8}```")
 _HEADING: Final = re.compile(r" {0,3}#{1,6} ")
 _BULLET: Final = re.compile(r"( {0,8})[-*+] ")
 _PARTS: Final = re.compile(r"`|\*\*|\*|[^`*]+")
-# How lines begin, within a block of code and elsewhere, of which it is not known yet what they are.
+# Beginnings of lines that may still become something else, within a block of code and outside of one.
 _OPEN_CODE: Final = re.compile(r" {0,8}(?:`{0,2}|```.*)")
 _OPEN: Final = re.compile(r" {0,8}(?:`{0,2}|```.*|#{0,6}|[-*+]|\d{1,3}[.)]?)")
 
 
 class MarkdownStream:
-    """Takes text in any pieces; returns what can be shown, in pieces of one style.
+    """Takes text in parts of any length and returns what can be shown, in pieces of one style.
 
-    Signs that only mark (``**``, backquotes, a heading's ``#``) are left out, bullets become dots. What
-    begins on a line and does not end there ends with the line. Nothing is held back but such signs.
+    Marks (``**``, backquotes, a heading's ``#``) are left out, and bullets become dots. A mark that is not
+    closed ends with its line. Only marks that are not complete yet are held back.
     """
 
     def __init__(self) -> None:
         self._line, self._shown, self._in_fence = "", 0, False
 
-    def push(self, text: str) -> Pieces:
-        """Pieces of text and their styles, as rich calls them; "" is plain."""
+    def push(self, text: str) -> list[Piece]:
+        """What ``text`` adds to what is shown."""
         *ended, rest = text.split("\n")
-        pieces = Pieces()
+        pieces = list[Piece]()
         for part in ended:
-            pieces += [*self._more(part, ended=True), ("\n", "")]
+            pieces += [*self._more(part, ended=True), Piece("\n")]
         return pieces + self._more(rest, ended=False)
 
-    def finish(self) -> Pieces:
-        """What is held back yet: no more text comes."""
+    def finish(self) -> list[Piece]:
+        """What is still held back: no more text comes."""
         return self._more("", ended=True)
 
-    def _more(self, text: str, *, ended: bool) -> Pieces:
-        """What of the current line was not shown yet, now that ``text`` is part of it."""
+    def _more(self, text: str, *, ended: bool) -> list[Piece]:
+        """Append ``text`` to the current line and return the part of the line that is new to the reader."""
         self._line += text
-        pieces, shown = Pieces(), 0
+        pieces, shown = list[Piece](), 0
+        breaks = not (self._in_fence or _FENCE.match(self._line))
         for piece, style in _looks(self._line, self._in_fence, ended):
             new = piece[max(0, self._shown - shown) :]
-            pieces += [(new, style)] if new else []
+            pieces += [Piece(new, style, breaks)] if new else []
             shown += len(piece)
         self._shown = shown
         if ended:
@@ -61,7 +62,7 @@ class MarkdownStream:
 
 
 def _looks(line: str, in_fence: bool, ended: bool) -> Iterator[tuple[str, str]]:
-    """A line, as far as it is known how it looks."""
+    """Text and style of the line's parts, up to the first that may still become something else."""
     if not ended and (_OPEN_CODE if in_fence else _OPEN).fullmatch(line):
         return
     if _FENCE.match(line):
