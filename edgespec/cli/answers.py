@@ -49,9 +49,9 @@ def stream_to_terminal(stream: "Stream") -> "Generation":
 
 
 def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "Generation":
-    """Print the text as it comes, formatted, with lines broken between words; ``marked`` marks drafted tokens.
+    """Print the text as it comes, formatted, with lines broken between words.
 
-    Output that is no terminal gets the text unchanged.
+    With ``marked``, drafted tokens are marked. Output that is no terminal gets the text unchanged.
     """
     if not output().is_terminal:
         return stream_to_terminal(stream)
