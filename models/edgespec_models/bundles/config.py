@@ -25,6 +25,8 @@ Architecture = Literal[
 ]
 Mixer = Literal["attention", "short_conv", "delta_net"]
 """What lets the tokens of a layer see each other."""
+MLP = Literal["gated_mlp", "experts"]
+"""What follows it in a layer."""
 Count = Annotated[int, within(1, 2**31 - 1)]
 Layers = Annotated[int, within(1, 4096)]
 """Of a model: tables have a row for each, and the deepest models have some hundreds."""
@@ -110,6 +112,57 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts, of which each token uses a few (Shazeer et al. 2017, arXiv 1701.06538).
+
+    A router gives each expert a score. Those with the highest are used, of equals the first. What they give
+    is added up, times their weights.
+
+    Attributes:
+        count: experts of a layer.
+        used: of each token.
+        width: of an expert.
+        dense_layers: the first ones, which have an MLP instead.
+        gating: what makes weights of scores. Over all experts; ``normalized``, over those that are used.
+        normalized: the weights of a token add up to one.
+        scale: factor on the weights behind that.
+        selection_bias: numbers are added to the weights to choose by, and to nothing else.
+        biases: router and experts have some.
+        clamped: gates end at 7 and what they multiply at 7 and -7, as in gpt-oss.
+        shared_width: of an expert that every token uses beside these; 0 without.
+        shared_gate: what that one gives is multiplied by the sigmoid of a score of its own.
+    """
+
+    count: Annotated[int, within(1, 4096)]
+    used: Annotated[int, within(1, 4096)]
+    width: Count
+    dense_layers: Annotated[int, within(0, 4096)] = 0
+    gating: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: _Factor = 1.0
+    selection_bias: bool = False
+    biases: bool = False
+    clamped: bool = False
+    shared_width: Annotated[int, within(0, 2**31 - 1)] = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        if self.used > self.count:
+            raise UnsupportedModelError(
+                f"a token uses {self.used} experts of {self.count}; it can use as many"
+            )
+        if self.selection_bias and self.gating != "sigmoid":
+            raise UnsupportedModelError(
+                f"experts are chosen with a bias and weighed by {self.gating}; edgespec has that for sigmoid"
+            )
+        if self.shared_gate and not self.shared_width:
+            raise UnsupportedModelError(
+                "shared_gate is true and shared_width is 0; the first needs the second"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
     """A decoder-only transformer that edgespec can build a graph of.
 
@@ -139,6 +192,7 @@ class ModelConfig(DecoderShape):
             without one.
         delta: the heads of delta nets; None without one.
         gated_attention: what heads attend to is multiplied by the sigmoids of gates beside their queries.
+        experts: what layers have instead of an MLP; None where all have an MLP.
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
@@ -171,6 +225,7 @@ class ModelConfig(DecoderShape):
     conv_taps: Annotated[int, within(2, 16)] | None = None
     delta: DeltaNet | None = None
     gated_attention: bool = False
+    experts: Experts | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
     normed_features: bool = False
@@ -193,7 +248,7 @@ class ModelConfig(DecoderShape):
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
         of_head = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
         plain = self.num_layers == 1 and self.pre_norms
-        plain &= not (self.post_norms or self.qk_norm or self.mixers)
+        plain &= not (self.post_norms or self.qk_norm or self.mixers or self.experts)
         if not (all(of_head[:2]) and plain) if self.architecture == "eagle3" else any(of_head):
             raise UnsupportedModelError(
                 f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
@@ -210,6 +265,8 @@ class ModelConfig(DecoderShape):
             )
         if bool(nets) != (self.delta is not None):
             raise UnsupportedModelError(f"delta is {self.delta} and {nets} layers are delta_net; {both}")
+        if self.experts is not None and self.post_norms:
+            raise UnsupportedModelError("layers have experts and post_norms; edgespec has either")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
@@ -244,6 +301,11 @@ class ModelConfig(DecoderShape):
     def mixer(self, layer: int) -> Mixer:
         """What lets tokens see each other in ``layer``."""
         return self.mixers[layer] if self.mixers else "attention"
+
+    def mlp(self, layer: int) -> MLP:
+        """What follows it in ``layer``."""
+        routed = self.experts is not None and layer >= self.experts.dense_layers
+        return "experts" if routed else "gated_mlp"
 
     def is_global(self, layer: int) -> bool:
         """Whether ``layer`` sees the whole context."""

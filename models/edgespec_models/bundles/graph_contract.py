@@ -114,6 +114,9 @@ CHANGING: Final = frozenset(
 NEW_STATES: Final = "new_states"
 """The output of a head: its states of the rows that are asked for."""
 
+EXPERTS_READ: Final = "experts_read"
+"""The output of a graph with experts: how many different ones the rows of a pass used, layer by layer."""
+
 
 def stream_name(layer: int) -> str:
     """What edgespec's graphs call the residual stream that enters ``layer``, one more for what leaves it."""

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.config import Experts, ModelConfig
 from edgespec_models.bundles.kept import (
     KeptTensor,
     KeptType,
@@ -35,21 +35,29 @@ PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 )
 """The products of most layers, and the matrices whose rows each stacks; see :func:`products_of`."""
-_MLP: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {name: PRODUCTS[name] for name in ("gate_up", "down")}
+_ATTENTION: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {name: PRODUCTS[name] for name in ("qkv", "o")}
 )
 _APART: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {**{name: (name,) for name in (*PRODUCTS["qkv"], "o")}, **_MLP}
+    {name: (name,) for name in (*PRODUCTS["qkv"], "o")}
 )
 _CONVOLUTION: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {**{name: (name,) for name in ("conv_in", "conv_out")}, **_MLP}
+    {name: (name,) for name in ("conv_in", "conv_out")}
 )
 _DELTA_NET: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "delta_in": tuple(f"delta_{part}" for part in ("qkv", "gate", "decay", "strength")),
         "delta_out": ("delta_out",),
-        **_MLP,
     }
+)
+_MLP: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {name: PRODUCTS[name] for name in ("gate_up", "down")}
+)
+_EXPERTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"experts_gate_up": ("experts_gate", "experts_up"), "experts_down": ("experts_down",)}
+)
+_SHARED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"shared_gate_up": ("shared_gate", "shared_up"), "shared_down": ("shared_down",)}
 )
 
 _EMBED_QKV: Final = ("embed_q", "embed_k", "embed_v")
@@ -61,6 +69,7 @@ _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("conv_in", "conv", "conv_out"), "mixer."),
         **dict.fromkeys(("delta_in", "delta_out", "delta_norm", "delta_a", "delta_bias"), "mixer."),
         **dict.fromkeys(("gate_up", "gate", "up", "down"), "mlp."),
+        **dict.fromkeys((*_EXPERTS, *_SHARED, "router", "selection_bias"), "mlp."),
     }
 )
 
@@ -95,7 +104,7 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
         window = None if config.is_global(index) else config.sliding_window
         rope = "rope" if window is None or config.rope_local_theta is None else "rope_local"
         rotated = None if index in config.unrotated_layers else rope
-        layers.append(Layer(index, rotated, window, config.mixer(index)))
+        layers.append(Layer(index, rotated, window, config.mixer(index), config.mlp(index)))
     return tuple(layers)
 
 
@@ -104,11 +113,14 @@ def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ..
 
     Queries, keys and values of a head are sums: of a product with its state and one with the embedding.
     """
+    mixing = _APART if config.wide_qk_norm else _ATTENTION
     if layer.mixer != "attention":
-        return _CONVOLUTION if layer.mixer == "short_conv" else _DELTA_NET
-    if config.is_head:
-        return {**PRODUCTS, "embed_qkv": _EMBED_QKV}
-    return _APART if config.wide_qk_norm else PRODUCTS
+        mixing = _CONVOLUTION if layer.mixer == "short_conv" else _DELTA_NET
+    of_head = {"embed_qkv": _EMBED_QKV} if config.is_head else {}
+    if layer.mlp == "gated_mlp":
+        return {**mixing, **_MLP, **of_head}
+    shared = config.experts is not None and config.experts.shared_width
+    return {**mixing, **_EXPERTS, **(_SHARED if shared else {})}
 
 
 def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -125,14 +137,17 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer, behind its name; ``biases``: whether queries, keys and values have some.
 
-    Matrices are ``(outputs, inputs)``.
+    Matrices are ``(outputs, inputs)``; those of experts lie one below the other.
     """
-    hidden, mlp = (config.hidden_size,), config.intermediate_size
+    hidden = (config.hidden_size,)
     shapes: dict[str, tuple[int, ...]] = {}
     if config.pre_norms:
         shapes |= {"attn_norm": hidden, "mlp_norm": hidden}
     shapes |= _MIXER_SHAPES[layer.mixer](config)
-    shapes |= {"gate": (mlp, *hidden), "up": (mlp, *hidden), "down": (*hidden, mlp)}
+    if config.experts is not None and layer.mlp == "experts":
+        shapes |= _experts_shapes(config.hidden_size, config.experts)
+    else:
+        shapes |= _mlp_shapes(config.hidden_size, config.intermediate_size)
     if biases and layer.mixer == "attention":
         shapes |= {f"{name}_bias": shapes[name][:1] for name in "qkv"}
     if config.post_norms:
@@ -172,6 +187,23 @@ def _delta_net_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "delta_out": (hidden, net.values),
     }
     return shapes | dict.fromkeys(("delta_a", "delta_bias"), (net.value_heads,))
+
+
+def _mlp_shapes(hidden: int, width: int, prefix: str = "", count: int = 1) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate": (count * width, hidden), "up": (count * width, hidden), "down": (count * hidden, width)}
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
+
+
+def _experts_shapes(hidden: int, experts: Experts) -> dict[str, tuple[int, ...]]:
+    count, matrices = experts.count, _mlp_shapes(hidden, experts.width, "experts_", experts.count)
+    shapes: dict[str, tuple[int, ...]] = {"router": (count, hidden), **matrices}
+    if experts.biases:
+        shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
+    if experts.selection_bias:
+        shapes |= {"selection_bias": (count,)}
+    if experts.shared_width:
+        shapes |= _mlp_shapes(hidden, experts.shared_width, "shared_")
+    return shapes | ({"shared_router": (1, hidden)} if experts.shared_gate else {})
 
 
 _MIXER_SHAPES: Final[Mapping[str, Callable[[ModelConfig], dict[str, tuple[int, ...]]]]] = MappingProxyType(

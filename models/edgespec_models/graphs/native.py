@@ -14,6 +14,8 @@ A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes
 width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
 hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits.
 
+Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
+
 A model with states also takes ``places`` int64 (s, 2): for each of the sequences the slot that its states lie
 in, and behind how many of its tokens (:mod:`edgespec_models.bundles.kept`).
 """
@@ -24,7 +26,7 @@ from typing import Any, Final
 import onnx_ir as ir
 
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import NEW_STATES, stream_name
+from edgespec_models.bundles.graph_contract import EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.layers import Layer, graph_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
@@ -46,6 +48,8 @@ class _NativeDecoder(GraphDecoder):
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         super().__init__(config, {"": _OPSET, DOMAIN: 1})
         self.plan, self.epsilon = plan, float(config.norm_epsilon)
+        self.gate = "silu" if config.activation == "silu" else "gelu"
+        self.experts_read = list[ir.Value]()  # experts, of each layer with some
 
     def build(self) -> ir.Model:
         ids = self.input("input_ids", INT64, [1, "n"])
@@ -59,6 +63,10 @@ class _NativeDecoder(GraphDecoder):
         x = self.one("Gather", x, rows, axis=1)
         logits, columns = self.lm_head(x)
         self.write_outputs(logits, columns, self.node("Choose", logits, outputs=2))
+        if self.experts_read:
+            self.output(
+                self.one("Concat", *self.experts_read, axis=0), EXPERTS_READ, INT64, [len(self.experts_read)]
+            )
         if self.config.is_head:
             self.output(x, NEW_STATES, FLOAT, [1, "r", self.config.hidden_size])
         return self.model(tunable=self.plan.tunable)
@@ -84,6 +92,19 @@ class _NativeDecoder(GraphDecoder):
 
     def matrix(self, name: str, form: WeightFormat, rows: int, columns: int) -> ir.Value:
         return self.parameter(name, [tile_bytes(form.tiles, rows, columns)], ir.DataType.UINT8)
+
+    def matrices(self, name: str) -> list[ir.Value]:
+        """Those of a product, part by part."""
+        spec, tied = self.plan.linears[name], name == "lm_head" and self.plan.tied
+        return [
+            self.matrix(
+                "embedding.weight" if tied else f"{graph_name(name)}.parts.{index}.weight",
+                part.format,
+                part.out_features,
+                spec.in_features,
+            )
+            for index, part in enumerate(spec.parts)
+        ]
 
     def embed(self, ids: ir.Value, factor: float) -> ir.Value:
         form, rows, width = self.plan.embedding.format, self.config.vocab_size, self.config.hidden_size
@@ -176,6 +197,59 @@ class _NativeDecoder(GraphDecoder):
         self.present += new
         return self.product(f"{layer.name}.conv_out", y)
 
+    def experts(self, layer: Layer, x: _Product) -> _Product:
+        """What a mixture of experts adds to the stream."""
+        experts, name = self.config.experts, layer.name
+        if experts is None or not experts.shared_width:
+            return partial(self.mixture, x, name)
+        shared = x(f"{name}.shared_gate_up", gate=self.gate)
+        return partial(self.mixture, x, name, shared=self.product(f"{name}.shared_down", shared))
+
+    def mixture(
+        self, x: _Product, name: str, *, residual: ir.Value, shared: _Product | None = None
+    ) -> ir.Value:
+        """``residual`` with what experts give, and the one that all tokens share."""
+        experts, gain, beside = self.config.experts, x.keywords.get("gain"), None
+        assert experts is not None  # which a config with such a layer has
+        if shared is not None and experts.shared_gate:
+            beside = shared()
+        elif shared is not None:
+            residual = shared(residual=residual)
+        count, width, path = experts.count, self.config.hidden_size, graph_name(f"{name}.router")
+        names = [f"{name}.experts_gate_up", f"{name}.experts_down"]
+        biases: list[ir.Value | None] = [None, None, None]
+        if experts.biases:
+            paths, shapes = map(graph_name, names), ([2, count, experts.width], [count, width])
+            biases = [self.parameter(f"{path}.bias", [count])]
+            biases += [self.parameter(f"{path}.bias", s) for path, s in zip(paths, shapes, strict=True)]
+        chosen = graph_name(f"{name}.selection_bias")
+        y, read = self.node(
+            "Experts",
+            *x.args,
+            None if gain is None else self.gain(gain),
+            residual,
+            beside,
+            self.parameter(f"{path}.weight", [count + experts.shared_gate, width]),
+            *biases,
+            self.parameter(chosen, [count]) if experts.selection_bias else None,
+            *(weights for product in names for weights in self.matrices(product)),
+            outputs=2,
+            inputs=width,
+            width=experts.width,
+            experts=count,
+            used=experts.used,
+            gating=experts.gating,
+            normalized=int(experts.normalized),
+            scale=float(experts.scale),
+            epsilon=self.epsilon,
+            gate="clamped" if experts.clamped else self.gate,
+            formats=",".join(
+                part.format.tiles for product in names for part in self.plan.linears[product].parts
+            ),
+        )
+        self.experts_read.append(read)
+        return y
+
     def packed(self, layer: Layer, x: _Product) -> ir.Value:
         """Queries, keys and values; a product that is normalized as a whole is one of its own."""
         name = layer.name
@@ -185,7 +259,7 @@ class _NativeDecoder(GraphDecoder):
         return self.one("Concat", *normed, x(f"{name}.v"), axis=-1)
 
     def gated(self, layer: Layer, x: _Product) -> ir.Value:
-        return x(f"{layer.name}.gate_up", gate="silu" if self.config.activation == "silu" else "gelu")
+        return x(f"{layer.name}.gate_up", gate=self.gate)
 
     def linear(
         self,
@@ -198,23 +272,13 @@ class _NativeDecoder(GraphDecoder):
         gate: str = "",
     ) -> ir.Value:
         """``[residual +] [norm of] gate(norm(x) W + bias)``."""
-        spec, path, bias = self.plan.linears[name], graph_name(name), None
+        spec, bias = self.plan.linears[name], None
         if spec.parts[0].biases:
-            bias = self.parameter(f"{path}.bias", [spec.out_features])
-        tied = name == "lm_head" and self.plan.tied
-        weights = [
-            self.matrix(
-                "embedding.weight" if tied else f"{path}.parts.{index}.weight",
-                part.format,
-                part.out_features,
-                spec.in_features,
-            )
-            for index, part in enumerate(spec.parts)
-        ]
+            bias = self.parameter(f"{graph_name(name)}.bias", [spec.out_features])
         gains = [None if name is None else self.gain(name) for name in (gain, post_gain)]
         return self.node(
             "Linear",
-            *(x, gains[0], bias, gains[1], residual, *weights),
+            *(x, gains[0], bias, gains[1], residual, *self.matrices(name)),
             inputs=spec.in_features,
             epsilon=self.epsilon,
             gate=gate,
