@@ -26,7 +26,7 @@ from tests.models_for_tests import VOCAB, toy_model, toy_session
 from tests.serving_for_tests import serving
 from tests.templates_for_tests import HERMES
 from tests.tokenizers_for_tests import byte_level_json
-from tools import picture
+from tools import picture, tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -75,6 +75,12 @@ def test_figures_are_as_the_tool_draws_them() -> None:
     for path, text in picture.drawn().items():
         same = path.read_text(encoding="utf-8") == text
         assert same, f"{path.name} is not what figures.json says; run python -m tools.picture"
+
+
+def test_tables_of_options_and_keys_are_those_of_the_code() -> None:
+    for path, text in tables.drawn().items():
+        same = path.read_text(encoding="utf-8") == text
+        assert same, f"{path.name} is not what the code says; run python -m tools.tables"
 
 
 def test_pictures_are_drawings_for_light_and_dark_pages() -> None:
@@ -136,8 +142,8 @@ def fill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_code_runs(page: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
-    if page.stem in ("server", "fill"):
-        request.getfixturevalue(page.stem)
+    if page.stem in ("server", "requests"):
+        request.getfixturevalue({"requests": "fill"}.get(page.stem, page.stem))
     names: dict[str, Any] = {"edgespec": edgespec}
     for block in _fences(page, "python"):
         exec(compile(block, str(page), "exec"), names)  # noqa: S102 - that is the test

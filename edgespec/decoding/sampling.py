@@ -31,18 +31,21 @@ class SamplingParams(Checked):
     """How the token is chosen at every position. The defaults are greedy decoding.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy, and then the truncations below have no effect.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: then keep the fewest most likely tokens whose share of the rest is at least top_p
-            (Holtzman et al. 2020); 1 keeps all.
-        min_p: then keep tokens at least min_p times as likely as the most likely one; 0 keeps all.
-        repetition_penalty: for tokens of the prompt and the output so far, positive logits are divided
-            by it and others multiplied (Keskar et al. 2019, section 4.1); 1 is off.
-        presence_penalty: subtracted from the logits of tokens that the output so far holds; 0 is off.
-        frequency_penalty: subtracted from the logit of a token once for each time that the output so far
-            holds it; 0 is off. Both are OpenAI's, and the prompt does not count.
-        logit_bias: what is added to the logits of single tokens, by id; -100 as good as excludes one.
-        seed: makes a sampled generation repeatable; None takes a fresh one for each request.
+        temperature: Divides the logits. With 0 decoding is greedy, and ``top_k``, ``top_p`` and ``min_p``
+            have no effect.
+        top_k: Sample from the k most likely tokens. 0 is no limit.
+        top_p: Then sample from the fewest most likely tokens whose probabilities sum to at least this share
+            (Holtzman et al. 2020). 1 is off.
+        min_p: Then sample from tokens that are at least this many times as likely as the most likely one. 0
+            is off.
+        repetition_penalty: For tokens of the prompt and the answer: positive logits are divided by it, others
+            are multiplied (Keskar et al. 2019, section 4.1). 1 is off.
+        presence_penalty: Subtracted from the logit of each token that the answer contains already. The prompt
+            does not count. 0 is off.
+        frequency_penalty: Subtracted from the logit of a token once for each time that the answer contains
+            it. The prompt does not count. 0 is off.
+        logit_bias: Numbers that are added to the logits of tokens, by token id. -100 nearly excludes a token.
+        seed: Makes sampling repeatable. None takes a new seed for each request.
 
     Raises:
         RequestError: a field out of its range.

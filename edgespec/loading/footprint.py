@@ -20,24 +20,24 @@ Verdict = Literal["fits", "from disk", "no"]
 """Whether all has room; whether it has but for weights, which are read from the disk again and again, slowly;
 or not even so."""
 
-_PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/plan.md)
+_PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/apps.md)
 _LOG = logging.getLogger("edgespec")
 
 WORKING_BYTES: Final = 950
-"""For each token of a vocabulary, as measured (docs/plan.md)."""
+"""For each token of a vocabulary, as measured (docs/apps.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
-    """How large the KV cache of a text is: sessions make room in steps.
+    """The size of a text's KV cache, for which sessions make room in steps.
 
     Attributes:
-        kept: what a sequence keeps.
-        longest: tokens it can hold at most.
-        spare: tokens of room behind the text, which some passes write.
-        tile: its room is a multiple of so many tokens.
-        copies: how many there are; graphs that concatenate keep two.
-        buckets: lengths that graphs of fixed shapes have; empty where any will do.
+        kept: The tensors that a sequence keeps.
+        longest: The most tokens that the context holds.
+        spare: Tokens of room behind the text, which some passes write.
+        tile: The room is a multiple of this number of tokens.
+        copies: The number of copies. Graphs that concatenate their cache keep two.
+        buckets: The lengths of graphs of fixed shapes. Empty where any length will do.
     """
 
     kept: Sequence[KeptTensor]
@@ -61,12 +61,12 @@ class CacheSize:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of room for a token."""
+        """Bytes that a token takes in the KV cache."""
         return bytes_per_token(self.kept) * self.copies
 
     @property
     def types(self) -> str:
-        """What it holds."""
+        """The number formats of the KV cache."""
         return types_of(self.kept)
 
 
@@ -75,15 +75,17 @@ class Footprint:
     """What one model takes.
 
     Attributes:
-        state: what is on this machine.
-        weights_bytes: weights that a pass reads.
-        mapped: whether they may stay in their file, which the system reads piece by piece and drops when
-            memory is short; else they are copied when the model is loaded.
-        table_bytes: tables of which a pass reads a few rows; mapped.
-        working_bytes: tokenizer, and what passes compute in; mostly the tokenizer.
-        download_bytes: to be downloaded before it can be opened.
-        export_bytes: that an export writes before.
-        device: what else than the CPU the bundle was made for; a GPU has memory of its own.
+        name: The model's name.
+        state: ``here``, ``to be exported`` or ``to be pulled``.
+        weights_bytes: Bytes of the weights that a pass reads.
+        mapped: Whether weights may stay in their file, from which the system reads them piece by piece. Other
+            weights are copied at load.
+        table_bytes: Bytes of tables of which a pass reads a few rows. They stay in their file.
+        working_bytes: Bytes of the tokenizer and of what passes compute in.
+        cache: The KV cache.
+        download_bytes: Bytes to download before the model can be opened.
+        export_bytes: Bytes that an export will write.
+        device: The device that the bundle was made for. None is the CPU.
     """
 
     name: str
@@ -114,9 +116,10 @@ class Fit:
     """What models take with a text of some length.
 
     Attributes:
-        kv_bytes: of the KV caches.
-        memory_bytes: at most, loading included, of everything, the program too.
-        verdict: whether this machine has so much.
+        tokens: The length of the text.
+        kv_bytes: Bytes of the KV caches.
+        memory_bytes: The most bytes of everything, with loading and the program itself.
+        verdict: ``fits``, ``from disk`` (all but the weights fits) or ``no``.
     """
 
     tokens: int
@@ -130,11 +133,12 @@ class Plan:
     """What a target and its drafter take, and what this machine has.
 
     Attributes:
-        drafter: None without a drafter model.
-        machine: physical memory.
-        disk_free: bytes, where models are pulled to and exported to.
-        program_bytes: of the program itself: Python, ONNX Runtime and other packages.
-        contexts: what texts of several lengths take, ascending.
+        target: The target.
+        drafter: The drafter. None without a drafter model.
+        machine: The physical memory of the machine.
+        disk_free: Free bytes of the disk that models are pulled and exported to.
+        program_bytes: Bytes of the program itself: Python, ONNX Runtime and other packages.
+        contexts: What texts of several lengths take, the shortest first.
     """
 
     target: Footprint
@@ -156,7 +160,7 @@ class Plan:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest text that fits; 0 where none does."""
+        """Tokens of the longest text that fits in memory; 0 where none does."""
         least, most = 0, self.target.cache.longest
         while least < most:
             middle = (least + most + 1) // 2

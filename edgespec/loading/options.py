@@ -16,30 +16,28 @@ class LoadOptions(Checked):
     """How models are loaded.
 
     Attributes:
-        threads: threads of a pass, at most twice the logical cores; 0 takes the physical cores.
-        battery_threads: the same where the machine is on its battery at load; None is ``threads``.
-        spinning: idle threads wait busily within a pass (see :class:`edgespec_runtimes.cpu.CpuOptions`).
-        max_draft: the longest draft; what is worth drafting is decided round by round.
-        weights: policy of exports made at first use, ``exact`` or ``portable``
-            (:class:`edgespec_export.export.ExportOptions`); None is the default.
-        namespace: keeps what a history learns apart, by app, task or language.
-        training_share: share of the time, 0 to 1, that training a drafter on what the target writes may take,
-            between requests, in a thread of its own; 0 trains nothing. It needs a history.
-        huge_pages: weights are copied into huge pages at load (Linux): passes are a tenth faster. Without,
-            models open at once, and processes share their weights.
-        instructions: what edgespec's kernels use, of :data:`edgespec_runtimes.cpu.INSTRUCTIONS`; empty
-            takes the best that the processor has. All give the same bits.
-        max_waiting: requests that may wait while others are answered; one more is refused
-            (:class:`edgespec.Busy`).
-        parallel: requests that may be answered at once, in common passes; each gives the text that it gives
-            alone. They need edgespec's own kernels; other models answer one after the other.
-        cache_bytes: memory for KV caches of earlier conversations, beside the one in use, in bytes; the least
-            recently used go first. 0 keeps none: then a conversation that another one interrupted is read
-            again.
-        prompt_cache_bytes: disk for keys and values of prompts that were read, which later processes need not
-            read again; the least recently used go first. None is 2 GB, or a tenth of the disk's free space if
-            that is less. 0 neither reads nor writes any. ``docs/security.md`` says who can read them.
-        chat_template: a file with a chat template in Jinja for the target, which has none or a wrong one.
+        threads: Threads of a pass, at most twice the number of logical cores. 0 takes the physical cores.
+        battery_threads: Threads of a pass if the machine runs on its battery when the model is loaded. None
+            is ``threads``.
+        spinning: Idle threads wait busily for up to 50 µs within a pass.
+        max_draft: The most tokens of a draft. Each round decides how many are worth drafting.
+        weights: The weights of exports that a load makes: ``exact`` or ``portable``. None takes ``exact``.
+        namespace: Keeps what a history learns apart, for an app, a task or a language.
+        training_share: Train the drafter on answers, between requests, for at most this share of the time. It
+            needs a history. 0 is off.
+        huge_pages: Copy weights into huge pages at load (Linux), which makes passes a tenth faster. Without
+            it models open at once, and processes share the weights.
+        instructions: The instructions that edgespec's kernels use, such as ``avx2``. Empty takes the best
+            that the processor has. All give the same bits.
+        max_waiting: The most requests that may wait. One more raises :class:`edgespec.Busy`.
+        parallel: The most requests that are answered at once, in common passes. Each answer is the one that
+            the request gets alone. Models that do not run on edgespec's own kernels answer one at a time.
+        cache_bytes: Memory for the KV caches of other conversations, in bytes. The least recently used go
+            first. 0 keeps none.
+        prompt_cache_bytes: Disk for the keys and values of prompts, which later processes need not read
+            again, in bytes. None is 2 GB, or a tenth of the free disk if that is less. 0 neither reads nor
+            writes any. ``docs/security.md`` says who can read them.
+        chat_template: A file with a Jinja chat template for the target, in place of the model's own.
     """
 
     threads: Threads = 0

@@ -43,8 +43,8 @@ T = TypeVar("T")
 class RequestOptions(TypedDict, total=False):
     """Keyword arguments of ``generate``, ``chat``, ``stream``, ``stream_chat`` and their like.
 
-    ``docs/requests.md`` has a table of them with examples; :class:`Request` and
-    :class:`edgespec.decoding.sampling.SamplingParams` say what each does, its default and its range.
+    :class:`Request` and :class:`edgespec.decoding.sampling.SamplingParams` say what each does, its default
+    and its range; ``docs/options.md`` lists them, ``docs/requests.md`` has examples.
     """
 
     max_new_tokens: int
@@ -88,36 +88,41 @@ class Request:
     """:class:`RequestOptions` with defaults filled in.
 
     Attributes:
-        max_new_tokens: at most so many tokens are generated; with 0 the prompt is read. ``max_tokens`` is
-            another name for it.
-        max_lines: of a fill, with that of the cursor.
-        stop: a text, or several, that end the answer and are no part of it.
-        stop_at_eos: end where the model says that it has finished.
-        special: control tokens that a prompt of text spells are meant as such; off, they are ordinary text.
-        speculate: False decodes without drafts; the answer is the same.
-        drafter: drafts in this request, in place of the model's own drafter; None leaves it to that.
-        prompt_cache: False neither keeps this request's text on disk nor looks for it there.
-        cancelled: asked between passes, from whichever thread they run in; True ends the request.
-        on_progress: told how far the reading of a long prompt is, in the thread or task that waits for the
-            answer or reads the stream; what it raises cancels the request and is raised there.
-        n: so many answers to one prompt, each with the next seed. Greedy answers are all the same one.
-        logprobs: say how likely the target found each token of the answer.
-        top_logprobs: and so many of the most likely tokens at each place; it needs ``logprobs`` or
+        max_new_tokens: The most tokens of the answer. With 0 the prompt is read and nothing is written.
+            ``max_tokens`` is another name for it.
+        max_lines: The most lines of a fill, the cursor's line included.
+        stop: A text, or several. The answer ends before the first that it would contain. The text of a
+            control token also ends an answer that writes this token.
+        stop_at_eos: End where the model ends its answer.
+        special: Read the control tokens that a text prompt spells. Without it they are ordinary text.
+        speculate: False decodes without drafts. The answer is the same.
+        drafter: An :class:`edgespec.Drafter` that drafts in this request, in place of the model's drafter.
+        prompt_cache: False neither writes this request's text to disk nor looks for it there.
+        cancelled: A function that is called between passes, in the thread that runs them. The request ends
+            when it returns True.
+        timeout: Seconds that the request may take, waiting included. The answer is what was written until
+            then.
+        on_progress: A function that gets an :class:`edgespec.Progress` while a long prompt is read, in the
+            thread or task that waits for the answer. An error in it cancels the request and is raised there.
+        n: The number of answers. Answer i has the seed ``seed + i``; greedy answers are equal, so one is
+            decoded.
+        logprobs: Return the log probability of each token of the answer.
+        top_logprobs: The number of most likely tokens to return at each place. It needs ``logprobs`` or
             ``prompt_logprobs``.
-        prompt_logprobs: say the same of each token of the prompt, which is read whole for that.
-        tools: functions the model may ask to have called, as OpenAI's chat API has them.
-        tool_choice: "auto" lets the model choose; "none" shows it no tools. With "required" the answer is a
-            call of one of the tools, with ``{"type": "function", "function": {"name": ..}}`` of that one, and
-            its arguments fit the tool's parameters.
-        parallel_tool_calls: False ends the answer behind its first call. A call that has to be made is one
-            call, with True one or more where the model's form has several.
-        template_args: what the model's chat template is told besides, such as ``enable_thinking``.
-        thinking: whether the model thinks before it answers, or for how many tokens at most, behind which its
-            thoughts are closed; None leaves it to the chat template.
-        response_format: what the answer has to be, such as :class:`edgespec.JsonSchema`, behind thoughts, and
-            if it calls no tools. Where it has become that it ends; where ``max_new_tokens`` or ``stop`` end
-            it, it may be a part of that only.
-        sampling: how tokens are chosen.
+        prompt_logprobs: Return the log probability of each token of the prompt. The prompt is then read
+            whole.
+        tools: Functions that the model may call, in the form of OpenAI's chat API.
+        tool_choice: ``"auto"`` lets the model choose, and ``"none"`` shows it no tools. ``"required"`` asks
+            for a call of any tool, ``{"type": "function", "function": {"name": NAME}}`` for a call of this
+            one; the arguments then fit the tool's parameters.
+        parallel_tool_calls: False ends the answer after its first call. With True a required call may be
+            several calls, where the model's form of calls allows it.
+        template_args: Variables of the chat template, such as ``enable_thinking``.
+        thinking: Whether the model thinks before it answers. A number is the most tokens of thoughts. None
+            leaves it to the chat template.
+        response_format: The form of the answer, such as :class:`edgespec.JsonSchema`. Thoughts and calls of
+            tools stand outside of it. An answer that another option ends early is a beginning of that form.
+        sampling: How tokens are chosen.
 
     Raises:
         RequestError: a field out of its range, or two that contradict each other.

@@ -132,31 +132,32 @@ class GenerationStats:
     """What one generation cost. Times are wall-clock seconds.
 
     Attributes:
-        cached_tokens: of these, how many were in the KV cache already (shared prefix).
-        new_tokens: tokens generated.
-        reasoning_tokens: of these, how many are thoughts and their tags.
-        ttft_s: time to first token: from the request's turn to the first committed token, prefill included.
-        decode_s: time from the first committed token to the last one's text, with all work between rounds.
-        decode_tokens: tokens committed in that time (the first round's tokens are not among them).
-        rounds: target passes that gave tokens; the first is the last of prefill.
-        drafted: proposed tokens, over all rounds.
-        accepted: proposed tokens that were kept.
-        by_source: drafted and accepted by source.
-        drafted_by_position: how often position i of a draft was proposed.
-        accepted_by_position: how often it was accepted.
-        drafted_ahead: tokens that the drafter read while the target's passes ran, in its own vocabulary.
-        used_ahead: of these, how many a later draft needed.
-        queued_s: time that the request waited for its turn, which is in no other time here.
-        target_s: time inside the target's passes (prefill excluded); its part of those that others share.
-        drafter_s: time that rounds waited for the drafter (its prefill included).
-        speculation_off_reason: why no or few drafts were made; None while speculation pays.
-        history_problem: what keeps the history from being read or written; None if nothing, or without one.
-        prompt_cache_problem: what keeps prompts from being kept on disk; None if nothing.
-        rolled_back: which parts of what the history holds misled and were put back, since the request before,
-            and why.
-        placement: on which devices target and drafter ran, and why there.
-        schema_problems: what a whole answer, or its calls, break of what no grammar holds of their schemas,
-            and what of that was not checked.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Tokens of the prompt that a KV cache held already.
+        new_tokens: Tokens of the answer.
+        reasoning_tokens: Tokens of the answer that are thoughts or their tags.
+        queued_s: Time that the request waited for its turn. No other time includes it.
+        ttft_s: Time from the request's turn to its first token.
+        decode_s: Time from the first token to the last one's text, with all work between rounds.
+        decode_tokens: Tokens that came in that time. Those of the first round do not count.
+        rounds: Passes of the target that gave tokens. The first is the last pass over the prompt.
+        drafted: Tokens that were proposed.
+        accepted: Proposed tokens that were kept.
+        by_source: Drafted and accepted tokens by source.
+        drafted_by_position: How often each position of a draft was proposed.
+        accepted_by_position: How often it was accepted.
+        target_s: Time in passes of the target, without the reading of the prompt. A pass that requests share
+            is divided among them.
+        drafter_s: Time that rounds waited for the drafter, with its reading of the prompt.
+        speculation_off_reason: Why little or nothing was drafted. None while drafting pays.
+        placement: The devices on which target and drafter ran, and why.
+        drafted_ahead: Tokens that a drafter on a second device read while passes of the target ran, in the
+            drafter's vocabulary.
+        used_ahead: Tokens read ahead that a later draft needed.
+        history_problem: Why the history cannot be read or written. None if it can, or without one.
+        prompt_cache_problem: Why prompts cannot be kept on disk. None if they can.
+        rolled_back: What was learned, misled and was put back since the last request, and why.
+        schema_problems: What the answer, or its calls, break of their schemas, and what was not checked.
     """
 
     prompt_tokens: int = 0

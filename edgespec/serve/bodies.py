@@ -336,7 +336,7 @@ def parse(cls: type[T], body: Mapping[str, Any], where: str = "the request") -> 
             UNUSED.info("requests have the field %s, which changes no answer here", shown(name))
             if name not in known:
                 del values[name]
-    return read(cls, values, where, RequestError, "docs/server.md has a table of the fields")
+    return read(cls, values, where, RequestError, "docs/options.md and docs/server.md list the fields")
 
 
 async def _read(request: Request, limit: int) -> bytes:

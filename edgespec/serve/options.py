@@ -29,17 +29,18 @@ class ServeOptions:
     """Where a model is served, for whom, and with which limits.
 
     Attributes:
-        host: the address to listen at; others than this machine's own need ``api_key``.
-        port: the port; 0 takes one that is free.
-        api_key: what requests have to carry as bearer token; None lets everybody ask who reaches the address.
-        allow_hosts: further names by which clients may call the server (the header ``Host``).
-        allow_origins: pages, windows of apps and extensions that may ask besides the server's own page (the
+        host: The address to listen at. An address that other machines can reach needs ``api_key``.
+        port: The port. 0 takes a free one.
+        api_key: The key that requests have to send as bearer token. None lets everybody ask who reaches the
+            address.
+        allow_hosts: More names by which clients may call the server (the header ``Host``).
+        allow_origins: Pages, windows of apps and extensions that may ask, besides the server's own page (the
             header ``Origin``).
-        max_request_bytes: a longer request is refused.
-        timeout_s: a request that takes longer, waiting included, ends with what was written until then.
-        body_timeout_s: a request has to arrive in this time.
-        shutdown_s: time that running requests get to finish when the server ends.
-        max_new_tokens: most tokens of an answer whose request names no number.
+        max_request_bytes: The most bytes of a request. Longer ones are refused.
+        timeout_s: Seconds that a request may take, waiting included. It then ends with what was written.
+        body_timeout_s: Seconds within which a request has to arrive.
+        shutdown_s: Seconds that running requests get to finish when the server ends.
+        max_new_tokens: The most tokens of an answer whose request names no number.
     """
 
     host: Annotated[str, length(1, 255)] = "127.0.0.1"

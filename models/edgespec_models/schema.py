@@ -81,6 +81,11 @@ def lone_surrogate(text: str) -> str:
     )
 
 
+def allowed(cls: type) -> dict[str, str]:
+    """What each field of the dataclass may be, in words."""
+    return {name: kind.allowed for name, kind in _fields(cls, False).items()}
+
+
 def read(cls: type[T], value: object, where: str, error: type[EdgespecError], remedy: str) -> T:
     """The dataclass ``cls`` from a JSON or TOML value; unknown and missing keys are refused.
 

@@ -22,15 +22,17 @@ class DeviceKind:
     """One kind of device.
 
     Attributes:
-        name: what ``load(device=...)`` and ``--device`` of commands that load take.
-        hardware: what the provider must have found.
-        runs: kinds of graphs it runs.
-        export: what ``edgespec export --device`` takes to make such a bundle; None needs no option.
-        module: of the plugin that brings the provider; None where it is built into ONNX Runtime.
-        install: the command that adds the provider.
-        driver: what else the machine needs, in a sentence.
-        limits: what it cannot do or what is not known of it, and why.
-        memory: where a session's KV cache lies, as ONNX Runtime calls it.
+        name: The name that ``load(device=...)`` and ``--device`` take.
+        title: The name for people.
+        provider: ONNX Runtime's name of the provider.
+        hardware: The hardware that the provider must find.
+        runs: The kinds of graphs that it runs.
+        export: What ``edgespec export --device`` takes to make a bundle for it. None needs no option.
+        module: The plugin that brings the provider. None where it is built into ONNX Runtime.
+        install: The command that adds the provider.
+        driver: What else the machine needs, in a sentence.
+        limits: What it cannot do, or what is not known of it, and why.
+        memory: ONNX Runtime's name of the memory that holds a session's KV cache.
     """
 
     name: str
@@ -136,12 +138,14 @@ class Device:
     """A kind of device on this machine.
 
     Attributes:
-        state: ``ready``; ``emulated``, which is for checks; ``missing``.
-        vendor: of the hardware; empty where it is missing.
-        version: of what brings the provider; empty where it is missing.
-        problem: what is missing; None where nothing is.
-        remedy: what adds it, a command where there is one.
-        handle: ONNX Runtime's own; None for built-in providers.
+        kind: The kind of device.
+        state: ``ready``, ``emulated`` (for checks) or ``missing``.
+        vendor: The vendor of the hardware. Empty where it is missing.
+        version: The version of the provider. Empty where it is missing.
+        problem: What is missing. None where nothing is.
+        remedy: What adds it, a command where there is one.
+        handle: ONNX Runtime's own handle. None for built-in providers.
+        options: Options of the provider.
     """
 
     kind: DeviceKind

@@ -21,9 +21,9 @@ class MachineMemory:
     """Physical memory that a process here may use, in bytes.
 
     Attributes:
-        total: of the machine, or the limit that a container or service sets, where that is lower.
-        available: what can be had now without taking it from other programs.
-        limited: whether ``total`` is such a limit.
+        total: Bytes of the machine, or of the limit that a container or service sets, where that is lower.
+        available: Bytes that can be had without taking them from other programs.
+        limited: Whether ``total`` is the limit of a container or service.
     """
 
     total: int
