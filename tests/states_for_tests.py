@@ -36,7 +36,7 @@ DELTA: Final = (
 class StatesModel(LoadedModel):
     """Rows are one-hot: which token follows is a function of all before, computed from what is kept.
 
-    ``raises`` ends the next pass halfway.
+    ``raises`` ends the next pass halfway. ``read`` are the rows of all passes.
     """
 
     row_exact, takes_several, prompt_key = True, True, "states"
@@ -49,6 +49,7 @@ class StatesModel(LoadedModel):
         self.cache = SharedCache([tensor for tensor in kept if tensor.per != "sequence"])
         self.states, self.places, self.most_rows = States(kept), Places.of(kept), 4096
         self.raises: BaseException | None = None
+        self.read = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -68,6 +69,7 @@ class StatesModel(LoadedModel):
         assert len({part.slot for part in parts}) == len(parts)
         said = []
         for part in parts:
+            self.read += len(part.tokens)
             assert 0 <= part.start - part.behind <= LOGGED
             rows = self._convolved(part) if self.places.every else self._recurrent(part)
             following = rows[len(rows) - part.rows :] % VOCAB

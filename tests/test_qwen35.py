@@ -280,3 +280,42 @@ def test_a_text_goes_on_from_where_its_prompt_ended(bundle: Path, own_prompts: P
     assert restarted.stats.cached_tokens >= first.stats.prompt_tokens - 1
     with edgespec.load(bundle, None, options=LoadOptions(threads=1, prompt_cache_bytes=0)) as model:
         assert model.generate(prompt + " and more", **options).tokens == restarted.tokens == longer.tokens
+
+
+START, END = 1, 2  # the control tokens around messages
+ROLE, THINK = [70, 71], [72, 73]
+
+
+def dialogue(*messages: int, tools: int = 0) -> list[int]:
+    """A prompt with a long system message, as templates write it that open thoughts and drop earlier ones."""
+    contents = [text_of(np.random.default_rng(9 + tools), 90)]
+    contents += [text_of(np.random.default_rng(number), 60) for number in messages]
+    return [*(token for content in contents for token in (START, *ROLE, *content, END)), START, *ROLE, *THINK]
+
+
+def test_dialogues_read_what_is_new_to_them(tmp_path: Path, own_prompts: Path) -> None:
+    """In memory, after a restart, beside each other, and where there is no room for states."""
+    tiny = gguf_of("qwen35", "Q8_0")
+    tiny.metadata["qwen35.context_length"] = 1024
+    export_model(tiny.write(tmp_path / "m.gguf"), tmp_path / "bundle")
+    prompts = [dialogue(1), dialogue(2), dialogue(1, 3, 4), dialogue(1, tools=1), dialogue(5)]
+    system = len(dialogue()) - 1 - len(ROLE) - len(THINK)
+    answers = list[tuple[int, ...]]()
+
+    def asked(model: edgespec.Model, prompt: list[int]) -> int:
+        answer = model.generate(prompt, max_new_tokens=8, stop_at_eos=False)
+        answers.append(answer.tokens)
+        return answer.stats.prompt_tokens - answer.stats.cached_tokens
+
+    with edgespec.load(tmp_path / "bundle", "ngram", options=LoadOptions(threads=1)) as model:
+        read = [asked(model, prompt) for prompt in prompts]
+        first, new = len(prompts[0]), len(prompts[0]) - system
+        assert read == [first, new, len(prompts[2]) - first + len(THINK), first, new]
+        beside = model.generate(prompts[1], max_new_tokens=8, n=3, temperature=1.0, seed=1)
+        assert [each.stats.cached_tokens for each in beside.others] == [len(prompts[1]) - 1] * 2
+    with edgespec.load(tmp_path / "bundle", None, options=LoadOptions(threads=1)) as model:
+        assert asked(model, dialogue(6)) == new
+    options = LoadOptions(threads=1, cache_bytes=0, prompt_cache_bytes=0)
+    with edgespec.load(tmp_path / "bundle", None, options=options) as model:
+        again = [model.generate(p, max_new_tokens=8, stop_at_eos=False) for p in (*prompts, dialogue(6))]
+    assert [each.tokens for each in again] == answers

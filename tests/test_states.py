@@ -189,7 +189,12 @@ def test_texts_go_on_from_checkpoints_with_the_same_rows(
     for _ in range(data.draw(st.integers(1, 8))):
         session, text = data.draw(st.sampled_from(sessions)), data.draw(st.sampled_from(TEXTS))
         text = text[: data.draw(st.integers(1, len(text)))]
-        store.fetch(session, text, [each for each in sessions if each is not session])
+        starts = data.draw(st.lists(st.integers(0, len(text)), max_size=2))
+        others = [each for each in sessions if each is not session]
+        for length in store.fetch(session, text, others, starts):
+            assert session.shared_prefix(text) < length < len(text)
+            session.prefill(text[:length])
+            store.checkpoint(session)
         np.testing.assert_array_equal(session.predict_next(text).logits[-1], law(DELTA, text))
         store.checkpoint(session)
         for answer in data.draw(st.lists(st.lists(TOKENS, min_size=1, max_size=LOGGED), max_size=2)):
@@ -214,6 +219,7 @@ def test_a_text_that_was_read_is_not_read_again(tmp_path: Path) -> None:
     """By another session, after a restart, and where the next text goes on otherwise near the end."""
     store, model = KvStore(1 << 20, BlockFiles(tmp_path)), StatesModel(DELTA)
     session = model.session()
+    store.fetch(session, TEXT)
     session.predict_next(TEXT)
     store.checkpoint(session)
     session.predict(TEXT[:5])
@@ -227,6 +233,69 @@ def test_a_text_that_was_read_is_not_read_again(tmp_path: Path) -> None:
     KvStore(0, BlockFiles(tmp_path)).fetch(restarted, [*TEXT, 4])
     assert restarted.length == len(TEXT)
     np.testing.assert_array_equal(restarted.predict_next([*TEXT, 4]).logits[-1], law(DELTA, [*TEXT, 4]))
+
+
+class Asking:
+    """Reads prompts as requests do, on two seats in turn."""
+
+    def __init__(self, store: KvStore) -> None:
+        self.store, self.model = store, StatesModel(DELTA)
+        self.sessions = [self.model.session(), self.model.session()]
+
+    def __call__(self, text: list[int], *starts: int, at: int = 0) -> int:
+        """How many rows were read."""
+        session, before = self.sessions[at], self.model.read
+        for length in self.store.fetch(session, text, [self.sessions[1 - at]], starts):
+            session.prefill(text[:length])
+            self.store.checkpoint(session)
+        np.testing.assert_array_equal(session.predict_next(text).logits[-1], law(DELTA, text))
+        self.store.checkpoint(session)
+        read = self.model.read - before
+        session.predict(TEXT[:3])
+        return read
+
+
+SYSTEM = TEXT[:230]
+
+
+def test_prompts_share_the_states_behind_what_they_begin_with(tmp_path: Path) -> None:
+    """From where messages begin; without that from where two texts went apart, from the third text on."""
+    ask = Asking(KvStore(1 << 20, BlockFiles(tmp_path)))
+    questions = [[*SYSTEM, *TEXT[300 + at : 350 + at]] for at in range(4)]
+    assert [ask(questions[0], 230), ask(questions[1], 230)] == [280, 50]
+    changed = [[0, *question[1:]] for question in questions]
+    assert [ask(each) for each in changed] == [280, 280, 280 - 224, 280 - 224]
+    ask.store.write_behind()
+    restarted = Asking(KvStore(1 << 20, BlockFiles(tmp_path)))
+    assert [restarted(questions[2], 230), restarted(changed[3])] == [50, 1]
+    assert restarted([*changed[3], *TEXT[5:45]]) == 40
+
+
+def test_a_prompt_that_another_seat_holds_is_not_read_again() -> None:
+    ask = Asking(KvStore(1 << 20))
+    assert [ask(TEXT), ask(TEXT, at=1), ask([*TEXT, 7, 8], at=1)] == [400, 1, 2]
+
+
+def test_states_of_a_private_text_stay_off_the_disk(tmp_path: Path) -> None:
+    """Though a text that is kept there begins alike, and would go on from them."""
+    store, session = KvStore(1 << 20, BlockFiles(tmp_path)), StatesModel(DELTA).session()
+    private, public = [*TEXT[:90], *[77] * 20], [*TEXT[:90], *TEXT[200:220]]
+    for text, on_disk in ((private, False), (public, True)):
+        store.fetch(session, text, on_disk=on_disk)
+        session.predict_next(text)
+        if not on_disk:
+            store.checkpoint(session)
+    store.write_behind()
+    contents = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert contents and not any(np.full(4, 77, "<i8").tobytes() in content for content in contents)
+
+
+def test_checkpoints_stand_apart() -> None:
+    """What is nearer to the last, or to the end, costs more than it saves."""
+    session = Session(StatesModel(DELTA))
+    store = KvStore(1 << 20)
+    assert store.fetch(session, TEXT, starts=(10, 70, 100, 134, 384, 385)) == [70, 134, 384]
+    assert KvStore(1 << 20).fetch(Session(StatesModel(CONVOLUTION)), TEXT, starts=(70,)) == []
 
 
 @KINDS

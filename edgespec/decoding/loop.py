@@ -98,6 +98,7 @@ class Decoding:
         top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
             that are committed; None gives none.
         prompt_logprobs: the same for the tokens of the prompt, none of which may be in the cache then.
+        checkpoints: lengths of the prompt behind which a pass ends.
         clock: times the rounds.
 
     Attributes:
@@ -121,6 +122,7 @@ class Decoding:
         stop: Collection[int] = (),
         top_logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        checkpoints: Sequence[int] = (),
         clock: Clock = perf_counter,
     ) -> None:
         self.tokens, self.draft, self.ended = tokens, NO_DRAFT, max_new_tokens < 1
@@ -128,7 +130,7 @@ class Decoding:
         self._end, undone = len(tokens) + max_new_tokens, session.model.places.undone
         self._max_draft = max_draft if undone is None else min(max_draft, undone)
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
-        self._prompt_logprobs = prompt_logprobs
+        self._prompt_logprobs, self._checkpoints = prompt_logprobs, checkpoints
         self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
         self._features: Floats | None = None  # of the prompt's end
         self._read = 0  # rows of this round's pass
@@ -173,7 +175,10 @@ class Decoding:
     def rows(self, most: int) -> Rows:
         """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
         scored = self._scores
-        piece = self.tokens[self.session.length :][: min(most, _SCORED) if scored else most]
+        next_ = min(
+            (place for place in self._checkpoints if place > self.session.length), default=len(self.tokens)
+        )
+        piece = self.tokens[self.session.length : next_][: min(most, _SCORED) if scored else most]
         begins = len(piece) > self.unread
         if self.unread:
             self.draft = self.draft.head(most - len(piece) if begins else 0)

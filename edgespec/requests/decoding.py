@@ -59,6 +59,7 @@ class RequestDecoding(Decoding):
             stop=frozenset(ends) if request.stop_at_eos else (),
             top_logprobs=request.top_logprobs if request.logprobs else None,
             prompt_logprobs=request.top_logprobs if request.prompt_logprobs else None,
+            checkpoints=seat.checkpoints,
             clock=clock,
         )
         self.prompt_tokens, self.cached_tokens = len(tokens), self.session.length
@@ -86,13 +87,14 @@ class RequestDecoding(Decoding):
         if self._progress is not None:
             self._progress = replace(self._progress, read=self.session.length, seconds=now - self._started)
             records.append(Record("", (), progress=self._progress))
+        is_over = self.ended and self.unread <= 0
+        if not self._steps and (step or is_over or self.session.length in self._seat.checkpoints):
+            self._seat.checkpoint()
         if step is None:
-            is_over = self.ended and self.unread <= 0
             return [*records, self.stop("length")] if is_over else records
         self._progress = None
         if not self._steps:
             self._first_at = now
-            self._seat.prompt_read()
         return [*records, self._record(step)]
 
     def stop(self, reason: FinishReason) -> Record:

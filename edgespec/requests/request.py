@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Ji
     from edgespec.requests.tool_calls import Form
     from edgespec_models.text.chat_template import ChatTemplate
     from edgespec_models.text.thoughts import Place, Tags
+    from edgespec_models.text.tokenizer import Tokenizer
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -388,6 +389,20 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
             "another model"
         )
     return _chat(bundle, template, messages, arguments)
+
+
+def message_starts(tokens: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
+    """Where the second and the last message of a prompt begin: other prompts may share what is before.
+
+    Before the second stand the system's message and tools, before the last what a dialogue repeats. The first
+    control token that comes again opens every message, at the end the answer.
+    """
+    places = dict[int, list[int]]()
+    for place, token in enumerate(tokens):
+        if tokenizer.is_special(token):
+            places.setdefault(token, []).append(place)
+    starts = next((each for each in places.values() if len(each) > 1), [])
+    return sorted({*starts[1:2], *starts[-2:-1]} - {0})
 
 
 def calls_tools(bundle: Bundle) -> bool:

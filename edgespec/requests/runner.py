@@ -25,6 +25,7 @@ from edgespec.requests.request import (
     answer_place,
     drafter_tokens,
     ids_of,
+    message_starts,
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
@@ -149,7 +150,8 @@ class Runner:
         request = replace(request, max_new_tokens=new)
         if self.seats.any_taken and not self._has_room(count + new):
             return None
-        seat = self.seats.take(prompt.target, on_disk=request.prompt_cache)
+        starts = message_starts(prompt.target, self.target.tokenizer)
+        seat = self.seats.take(prompt.target, starts, on_disk=request.prompt_cache)
         with ExitStack() as undoing:
             undoing.callback(seat.free)
             seat.target.reserve(count + new)

@@ -11,16 +11,17 @@ from edgespec_runtimes.session import Session
 class Seat:
     """A request's sessions; ``drafter`` is None where there is none, or it reads one text at a time.
 
-    ``caches`` keep what they lose.
+    ``caches`` keep what they lose. At the lengths ``checkpoints`` of the prompt, :meth:`checkpoint` is due.
     """
 
     target: Session
     drafter: Session | None
     caches: KvStore
     taken: bool = False
+    checkpoints: Sequence[int] = ()
 
-    def prompt_read(self) -> None:
-        """Keep what later requests need to go on from this prompt, now that the target has read it."""
+    def checkpoint(self) -> None:
+        """Keep what later requests need to go on from what the target has read."""
         self.caches.checkpoint(self.target)
 
     def free(self) -> None:
@@ -50,14 +51,17 @@ class Seats:
         """Whether a request is being answered."""
         return any(seat.taken for seat in self.all)
 
-    def take(self, tokens: Sequence[int], *, on_disk: bool) -> Seat:
-        """A free seat, whose target holds as much of ``tokens`` as any cache does."""
+    def take(self, tokens: Sequence[int], starts: Sequence[int], *, on_disk: bool) -> Seat:
+        """A free seat, whose target holds as much of ``tokens`` as any cache does.
+
+        See :meth:`KvStore.fetch` for ``starts``.
+        """
         free = [seat for seat in self.all if not seat.taken]
         if not free:
             free.append(self._another())
         seat = max(free, key=lambda seat: seat.target.shared_prefix(tokens))
         others = [other.target for other in self.all if other.taken]
-        self._caches.fetch(seat.target, tokens, others, on_disk=on_disk)
+        seat.checkpoints = self._caches.fetch(seat.target, tokens, others, starts, on_disk=on_disk)
         seat.taken = True
         return seat
 

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -29,6 +29,9 @@ from edgespec_runtimes.session import LoadedModel, Session
 _LEAST: Final = 4
 """Tokens that are worth a copy: it takes next to nothing, and reading them longer than a pass over one."""
 
+_APART: Final = 64
+"""Tokens between checkpoints at least: reading them takes much longer than one more pass and the copy."""
+
 
 class _Place(NamedTuple):
     """What tells a block from others: the model, the name of the block before it or the key, its tokens."""
@@ -41,6 +44,75 @@ class _Place(NamedTuple):
     def name(self) -> str:
         """Of the block; a checkpoint's is over no tokens."""
         return hashlib.sha256(self.before.encode() + np.array(self.tokens, "<i8").tobytes()).hexdigest()
+
+
+class _Sources:
+    """Where blocks of a text lie: in memory, in a session ``beside``, in ``files``."""
+
+    def __init__(
+        self,
+        text: Sequence[_Place],
+        tokens: Sequence[int],
+        known: Mapping[_Place, bytes],
+        beside: Sequence[Session],
+        files: BlockFiles | None,
+    ) -> None:
+        self._text, self._whole, self.known, self.files = text, len(tokens) // BLOCK, known, files
+        others = [other for other in beside if other.view(0, 0) is not None]
+        self._other = max(others, key=lambda other: other.shared_prefix(tokens), default=None)
+        self._shared = 0 if self._other is None else self._other.shared_prefix(tokens)
+
+    def end(self, first: int) -> int:
+        """How many whole blocks there are of the text, those before ``first`` among them."""
+        return first + len([*takewhile(self._has, range(first, self._whole))])
+
+    def _has(self, at: int) -> bool:
+        place, files = self._text[at], self.files
+        return (
+            place in self.known
+            or self._shared >= (at + 1) * BLOCK
+            or (files is not None and files.has(place.model.prompt_key, place.name))
+        )
+
+    def length(self, at: int) -> int:
+        """The tokens before a block, and those of it of which something else than a file has a part."""
+        return at * BLOCK + (max(self._in_memory(at)[0], self._beside(at)) if at < len(self._text) else 0)
+
+    def part(self, session: Session, at: int) -> tuple[Sequence[int], Sequence[npt.NDArray[Any]]] | None:
+        """Tokens of a block with keys and values for ``session``, or of its beginning; None if it is lost."""
+        place, (count, known), beside = self._text[at], self._in_memory(at), self._beside(at)
+        like, content = session.view(0, 0), None if known is None else memoryview(self.known[known])
+        assert like is not None  # or no block would be known
+        form = _form(like, BLOCK)
+        if self.files is not None and len(place.tokens) == BLOCK > max(count, beside):
+            of_file = self.files.read(place.model.prompt_key, place.name, form.itemsize)
+            count, content = (count, content) if of_file is None else (BLOCK, of_file)
+        if self._other is not None and beside > count:
+            view = self._other.view(at * BLOCK, at * BLOCK + beside)
+            return None if view is None else (place.tokens[:beside], view)
+        if content is None:
+            return None
+        if len(content) != form.itemsize:
+            form = _form(like, BLOCK * len(content) // form.itemsize)
+        return place.tokens[:count], [*np.frombuffer(content, form)[0]]
+
+    def checkpoint(self, at: int) -> _Place:
+        """That behind so many blocks."""
+        last = self._text[-1]
+        return _Place(last.model, self._text[at].before if at < len(self._text) else last.name, ())
+
+    def _in_memory(self, at: int) -> tuple[int, _Place | None]:
+        """A block that begins as that of the text, and how many tokens it shares."""
+        place = self._text[at]
+        if place in self.known:
+            return len(place.tokens), place
+        others = [other for other in self.known if other.before == place.before and other.tokens]
+        shared = [(shared_length(other.tokens, place.tokens), other) for other in others]
+        return max(shared, key=lambda each: each[0], default=(0, None))
+
+    def _beside(self, at: int) -> int:
+        """How many tokens of a block the session beside shares."""
+        return min(max(0, self._shared - at * BLOCK), len(self._text[at].tokens))
 
 
 class KvStore:
@@ -60,6 +132,7 @@ class KvStore:
         self._blocks = dict[_Place, bytes]()  # the least recently used first
         self._readers = list[Session]()  # of which what they hold is to be written
         self._unwritten = list[list[_Place]]()  # texts in memory that are to be written
+        self._private = set[_Place]()  # checkpoints in memory of texts that are not to be written
 
     @property
     def problem(self) -> str | None:
@@ -67,11 +140,22 @@ class KvStore:
         return None if self._files is None else self._files.problem
 
     def fetch(
-        self, session: Session, tokens: Sequence[int], beside: Sequence[Session] = (), *, on_disk: bool = True
-    ) -> None:
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        beside: Sequence[Session] = (),
+        starts: Sequence[int] = (),
+        *,
+        on_disk: bool = True,
+    ) -> list[int]:
         """Let ``session`` hold as much of ``tokens`` as is known of them, or as those ``beside`` it hold.
 
         With ``on_disk`` also of what other processes held, and what it will hold of this text is written.
+
+        Returns:
+            At which lengths of ``tokens`` a :meth:`checkpoint` is worth its memory: the ``starts`` of parts
+            from which other texts may differ, and as far as another text was the same. None where states go
+            with blocks.
 
         Raises:
             DeviceError: no memory; the session's cache is empty then.
@@ -84,12 +168,12 @@ class KvStore:
             self._put_aside(session)
         if session in self._readers:
             self._readers.remove(session)
-        for other in beside:
-            _copy(session, other, tokens)
-        self._take_up(session, text, known, files)
+        same = self._take_up(session, tokens, _Sources(text, tokens, known, beside, files))
         if files is not None:
             session.rewind(session.shared_prefix(tokens))  # the rest may be of what is not to be written
             self._readers.append(session)
+        held = session.model.places.nearest(session.shared_prefix(tokens), session.stretch.behind)
+        return [] if session.model.places.every else _worth([*starts, same], held, len(tokens))
 
     def checkpoint(self, session: Session) -> None:
         """Keep the states that ``session`` has now, where they do not go with blocks of tokens."""
@@ -108,6 +192,8 @@ class KvStore:
             if self._make_room(len(content)):
                 self._blocks[place] = content
                 self.nbytes += len(content)
+                if session not in self._readers:
+                    self._private.add(place)
 
     def write_behind(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Write what is not on disk yet, the latest first; ``stop``, asked between blocks, ends it."""
@@ -130,8 +216,8 @@ class KvStore:
         self._readers = [session for session in self._readers if session not in used]
         self.write_behind()
         freed, self.nbytes = self.nbytes, 0
-        self._blocks.clear()
-        self._unwritten.clear()
+        for kept in (self._blocks, self._unwritten, self._private):
+            kept.clear()
         self._readers = later
         return freed
 
@@ -154,89 +240,52 @@ class KvStore:
         befores = {place[:2] for place in text}
         return {place: block for place, block in self._blocks.items() if place[:2] in befores}
 
-    def _take_up(
-        self,
-        session: Session,
-        text: Sequence[_Place],
-        known: Mapping[_Place, bytes],
-        files: BlockFiles | None,
-    ) -> None:
-        """Let ``session`` hold of ``text`` what is ``known`` or in ``files``, if that is worth it."""
-        if not session.model.places.every:
-            self._resume(session, text, known, files)
-            return
-        tokens = [*chain.from_iterable(place.tokens for place in text)]
-        held, key = session.shared_prefix(tokens), session.model.prompt_key
-        first = held // BLOCK
-
-        def is_there(place: _Place) -> bool:
-            return place in known or (files is not None and files.has(key, place.name))
-
-        found = [*takewhile(is_there, text[first:])]
-        for rest in text[first + len(found) :][:1]:  # of which another may have a part
-            others = [place for place in known if place.before == rest.before]
-            found += sorted(others, key=lambda place: shared_length(place.tokens, rest.tokens))[-1:]
-        parts = [text[:first], found]
-        length = shared_length([token for part in parts for place in part for token in place.tokens], tokens)
-        length = session.model.places.floor(length)
-        if length < held + _LEAST or session.rewind(first * BLOCK) != first * BLOCK:
-            return
-        session.reserve(length)
-        like = session.view(0, 0)
-        assert like is not None  # or no block would be known
-        form = _form(like, BLOCK)
-        for place in found:
-            block: bytes | memoryview | None = known.get(place)
-            if block is None and files is not None:
-                block = files.read(key, place.name, form.itemsize)
-            if block is None:
-                return
-            if len(block) != form.itemsize:
-                form = _form(like, BLOCK * len(block) // form.itemsize)
-            fields = np.frombuffer(block, form)[0]
-            arrays = [fields[name] for name in form.names or ()]
-            session.append(place.tokens[: length - session.length], arrays)
-
-    def _resume(
-        self,
-        session: Session,
-        text: Sequence[_Place],
-        known: Mapping[_Place, bytes],
-        files: BlockFiles | None,
-    ) -> None:
-        """The same from a checkpoint: the last that leads on and whose blocks are all there."""
-        tokens = [*chain.from_iterable(place.tokens for place in text)]
-        shared, key = session.shared_prefix(tokens), session.model.prompt_key
-        held = session.model.places.nearest(shared, session.stretch.behind)
+    def _take_up(self, session: Session, tokens: Sequence[int], sources: "_Sources") -> int:
+        """Let ``session`` hold what is known of ``tokens``, if that is worth it; how many blocks reach."""
+        places, shared = session.model.places, session.shared_prefix(tokens)
+        first, held = shared // BLOCK, places.nearest(shared, session.stretch.behind)
+        there = sources.end(first)
+        if places.every:
+            length = places.floor(max(there * BLOCK, sources.length(there)))
+            if length >= held + _LEAST and session.rewind(first * BLOCK) == first * BLOCK:
+                session.reserve(length)
+                for at in range(first, -(-length // BLOCK)):
+                    if (part := sources.part(session, at)) is None:
+                        break
+                    session.append(part[0][: length - session.length], part[1])
+            return there * BLOCK
         session.reserve(min(len(tokens), session.model.longest))
-        like = session.view(0, 0)
-        assert like is not None  # of models with states
-        block_form, form = _form(like, BLOCK), _checkpoint_form(session, like)
-
-        def content(place: _Place, size: int) -> bytes | memoryview | None:
-            block = known.get(place)
-            return files.read(key, place.name, size) if block is None and files is not None else block
-
-        for at, place in reversed([*enumerate(text)]):
-            if (at + 1) * BLOCK + LOGGED < held + _LEAST:
-                return
-            states = content(place._replace(tokens=()), form.itemsize)
-            checkpoint = None if states is None else _Checkpoint.read(states, session, like)
+        for at in reversed(range(there + 1)):
+            if at * BLOCK + _ROWS < held + _LEAST:
+                break
+            checkpoint = self._checkpoint_behind(session, at, sources)
             if checkpoint is None:
                 continue
             length = shared_length(checkpoint.tokens, tokens[at * BLOCK :])
             if length < checkpoint.behind or at * BLOCK + length < held + _LEAST:
                 continue
-            first = min(shared // BLOCK, at)  # whose keys and values lie in the session
-            parts = list[tuple[Sequence[int], Sequence[npt.NDArray[Any]]]]()
-            for before in text[first:at]:
-                if (block := content(before, block_form.itemsize)) is not None:
-                    parts.append((before.tokens, [*np.frombuffer(block, block_form)[0]]))
-            if len(parts) < at - first:
-                continue
-            parts.append((checkpoint.tokens[:length], checkpoint.arrays))
-            session.resume(first * BLOCK, parts, checkpoint.state, at * BLOCK + checkpoint.behind)
-            return
+            lacking = range(min(first, at), at)  # of keys and values that the session has not itself
+            parts = [part for each in lacking if (part := sources.part(session, each)) is not None]
+            if len(parts) == len(lacking):
+                parts.append((checkpoint.tokens[:length], checkpoint.arrays))
+                behind = at * BLOCK + checkpoint.behind
+                session.resume(lacking.start * BLOCK, parts, checkpoint.state, behind)
+                break
+        return there * BLOCK
+
+    def _checkpoint_behind(self, session: Session, at: int, sources: "_Sources") -> "_Checkpoint | None":
+        """The one behind so many blocks, which is in memory then."""
+        place, like = sources.checkpoint(at), session.view(0, 0)
+        assert like is not None  # of models with states
+        content: bytes | memoryview | None = sources.known.get(place)
+        files = sources.files
+        if content is None and files is not None:
+            size = _checkpoint_form(session, like).itemsize
+            content = files.read(session.model.prompt_key, place.name, size)
+            if content is not None and self._make_room(size):
+                self._blocks[place] = bytes(content)
+                self.nbytes += size
+        return None if content is None else _Checkpoint.read(content, session, like)
 
     def _put_aside(self, session: Session) -> None:
         """Keep what ``session`` holds, or its beginning as far as the budget has room for it."""
@@ -270,12 +319,15 @@ class KvStore:
 
     def _drop(self, place: _Place) -> None:
         self.nbytes -= len(self._blocks.pop(place))
+        self._private.discard(place)
 
     def _write(self, text: Sequence[_Place], session: Session | None, stop: Callable[[], bool]) -> bool:
         """Whether the whole blocks of ``text`` and its checkpoints are on disk, or cannot be.
 
         Blocks are those that ``session`` holds, else those in memory. False if ``stop`` said so.
         """
+        if self._files is None:
+            return True
         contents = list[tuple[str, Callable[[], bytes | None]]]()
         for at, place in enumerate(text):
             if len(place.tokens) < BLOCK:
@@ -283,9 +335,10 @@ class KvStore:
             held = partial(self._blocks.get, place) if session is None else partial(_content, session, at)
             contents.append((place.name, held))
             checkpoint = _Place(place.model, place.name, ())
-            if checkpoint in self._blocks:
+            is_there = self._files.has(place.model.prompt_key, checkpoint.name)
+            if is_there or (checkpoint in self._blocks and checkpoint not in self._private):
                 contents.append((checkpoint.name, partial(self._blocks.get, checkpoint)))
-        if not contents or self._files is None:
+        if not contents:
             return True
         names = [name for name, _ in contents]
         return self._files.write(text[0].model.prompt_key, names, lambda at: contents[at][1](), stop)
@@ -300,16 +353,13 @@ def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_Place]:
         before = place.name
 
 
-def _copy(session: Session, other: Session, tokens: Sequence[int]) -> None:
-    """Let ``session`` hold as much of ``tokens`` as ``other`` does, if that is worth it."""
-    held, shared = session.shared_prefix(tokens), other.model.places.floor(other.shared_prefix(tokens))
-    begin = held // BLOCK * BLOCK
-    if shared < held + _LEAST or other.view(0, 0) is None or session.rewind(begin) != begin:
-        return
-    session.reserve(shared)  # before there is a view, which would keep the memory that others move out of
-    view = other.view(begin, shared)
-    assert view is not None
-    session.append(tokens[begin:shared], view)
+def _worth(places: Collection[int], held: int, end: int) -> list[int]:
+    """Those of ``places`` that are far enough from each other, from ``held`` and from the ``end``."""
+    worth = [held]
+    for place in sorted(places):
+        if worth[-1] + _APART <= place <= end - LOGGED:  # the log of the end's states leads back
+            worth.append(place)
+    return worth[1:]
 
 
 def _content(session: Session, at: int) -> bytes | None:
