@@ -1,6 +1,7 @@
 """A session whose keys and values show what they were computed from, and processes with it that are killed.
 
-`python -m tests.prompts_for_tests FOLDER KILLS` kills as many as one likes.
+`python -m tests.prompts_for_tests FOLDER KILLS KIND` kills as many as one likes; with the kind ``states``
+they write states at the ends of prompts, too.
 """
 
 import errno
@@ -20,6 +21,7 @@ from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.kv_store import KvStore
 from tests.models_for_tests import toy_session
+from tests.states_for_tests import DELTA, VOCAB, StatesModel
 from tests.toy import ToySession
 
 KEY: Final = "toy-0123456789abcdef"
@@ -95,41 +97,68 @@ def disk_full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def write_until_killed(folder: Path, seed: int) -> None:
+def request_states(folder: Path, tokens: Sequence[int], budget: int | None = None) -> int:
+    """Of a model with states, the same: what it says behind the text is what it says without any cache."""
+    text, session = [token % VOCAB for token in tokens], StatesModel(DELTA).session()
+    store = KvStore(1 << 20, BlockFiles(folder, budget))
+    lengths = store.fetch(session, text, starts=(len(text) // 2,))
+    held = session.shared_prefix(text)
+    for length in lengths:
+        session.prefill(text[:length])
+        store.checkpoint(session)
+    alone = StatesModel(DELTA).session().predict_next(text)
+    np.testing.assert_array_equal(session.predict_next(text).logits, alone.logits)
+    store.checkpoint(session)
+    store.write_behind()
+    return held
+
+
+def request_wide(folder: Path, tokens: Sequence[int], budget: int | None = None) -> int:
+    """Of large blocks; appending compares what was found with what it should be."""
+    session, store = Showing(WIDE), KvStore(0, BlockFiles(folder, budget))
+    store.fetch(session, tokens)
+    held = session.length
+    session.prefill(tokens)
+    store.write_behind()
+    return held
+
+
+REQUESTS: Final = {"blocks": (request_wide, 20 * BLOCK * 8 * WIDE), "states": (request_states, 6000)}
+
+
+def write_until_killed(folder: Path, kind: str, seed: int) -> None:
     """Read and write texts, in a bound that keeps deleting, and forget all now and then."""
-    rng = random.Random(seed)
+    rng, (read, budget) = random.Random(seed), REQUESTS[kind]
     while True:
-        request(
-            folder, text(rng.randrange(12), rng.randrange(600)), Showing(WIDE), budget=20 * BLOCK * 8 * WIDE
-        )
+        read(folder, text(rng.randrange(12), rng.randrange(1, 600)), budget)
         if rng.random() < 0.05:
-            BlockFiles(folder).forget(KEY)
+            BlockFiles(folder).forget(KEY if kind == "blocks" else "states")
 
 
-def kill_writers(folder: Path, kills: int) -> str:
+def kill_writers(folder: Path, kills: int, kind: str) -> str:
     """Kill ``kills`` processes, two at a time; how much was found since, and what they left."""
     rng, found = random.Random(0), 0
     for round_ in range(0, kills, 2):
-        running = [_started(folder, round_), _started(folder, round_ + 1)]
+        running = [_started(folder, kind, round_), _started(folder, kind, round_ + 1)]
         for process in running:
             time.sleep(rng.uniform(0.0, 0.1))
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
-        for number in range(12):  # appending compares what was found with what it should be
-            found += request(folder, text(number, 600), Showing(WIDE), budget=2**40) // BLOCK
+        for number in range(12):
+            found += REQUESTS[kind][0](folder, text(number, 600), 2**40) // BLOCK
     left = sum(each.path.name.startswith(".") for each in stored(folder))
     return f"{kills} kills, {found} blocks found since, {left} temporary files left"
 
 
-def _started(folder: Path, seed: int) -> int:
+def _started(folder: Path, kind: str, seed: int) -> int:
     process = os.fork()
     if process == 0:
         try:
-            write_until_killed(folder, seed)
+            write_until_killed(folder, kind, seed)
         finally:
             os._exit(1)
     return process
 
 
 if __name__ == "__main__":
-    os.write(1, kill_writers(Path(sys.argv[1]), int(sys.argv[2])).encode())
+    os.write(1, kill_writers(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]).encode())

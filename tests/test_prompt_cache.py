@@ -250,8 +250,9 @@ def test_threads_of_several_models_may_share_the_folder(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills are POSIX's")
-def test_killed_processes_leave_nothing_wrong(folder: Path) -> None:
-    command = [sys.executable, "-m", "tests.prompts_for_tests", str(folder), "40"]
+@pytest.mark.parametrize(("kind", "kills", "most"), [("blocks", 40, 500), ("states", 20, 100)])
+def test_killed_processes_leave_nothing_wrong(folder: Path, kind: str, kills: int, most: int) -> None:
+    command = [sys.executable, "-m", "tests.prompts_for_tests", str(folder), str(kills), kind]
     said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    kills, found, left = map(int, re.findall(r"\d+", said))
-    assert kills == 40 and found > 500 and left == 0
+    killed, found, left = map(int, re.findall(r"\d+", said))
+    assert killed == kills and found > most and left == 0

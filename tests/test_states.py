@@ -1,6 +1,7 @@
 """Sequences whose layers have states: whatever is read, kept or undone, rows stay the same."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from edgespec.decoding.loop import Verifier
 from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.block_files import BlockFiles
+from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Rows, Session
@@ -288,6 +289,27 @@ def test_states_of_a_private_text_stay_off_the_disk(tmp_path: Path) -> None:
     store.write_behind()
     contents = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert contents and not any(np.full(4, 77, "<i8").tobytes() in content for content in contents)
+
+
+@pytest.mark.parametrize("fault", [-1, LOGGED + BLOCK + 1, "behind", "shape"])
+def test_a_state_of_no_use_in_a_file_is_none(tmp_path: Path, fault: int | str) -> None:
+    """Facts that contradict each other under a right digest, and a state of another shape."""
+    files = BlockFiles(tmp_path)
+    asking = Asking(KvStore(1 << 20, files))
+    asking(TEXT)
+    asking.store.write_behind()
+    key, sizes = "states", {each.path.name: each.size - 48 for each in stored(tmp_path)}
+    name = max(sizes, key=lambda name: sizes[name])
+    raw = bytearray(files.read(key, name, sizes[name]) or b"")
+    facts = np.frombuffer(raw, "<i8", 2)
+    facts[0] = facts[1] + 1 if fault == "behind" else fault if isinstance(fault, int) else facts[0]
+    (tmp_path / key / name).unlink()
+    assert files.write(key, [name], lambda _: bytes(raw), lambda: False)
+    other = Asking(KvStore(1 << 20, files))
+    if fault == "shape":
+        other.model = StatesModel([DELTA[0], replace(DELTA[1], shape=(2,)), DELTA[2]])
+        other.sessions = [other.model.session(), other.model.session()]
+    assert other(TEXT) == len(TEXT)
 
 
 def test_checkpoints_stand_apart() -> None:
