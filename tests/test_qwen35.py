@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
-from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows, Session
 from tests.gguf_cases_for_tests import gguf_of
 from tests.gguf_for_tests import F32, TinyGGUF
 from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.models_for_tests import runner_of
 from tests.native_for_tests import tiny_native
 
 ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 20, 33])
@@ -233,6 +235,37 @@ def test_what_a_slot_held_before_is_nothing_to_its_next_sequence(bundle: Path) -
         for array in states.states.arrays:
             array[:] = np.nan
         np.testing.assert_array_equal(plain(session, text), wanted)
+
+
+def test_a_state_that_is_no_number_is_an_error_of_its_request(
+    bundle: Path, own_prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other request goes on, and what the first has asked is answered when it is asked again."""
+    prompts, passes = ["one two three four five six", "seven eight nine"], count()
+    options: dict[str, Any] = {"max_new_tokens": 20, "stop_at_eos": False}
+    with edgespec.load(bundle, None, options=LoadOptions(threads=1, parallel=2)) as model:
+        wanted = [model.generate(prompt, **options).tokens for prompt in prompts]
+        model.forget()
+        loaded: Any = runner_of(model).session.model
+        run = loaded.run
+
+        def damaged(parts: Any) -> Any:
+            if len(parts) == 2 and next(passes) == 1:
+                for array in loaded.states.arrays:
+                    array[parts[0].slot] = np.nan
+            return run(parts)
+
+        monkeypatch.setattr(loaded, "run", damaged)
+        model.pause()
+        first, second = (model.stream(prompt, **options) for prompt in prompts)
+        first.start()
+        second.start()
+        model.resume()
+        with pytest.raises(EdgespecError, match="not a finite number"):
+            first.run()
+        assert second.run().tokens == wanted[1]
+        begun = [*model.target.tokenizer.encode(prompts[0]), *wanted[0][:3]]
+        assert model.generate(begun, **{**options, "max_new_tokens": 17}).tokens == wanted[0][3:]
 
 
 # ---- Text --------------------------------------------------------------------------------------------------

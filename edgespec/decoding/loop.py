@@ -22,7 +22,7 @@ from edgespec.decoding.sampling import (
     most_likely,
     uniform,
 )
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_runtimes.predictions import Floats, Predictions, joined
 from edgespec_runtimes.session import Rows, Session
 
@@ -199,7 +199,11 @@ class Decoding:
         if self.session.length < len(self.tokens) or self.ended:
             return None
         began, draft, self._features = self.clock(), self.draft, None
-        accepted, token = self._verify(predictions, draft, self.tokens)
+        try:
+            accepted, token = self._verify(predictions, draft, self.tokens)
+        except EdgespecError:  # of what is no number nothing is gone on with
+            self.session.rewind(0)
+            raise
         new, self.ended = _until_stop((*draft.tokens[:accepted], token), self._stop)
         top = self._top_logprobs
         logprobs = ((), ()) if top is None else _log_probabilities(predictions, new, top)

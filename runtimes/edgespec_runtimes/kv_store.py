@@ -179,6 +179,8 @@ class KvStore:
         """Keep the states that ``session`` has now, where they do not go with blocks of tokens."""
         if session.model.places.every or not session.stretch.behind:
             return
+        if not all(np.isfinite(np.vdot(array, array)) for array in session.state()):
+            return  # whoever went on from it could only fail
         place, like = _checkpoint_place(session), session.view(0, 0)
         assert like is not None  # of models with states
         if place in self._blocks:
