@@ -84,15 +84,18 @@ def url(model: "ServedModel") -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def consoles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Wide, and this test's own: consoles are cached and hold the streams of the test before."""
-    monkeypatch.setenv("COLUMNS", "200")
-    for console in (output, errors):
-        console.cache_clear()
+@pytest.fixture(autouse=True)
+def own_consoles() -> Iterator[None]:
+    """Consoles are cached, and would hold the streams and the width of the test before."""
     yield
     for console in (output, errors):
         console.cache_clear()
+
+
+@pytest.fixture
+def consoles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide ones."""
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture

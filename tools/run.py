@@ -24,7 +24,7 @@ GATE: tuple[tuple[str, ...], ...] = (
     ("ruff", "format", "--check", "."),
     ("mypy",),
     ("lint-imports",),
-    ("pytest",),
+    ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
 )
 """What has to pass before a change lands, in order."""
 
