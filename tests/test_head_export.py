@@ -313,13 +313,14 @@ def test_configurations_of_heads_pass_what_the_hub_asks_before_it_fetches(tmp_pa
         assert config.num_layers == 1 and config.vocab_size == VOCAB
 
 
+@pytest.mark.usefixtures("consoles")
 def test_the_command_line(tmp_path: Path, target: Path) -> None:
     head = Head.random().write(tmp_path / "head")
     out = str(tmp_path / "out")
     done = CliRunner().invoke(app, ["export", str(head), "-o", out, "--target", str(target)])
     assert done.exit_code == 0, done.output
     digest = Bundle(tmp_path / "out").manifest.provenance["target_sha256"]
-    shown = CliRunner().invoke(app, ["inspect", out], env={"COLUMNS": "400"})
+    shown = CliRunner().invoke(app, ["inspect", out])
     assert f"layers 2, 4, 5 of the target with SHA-256 {digest}" in shown.output
     failed = CliRunner().invoke(app, ["export", str(head), "-o", f"{out}2"])
     assert failed.exit_code and "--target" in failed.output
