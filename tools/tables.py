@@ -20,13 +20,12 @@ from edgespec.cli.generate import generate
 from edgespec.cli.options import LOADING, PROMPTS
 from edgespec.cli.serve import serve
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.loading.footprint import CacheSize, Fit, Footprint, Plan
+from edgespec.loading.footprint import CacheSize, Footprint, Plan
 from edgespec.loading.options import LoadOptions
 from edgespec.requests.request import Request, RequestOptions
 from edgespec.requests.results import GenerationStats
 from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
 from edgespec_models.schema import allowed
-from edgespec_runtimes.devices import CPU, Device, DeviceKind
 from edgespec_runtimes.memory import MachineMemory
 
 _DOCS: Final = Path(__file__).parents[1] / "docs"
@@ -214,8 +213,6 @@ def _keys() -> dict[str, list[tuple[str, str]]]:
         "stats": _explained(GenerationStats().to_json(), GenerationStats),
         "plan": _explained(plan.to_json(), MachineMemory, Plan),
         "model": _explained(model.to_json(), CacheSize, Footprint),
-        "context": _explained({field.name: 0 for field in fields(Fit)}, Fit),
-        "device": _explained(Device(CPU, "ready").to_json(), DeviceKind, Device),
     }
 
 
