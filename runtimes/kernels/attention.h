@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -13,7 +14,9 @@ namespace edgespec {
 // The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie
 // in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
 // A pass is of one or several sequences, whose rows follow each other. Each has a stretch of the cache of its own.
-// Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied.
+// Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied. An
+// input of queries and keys has its values in the keys, as they are before their normalization. One of queries alone
+// attends to what another layer has written, and the node has no outputs of a cache.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
@@ -32,20 +35,29 @@ class Attention {
         head_dim_(info.number("head_dim")),
         window_(info.number("window")),
         interleaved_(info.number("interleaved") != 0),
+        distance_(info.number("pair_distance", 0)),
+        step_(info.number("growth_step", 0)),
+        growth_(info.real("growth", 0)),
         scale_(info.real("scale")),
-        epsilon_(info.real("epsilon")) {
+        epsilon_(info.real("epsilon")),
+        units_(info.number("normed_values", 0) != 0 ? static_cast<size_t>(head_dim_) : 0, 1.0f) {
     const bool sound = heads_ > 0 && kv_heads_ > 0 && heads_ < kMost && heads_ % kv_heads_ == 0;
     require(sound, "attention heads are no multiple of heads of keys and values");
     require(head_dim_ > 0 && head_dim_ < kMost, "a head has an impossible width");
     require(window_ >= 0, "an attention window is negative");
+    require(distance_ >= 0 && distance_ <= head_dim_ / 2, "pairs that turn lie farther apart than half a head");
+    require(step_ >= 0, "queries grow after a negative number of tokens");
   }
 
   void run(const Pass& pass) const {
     const Tensor packed = pass.input(kPacked);
-    const int64_t width = packed.last(), plain = (heads_ + 2 * kv_heads_) * head_dim_;
+    const int64_t width = packed.last(), queries = heads_ * head_dim_, keys = kv_heads_ * head_dim_;
     State s{};
-    s.gated = width == plain + heads_ * head_dim_;
-    require(packed.type == ort::kFloat && packed.shape.size() == 3 && (s.gated || width == plain),
+    s.gated = width == 2 * (queries + keys);
+    s.shared = width == queries;
+    s.value_step = width == queries + keys ? 0 : keys;
+    const bool fits = s.gated || s.shared || width == queries + keys || width == queries + 2 * keys;
+    require(packed.type == ort::kFloat && packed.shape.size() == 3 && fits,
             "attention's input is not float32 (1, rows, heads and twice the heads of keys)");
     s.packed = packed.floats();
     s.width = width;
@@ -58,10 +70,11 @@ class Attention {
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
     const auto append_one = [&](int64_t i) { append(s, sequences[i / kv_heads_], i % kv_heads_); };
+    const int64_t appended = s.shared ? 0 : count * kv_heads_;
     if (packed.size() <= kFewRows * width)
-      for (int64_t i = 0; i < count * kv_heads_; i++) append_one(i);
+      for (int64_t i = 0; i < appended; i++) append_one(i);
     else
-      pass.spread(count * kv_heads_, append_one);
+      pass.spread(appended, append_one);
     const std::vector<Share> shares = shares_of(sequences, pass.threads());
     pass.spread(static_cast<int64_t>(shares.size()) * kv_heads_,
                 [&](int64_t i) { attend(s, shares[static_cast<size_t>(i / kv_heads_)], i % kv_heads_); });
@@ -72,8 +85,8 @@ class Attention {
 
   struct State {
     const float* packed;
-    int64_t width, query_step, capacity, rotated;  // rotated: channels of a head
-    bool gated;
+    int64_t width, query_step, value_step, capacity, pairs;  // pairs: of a head's channels, that turn
+    bool gated, shared;
     const float *cos, *sin, *query_gain, *key_gain;
     Half *keys, *values;
     float* y;
@@ -118,7 +131,7 @@ class Attention {
       require(i == 0 || past.shape[2] == s.capacity, "keys and values have caches of different length");
       s.capacity = past.shape[2];
       require(s.capacity % kLanes == 0, "a KV cache's capacity is no multiple of 16");
-      *present[i] = kept<Half>(pass, 1 + i, past);
+      *present[i] = s.shared ? static_cast<Half*>(past.data) : kept<Half>(pass, 1 + i, past);
     }
   }
 
@@ -126,13 +139,14 @@ class Attention {
     const Tensor cos = pass.input(kCos), sin = pass.input(kSin);
     if (!cos && !sin) return;
     const bool shaped = cos && sin && cos.type == ort::kFloat && sin.type == ort::kFloat &&
-                        cos.shape.size() == 2 && cos.shape == sin.shape && cos.last() <= head_dim_ / 2;
+                        cos.shape.size() == 2 && cos.shape == sin.shape &&
+                        cos.last() <= (distance_ > 0 ? distance_ : head_dim_ / 2);
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
     for (const Rows& each : sequences)
       require(each.past + each.count <= cos.shape[0], "a pass goes beyond the rotary tables");
     s.cos = cos.floats();
     s.sin = sin.floats();
-    s.rotated = 2 * cos.last();
+    s.pairs = cos.last();
   }
 
   // A head's channels of the token at `position`: normalized, rotated, times `factor`.
@@ -141,16 +155,22 @@ class Attention {
       kernels_.normalize(x, gain, epsilon_, head_dim_, y);
     else
       std::copy(x, x + head_dim_, y);
-    const int64_t half = s.rotated / 2;
-    const float *cos = s.cos + position * half, *sin = s.sin + position * half;
-    for (int64_t i = 0; i < half; i++) {
-      const int64_t a = interleaved_ ? 2 * i : i, b = interleaved_ ? 2 * i + 1 : half + i;
+    const int64_t apart = distance_ > 0 ? distance_ : s.pairs;
+    const float *cos = s.cos + position * s.pairs, *sin = s.sin + position * s.pairs;
+    for (int64_t i = 0; i < s.pairs; i++) {
+      const int64_t a = interleaved_ ? 2 * i : i, b = interleaved_ ? 2 * i + 1 : apart + i;
       const float first = y[a], second = y[b];
       y[a] = first * cos[i] - second * sin[i];
       y[b] = second * cos[i] + first * sin[i];
     }
     if (factor != 1.0f)
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
+  }
+
+  // Queries grow with their position: by the logarithm of the whole steps that lie before it.
+  float scale_at(int64_t position) const {
+    if (step_ == 0 || position < step_) return scale_;
+    return scale_ * static_cast<float>(1.0 + growth_ * std::log1p(static_cast<double>(position / step_)));
   }
 
   void append(const State& s, const Rows& rows, int64_t head) const {
@@ -163,7 +183,11 @@ class Attention {
       prepare(s, x, s.key_gain, at, 1.0f, key.get());
       Half* lane = keys + at / kLanes * kLanes * head_dim_ + at % kLanes;
       for (int64_t d = 0; d < head_dim_; d++) lane[d * kLanes] = narrow(key.get()[d]);
-      const float* value = x + kv_heads_ * head_dim_;
+      const float* value = x + s.value_step;
+      if (!units_.empty()) {
+        kernels_.normalize(value, units_.data(), epsilon_, head_dim_, key.get());
+        value = key.get();
+      }
       std::transform(value, value + head_dim_, values + at * head_dim_, narrow);
     }
   }
@@ -181,7 +205,7 @@ class Attention {
     for (int64_t i = 0; i < count; i++) {
       const int64_t position = rows.past + row_of(i), limit = position + 1;
       spans.get()[i] = {window_ > 0 && limit > window_ ? limit - window_ : 0, limit};
-      prepare(s, query(i), s.query_gain, position, scale_, vectors.get() + i * head_dim_);
+      prepare(s, query(i), s.query_gain, position, scale_at(position), vectors.get() + i * head_dim_);
     }
     Queries q{};
     q.spans = spans.get();
@@ -208,7 +232,9 @@ class Attention {
   const Kernels& kernels_;
   int64_t heads_, kv_heads_, head_dim_, window_;
   bool interleaved_;
-  float scale_, epsilon_;
+  int64_t distance_, step_;  // distance_: of the two of a pair; 0 where their number says it
+  float growth_, scale_, epsilon_;
+  std::vector<float> units_;  // the gain of values; empty where these are not normalized
 };
 
 }  // namespace edgespec

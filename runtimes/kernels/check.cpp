@@ -346,6 +346,8 @@ void add_gates(Cases& cases) {
                        }
                        kernels.decay(x.data(), bias.data(), a.data(), count, y.data());
                        results.add(y);
+                       kernels.cap(x.data(), count, 30.0f, y.data());
+                       results.add(y);
                      }});
 }
 

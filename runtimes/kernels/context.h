@@ -139,6 +139,17 @@ class Info {
     return value;
   }
 
+  // Of attributes that a graph leaves out where they are `otherwise`.
+  int64_t number(const char* name, int64_t otherwise) const {
+    int64_t value = 0;
+    return is_there(api_.int_attribute(info_, name, &value)) ? value : otherwise;
+  }
+
+  float real(const char* name, float otherwise) const {
+    float value = 0;
+    return is_there(api_.float_attribute(info_, name, &value)) ? value : otherwise;
+  }
+
   std::string text(const char* name) const {
     return text_of([&](char* out, size_t* size) { return api_.string_attribute(info_, name, out, size); });
   }
@@ -158,6 +169,11 @@ class Info {
   }
 
  private:
+  bool is_there(OrtStatus* status) const {
+    if (status != nullptr) api_.release_status(status);
+    return status == nullptr;
+  }
+
   const Api& api_;
   const OrtKernelInfo* info_;
 };
@@ -184,6 +200,7 @@ class Pass {
   T* output(size_t index, const std::vector<int64_t>& shape) const {
     OrtValue* value = nullptr;
     check(api_.output(context_, index, shape.data(), shape.size(), &value));
+    require(value != nullptr, "a node lacks an output");
     void* data = nullptr;
     check(api_.data(value, &data));
     return static_cast<T*>(data);

@@ -48,6 +48,14 @@ void multiply(Gate gate, const float* x, int64_t count, float* y) {
     store_some(y + i, count - i, load_some(y + i, count - i) * activate(load_some(x + i, count - i), gate));
 }
 
+void cap(const float* x, int64_t count, float most, float* y) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const F v = load_some(x + i, count - i);
+    const F tanh = 1.0f - 2.0f / (exponential(v / most * 2.0f) + 1.0f);
+    store_some(y + i, count - i, tanh * most + (v - v));
+  }
+}
+
 // A row's key and query against T tiles of the state, in one go with the change that a row before made.
 template <int T>
 struct Dots {

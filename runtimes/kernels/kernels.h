@@ -106,6 +106,8 @@ struct Kernels {
   void (*recur)(const Recurrence&);
   // y * gate(x).
   void (*multiply)(Gate gate, const float* x, int64_t count, float* y);
+  // most * tanh(x / most); not a number where x is not finite.
+  void (*cap)(const float* x, int64_t count, float most, float* y);
   // A row of a matrix in float32, times `factor`.
   void (*gather)(const Part&, int64_t inputs, int64_t row, float factor, float* y);
   // The first of the largest values, and sum(exp(x - largest)).

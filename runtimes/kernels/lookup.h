@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "context.h"
+#include "linear.h"
 
 namespace edgespec {
 
@@ -22,15 +22,24 @@ class Embedding {
         part_(part_of(info.text("format"), info.number("rows"), inputs_, info.constant(1))) {}
 
   void run(const Pass& pass) const {
+    const Tensor ids = tokens_of(pass);
+    std::vector<int64_t> shape = ids.shape;
+    shape.push_back(inputs_);
+    auto* y = pass.output<float>(0, shape);
+    pass.spread(ids.size(), [&](int64_t i) { row(ids, i, y + i * inputs_); });
+  }
+
+  Tensor tokens_of(const Pass& pass) const {
     const Tensor ids = pass.input(0);
     require(ids.type == ort::kInt64, "tokens are not int64");
     const auto* tokens = static_cast<const int64_t*>(ids.data);
     for (int64_t i = 0; i < ids.size(); i++)
       require(tokens[i] >= 0 && tokens[i] < part_.columns, "a token is not in the vocabulary");
-    std::vector<int64_t> shape = ids.shape;
-    shape.push_back(inputs_);
-    auto* y = pass.output<float>(0, shape);
-    pass.spread(ids.size(), [&](int64_t i) { kernels_.gather(part_, inputs_, tokens[i], factor_, y + i * inputs_); });
+    return ids;
+  }
+
+  void row(const Tensor& ids, int64_t i, float* y) const {
+    kernels_.gather(part_, inputs_, static_cast<const int64_t*>(ids.data)[i], factor_, y);
   }
 
  private:
@@ -38,6 +47,111 @@ class Embedding {
   int64_t inputs_;
   float factor_;
   Part part_;
+};
+
+// What each layer reads of the tokens themselves: a layer's `part` numbers behind those of the one before. They are a
+// row of a matrix and a product of the embedding, which is normalized layer by layer; the sum's square stays as large.
+class LayerInputs {
+ public:
+  static constexpr const char* kName = "LayerInputs";
+  static constexpr std::array kInputs = {ort::kInt64, ort::kUint8, ort::kFloat, ort::kFloat};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired};
+  static constexpr std::array kOutputs = {ort::kFloat};
+
+  LayerInputs(const Info& info, const Host& host)
+      : rows_(info, host), kernels_(host.kernels), width_(info.number("width")), part_(info.number("part")),
+        epsilon_(info.real("epsilon")) {
+    require(part_ > 0 && width_ % part_ == 0, "the inputs of layers are no multiple of one layer's");
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor ids = rows_.tokens_of(pass);
+    const int64_t count = ids.size();
+    const Tensor product = pass.input(2);
+    require(product.type == ort::kFloat && product.shape.size() == 3 && product.size() == count * width_,
+            "the product of the embedding is not float32 (1, tokens, inputs of all layers)");
+    const float* gain = pass.vector(3, part_, "a gain is not as wide as a layer's inputs");
+    auto* y = pass.output<float>(0, product.shape);
+    pass.spread(count, [&](int64_t i) {
+      const Buffer<float> row(width_);
+      rows_.row(ids, i, row.get());
+      const float* x = product.floats() + i * width_;
+      float* to = y + i * width_;
+      for (int64_t at = 0; at < width_; at += part_)
+        kernels_.normalize(x + at, gain, epsilon_, part_, to + at);
+      for (int64_t at = 0; at < width_; at++) to[at] = (to[at] + row.get()[at]) * 0.70710678f;
+    });
+  }
+
+ private:
+  Embedding rows_;
+  const Kernels& kernels_;
+  int64_t width_, part_;
+  float epsilon_;
+};
+
+// What a layer reads of a token, times its activated gate: x (1, tokens, part), inputs of all layers.
+class InputGate {
+ public:
+  static constexpr const char* kName = "InputGate";
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired};
+  static constexpr std::array kOutputs = {ort::kFloat};
+
+  InputGate(const Info& info, const Host& host)
+      : kernels_(host.kernels), layer_(info.number("layer")), gate_(gate_of(info.text("gate"))) {
+    require(gate_ != Gate::none, "the inputs of a layer have no gate");
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor x = pass.input(0), all = pass.input(1);
+    const bool typed = x.type == ort::kFloat && all.type == ort::kFloat;
+    const bool shaped = typed && x.shape.size() == 3 && all.shape.size() == 3 && x.shape[1] == all.shape[1];
+    require(shaped && layer_ >= 0 && layer_ < kMost && (layer_ + 1) * x.last() <= all.last(),
+            "a layer's gate does not fit the inputs of all layers");
+    const int64_t part = x.last(), step = all.last();
+    auto* y = pass.output<float>(0, x.shape);
+    for (int64_t i = 0; i < x.shape[1]; i++) {
+      const float* from = all.floats() + i * step + layer_ * part;
+      std::copy(from, from + part, y + i * part);
+      kernels_.multiply(gate_, x.floats() + i * part, part, y + i * part);
+    }
+  }
+
+ private:
+  const Kernels& kernels_;
+  int64_t layer_;
+  Gate gate_;
+};
+
+// Logits that come no farther from 0 than `most`.
+class Cap {
+ public:
+  static constexpr const char* kName = "Cap";
+  static constexpr std::array kInputs = {ort::kFloat};
+  static constexpr std::array kCharacteristics = {ort::kRequired};
+  static constexpr std::array kOutputs = {ort::kFloat};
+
+  Cap(const Info& info, const Host& host) : kernels_(host.kernels), most_(info.real("most")) {
+    require(most_ > 0, "logits are to come no farther than 0, or behind it");
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor x = pass.input(0);
+    require(x.type == ort::kFloat, "logits are not float32");
+    auto* y = pass.output<float>(0, x.shape);
+    const int64_t chunks = (x.size() + kChunk - 1) / kChunk;
+    pass.spread(chunks, [&](int64_t i) {
+      const int64_t first = i * kChunk;
+      kernels_.cap(x.floats() + first, std::min(kChunk, x.size() - first), most_, y + first);
+    });
+  }
+
+ private:
+  static constexpr int64_t kChunk = 8192;
+
+  const Kernels& kernels_;
+  float most_;
 };
 
 // NaN where a row has one, or where its largest is not finite.

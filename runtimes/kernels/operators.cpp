@@ -5,6 +5,8 @@
 //     Delta      a gated delta net, its state in place
 //     ShortConv  a gated convolution over the last tokens, whose inputs are kept in place
 //     Embedding  rows of a matrix
+//     LayerInputs, InputGate  what each layer reads of the tokens themselves
+//     Cap        logits that end softly
 //     Choose     the most likely column of each row, and its probability
 //
 // They run on threads of their own, as many as the session's settings say. What a graph says is checked when its
@@ -35,7 +37,7 @@ class Registered : public ort::CustomOp {
     get_output_type = [](const CustomOp*, size_t i) -> int { return Operator::kOutputs[i]; };
     get_output_count = [](const CustomOp*) { return Operator::kOutputs.size(); };
     get_input_characteristic = [](const CustomOp*, size_t i) -> int { return Operator::kCharacteristics[i]; };
-    get_output_characteristic = [](const CustomOp*, size_t) -> int { return ort::kRequired; };
+    get_output_characteristic = [](const CustomOp*, size_t i) -> int { return i == 0 ? ort::kRequired : ort::kOptional; };
     get_input_memory = [](const CustomOp*, size_t) { return 0; };
     get_variadic_input_least = get_variadic_output_least = [](const CustomOp*) { return 1; };
     get_variadic_input_alike = get_variadic_output_alike = [](const CustomOp*) { return 1; };
@@ -100,10 +102,13 @@ struct Domain {
         convolution(api, host),
         embedding(api, host),
         choose(api, host),
-        delta(api, host) {
+        delta(api, host),
+        inputs(api, host),
+        gate(api, host),
+        cap(api, host) {
     check(api.create_domain("edgespec", &domain));
     const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose,
-                                                             &delta, &convolution};
+                                                             &delta, &convolution, &inputs, &gate, &cap};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
   }
 
@@ -116,6 +121,9 @@ struct Domain {
   Registered<Embedding> embedding;
   Registered<Choose> choose;
   Registered<Delta> delta;
+  Registered<LayerInputs> inputs;
+  Registered<InputGate> gate;
+  Registered<Cap> cap;
   OrtCustomOpDomain* domain = nullptr;
 };
 

@@ -86,6 +86,7 @@ class Api {
   Call<const OrtKernelInfo*, const char*, char*, size_t*> string_attribute = at(87);
   Call<const OrtKernelContext*, size_t, const OrtValue**> input = at(90);
   Call<OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**> output = at(91);
+  void(EDGESPEC_ORT_CALL* release_status)(OrtStatus*) = at(93);
   void(EDGESPEC_ORT_CALL* release_shape)(OrtTensorTypeAndShapeInfo*) = at(99);
   Call<const OrtKernelInfo*, size_t*> info_input_count = at(230);
   Call<const OrtSessionOptions*, const char*, int*> has_setting = at(237);

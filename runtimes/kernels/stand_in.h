@@ -134,6 +134,7 @@ inline void fill_table() {
     return nullptr;
   });
   put(91, output);
+  put(93, +[](OrtStatus* status) { delete status; });
   put(99, +[](OrtTensorTypeAndShapeInfo* info) { delete info; });
   put(230, +[](Info info, size_t* out) -> S* { *out = info->inputs.size(); return nullptr; });
   put(237, +[](const OrtSessionOptions* from, const char* key, int* out) -> S* {

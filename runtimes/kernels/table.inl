@@ -5,4 +5,4 @@
 
 extern const Kernels kTable;
 const Kernels kTable = {EDGESPEC_TEXT(EDGESPEC_SET), normalize, quantize, project, attend,
-                        convolve, decay, recur, multiply, gather, largest, sum_exp};
+                        convolve, decay, recur, multiply, cap, gather, largest, sum_exp};
