@@ -9,7 +9,7 @@ from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
 from tests.hf_for_tests import CASES, Tensors, config_of, convolves, mlp_width, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-ARCHITECTURES |= {"qwen3_5_text": "qwen35"}
+ARCHITECTURES |= {"qwen3_5_text": "qwen35", "gemma4_text": "gemma4"}
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
     case
@@ -54,6 +54,12 @@ _TENSORS = {
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
     "hidden_norm": "attn_norm_2",
     "fc": "fc",
 }
@@ -64,6 +70,7 @@ _POST_NORMED = {
 }
 _LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+_PARAMETERS |= {"layer_scalar": "layer_output_scale.weight"}
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -123,7 +130,7 @@ def converted(
 
 
 def _renamed(source: str, architecture: str) -> str:
-    names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "olmo2") else {})
+    names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "gemma4", "olmo2") else {})
     names |= _LIKE_ATTENTION if architecture == "qwen35" else {}
     *_, layer, kind = source.split(".", 3)
     if kind in _PARAMETERS:
@@ -189,6 +196,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts |= {"attention.key_length": head, "attention.value_length": head}
     if config["model_type"] == "qwen3_5_text":
         facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    if config["model_type"] == "gemma4_text":
+        facts |= _gemma4_facts(config)
     if config["model_type"] == "lfm2":
         kv, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])
         facts |= {
@@ -203,7 +212,7 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
     elif "layer_types" in config:
         windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
         facts["attention.sliding_window_pattern"] = windowed
-    if config["model_type"] not in ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text", "lfm2"):
+    if config["model_type"] not in ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text", "gemma4_text", "lfm2"):
         facts["rope.dimension_count"] = int(head * stated.get("partial_rotary_factor", 1))
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
@@ -213,8 +222,36 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
     return facts
 
 
+def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:
+    layers, head, whole = range(config["num_hidden_layers"]), config["head_dim"], config["global_head_dim"]
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    shared, mlp, kv = (
+        config[key] for key in ("num_kv_shared_layers", "intermediate_size", "num_key_value_heads")
+    )
+    facts: dict[str, object] = {"attention.shared_kv_layers": shared}
+    for key, width in (("", whole), ("_swa", head)):
+        names = (f"attention.key_length{key}", f"attention.value_length{key}", f"rope.dimension_count{key}")
+        facts |= dict.fromkeys(names, width)
+    if config["use_double_wide_mlp"]:
+        facts["feed_forward_length"] = [mlp * (1 + (n >= len(layers) - shared)) for n in layers]
+    if "num_global_key_value_heads" in config:
+        few = config["num_global_key_value_heads"]
+        facts["attention.head_count_kv"] = [kv if has_window else few for has_window in windowed]
+    return facts | {
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }
+
+
 def _factors(config: Mapping[str, Any]) -> dict[str, F32]:
     """What frequencies are divided by, as tensors."""
+    if config["model_type"] == "gemma4_text":
+        pairs = config["global_head_dim"] // 2
+        share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        return {
+            "rope_freqs": np.array([1.0 if n < pairs * share else 1e30 for n in range(pairs)], np.float32)
+        }
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "llama3":
         width, original = _head(config), scaling["original_max_position_embeddings"]

@@ -105,6 +105,29 @@ _LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full") * 2],
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 6,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 4.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 100.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 _OLDER = ("layer_types", "intermediate_size", "tie_word_embeddings", "block_auto_adjust_ff_dim")
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -165,6 +188,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gemma4": _GEMMA4,
+    "gemma4_tied": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 7},
     "phi4": {
         "model_type": "phi3",
@@ -176,9 +209,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What ``config.json`` says beside the common facts, by the name of the golden."""
-STATEFUL = ("qwen35", "qwen35_equal", "lfm2", "lfm2_keys")
-"""Those with layers that keep a state, which edgespec's own operators alone compute."""
-PORTABLE = tuple(case for case in CASES if case not in STATEFUL)
+NATIVE = ("qwen35", "qwen35_equal", "lfm2", "lfm2_keys", "gemma4", "gemma4_tied")
+"""Those that edgespec's own operators alone compute."""
+PORTABLE = tuple(case for case in CASES if case not in NATIVE)
 
 
 def config_of(case: str) -> dict[str, Any]:
@@ -214,12 +247,19 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if not config.get("tie_embedding", config["tie_word_embeddings"]):
         found["lm_head.weight"] = (config["vocab_size"], hidden)
+    if width := config.get("hidden_size_per_layer_input", 0) * config["num_hidden_layers"]:
+        found["model.embed_tokens_per_layer.weight"] = config["vocab_size"], width
+        found["model.per_layer_model_projection.weight"] = width, hidden
+        found["model.per_layer_projection_norm.weight"] = (config["hidden_size_per_layer_input"],)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         if is_delta_net(config, layer):
             found |= {f"{prefix}{name}": shape for name, shape in _delta_net(config).items()}
             continue
-        shaped = _lfm2_layer(config, layer) if kind == "lfm2" else _layer(config)
+        own = {"lfm2": _lfm2_layer, "gemma4_text": _gemma4_layer}.get(kind)
+        shaped = _layer(config) if own is None else own(config, layer)
+        if kind == "gemma4_text":
+            found[f"{prefix}layer_scalar"] = (1,)
         found |= {f"{prefix}{name}.weight": shape for name, shape in shaped.items()}
         if kind == "qwen2":
             rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
@@ -290,6 +330,28 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def _gemma4_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, heads, kv = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    full = config["layer_types"][layer] == "full_attention"
+    tied, head = full and config.get("attention_k_eq_v"), config["global_head_dim" if full else "head_dim"]
+    shared = layer >= config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    kv = config["num_global_key_value_heads"] if tied else kv
+    mlp, inputs = config["intermediate_size"], config["hidden_size_per_layer_input"]
+    mlp *= 1 + (shared and config["use_double_wide_mlp"])
+    found: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "self_attn.q_norm": (head,)}
+    found |= {"self_attn.q_proj": (heads * head, hidden), "self_attn.o_proj": (hidden, heads * head)}
+    if not shared:
+        found |= {"self_attn.k_proj": (kv * head, hidden), "self_attn.k_norm": (head,)}
+        found |= {} if tied else {"self_attn.v_proj": (kv * head, hidden)}
+    names = ("post_attention", "pre_feedforward", "post_feedforward")
+    found |= {f"{name}_layernorm": (hidden,) for name in names}
+    found |= {f"mlp.{name}_proj": (mlp, hidden) for name in ("gate", "up")} | {"mlp.down_proj": (hidden, mlp)}
+    if inputs:
+        found |= {"per_layer_input_gate": (inputs, hidden), "per_layer_projection": (hidden, inputs)}
+        found |= {"post_per_layer_input_norm": (hidden,)}
+    return found
+
+
 def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     hidden, mlp, heads = config["hidden_size"], mlp_width(config), config["num_attention_heads"]
     head = hidden // heads
@@ -312,8 +374,10 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     less = config["model_type"] in ("gemma3_text", "qwen3_5_text")  # store their norms' weights less 1
     tensors = drawn(shapes(config), seed, norm=0 if less else 1)
     for name in tensors:
-        if name.endswith("linear_attn.norm.weight"):
+        if name.endswith(("linear_attn.norm.weight", "layer_scalar")):
             tensors[name] += 1
+        elif config["model_type"] == "gemma4_text" and name.endswith("q_norm.weight"):
+            tensors[name] /= 4  # whose products with keys are not scaled otherwise
         elif name.endswith("linear_attn.out_proj.weight"):
             # What random keys give is small, and its normalization makes what rounding did as large.
             tensors[name] /= 8

@@ -13,7 +13,7 @@ from onnxscript import GraphBuilder
 
 from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import Layer, layers_of
+from edgespec_models.bundles.layers import layers_of
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError
 from edgespec_models.graphs.linear import linear
@@ -199,10 +199,11 @@ def test_facts_survive_json_and_nonsense_is_refused() -> None:
 
 def test_layers_have_their_own_windows_and_rotations() -> None:
     config = replace(GEMMA, num_layers=6, global_every=3, unrotated_layers=(1,))
-    local = Layer(0, "rope_local", 6)
-    assert layers_of(config) == (
-        *(local, replace(local, index=1, rope=None), Layer(2, "rope", None)),
-        *(replace(local, index=3), replace(local, index=4), Layer(5, "rope", None)),
-    )
-    assert layers_of(replace(config, rope_local_theta=None))[0] == Layer(0, "rope", 6)
-    assert layers_of(LLAMA) == (Layer(0, "rope", None), Layer(1, "rope", None))
+    local, whole = ("rope_local", 6), ("rope", None)
+    assert attention_of(config) == [local, (None, 6), whole, local, local, whole]
+    assert attention_of(replace(config, rope_local_theta=None))[0] == ("rope", 6)
+    assert attention_of(LLAMA) == [whole, whole]
+
+
+def attention_of(config: ModelConfig) -> list[tuple[str | None, int | None]]:
+    return [(layer.rope, layer.window) for layer in layers_of(config)]

@@ -65,7 +65,7 @@ def refused(
         ({"max_position_embeddings": 1 << 40}, "context_length"),
         ({"num_attention_heads": 3, "head_dim": 16}, "3 query heads cannot share 2"),
         ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ({"is_causal": False}, "it encodes texts and writes none"),
         ({"use_bidirectional_attention": 30.0}, "use_bidirectional_attention"),
     ],

@@ -33,9 +33,9 @@ from tests.hf_for_tests import (
     CASES,
     CONTEXT,
     F32,
+    NATIVE,
     PORTABLE,
     ROWS,
-    STATEFUL,
     TOKENS,
     VOCAB,
     config_of,
@@ -100,7 +100,7 @@ def test_the_graph_computes_what_transformers_computes(tmp_path: Path, case: str
 def test_the_same_checkpoint_as_gguf(tmp_path: Path, case: str) -> None:
     """In floats, and over our own operators with the same values in blocks, whose activations are rounded."""
     for kind, options, bound in (("F32", FLOATS, 2e-5), ("Q8_0", ExportOptions(), 0.2)):
-        if case in STATEFUL and options is FLOATS:
+        if case in NATIVE and options is FLOATS:
             continue
         source, out = gguf_of(case, kind).write(tmp_path / f"{kind}.gguf"), tmp_path / kind
         report = export_model(source, out, options=options)
@@ -159,7 +159,7 @@ def test_rounded_weights_stay_near(
     assert manifest.bytes_by_class["lm_head"] == VOCAB * 64 * 34 // 32
     # In a random model 64 wide the rounding hardly averages out.
     near = np.corrcoef(logits_of(tmp_path / "out").ravel(), golden(case).ravel())[0, 1]
-    bound = 0.9 if case in STATEFUL else 0.95
+    bound = 0.9 if case in NATIVE else 0.95
     assert near > (bound if large else 0.995)
 
 

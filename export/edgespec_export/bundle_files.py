@@ -42,11 +42,11 @@ def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> 
 def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
     """Weights of ``embedding``, ``attention`` or what stands for it, ``mlp``, ``lm_head``, ``other``."""
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
-    classes = {"embed": "embedding", "lm_head": "lm_head"}
+    classes = {"embed": "embedding", "inputs": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
     nets = (f"delta_{part}" for part in ("qkv", "gate", "decay", "strength", "out"))
     classes |= dict.fromkeys(("conv_in", "conv_out", *nets), "attention")
-    classes |= dict.fromkeys(("gate", "up", "down"), "mlp")
+    classes |= dict.fromkeys(("gate", "up", "down", "input_gate", "input_out", "inputs_in"), "mlp")
     for name in checkpoint.tensors:
         size = 1
         for dim in checkpoint.tensor(name).shape:

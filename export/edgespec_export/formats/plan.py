@@ -48,6 +48,7 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 """What multiplied matrices of each source format are stored as."""
 
 _EXACT = ("delta_decay", "delta_strength")  # small, and every later token feels what they say
+_TABLES = ("embed", "inputs")  # of which a pass reads rows
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them, and so
 # do the matrices that whoever quantized a file has left in floating point
 _ROUNDED = MappingProxyType(
@@ -96,7 +97,8 @@ def plan_decoder(
     if head_tokens is not None:
         kept = replace(lm_head.parts[0], out_features=len(head_tokens))
         lm_head = replace(lm_head, parts=(kept,))
-    linears = {"lm_head": lm_head} | ({"fuse": linear(("fuse",))} if config.is_head else {})
+    outer = ["fuse"] * config.is_head + ["inputs", "inputs_in"] * bool(config.layer_inputs)
+    linears = {"lm_head": lm_head} | {name: linear((name,)) for name in outer}
     for layer in layers_of(config):
         for name, sources in products_of(config, layer).items():
             linears[f"{layer.name}.{name}"] = linear(tuple(f"{layer.name}.{source}" for source in sources))
@@ -119,12 +121,12 @@ def _part(checkpoint: Checkpoint, sources: tuple[str, ...], form: WeightFormat) 
 def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | None) -> WeightFormat:
     """A format of edgespec's kernels."""
     tensor, config = checkpoint.tensor(source), checkpoint.config
-    layers = source.rpartition(".")[2] not in ("embed", "lm_head", *_EXACT)
-    if tensor.type.name in FORMATS and (quantization is None or source == "embed"):
+    layers = source.rpartition(".")[2] not in (*_TABLES, "lm_head", *_EXACT)
+    if tensor.type.name in FORMATS and (quantization is None or source in _TABLES):
         name = tensor.type.name
     elif quantization is not None:
         name = quantization.block_format(
-            "lm_head" if source == "embed" else source, tensor.type, config.num_layers
+            "lm_head" if source in _TABLES else source, tensor.type, config.num_layers
         )
     elif (tiles := checkpoint.tiles_of(source)) is not None:
         name = tiles

@@ -126,7 +126,8 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
         assert value.const_value is not None
         parts = (mixer.get(part, part) for part in name.split("."))
         kind = next((part for part in parts if part in totals), "other")
-        totals["lm_head" if tied and kind == "embedding" else kind] += value.const_value.nbytes
+        is_head = tied and name == "embedding.weight"
+        totals["lm_head" if is_head else kind] += value.const_value.nbytes
     return totals
 
 
@@ -138,6 +139,8 @@ def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[
     for parameter, names in biases_of(plan):
         yield parameter, np.concatenate([checkpoint.values(name) for name in names])
     for layer in layers_of(config):
+        if config.scaled_layers:
+            yield f"{layer.name}.scale", checkpoint.values(f"{layer.name}.scale")
         if layer.mixer != "attention":
             conv = f"{layer.name}.conv"
             yield graph_name(conv), checkpoint.values(conv).T

@@ -53,6 +53,40 @@ _OLMO: Final = Family(
     fixed={"qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True},
     defaults={"rms_norm_eps": 1e-5},
 )
+_GEMMA4: Final = Family(
+    name="gemma4",
+    gguf="gemma4",
+    theta=1e6,
+    windowed=True,
+    pattern=6,
+    local_theta=1e4,
+    fixed={
+        "qk_norm": True,
+        "normed_values": True,
+        "post_norms": True,
+        "scaled_layers": True,
+        "activation": "gelu_tanh",
+    },
+    defaults={
+        "vocab_size": 262_144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+        },
+    },
+)
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": Family(name="llama", gguf="llama", neighbours=True),
@@ -106,6 +140,16 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "sliding_window": 4096,
                 "query_pre_attn_scalar": 256.0,
                 "tie_word_embeddings": True,
+            },
+        ),
+        "gemma4_text": _GEMMA4,
+        "gemma4_unified_text": _GEMMA4._replace(
+            gguf="",
+            defaults={
+                **_GEMMA4.defaults,
+                "hidden_size_per_layer_input": 0,
+                "max_position_embeddings": 262_144,
+                "sliding_window": 1024,
             },
         ),
         "phi3": Family(
@@ -193,7 +237,7 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "Granite-3.3-2B": (_STATES, ("granitehybrid", "granitemoehybrid")),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
         "a Gemma 3": (_CAPPED, ("gemma2",)),
-        "Gemma 3 of its size": ("per-layer embeddings", ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")),
+        "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),
         "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi")),
         "a Llama of its size": ("parallel sublayers", ("command-r", "cohere", "cohere2", "falcon")),
     }

@@ -187,6 +187,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             UnsupportedModelError: there are more.
         """
         config, expected = self.config, outer_shapes(self.config)
+        shared = range(config.num_layers - config.shared_layers, config.num_layers)
+        unread = {f"layers.{n}.{kind}" for n in shared for kind in ("k", "v", "k_norm")}
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in unread}
         if self.tied_head:
             del expected["lm_head"]
         elif self.head_tokens is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from edgespec_export.sources import gemma4
 from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
@@ -27,6 +28,9 @@ from edgespec_models.files.gguf_parts import parts_of, stem_of
 
 GLOBAL = {
     "token_embd.weight": "embed",
+    "per_layer_token_embd.weight": "inputs",
+    "per_layer_model_proj.weight": "inputs_in",
+    "per_layer_proj_norm.weight": "inputs_norm",
     "output_norm.weight": "final_norm",
     "output.weight": "lm_head",
     "rope_freqs.weight": "rope_factors",
@@ -61,6 +65,10 @@ LAYER = {
     "ffn_up.weight": "up",
     "ffn_down.weight": "down",
     "post_ffw_norm.weight": "post_mlp_norm",
+    "inp_gate.weight": "input_gate",
+    "proj.weight": "input_out",
+    "post_norm.weight": "post_input_norm",
+    "layer_output_scale.weight": "scale",
 }
 _SCALING = "rope.scaling."
 _LAST: Final = 3  # llama.cpp's LLAMA_POOLING_TYPE_LAST
@@ -77,6 +85,8 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "is_causal": "attention.causal",
         "sliding_window": "attention.sliding_window",
         "sliding_window_pattern": "attention.sliding_window_pattern",
+        "num_kv_shared_layers": "attention.shared_kv_layers",
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
         "linear_conv_kernel_dim": "ssm.conv_kernel",
         "linear_key_head_dim": "ssm.state_size",
         "linear_num_key_heads": "ssm.group_count",
@@ -159,6 +169,7 @@ class GGUFCheckpoint(Checkpoint):
         rows = self.tensors["embed"].shape[0]
         if own.get("vocab_size", rows) != rows:
             raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
+        own |= gemma4.in_words(own, self.tensors, where) if family.name == "gemma4" else {}
         own |= {"vocab_size": rows, **self._scaling(own)} | _windows(own)
         if family.name == "qwen35":
             own |= _states(own, where)
@@ -182,8 +193,8 @@ class GGUFCheckpoint(Checkpoint):
         with naming(where):
             return replace(
                 config,
-                rope_factors=tuple(factors) or config.rope_factors,
                 rope_interleaved=family.neighbours,
+                **gemma4.turning(tuple(factors) or config.rope_factors),
             )
 
     def _scaling(self, own: Mapping[str, object]) -> dict[str, object]:

@@ -26,7 +26,14 @@ from edgespec_models.storage import is_file, model_name
 CONFIG = "config.json"
 _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
 _POOLED = {"Transformer", "Pooling", "Normalize"}
-_BARE = ("embed_tokens.", "layers.", "norm.", "embedding_norm.")  # of models saved without their LM head
+_BARE = (
+    "embed_tokens.",
+    "embed_tokens_per_layer.",
+    "per_layer_",
+    "layers.",
+    "norm.",
+    "embedding_norm.",
+)  # of models saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, or a GGUF file"
 _ROWS = 1024  # that are compared at once
@@ -34,6 +41,9 @@ _LOG = logging.getLogger("edgespec")
 
 _GLOBAL = {
     "model.embed_tokens.weight": "embed",
+    "model.embed_tokens_per_layer.weight": "inputs",
+    "model.per_layer_model_projection.weight": "inputs_in",
+    "model.per_layer_projection_norm.weight": "inputs_norm",
     "model.norm.weight": "final_norm",
     "model.embedding_norm.weight": "final_norm",
     "lm_head.weight": "lm_head",
@@ -69,6 +79,10 @@ _POST_NORMED_LAYER = LAYER | {
     "post_attention_layernorm.weight": "post_attn_norm",
     "pre_feedforward_layernorm.weight": "mlp_norm",
     "post_feedforward_layernorm.weight": "post_mlp_norm",
+    "per_layer_input_gate.weight": "input_gate",
+    "per_layer_projection.weight": "input_out",
+    "post_per_layer_input_norm.weight": "post_input_norm",
+    "layer_scalar": "scale",
 }
 _LFM2_LAYER = {
     "operator_norm.weight": "attn_norm",
@@ -88,7 +102,10 @@ _LFM2_LAYER = {
 }
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """What stands before the names of the text model's tensors, where there are others; and what would alone."""
-_EYES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*")
+_EYES = re.compile(
+    r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector|visual)"
+    r"\..*"
+)
 _DRAFTER = re.compile(r"mtp\..*")  # Qwen3.5's
 COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
 _NOT_EXPORTED = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")

@@ -6,6 +6,7 @@ GGUF files state the same facts under other names (:mod:`edgespec_export.sources
 from math import sqrt
 from typing import Any
 
+from edgespec_export.sources import gemma4
 from edgespec_export.sources.architectures import FAMILIES, Family, unknown
 from edgespec_export.sources.rope import kind_of, scaled
 from edgespec_models.bundles.config import DeltaNet, Mixer, ModelConfig
@@ -14,7 +15,7 @@ from edgespec_models.files.facts import Facts
 
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
 _LEAST = 1e-6  # that a model is multiplied by: squares and quotients stay finite
-_CHANGES_LOGITS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_CHANGES_LOGITS = ("attn_logit_softcapping", "use_bidirectional_attention")
 CLASSIFIES = (
     "classifies texts and writes none; use a model that writes, such as the one that it was made from"
 )
@@ -100,14 +101,23 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
     for name, count in (("layers", layers), ("elements a head", head_dim)):
         if not 0 < count <= _MAX_COUNT:
             raise UnsupportedModelError(f"{facts.where} says {count} {name}; 1 to {_MAX_COUNT} are supported")
-    rope = _rope(facts, family, head_dim)
     global_every, window = _window(facts, family, layers)
+    widths: dict[str, Any] = {
+        "head_dim": head_dim,
+        "num_kv_heads": facts.integer("num_key_value_heads", heads),
+    }
+    if family.name == "gemma4":
+        sliding = _sliding_layers(facts, family, layers)
+        widths = gemma4.of_layers(facts, [window is None or not is_sliding for is_sliding in sliding])
+    rope = _rope(facts, family, widths["head_dim"])
     if window is not None and window >= rope["context_length"] and not family.pattern:
         window = None  # with a pattern, a window also says which layers have the local rotary embedding
     if window is None:
         rope["rope_local_theta"] = None  # of layers that there are none of
-    scale = 1 / sqrt(facts.positive("query_pre_attn_scalar", float(head_dim)))
-    grown = sqrt(max(hidden, 0)) if family.name == "gemma3" else 1.0
+    scalar = 1.0 if family.name == "gemma4" else float(head_dim)
+    scale = 1 / sqrt(facts.positive("query_pre_attn_scalar", scalar))
+    grown = sqrt(max(hidden, 0)) if family.name in ("gemma3", "gemma4") else 1.0
+    capped = facts.value("final_logit_softcapping") is not None
     embedding = _multiplier(facts, "embedding_multiplier", grown)
     residual = _residual_factor(facts, family)
     with naming(facts.where):
@@ -118,8 +128,6 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             intermediate_size=facts.integer("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=facts.integer("num_key_value_heads", heads),
-            head_dim=head_dim,
             norm_epsilon=facts.number("rms_norm_eps") / residual**2,
             **_mixers(facts, family, layers),
             unrotated_layers=_unrotated(facts, layers) if family.name == "smollm3" else (),
@@ -127,6 +135,8 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             embedding_scale=embedding / residual,
             sliding_window=window,
             global_every=1 if window is None else global_every,
+            logit_cap=facts.positive("final_logit_softcapping") if capped else None,
+            **widths,
             **_delta_nets(facts, family, layers),
             **family.fixed,
             **rope,
@@ -193,7 +203,7 @@ def _check_features(facts: Facts, family: Family) -> None:
             f"{facts.where}: attn_output_gate is False; {family.name} is supported with True"
         )
     for key in _CHANGES_LOGITS:
-        if facts.value(key):
+        if facts.value(key) and (key, facts.value(key)) != ("use_bidirectional_attention", "vision"):
             raise UnsupportedModelError(f"{facts.where}: {key} is {facts.value(key)!r}; not supported yet")
     if not facts.boolean("is_causal", default=True):
         raise UnsupportedModelError(
@@ -324,10 +334,12 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
         raise UnsupportedModelError(f"{local.where} scales the local rotary embedding; not supported yet")
     if "full_attention" in parameters.keys:
         parameters = parameters.section("full_attention")
+    proportional = kind_of(parameters) == "proportional"
     share = parameters.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", 1.0))
     if share > 1:
         raise ModelFileError(f"{facts.where}: partial_rotary_factor is {share}; it is a share of a head")
-    width = facts.integer("rotary_dim", int(head_dim * share))
+    pairs = int(head_dim * share // 2) if proportional else None
+    width = facts.integer("rotary_dim", head_dim if proportional else int(head_dim * share))
     context = facts.integer("max_position_embeddings")
     theta = parameters.positive("rope_theta", facts.positive("rope_theta", family.theta))
     local_theta = facts.positive("rope_local_base_freq", family.local_theta or theta)
@@ -337,7 +349,10 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     fields = {
         "rope_theta": theta,
         "rotary_dim": None if width == head_dim else width,
+        "rotary_pairs": pairs,
         "context_length": context,
         "rope_local_theta": local.positive("rope_theta", local_theta) if family.pattern else None,
     }
+    if proportional:
+        return fields
     return fields | scaled(scaling, theta, width, context, original if isinstance(original, int) else context)

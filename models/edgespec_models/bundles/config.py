@@ -15,6 +15,7 @@ Architecture = Literal[
     "qwen2",
     "qwen3",
     "gemma3",
+    "gemma4",
     "phi3",
     "granite",
     "ministral3",
@@ -170,8 +171,15 @@ class ModelConfig(DecoderShape):
         num_heads: query heads.
         num_kv_heads: key and value heads.
         head_dim: width of a head.
+        local_kv_heads: key and value heads in sliding-window layers; None where as many.
+        local_head_dim: width of a head there, likewise.
+        shared_layers: how many layers, the last ones, attend to keys and values of an earlier layer: the last
+            before them that has as long a window, or none as they.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
+        mlp_widths: of each layer's MLP; empty where all are ``intermediate_size``.
+        layer_inputs: numbers of each token that every layer reads besides the stream (Gemma 3n's per-layer
+            embeddings); 0 for none.
         norm_epsilon: epsilon of every RMSNorm.
         rope_theta: base of the rotary embedding.
         rope_interleaved: rotate neighbouring elements rather than the two halves of a head.
@@ -179,14 +187,18 @@ class ModelConfig(DecoderShape):
             by, ``rotary_width / 2`` numbers; empty where by nothing.
         rope_magnitude: factor on the rotary cosines and sines of ``rope_theta``.
         rotary_dim: leading elements of a head that are rotated; None where all are.
+        rotary_pairs: of these, how many pairs turn by ``rope_theta``, the first ones; None where all do.
         unrotated_layers: layers without a rotary embedding (Yang et al. 2025, "RoPE to NoPE and Back Again").
         rope_local_theta: base in sliding-window layers; None where every layer uses ``rope_theta``.
         sliding_window: tokens a sliding-window layer sees, itself included; None where all see all.
         global_every: with a sliding window, every n-th layer sees all; 0 where none does.
         qk_norm: RMSNorm on each query and key head before the rotary embedding.
         wide_qk_norm: on all heads of a token at once instead.
+        normed_values: RMSNorm without a gain on each value head.
+        tied_values: layers that see all have no product of values, but take that of their keys.
         pre_norms: RMSNorm on what attention and the MLP read.
         post_norms: RMSNorm on what they add.
+        scaled_layers: what leaves a layer is multiplied by a number of the layer.
         mixers: of each layer; empty where all are attention.
         conv_taps: tokens that a short convolution or that of a delta net sees, its own included; None
             without one.
@@ -196,6 +208,7 @@ class ModelConfig(DecoderShape):
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
+        logit_cap: logits z become ``logit_cap * tanh(z / logit_cap)``; None where they stay as they are.
         normed_features: of a head: RMSNorm on what it reads of the target.
         normed_residual: of a head: attention adds to the normalized state.
     """
@@ -213,14 +226,23 @@ class ModelConfig(DecoderShape):
     rope_factors: tuple[_Factor, ...] = ()
     rope_magnitude: _Factor = 1.0
     rotary_dim: Count | None = None
+    rotary_pairs: Count | None = None
     unrotated_layers: tuple[int, ...] = ()
     rope_local_theta: _Factor | None = None
     sliding_window: Count | None = None
     global_every: Annotated[int, within(0, 2**31 - 1)] = 1
+    local_kv_heads: Count | None = None
+    local_head_dim: Count | None = None
+    shared_layers: Annotated[int, within(0, 4095)] = 0
+    mlp_widths: tuple[Count, ...] = ()
+    layer_inputs: Annotated[int, within(0, 2**31 - 1)] = 0
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    normed_values: bool = False
+    tied_values: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    scaled_layers: bool = False
     mixers: tuple[Mixer, ...] = ()
     conv_taps: Annotated[int, within(2, 16)] | None = None
     delta: DeltaNet | None = None
@@ -228,21 +250,27 @@ class ModelConfig(DecoderShape):
     experts: Experts | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
+    logit_cap: _Factor | None = None
     normed_features: bool = False
     normed_residual: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, UnsupportedModelError)
-        if self.head_dim % 2:
-            raise UnsupportedModelError(f"head_dim is {self.head_dim}; a rotary embedding needs an even one")
+        for width in (self.head_dim, self.local_head_dim or 2):
+            if width % 2:
+                raise UnsupportedModelError(f"head_dim is {width}; a rotary embedding needs an even one")
         # ONNX Runtime's GroupQueryAttention takes rotary tables whose width is a multiple of 8.
         if self.rotary_dim is not None and (self.rotary_dim % 16 or self.rotary_dim > self.head_dim):
             raise UnsupportedModelError(
                 f"rotary_dim is {self.rotary_dim}; it must be a multiple of 16 up to {self.head_dim}"
             )
-        if self.rope_factors and len(self.rope_factors) != self.rotary_width // 2:
+        if self.rotary_pairs is not None and self.rotary_pairs > self.rotary_width // 2:
             raise UnsupportedModelError(
-                f"there are {len(self.rope_factors)} rope_factors for {self.rotary_width // 2} frequencies"
+                f"rotary_pairs is {self.rotary_pairs}; a head has {self.rotary_width // 2}"
+            )
+        if self.rope_factors and len(self.rope_factors) != self.turning_pairs:
+            raise UnsupportedModelError(
+                f"there are {len(self.rope_factors)} rope_factors for {self.turning_pairs} frequencies"
             )
         if self.wide_qk_norm and not self.qk_norm:
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
@@ -267,10 +295,26 @@ class ModelConfig(DecoderShape):
             raise UnsupportedModelError(f"delta is {self.delta} and {nets} layers are delta_net; {both}")
         if self.experts is not None and self.post_norms:
             raise UnsupportedModelError("layers have experts and post_norms; edgespec has either")
-        if self.num_heads % self.num_kv_heads:
+        for count in (self.num_kv_heads, self.local_kv_heads or 1):
+            if self.num_heads % count:
+                raise UnsupportedModelError(
+                    f"{self.num_heads} query heads cannot share {count} key-value heads evenly"
+                )
+        if len(self.mlp_widths) not in (0, self.num_layers):
             raise UnsupportedModelError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
+                f"there are {len(self.mlp_widths)} mlp_widths for {self.num_layers} layers"
             )
+        if self.shared_layers >= self.num_layers:
+            raise UnsupportedModelError(
+                f"shared_layers is {self.shared_layers} of {self.num_layers} layers; allowed: fewer than all"
+            )
+        for layer in range(self.num_layers):
+            if self.kv_layer(layer) is None:
+                kind = "the whole context" if self.is_global(layer) else "a window"
+                raise UnsupportedModelError(
+                    f"layer {layer} reads the keys and values of an earlier layer that sees {kind}; there is "
+                    f"none before the last {self.shared_layers} layers (shared_layers)"
+                )
 
     @property
     def query_width(self) -> int:
@@ -286,6 +330,19 @@ class ModelConfig(DecoderShape):
     def rotary_width(self) -> int:
         """Elements of a head that are rotated."""
         return self.rotary_dim or self.head_dim
+
+    @property
+    def turning_pairs(self) -> int:
+        """Pairs of a head's elements that ``rope_theta`` turns."""
+        return self.rotary_pairs or self.rotary_width // 2
+
+    def kv_layer(self, layer: int) -> int | None:
+        """The layer whose keys and values ``layer`` attends to; None where there should be one and is not."""
+        own = self.num_layers - self.shared_layers
+        if layer < own:
+            return layer
+        kind = self.is_global(layer)
+        return next((n for n in reversed(range(own)) if self.is_global(n) == kind), None)
 
     def attended(self, tokens: int) -> float:
         """As of any decoder, but a window bounds what its layers attend to, and only attention does."""

@@ -70,6 +70,8 @@ _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("delta_in", "delta_out", "delta_norm", "delta_a", "delta_bias"), "mixer."),
         **dict.fromkeys(("gate_up", "gate", "up", "down"), "mlp."),
         **dict.fromkeys((*_EXPERTS, *_SHARED, "router", "selection_bias"), "mlp."),
+        **dict.fromkeys(("input_gate", "input_out", "inputs_in"), "mlp."),
+        "inputs": "embedding.",
     }
 )
 
@@ -81,6 +83,12 @@ class Layer:
     Attributes:
         mixer: what lets tokens see each other: the method of :class:`Decoder` that computes it.
         mlp: what follows it, likewise.
+        mlp_width: of the MLP.
+        kv_heads: heads of keys and of values.
+        head_dim: width of a head.
+        kv_layer: the layer whose keys and values it attends to, mostly itself.
+        projections: which of queries, keys and values it has products of: ``qkv``, ``qk`` where values are
+            keys before their normalization, ``q`` where keys and values are of another layer.
         rope: the rotary tables of its queries and keys (:func:`rotary_tables`); None where nothing rotates.
         window: tokens that it sees, the token itself included; None where it sees the whole context.
     """
@@ -88,8 +96,13 @@ class Layer:
     index: int
     rope: str | None
     window: int | None
-    mixer: str = "attention"
-    mlp: str = "gated_mlp"
+    mixer: str
+    mlp: str
+    mlp_width: int
+    kv_heads: int
+    head_dim: int
+    kv_layer: int
+    projections: str
 
     @property
     def name(self) -> str:
@@ -104,7 +117,22 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
         window = None if config.is_global(index) else config.sliding_window
         rope = "rope" if window is None or config.rope_local_theta is None else "rope_local"
         rotated = None if index in config.unrotated_layers else rope
-        layers.append(Layer(index, rotated, window, config.mixer(index), config.mlp(index)))
+        kv_layer, sees_all = config.kv_layer(index), window is None
+        assert kv_layer is not None  # which a config sees to
+        layers.append(
+            Layer(
+                index,
+                rotated,
+                window,
+                config.mixer(index),
+                config.mlp(index),
+                mlp_width=config.mlp_widths[index] if config.mlp_widths else config.intermediate_size,
+                kv_heads=config.num_kv_heads if sees_all else config.local_kv_heads or config.num_kv_heads,
+                head_dim=config.head_dim if sees_all else config.local_head_dim or config.head_dim,
+                kv_layer=kv_layer,
+                projections="q" if kv_layer != index else "qk" if config.tied_values and sees_all else "qkv",
+            )
+        )
     return tuple(layers)
 
 
@@ -113,14 +141,18 @@ def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ..
 
     Queries, keys and values of a head are sums: of a product with its state and one with the embedding.
     """
-    mixing = _APART if config.wide_qk_norm else _ATTENTION
+    mixing: Mapping[str, tuple[str, ...]] = _APART if config.wide_qk_norm else _ATTENTION
     if layer.mixer != "attention":
         mixing = _CONVOLUTION if layer.mixer == "short_conv" else _DELTA_NET
-    of_head = {"embed_qkv": _EMBED_QKV} if config.is_head else {}
+    elif layer.projections != "qkv":
+        mixing = {**_ATTENTION, "qkv": tuple(layer.projections)}
+    more: dict[str, tuple[str, ...]] = {"embed_qkv": _EMBED_QKV} if config.is_head else {}
+    if config.layer_inputs:
+        more |= {name: (name,) for name in ("input_gate", "input_out")}
     if layer.mlp == "gated_mlp":
-        return {**mixing, **_MLP, **of_head}
+        return {**mixing, **_MLP, **more}
     shared = config.experts is not None and config.experts.shared_width
-    return {**mixing, **_EXPERTS, **(_SHARED if shared else {})}
+    return {**mixing, **_EXPERTS, **(_SHARED if shared else {}), **more}
 
 
 def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -131,6 +163,10 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         width = len(config.feature_layers) * config.feature_width
         shapes |= {"fuse": (config.hidden_size, width)}
         shapes |= {"fuse_norm": (width,)} if config.normed_features else {}
+    if config.layer_inputs:
+        width = config.num_layers * config.layer_inputs
+        shapes |= {"inputs": (config.vocab_size, width), "inputs_in": (width, config.hidden_size)}
+        shapes |= {"inputs_norm": (config.layer_inputs,)}
     return shapes
 
 
@@ -143,37 +179,43 @@ def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> 
     shapes: dict[str, tuple[int, ...]] = {}
     if config.pre_norms:
         shapes |= {"attn_norm": hidden, "mlp_norm": hidden}
-    shapes |= _MIXER_SHAPES[layer.mixer](config)
+    shapes |= _MIXER_SHAPES[layer.mixer](config, layer)
     if config.experts is not None and layer.mlp == "experts":
         shapes |= _experts_shapes(config.hidden_size, config.experts)
     else:
-        shapes |= _mlp_shapes(config.hidden_size, config.intermediate_size)
+        shapes |= _mlp_shapes(config.hidden_size, layer.mlp_width)
     if biases and layer.mixer == "attention":
-        shapes |= {f"{name}_bias": shapes[name][:1] for name in "qkv"}
+        shapes |= {f"{name}_bias": shapes[name][:1] for name in layer.projections}
     if config.post_norms:
         shapes |= {"post_attn_norm": hidden, "post_mlp_norm": hidden}
+    if config.layer_inputs:
+        shapes |= {"input_gate": (config.layer_inputs, *hidden), "input_out": (*hidden, config.layer_inputs)}
+        shapes |= {"post_input_norm": hidden}
+    if config.scaled_layers:
+        shapes |= {"scale": (1,)}
     if config.is_head:
         shapes |= {"embed_norm": hidden, **{f"embed_{name}": shapes[name] for name in "qkv"}}
     return shapes
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
-    queries = query * (1 + config.gated_attention)
-    shapes: dict[str, tuple[int, ...]] = {"q": (queries, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+def _attention_shapes(config: ModelConfig, layer: Layer) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    query, kv = config.num_heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    rows = {"q": query * (1 + config.gated_attention), "k": kv, "v": kv}
+    shapes: dict[str, tuple[int, ...]] = {name: (rows[name], hidden) for name in layer.projections}
     shapes |= {"o": (hidden, query)}
     if config.qk_norm:
-        widths = (query, kv) if config.wide_qk_norm else (config.head_dim,) * 2
-        shapes |= {"q_norm": widths[:1], "k_norm": widths[1:]}
+        widths = (query, kv) if config.wide_qk_norm else (layer.head_dim,) * 2
+        shapes |= {"q_norm": widths[:1]} | ({"k_norm": widths[1:]} if "k" in layer.projections else {})
     return shapes
 
 
-def _convolution_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _convolution_shapes(config: ModelConfig, _: Layer) -> dict[str, tuple[int, ...]]:
     hidden, taps = config.hidden_size, config.conv_taps or 0
     return {"conv_in": (3 * hidden, hidden), "conv": (hidden, taps), "conv_out": (hidden, hidden)}
 
 
-def _delta_net_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _delta_net_shapes(config: ModelConfig, _: Layer) -> dict[str, tuple[int, ...]]:
     hidden, net, taps = config.hidden_size, config.delta, config.conv_taps or 0
     assert net is not None  # which a config with such a layer has
     shapes: dict[str, tuple[int, ...]] = {
@@ -206,7 +248,8 @@ def _experts_shapes(hidden: int, experts: Experts) -> dict[str, tuple[int, ...]]
     return shapes | ({"shared_router": (1, hidden)} if experts.shared_gate else {})
 
 
-_MIXER_SHAPES: Final[Mapping[str, Callable[[ModelConfig], dict[str, tuple[int, ...]]]]] = MappingProxyType(
+_Shapes = Callable[[ModelConfig, Layer], dict[str, tuple[int, ...]]]
+_MIXER_SHAPES: Final[Mapping[str, _Shapes]] = MappingProxyType(
     {"attention": _attention_shapes, "short_conv": _convolution_shapes, "delta_net": _delta_net_shapes}
 )
 
@@ -236,8 +279,8 @@ def kept_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
             state = net.value_heads, net.value_width // 16, net.key_width, 16
             logged, taps = net.keys + net.values + net.value_heads, config.conv_taps or 0
             kept += delta_states(layer.index, state, logged, net.channels, taps)
-        else:
-            kept += keys_and_values(layer.index, config.num_kv_heads, config.head_dim, kind)
+        elif layer.kv_layer == layer.index:
+            kept += keys_and_values(layer.index, layer.kv_heads, layer.head_dim, kind)
     return tuple(kept)
 
 
@@ -257,14 +300,16 @@ def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[
     """Cosines and sines of ``positions`` from 0 on (Su et al. 2021, section 3.4.2), by their names in graphs.
 
     ``rope_cos`` and ``rope_sin``, and where windowed layers have a base of their own ``rope_local_cos`` and
-    ``rope_local_sin``: float32 ``(positions, rotary width / 2)`` each.
+    ``rope_local_sin``: float32 ``(positions, pairs that turn)`` each.
     """
-    width, tables = config.rotary_width, {}
+    tables = {}
     for name, theta in rotary_thetas(config).items():
+        width, magnitude = config.rotary_width, 1.0
+        if name == "rope_local":  # the base of windowed layers is not scaled
+            width = config.local_head_dim or width
         frequencies = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-        magnitude = 1.0
-        if name == "rope":  # the base of windowed layers is not scaled
-            magnitude = config.rope_magnitude
+        if name == "rope":
+            magnitude, frequencies = config.rope_magnitude, frequencies[: config.turning_pairs]
             frequencies /= config.rope_factors or 1.0
         angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
         for part, function in (("cos", np.cos), ("sin", np.sin)):
@@ -283,6 +328,11 @@ class Decoder(ABC):
     """
 
     medium: ClassVar[str]
+    lacks: ClassVar[tuple[str, ...]] = (
+        *("shared_layers", "local_head_dim", "local_kv_heads", "mlp_widths", "layer_inputs", "rotary_pairs"),
+        *("normed_values", "tied_values", "scaled_layers", "logit_cap"),
+    )
+    """Facts of a config that it does not compute."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Raise UnsupportedModelError where a layer has what this backend lacks."""
@@ -294,6 +344,12 @@ class Decoder(ABC):
                         f"{layer.name} of this {config.architecture} model is {sublayer}, which edgespec has "
                         f"not for {self.medium}; export it in another form, or take another model"
                     )
+        for fact in self.lacks:
+            if getattr(config, fact):
+                raise UnsupportedModelError(
+                    f"this {config.architecture} model has {fact}, which edgespec has not for {self.medium}; "
+                    "export it in another form, or take another model"
+                )
         self.shapes = tensor_shapes(config)
 
     def layer(self, layer: Layer, x: Any) -> Any:
@@ -305,7 +361,10 @@ class Decoder(ABC):
                 if self.config.post_norms:
                     y = self.post_norm(y, f"{layer.name}.post_{kind}_norm")
                 x = self.add(x, y, f"{layer.name}.{end}")
-        return x
+            if self.config.layer_inputs:
+                y = self.post_norm(self.layer_input(layer, x), f"{layer.name}.post_input_norm")
+                x = self.add(x, y, f"{layer.name}.with_input")
+            return self.scaled(x, f"{layer.name}.scale") if self.config.scaled_layers else x
 
     def attention(self, layer: Layer, x: Any) -> Any:
         """What attention adds to the stream."""
@@ -325,6 +384,14 @@ class Decoder(ABC):
                 part = self.rotate(layer, part, which)
             parts.append(part)
         return self.attend(layer, *parts)
+
+    def layer_input(self, layer: Layer, x: Any) -> Any:
+        """What the token itself adds to the stream."""
+        raise NotImplementedError
+
+    def scaled(self, x: Any, name: str) -> Any:
+        """The stream times the number ``name``."""
+        raise NotImplementedError
 
     def gated_mlp(self, layer: Layer, x: Any) -> Any:
         """What the MLP adds to the stream."""

@@ -80,7 +80,7 @@ class GraphDecoder(Decoder):
     def through_layers(self, x: Any) -> Any:
         """The residual stream behind the layers that the graph has."""
         for layer in self.all_layers:
-            if layer.index in self.past:
+            if layer.kv_layer in self.past:
                 x = self.layer(layer, x)
         return x
 

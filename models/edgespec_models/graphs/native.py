@@ -43,13 +43,14 @@ class _NativeDecoder(GraphDecoder):
     stream is a product without its matrix yet, and what a sublayer adds one without the stream.
     """
 
-    medium = "edgespec's kernels"
+    medium, lacks = "edgespec's kernels", ()
 
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         super().__init__(config, {"": _OPSET, DOMAIN: 1})
         self.plan, self.epsilon = plan, float(config.norm_epsilon)
         self.gate = "silu" if config.activation == "silu" else "gelu"
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
+        self.caches: dict[int, tuple[ir.Value, ...]] = {}  # keys and values behind the pass, by layer
 
     def build(self) -> ir.Model:
         ids = self.input("input_ids", INT64, [1, "n"])
@@ -62,6 +63,8 @@ class _NativeDecoder(GraphDecoder):
         x.name = stream_name(self.config.num_layers)
         x = self.one("Gather", x, rows, axis=1)
         logits, columns = self.lm_head(x)
+        if self.config.logit_cap is not None:
+            (logits,) = self.node("Cap", logits, most=float(self.config.logit_cap))
         self.write_outputs(logits, columns, self.node("Choose", logits, outputs=2))
         if self.experts_read:
             self.output(
@@ -73,7 +76,28 @@ class _NativeDecoder(GraphDecoder):
 
     def stream(self, ids: ir.Value) -> ir.Value:
         """The residual stream that enters the first layer."""
-        return self.embed(ids, float(self.config.embedding_scale))
+        config, x = self.config, self.embed(ids, float(self.config.embedding_scale))
+        if config.layer_inputs:
+            self.inputs = self.layer_inputs(ids, x)
+        return x
+
+    def layer_inputs(self, ids: ir.Value, x: ir.Value) -> ir.Value:
+        """What every layer reads of the tokens: rows of a table, and a product of what enters the first."""
+        config, path = self.config, graph_name("inputs")
+        (table,), width = self.plan.linears["inputs"].parts, self.shapes["inputs"][1]
+        return self.node(
+            "LayerInputs",
+            ids,
+            self.matrix(f"{path}.parts.0.weight", table.format, table.out_features, width),
+            self.linear(x, "inputs_in"),
+            self.gain("inputs_norm"),
+            format=table.format.tiles,
+            rows=table.out_features,
+            width=width,
+            part=config.layer_inputs,
+            factor=config.layer_inputs**0.5,
+            epsilon=self.epsilon * config.hidden_size,  # of the product over the root of its inputs
+        )[0]
 
     def layer(self, layer: Layer, x: ir.Value) -> ir.Value:
         x.name = stream_name(layer.index)
@@ -131,29 +155,41 @@ class _NativeDecoder(GraphDecoder):
         config, packed = self.config, self.packed(layer, x)
         tables: list[ir.Value | None] = [None, None]
         if layer.rope is not None:
-            shape = [config.context_length, config.rotary_width // 2]
+            pairs = config.turning_pairs if layer.rope == "rope" else layer.head_dim // 2
+            shape = [config.context_length, pairs]
             tables = [self.parameter(f"{layer.rope}_{part}", shape) for part in ("cos", "sin")]
         gains: list[ir.Value | None] = [None, None]
         if config.qk_norm and not config.wide_qk_norm:
-            gains = [self.gain(f"{layer.name}.{which}_norm") for which in ("q", "k")]
+            of_keys = "k_norm" if "k" in layer.projections else "q_norm"  # no keys, no matter
+            gains = [self.gain(f"{layer.name}.{norm}") for norm in ("q_norm", of_keys)]
+        own = layer.kv_layer == layer.index
         y, *new = self.node(
             "Attention",
             packed,
-            *self.past[layer.index],
+            *(self.past[layer.index] if own else self.caches[layer.kv_layer]),
             self.sequences,
             *tables,
             *gains,
-            outputs=3,
+            outputs=3 if own else 1,
             heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
             window=layer.window or 0,
             interleaved=int(config.rope_interleaved),
             scale=float(config.attention_scale),
             epsilon=self.epsilon,
+            **self.more_of_attention(layer),
         )
+        self.caches[layer.index] = tuple(new)
         self.present += new
         return y
+
+    def more_of_attention(self, layer: Layer) -> dict[str, Any]:
+        """Attributes that most graphs have no need of."""
+        config = self.config
+        more = {"normed_values": 1} if config.normed_values else {}
+        apart = layer.rope == "rope" and config.rotary_pairs is not None
+        return more | ({"pair_distance": config.rotary_width // 2} if apart else {})
 
     def delta_net(self, layer: Layer, x: _Product) -> _Product:
         """What a gated delta net adds to the stream."""
@@ -257,6 +293,15 @@ class _NativeDecoder(GraphDecoder):
             return x(f"{name}.qkv")
         normed = [x(f"{name}.{which}", post_gain=f"{name}.{which}_norm") for which in "qk"]
         return self.one("Concat", *normed, x(f"{name}.v"), axis=-1)
+
+    def layer_input(self, layer: Layer, x: ir.Value) -> _Product:
+        y = self.linear(x, f"{layer.name}.input_gate")
+        (y,) = self.node("InputGate", y, self.inputs, layer=layer.index, gate=self.gate)
+        return self.product(f"{layer.name}.input_out", y)
+
+    def scaled(self, x: ir.Value, name: str) -> ir.Value:
+        """The stream times a number of the layer."""
+        return self.one("Mul", x, self.parameter(graph_name(name), self.shapes[name]))
 
     def gated(self, layer: Layer, x: _Product) -> ir.Value:
         return x(f"{layer.name}.gate_up", gate=self.gate)

@@ -1,0 +1,245 @@
+"""Gemma 4 from file to text: what is left out, what is refused, rollback, and drafts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_export.sources.hf_config import read_config
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.files.facts import Facts
+from edgespec_runtimes.cpu import open_cpu
+from edgespec_runtimes.session import Rows
+from tests.gguf_cases_for_tests import gguf_of
+from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.native_for_tests import tiny_native
+
+ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 33])
+CASES = ("gemma4", "gemma4_tied")
+MULTIPLIED = ("attention", "mlp", "lm_head")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    export_model(gguf_of(request.param, "Q8_0").write(folder / "m.gguf"), folder / "bundle")
+    return folder / "bundle"
+
+
+# ---- Files -------------------------------------------------------------------------------------------------
+
+
+def test_what_sees_and_hears_is_left_out_and_keys_that_nothing_reads(tmp_path: Path) -> None:
+    text = config_of("gemma4")
+    outer = {"model_type": "gemma4", "text_config": text, "vision_config": {}, "audio_config": None}
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): values for name, values in weights(text).items()
+    }
+    unread = {
+        f"model.language_model.layers.4.self_attn.{kind}.weight" for kind in ("k_proj", "v_proj", "k_norm")
+    }
+    unread |= {"model.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight", "model.embed_audio.weight"}
+    folder = write_checkpoint(tmp_path / "whole", text)
+    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
+    more = dict.fromkeys(unread, np.ones((2, 3), np.float32))
+    write_safetensors(folder / "model.safetensors", tensors | more)
+    with (
+        HFCheckpoint(write_checkpoint(tmp_path / "alone", text)) as expected,
+        HFCheckpoint(folder) as opened,
+    ):
+        assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
+
+
+def test_layers_are_as_transformers_writes_them_too() -> None:
+    """With a section for each layer that sees all, in place of ``global_head_dim``."""
+    for case in CASES:
+        plain = config_of(case)
+        own = {"head_dim": plain["global_head_dim"]}
+        if "num_global_key_value_heads" in plain:
+            own["num_key_value_heads"] = plain["num_global_key_value_heads"]
+        written = {**plain, "per_layer_config": {"2": own, "5": own}}
+        del written["global_head_dim"]
+        written.pop("num_global_key_value_heads", None)
+        assert read_config(Facts(written, "c")) == read_config(Facts(plain, "c"))
+
+
+def test_a_files_layers_are_those_of_a_directory(tmp_path: Path) -> None:
+    for case in CASES:
+        with (
+            GGUFCheckpoint(gguf_of(case).write(tmp_path / "m.gguf")) as file,
+            HFCheckpoint(write_checkpoint(tmp_path / case, config_of(case))) as directory,
+        ):
+            epsilon = directory.config.norm_epsilon
+            assert file.config.norm_epsilon == pytest.approx(epsilon)
+            assert replace(file.config, norm_epsilon=epsilon) == directory.config
+            assert file.tensors.keys() == directory.tensors.keys()
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"attention.shared_kv_layers": 4}, "layer 2 reads the keys and values .* sees the whole context"),
+    ({"attention.shared_kv_layers": 6}, "shared_layers is 6 of 6 layers"),
+    ({"attention.shared_kv_layers": 2}, r"lacks a tensor for layers\.3\.k"),
+    ({"feed_forward_length": [96] * 5}, "feed_forward_length is .*, not a list of 6 numbers|mlp_widths"),
+    ({"feed_forward_length": [96] * 6}, r"ffn_gate.*shape \(192, 64\)"),
+    ({"attention.head_count_kv": [2, 2, 1, 2, 2]}, "head_count_kv has 5 entries for 6 layers"),
+    ({"attention.head_count_kv": [2, 1, 2, 2, 2, 2]}, r"head_count_kv has \['1', '2'\] .* with a window"),
+    ({"attention.head_count_kv": [3, 3, 2, 3, 3, 2]}, "4 query heads cannot share 3"),
+    ({"attention.sliding_window_pattern": [True] * 5}, "sliding_window_pattern must say of each of 6 layers"),
+    ({"attention.sliding_window_pattern": [True, False] * 3}, "shape|lacks a tensor"),
+    ({"attention.key_length_swa": None}, "key_length_swa"),
+    ({"attention.key_length_swa": 15, "attention.value_length_swa": 15}, "swa is 16|head_dim is 15"),
+    ({"attention.value_length": 16}, "value_length is 16, and heads are 32 wide"),
+    ({"rope.dimension_count_swa": 8}, "dimension_count_swa is 8, and heads are 16 wide"),
+    ({"embedding_length_per_layer_input": 64}, "shape"),
+    ({"embedding_length_per_layer_input": 0}, "has tensors a gemma4 model lacks"),
+    ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not positive"),
+    ({"block_count": 7}, "sliding_window_pattern must say of each of 7 layers"),
+    ({"expert_count": 8}, "expert"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), CONTRADICTIONS)
+def test_keys_that_contradict_each_other_are_named(
+    tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    model = gguf_of("gemma4")
+    for key, value in changed.items():
+        model.metadata[f"gemma4.{key}"] = value
+        if value is None:
+            del model.metadata[f"gemma4.{key}"]
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_some_layers_lack_are_named(tmp_path: Path) -> None:
+    model = gguf_of("gemma4_tied")
+    model.tensors["blk.2.attn_v.weight"] = model.tensors["blk.2.attn_k.weight"]
+    with pytest.raises(ModelFileError, match="has values in some layers and none in others"):
+        export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "only layers that see the whole context may differ"),
+        ({"per_layer_config": {"2": {"head_dim": 32}}}, "says something of 1 layers, and 2 see"),
+        ({"per_layer_config": {"2": {"head_dim": 32}, "5": {"head_dim": 64}}}, "differs from those before"),
+        ({"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input is 300"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"enable_moe_block": True, "num_experts": 8}, "expert"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+    ],
+)
+def test_directories_that_contradict_themselves(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        read_config(Facts({**config_of("gemma4"), **changed}, "c"))
+
+
+@pytest.mark.parametrize("options", [ExportOptions(weights="portable"), ExportOptions(device="cuda")])
+def test_other_backends_refuse_by_name(tmp_path: Path, options: ExportOptions) -> None:
+    source = gguf_of("gemma4", "Q8_0").write(tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModelError, match="this gemma4 model has shared_layers, which"):
+        export_model(source, tmp_path / "out", options=options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_are_no_part_of_a_pass(tmp_path: Path) -> None:
+    """Of the inputs of layers a pass reads a row a token; the embedding is the LM head."""
+    export_model(gguf_of("gemma4", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "out")
+    manifest = Bundle(tmp_path / "out").manifest
+    assert manifest.parameters_by_class["embedding"] == VOCAB * 64 + VOCAB * 6 * 32
+    blocks = VOCAB * 6 * 32 // 32 * 34
+    assert manifest.bytes_by_class["embedding"] == blocks
+    assert manifest.bytes_per_pass == sum(manifest.bytes_by_class[kind] for kind in MULTIPLIED)
+    kept = [(tensor.input, tensor.shape) for tensor in manifest.kept]
+    shapes = [(2, 16), (2, 16), (2, 32)]
+    assert kept == [
+        (f"past_key_values.{n}.{which}", shapes[n]) for n in range(3) for which in ("key", "value")
+    ]
+
+
+# ---- Sequences ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.data())
+def test_rows_have_the_bits_of_one_plain_run(bundle: Path, seed: int, data: st.DataObject) -> None:
+    """Rounds of drafts, of which some stay, of two sequences in common passes."""
+    rng = np.random.default_rng(seed)
+    first = open_cpu(Bundle(bundle))
+    reading = [first, first.model.session()]
+    texts = [[*map(int, rng.integers(0, VOCAB, int(rng.integers(2, CONTEXT - 34))))] for _ in reading]
+    wanted = []
+    for text in texts:
+        first.rewind(0)
+        wanted.append(first.predict(text).logits.copy())
+    first.rewind(0)
+    while any(session.length < len(text) for session, text in zip(reading, texts, strict=True)):
+        rounds = []
+        for session, text in zip(reading, texts, strict=True):
+            right = min(data.draw(ROWS), len(text) - session.length)
+            wrong = [*map(int, rng.integers(0, VOCAB, data.draw(st.integers(0, 5))))]
+            rounds.append((right, text[session.length : session.length + right] + wrong))
+        rounds = [(right, tokens or [0]) for right, tokens in rounds]
+        starts = [session.length for session in reading]
+        rows = [
+            Rows(session, tokens, len(tokens)) for session, (_, tokens) in zip(reading, rounds, strict=True)
+        ]
+        for at, prediction in enumerate(first.model.predict_together(rows)):
+            right = rounds[at][0]
+            expected = wanted[at][starts[at] : starts[at] + right]
+            np.testing.assert_array_equal(prediction.logits[:right], expected)
+        for session, (right, _) in zip(reading, rounds, strict=True):
+            session.keep(right)
+    for session in reading:
+        session.close()
+
+
+# ---- Text --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8, "seed": 3}])
+def test_drafts_do_not_change_what_is_written(bundle: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
+    """By n-grams of a text that repeats itself, and by a model of another vocabulary."""
+    prompt, answers = "one two one two one two one two", []
+    other = tiny_native(tmp_path / "drafter", role="drafter").path
+    for drafter in (None, "ngram", other):
+        with edgespec.load(bundle, drafter, options=LoadOptions(threads=1)) as model:
+            answers.append(model.generate(prompt, max_new_tokens=40, stop_at_eos=False, **asked))
+    assert answers[0].stats.new_tokens == 40
+    assert answers[0].text == answers[1].text == answers[2].text
+
+
+def test_a_conversation_that_goes_on_or_turns_back_is_as_if_read_alone(bundle: Path) -> None:
+    first = "one two three four five six seven"
+    prompts = (first, f"{first} eight nine", "one two three zero", first[:9], first)
+    with edgespec.load(bundle, "ngram", options=LoadOptions(threads=1, parallel=2)) as model:
+        answers = [model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text for prompt in prompts]
+    for prompt, answer in {*zip(prompts, answers, strict=True)}:
+        with edgespec.load(bundle, None, options=LoadOptions(threads=1)) as model:
+            assert model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text == answer
+
+
+def test_a_gemma_4_drafts_for_another_model(bundle: Path, tmp_path: Path) -> None:
+    """With all tokens, and with some, beside those that its embedding offers."""
+    source = gguf_of("gemma4", "Q8_0").write(tmp_path / "m.gguf")
+    for trim in ("full", 280):
+        options = ExportOptions(role="drafter", trim=trim)
+        export_model(source, tmp_path / f"drafter-{trim}", options=options)
+    answers = []
+    for drafter in (None, tmp_path / "drafter-full", tmp_path / "drafter-280"):
+        with edgespec.load(bundle, drafter, options=LoadOptions(threads=1)) as model:
+            answers.append(model.generate("one two three", max_new_tokens=30, stop_at_eos=False))
+    assert answers[0].text == answers[1].text == answers[2].text
