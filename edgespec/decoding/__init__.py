@@ -1,4 +1,4 @@
-"""The decoding loop, and all that decides which tokens an answer has: verification, sampling and grammars.
+"""The decoding loop, and what decides the tokens of an answer: verification, sampling and grammars.
 
-It asks a source for drafts and knows none of them; it imports no other room.
+The loop asks a source for drafts and knows no kind of source. This room imports no other room.
 """

@@ -1,4 +1,4 @@
-"""What decoding and its sources of proposals tell each other: drafts, and what came of them."""
+"""Drafts and their outcomes: what the loop and the sources of proposals exchange."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from edgespec_runtimes.predictions import Floats, Predictions
 from edgespec_runtimes.session import Rows
 
 Clock = Callable[[], float]
-"""Seconds since some moment."""
+"""Returns seconds since a fixed moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed continuation of the committed tokens: a function of these, not drawn.
+    """A proposed continuation of the committed tokens. It is a function of these tokens, without randomness.
 
     Attributes:
         tokens: proposed token ids, in the target's vocabulary.
         sources: which drafter proposed each token; as long as ``tokens``.
-        confidence: for each token, an estimate in [0, 1] that it will be accepted given that those
-            before it are; a function of the context and of earlier proposals only.
+        confidence: for each token, the estimated probability that it is accepted, given that those before it
+            are. It depends on the context and on earlier proposals only.
     """
 
     tokens: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class Draft:
         return Draft(self.tokens[:count], self.sources[:count], self.confidence[:count])
 
     def then(self, more: "Draft") -> "Draft":
-        """This draft and ``more`` behind it."""
+        """This draft, followed by ``more``."""
         if not more.tokens:
             return self
         tokens, sources = self.tokens + more.tokens, self.sources + more.sources
@@ -43,9 +43,9 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A pass: its rows, its seconds, a request's share of these, and how many requests shared them.
+    """A pass: its rows, its seconds, one request's share of the seconds, and the number of requests.
 
-    ``reads`` says whether one of these read a part of its prompt.
+    ``reads`` is true if one of these requests read a part of its prompt.
     """
 
     rows: int
@@ -60,18 +60,19 @@ class Step:
     """One round of decoding.
 
     Attributes:
-        tokens: what it committed, at least one token.
-        accepted: how many proposals were kept.
+        tokens: the committed tokens, at least one.
+        accepted: the number of proposals that were kept.
         drafter_s: seconds spent proposing.
         target_s: seconds of the target's pass, or the request's share of them.
-        seconds: of the round, for this request.
-        logprobs: of each token, in nats; empty unless asked for.
-        top_logprobs: the most probable tokens in place of each, and their logarithms; empty unless asked for.
-        passed: the target's pass, if it was other requests' too.
-        features: of a target that a head reads (:mod:`edgespec_runtimes.predictions`), those of the last
-            tokens in its cache: all whose keys and values the round left there, at the end of a prompt some
-            of these.
-        forced: how many of the first proposals a grammar forced; sources were asked to go on behind them.
+        seconds: the time of the round, for this request.
+        logprobs: the log probability of each token, in nats. Empty unless the request asks for it.
+        top_logprobs: the most likely tokens at each place with their log probabilities. Empty unless the
+            request asks for them.
+        passed: the target's pass, if other requests shared it.
+        features: features of the last tokens in the target's cache, for a head
+            (:mod:`edgespec_runtimes.predictions`). They cover the tokens whose keys and values the round left
+            there; at the end of a prompt, some of these.
+        forced: the number of first proposals that a grammar forced. Sources go on behind them.
     """
 
     tokens: tuple[int, ...]
@@ -88,24 +89,24 @@ class Step:
 
     @property
     def target_pass(self) -> Passed:
-        """The pass; of this request alone unless said otherwise."""
+        """The target's pass. Unless ``passed`` says otherwise, this request had it alone."""
         return self.passed or Passed(1 + len(self.draft.tokens), self.target_s, self.target_s)
 
     @property
     def judged(self) -> tuple[int, ...]:
-        """What the round committed from where its sources were asked to go on."""
+        """The committed tokens behind those that a grammar forced: what the sources are judged by."""
         return self.tokens[self.forced :]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the reading of a prompt is.
+    """How much of a prompt has been read.
 
     Attributes:
-        total: tokens of the prompt.
-        cached: of these, how many the KV cache held already.
-        read: how many have been read, those included.
-        seconds: since the reading began.
+        total: the tokens of the prompt.
+        cached: the tokens that the KV cache held already.
+        read: the tokens read so far, with the cached ones.
+        seconds: the time since the reading began.
     """
 
     total: int
@@ -118,7 +119,7 @@ class Observer(Protocol):
     """Learns from the rounds of one request."""
 
     def observe(self, step: Step) -> None:
-        """A round is over."""
+        """A round has ended."""
 
     def close(self) -> None:
         """The request has ended, however that came; called once."""
@@ -126,15 +127,15 @@ class Observer(Protocol):
 
 
 class Source(Observer, Protocol):
-    """Proposes tokens in one request, a round at a time. It owns its state and never decides what is kept.
+    """Proposes tokens for one request, a round at a time. It owns its state and never decides what is kept.
 
     Attributes:
-        rows: what a model has to read next; None where the draft is complete. The caller has them read,
-            perhaps in one pass with those of other requests.
-        draft: what is proposed; an empty draft is always legal.
-        is_reading: whether this round only read a piece of the prompt, and the next one goes on with that.
-        slowdown: the factor by which the target's pass takes longer because this source computes beside it.
-        earliest: tokens that the answer has before this source is asked.
+        rows: the rows that a model has to read next, or None if the draft is complete. The caller has them
+            read, perhaps in one pass with rows of other requests.
+        draft: the proposal. An empty draft is always legal.
+        is_reading: whether this round only reads a piece of the prompt, which the next round continues.
+        slowdown: the factor by which the target's pass takes longer while this source computes.
+        earliest: the number of answer tokens before this source is asked.
     """
 
     rows: Rows | None = None
@@ -144,29 +145,29 @@ class Source(Observer, Protocol):
     earliest: int = 0
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        """Propose at most ``limit`` tokens to follow ``tokens`` (all committed so far, prompt included)."""
+        """Begin a draft of at most ``limit`` tokens behind ``tokens``: the prompt and the answer so far."""
 
     def take(self, predictions: Predictions, passed: Passed) -> None:
-        """Go on with what the model says about ``rows``; ``passed`` is the pass that read them."""
+        """Go on with the model's predictions for ``rows``. ``passed`` is the pass that read them."""
         return
 
 
 class Extending(Observer, Protocol):
-    """Proposes tokens at once, at no cost in time, and goes on where another source stopped."""
+    """Proposes tokens at no cost in time, and continues the drafts of other sources."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """At most ``limit`` tokens to follow ``tokens``; an empty draft is always legal."""
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """``draft``, which another source proposed behind ``tokens``, made longer: up to ``limit`` tokens.
+        """Extend another source's ``draft`` behind ``tokens``, to at most ``limit`` tokens.
 
-        To be called after :meth:`propose` with the same tokens. ``draft`` itself if there is nothing to add.
+        Call :meth:`propose` with the same tokens first. Returns ``draft`` itself if there is nothing to add.
         """
 
 
 @dataclass(slots=True, kw_only=True)
 class Remarks:
-    """What a request's sources have to say besides their drafts, for :class:`edgespec.GenerationStats`."""
+    """Notes of a request's sources for :class:`edgespec.GenerationStats`."""
 
     speculation_off_reason: str | None = None
     history_problem: str | None = None
@@ -179,27 +180,27 @@ class Remarks:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens: an object of an app's own, given as ``drafter=`` to ``load`` or to a request.
+    """An app's own source of proposals, given as ``drafter=`` to ``load`` or to a request.
 
-    A class that inherits from this one needs :meth:`propose` alone. All its methods are called by the thread
-    that decodes, for one request at a time.
+    A subclass needs :meth:`propose` only. The thread that decodes calls all methods, for one request at a
+    time.
     """
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft | Sequence[int]:
         """Propose tokens to follow ``tokens``.
 
         Args:
-            tokens: all tokens so far, prompt and answer, in the target's vocabulary; not to be changed.
-            limit: more proposals than these are not looked at.
+            tokens: all tokens so far, prompt and answer, in the target's vocabulary. Do not change them.
+            limit: the most proposals that are used.
 
         Returns:
-            Ids in the target's vocabulary, the likeliest continuation; an empty list for none.
-            A :class:`Draft` says besides how ``confidence`` each is accepted, as a number from 0 to 1;
-            without, that is learned from what is accepted.
+            The likeliest continuation as ids in the target's vocabulary; an empty list for none. A
+            :class:`Draft` also has the ``confidence`` of each, from 0 to 1; without it, the confidence is
+            learned from what is accepted.
         """
 
     def observe(self, step: Step) -> None:
-        """A round is over: ``step.tokens`` were committed, the first ``step.accepted`` as proposed."""
+        """A round has ended: it committed ``step.tokens``, the first ``step.accepted`` as proposed."""
         return
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What an answer may be: JSON that fits a schema, a regular expression, a grammar, one of several texts.
+"""Forms of answers: JSON that fits a schema, a regular expression, a grammar, one of several texts.
 
-A request says so with ``response_format``. llguidance (the extra ``structured``) compiles it, and tells
-which tokens may come next behind every text; a :class:`GrammarConstraint` follows one request with it.
+A request names its form with ``response_format``. llguidance (the extra ``structured``) compiles it and
+says which tokens may come next; a :class:`GrammarConstraint` applies that to one request.
 """
 
 import json
@@ -37,9 +37,10 @@ _Text = Annotated[str, matching(r"(?s)[^\ud800-\udfff]*", "without lone surrogat
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What llguidance compiles: grammars, of which the first is the answer's, others have names.
+    """Grammars for llguidance. The first is the answer's; the others have names.
 
-    ``schemas`` are those within, by the name of the tool whose arguments each is for, or "" for the answer.
+    ``schemas`` are the schemas within, by the name of the tool whose arguments they describe; "" is the
+    answer's.
     """
 
     parts: Sequence[Mapping[str, Any]]
@@ -47,18 +48,18 @@ class Grammar:
 
     @property
     def text(self) -> str:
-        """As llguidance reads it."""
+        """The grammars as llguidance reads them."""
         return json.dumps({"grammars": self.parts}, allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema(Checked):
-    """JSON that fits a schema, on one line, spaced as ``json.dumps`` does; properties come in its order.
+    """JSON that fits a schema, on one line, spaced like ``json.dumps``, properties in the schema's order.
 
     Annotations and unknown formats are ignored. Keywords that a grammar cannot hold, such as ``uniqueItems``,
-    are checked behind the answer as far as that is possible: see ``schema_problems`` of
-    :class:`~edgespec.requests.results.GenerationStats`. llguidance's options may stand in the schema as
-    ``x-guidance`` and replace that spacing: with ``{"whitespace_flexible": True}`` the model spaces freely.
+    are checked after the answer where that is possible: see ``schema_problems`` of
+    :class:`~edgespec.requests.results.GenerationStats`. The schema may hold llguidance's options as
+    ``x-guidance``; ``{"whitespace_flexible": True}`` leaves the spacing to the model.
 
     Attributes:
         schema: the schema, as an object or as text.
@@ -97,7 +98,7 @@ class AnyJson:
 
 @dataclass(frozen=True, slots=True)
 class Regex(Checked):
-    r"""Text that matches a regular expression from its beginning to its end.
+    r"""Text that matches a regular expression as a whole.
 
     Attributes:
         pattern: in the syntax of Rust's regex crate, without anchors, look-around and back-references.
@@ -115,7 +116,7 @@ class Regex(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Lark(Checked):
-    """Text of a context-free grammar, whose first rule is ``start``.
+    """Text of a context-free grammar. Its first rule is ``start``.
 
     Attributes:
         text: in llguidance's variant of Lark's syntax, where ``%json {...}`` stands for JSON of a schema.
@@ -145,16 +146,16 @@ ResponseFormat = JsonSchema | Regex | Lark | Choice | AnyJson
 
 
 class Compilable(Protocol):
-    """What an answer may be: a :data:`ResponseFormat`, calls of tools, or either."""
+    """A form of answers that llguidance can compile: a :data:`ResponseFormat`, calls of tools, or either."""
 
     def grammar(self) -> Grammar:
-        """For llguidance. RequestError where it makes none."""
+        """The grammar for llguidance. RequestError if there is none."""
 
 
 class Allowed:
-    """The tokens that may come next; at least one.
+    """The tokens that may come next, at least one.
 
-    ``mask`` has a bit for each token of the vocabulary, the lowest first, in words of 32.
+    ``mask`` has a bit for each token of the vocabulary, the lowest id first, in words of 32 bits.
     """
 
     def __init__(self, mask: bytes) -> None:
@@ -162,7 +163,7 @@ class Allowed:
 
     @classmethod
     def where(cls, bits: npt.NDArray[np.bool_]) -> "Allowed":
-        """The tokens of a vocabulary at whose ids ``bits`` is true."""
+        """The tokens whose bit in ``bits`` is set."""
         packed = np.packbits(bits, bitorder="little").tobytes()
         return cls(packed + bytes(-len(packed) % 4))
 
@@ -171,12 +172,12 @@ class Allowed:
 
     @property
     def tokens(self) -> list[int]:
-        """All of them, the lowest first."""
+        """The allowed ids, ascending."""
         return [int(token) for token in np.flatnonzero(self._bits())]
 
     @property
     def only(self) -> int | None:
-        """The token that has to come; None where there is a choice."""
+        """The only allowed token, or None if there are several."""
         (at,) = np.nonzero(self._words)
         if len(at) != 1 or int(self._words[at[0]]).bit_count() != 1:
             return None
@@ -193,28 +194,29 @@ class Allowed:
 
 
 class Constraint(RowStep, Protocol):
-    """What one request's answer may be: a :class:`RowStep` that may be asked for more.
+    """A :class:`RowStep` that holds one request's answer to its form.
 
-    It follows the committed tokens and reads proposals behind them. One thread at a time. ``schemas`` are as
-    :class:`Grammar` has them.
+    It follows the committed tokens and reads proposals behind them. Use it in one thread at a time.
+    ``schemas`` are those of :class:`Grammar`.
     """
 
     schemas: Mapping[str, "PreparedSchema"] = MappingProxyType({})
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether nothing can follow ``tokens``, all that are committed, but a token that ends the text."""
+        """Whether only a token that ends the text can follow ``tokens``, all committed tokens."""
 
     def completes(self, drafted: Sequence[int]) -> bool:
-        """The same of the committed tokens and ``drafted``, which are allowed."""
+        """Whether only an ending token can follow the committed tokens and ``drafted``, which are allowed."""
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
-        """What may follow them; they end nothing. RequestError where a grammar leaves no token in time."""
+        """The tokens that may follow. RequestError if the grammar allows none, or finds none in time."""
 
     def fit(self, forced: Draft, more: Draft, limit: int) -> Draft:
-        """``forced``, what of ``more`` is allowed behind it and what is forced there; up to ``limit`` tokens.
+        """Cut and extend a draft so that it fits the form, to at most ``limit`` tokens.
 
-        A forced token is the only one allowed, so its confidence is 1. The token that completes the text is
-        never proposed: the pass that would verify it gives it anyway.
+        The result is ``forced``, then the allowed beginning of ``more``, then tokens that are forced there. A
+        forced token has the confidence 1, because no other is allowed. The token that completes the text is
+        not proposed: the pass that verifies the draft gives it anyway.
         """
         tokens, sources, confidence = list(forced.tokens), list(forced.sources), list(forced.confidence)
         proposals = zip(more.tokens, more.sources, more.confidence, strict=False)
@@ -234,12 +236,12 @@ class Constraint(RowStep, Protocol):
 
 
 class GrammarConstraint(Constraint):
-    """What a grammar allows. What was found out about a proposal is kept for verification.
+    """Holds an answer to a grammar. What it finds out about a proposal is kept for verification.
 
-    Allowed is what the text can go on with, written as the tokenizer would write it: text that the grammar
-    forces comes in the tokens that a model expects for it, so that of several ways to spell it one is left.
+    Text that the grammar forces is written in the tokens that the tokenizer would take for it, because a
+    model expects these: of several ways to spell it only one is allowed.
 
-    ``matcher`` is llguidance's, behind the empty text. The tokens ``ends`` end a text.
+    ``matcher`` is llguidance's, at the empty text. The tokens ``ends`` end a text.
     """
 
     def __init__(
@@ -249,16 +251,16 @@ class GrammarConstraint(Constraint):
         self._prompt_length: int | None = None
         self._committed: list[int] = []
         self._ended = False
-        self._read: list[int] = []  # by the matcher: what is committed and proposals
-        # Behind so many of those: what is allowed, where anybody has asked; whether the text is over.
+        self._read: list[int] = []  # committed tokens and proposals that the matcher has read
+        # By the number of these tokens: what is allowed next, once asked; whether the text is complete.
         self._allowed: list[Allowed | None] = [None]
         self._complete = [False]
 
     def try_out(self) -> None:
-        """See that the grammar compiled, can begin, and can be rolled back.
+        """Check that the grammar compiled, can begin, and can be rolled back.
 
         Raises:
-            RequestError: it cannot; with llguidance's message.
+            RequestError: llguidance's message, if it does not.
         """
         first = next((token for token in self.allowed(()).tokens if token not in self._ends), None)
         if first is not None:
@@ -267,17 +269,17 @@ class GrammarConstraint(Constraint):
             self._check()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """A round begins behind ``tokens``, all that are committed; the first round's are the prompt.
+        """Begin a round behind ``tokens``, all committed tokens. Those of the first round are the prompt.
 
         Raises:
-            RequestError: what follows the prompt is not what the grammar allows.
+            RequestError: the text behind the prompt does not fit the grammar.
         """
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
         answer = list(tokens[self._prompt_length :])
         self._ended = bool(answer) and answer[-1] in self._ends
         self._committed = answer[:-1] if self._ended else answer
-        # What was read behind them already stays: verification asks for it again.
+        # Tokens read behind them stay read: verification asks for them again.
         if self._read[: len(self._committed)] != self._committed:
             self._move(self._committed)
 
@@ -307,7 +309,7 @@ class GrammarConstraint(Constraint):
             self.allowed(drafted).forbid_others(row)
 
     def _move(self, wanted: list[int]) -> None:
-        """Have the matcher read exactly ``wanted``."""
+        """Move the matcher to the state behind ``wanted``."""
         shared = shared_length(self._read, wanted)
         if shared < len(self._read):
             self._matcher.rollback(len(self._read) - shared)
@@ -325,22 +327,22 @@ class GrammarConstraint(Constraint):
 
 
 class Grammars:
-    """Compiles response formats for a model whose tokens ``eos`` end a text. Safe to share between threads.
+    """Compiles response formats for a model whose tokens ``eos`` end a text. Threads may share it.
 
-    The first one prepares the model's vocabulary, which takes a part of a second and is kept.
+    The first format prepares the model's vocabulary, which takes a part of a second and is kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos: Sequence[int]) -> None:
         self._tokenizer, self._eos, self._lock = tokenizer, tuple(eos), Lock()
-        self._logged = set[str]()  # keywords that the log has
+        self._logged = set[str]()  # keywords that are in the log already
         # llguidance wants an end: a model without one gets an id that it cannot write.
         self._ends = frozenset(eos or (tokenizer.vocab_size,))
 
     def constraint(self, wanted: Compilable) -> GrammarConstraint:
-        """What one request's answer may be.
+        """The constraint for one request's answer.
 
         Raises:
-            RequestError: llguidance is not installed, or it refuses the format; with its message.
+            RequestError: llguidance is not installed, or it refuses the format.
         """
         try:
             from llguidance import LLMatcher, LLParserLimits
@@ -368,7 +370,7 @@ class Grammars:
         return constraint
 
     def _tell(self, schemas: Mapping[str, "PreparedSchema"]) -> None:
-        """Refuse schemas that are to be held whole and are not; log what is not held, once."""
+        """Refuse strict schemas that the grammar does not hold whole; log keywords that it lacks, once."""
         for name, schema in schemas.items():
             if schema.strict and schema.unheld:
                 raise RequestError(
@@ -392,7 +394,7 @@ class Grammars:
 
 
 class _GrammarTokens:
-    """A tokenizer as llguidance wants it."""
+    """A tokenizer with the interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -405,12 +407,12 @@ class _GrammarTokens:
         self.special_token_ids = sorted({*filter(tokenizer.is_special, ids), *eos})
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens that a forced ``text`` is to be written with: those of exactly its bytes."""
+        """The tokens of a forced ``text``: exactly its bytes."""
         return self._tokenizer.encode_bytes(text.encode())
 
 
 def _called(name: str) -> str:
-    """What the schema of a tool is called in messages, or that of the answer."""
+    """The name of a tool's schema, or of the answer's, in messages."""
     return f"the schema of the tool {name!r:.80}" if name else "the response_format"
 
 
@@ -424,7 +426,7 @@ def _verdict(schema: "PreparedSchema") -> tuple[bool, list[str]]:
 
 
 def _refused(schemas: Mapping[str, "PreparedSchema"], error: str) -> RequestError:
-    """A grammar that does not compile, or leads nowhere: with the schema that is the cause, if one is."""
+    """The error of a grammar that does not compile; it names the schema that is the cause, if one is."""
     for name, schema in schemas.items():
         is_wrong, warnings = _verdict(schema)
         if is_wrong:

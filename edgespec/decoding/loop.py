@@ -1,7 +1,7 @@
 """The one decoding loop: propose, predict, verify, commit, observe; plain decoding has no drafts.
 
-Verification looks at one row of logits after another and stops at the first rejection. A proposal is never
-dropped because of what it is: that would change the distribution of the output.
+Verification looks at one row of logits after another and stops at the first rejection. No proposal is dropped
+for its value, because that would change the distribution of the output.
 """
 
 import os
@@ -27,19 +27,19 @@ from edgespec_runtimes.predictions import Floats, Predictions, joined
 from edgespec_runtimes.session import Rows, Session
 
 TopLogprobs = tuple[tuple[int, float], ...]
-_FEW = 32  # tokens of a prompt: drafts share the pass that reads no more
-_SCORED = 32  # tokens of a prompt in a pass, if each is to have its probability: rows of logits are long
+_FEW = 32  # a pass over at most so many tokens of a prompt also verifies a draft
+_SCORED = 32  # tokens of a prompt in a pass that scores them: rows of logits are long
 
 
 class Verifier:
-    """Judges drafts by what the target says, in one request, whose tokens it follows.
+    """Judges the drafts of one request by the target's predictions.
 
     Drafts are verified by sample-and-match: the token is chosen from the target's row, and the proposal is
     accepted while it equals that choice. So the output is, token for token, that of plain decoding, or of
     plain sampling with the same seed.
 
-    Without a seed in ``params`` a fresh one is drawn. ``masks`` change the rows after the penalties and
-    biases of ``params``: a grammar, for one.
+    Without a seed in ``params`` a new one is drawn. ``masks``, such as a grammar, change the rows after the
+    penalties and biases of ``params``.
     """
 
     def __init__(self, params: SamplingParams, masks: Sequence[RowStep] = ()) -> None:
@@ -48,19 +48,19 @@ class Verifier:
         self._seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed % 2**64
 
     def __call__(self, predictions: Predictions, draft: Draft, tokens: Sequence[int]) -> tuple[int, int]:
-        """Judge ``draft`` as the continuation of ``tokens``. Rows behind a rejection are not read.
+        """Judge ``draft`` as a continuation of ``tokens``. Rows behind a rejection are not read.
 
         Args:
-            predictions: the target's, of ``len(draft.tokens) + 1`` rows; row i is for the token after
+            predictions: the target's, with ``len(draft.tokens) + 1`` rows. Row i predicts the token after
                 ``tokens`` and the first i proposals.
-            draft: the proposals; none is plain decoding.
+            draft: the proposals. An empty draft is plain decoding.
             tokens: all committed tokens, prompt included.
 
         Returns:
-            How many proposals are kept, from the first on, and the token that follows them.
+            The number of first proposals that are kept, and the token that follows them.
 
         Raises:
-            RequestError: predictions of another shape; the request leaves no token that may come next.
+            RequestError: the predictions have another shape, or the request allows no token.
             EdgespecError: a row of logits is not a distribution.
         """
         _check_shapes(predictions, draft)
@@ -83,31 +83,31 @@ class Verifier:
 class Decoding:
     """One request in the loop, a round at a time: :meth:`propose`, a pass over :meth:`rows`, :meth:`take`.
 
-    Between two rounds the target's cache holds every token but the last, or as much of the prompt as was
-    read: the caller may stop there, and other requests may share the passes. The prompt is read in pieces,
-    the last of which says what the first token is. Where that reads few tokens it may be drafted too.
+    Between two rounds the target's cache holds every token but the last, or the part of the prompt that was
+    read. The caller may stop there, and other requests may share the passes. The prompt is read in pieces;
+    the pass over the last piece gives the first token, and verifies a draft if it reads few tokens.
 
     Args:
-        session: the target's; what its cache holds of the prompt is kept.
-        policy: proposes, and is told of every round.
-        verify: decides what is kept.
-        tokens: the prompt, at least one token; grows.
-        max_new_tokens: at most so many tokens are committed.
-        max_draft: longest draft.
-        stop: tokens that end the generation; the one that did is committed.
-        top_logprobs: of how many tokens a place steps give the log probabilities, besides those of the tokens
-            that are committed; None gives none.
-        prompt_logprobs: the same for the tokens of the prompt, none of which may be in the cache then.
+        session: the target's session. Tokens of the prompt in its cache are not read again.
+        policy: the source of proposals, which observes every round.
+        verify: decides which proposals are kept.
+        tokens: the prompt, at least one token. The list grows.
+        max_new_tokens: the most tokens that are committed.
+        max_draft: the most tokens of a draft.
+        stop: tokens that end the generation. They are committed.
+        top_logprobs: the number of most likely tokens whose log probabilities steps give at each place,
+            besides those of committed tokens. None gives no log probabilities.
+        prompt_logprobs: the same for the prompt. The cache must hold none of its tokens.
         checkpoints: lengths of the prompt behind which a pass ends.
         clock: times the rounds.
 
     Attributes:
-        session: the target's.
-        tokens: the prompt and what was committed.
-        draft: what is proposed in this round; may be cut before the pass.
-        scores: of the tokens of the prompt that were read, if they are asked for: the log probability and the
-            most likely tokens there with theirs. The first token has none.
-        ended: whether nothing more is to be decoded.
+        session: the target's session.
+        tokens: the prompt and all committed tokens.
+        draft: the proposal of this round. The caller may cut it before the pass.
+        scores: for each token of the prompt that was read, if asked for: its log probability, and the most
+            likely tokens there with theirs. The first token has none.
+        ended: whether the request is complete.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class Decoding:
         self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
         self._prompt_logprobs, self._checkpoints = prompt_logprobs, checkpoints
         self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
-        self._features: Floats | None = None  # of the prompt's end
+        self._features: Floats | None = None  # features of the end of the prompt
         self._read = 0  # rows of this round's pass
         session.rewind(session.shared_prefix(tokens[:-1]))
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that the target has to read before the last of them."""
+        """The number of tokens that the target has to read before the prompt's last token."""
         return len(self.tokens) - 1 - self.session.length
 
     def propose(self) -> None:
-        """Begin to draft for this round, if it is one in which that may be."""
+        """Begin to draft, if this round may have a draft."""
         self.draft, self._drafter_s = NO_DRAFT, 0.0
         limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         if limit > 0 and self.unread <= _FEW and not self._scores:
@@ -152,11 +152,11 @@ class Decoding:
 
     @property
     def drafter_rows(self) -> Rows | None:
-        """What a drafter has to read next for :attr:`draft`; None where that is complete."""
+        """The rows that a drafter has to read next for :attr:`draft`, or None if it is complete."""
         return self._policy.rows
 
     def take_drafter(self, predictions: Predictions, passed: Passed) -> None:
-        """Go on drafting with what the drafter's pass says about :attr:`drafter_rows`."""
+        """Go on drafting with the predictions for :attr:`drafter_rows`."""
         began = self.clock()
         self._policy.take(predictions, passed)
         self._spend(self.clock() - began + passed.share_s)
@@ -164,16 +164,16 @@ class Decoding:
     def _spend(self, seconds: float) -> None:
         self._drafter_s += seconds
         if self.drafter_rows is None:
-            draft = self._policy.draft  # nothing is committed behind the end
+            draft = self._policy.draft  # no token is committed behind the end
             self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
 
     @property
     def _scores(self) -> bool:
-        """Whether this round is to say how probable tokens of the prompt are."""
+        """Whether this round scores tokens of the prompt."""
         return self._prompt_logprobs is not None and self.unread > 0
 
     def rows(self, most: int) -> Rows:
-        """What the target is to read in this round: at most ``most`` tokens of a prompt, or the draft."""
+        """The rows that the target reads in this round: at most ``most`` tokens of a prompt, or the draft."""
         scored = self._scores
         next_ = min(
             (place for place in self._checkpoints if place > self.session.length), default=len(self.tokens)
@@ -189,9 +189,9 @@ class Decoding:
         return Rows(self.session, piece, len(piece) if scored else 0)
 
     def take(self, predictions: Predictions, passed: Passed) -> Step | None:
-        """Commit what the target's pass says; None where it read a part of the prompt, or no token is wanted.
+        """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted.
 
-        At the end of a prompt ``passed`` is no time of decoding.
+        The time of the pass over a prompt's end does not count as decoding.
         """
         features = self._features = joined(self._features, predictions.hidden)
         if self._prompt_logprobs is not None:
@@ -201,7 +201,7 @@ class Decoding:
         began, draft, self._features = self.clock(), self.draft, None
         try:
             accepted, token = self._verify(predictions, draft, self.tokens)
-        except EdgespecError:  # of what is no number nothing is gone on with
+        except EdgespecError:  # a state that is no number is not kept
             self.session.rewind(0)
             raise
         new, self.ended = _until_stop((*draft.tokens[:accepted], token), self._stop)
@@ -213,28 +213,28 @@ class Decoding:
         seconds = self._drafter_s + passed.share_s + self.clock() - began
         times = self._drafter_s, passed.share_s, seconds
         step = Step(new, draft, min(accepted, len(new)), *times, *logprobs, passed)
-        if features is not None:  # which nobody else keeps
+        if features is not None:  # only the policy keeps features
             features = features[: len(features) - len(draft.tokens) + accepted]
         self._policy.observe(step if features is None else replace(step, features=features))
         return step
 
     def _scored(self, predictions: Predictions, top: int) -> Predictions:
-        """The rows behind those that say how likely the prompt's next tokens were."""
+        """Score the prompt's next tokens, and return the rows behind those that did."""
         length = self.session.length
         scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
         if not scored:
             return predictions
-        first = length - len(scored) + 1  # again, where a want of memory has emptied the cache
+        first = length - len(scored) + 1  # scored again, if the cache was emptied for want of memory
         self.scores[first:] = zip(*_log_probabilities(predictions, scored, top), strict=True)
         return Predictions(predictions.logits[len(scored) :])
 
     def close(self) -> None:
-        """The request has ended, however that came: its source is told, once."""
+        """End the request, for whatever reason, and close its source once."""
         self._policy.close()
 
 
 def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[int, ...], bool]:
-    """Tokens up to and including the first that ends the generation, and whether one did."""
+    """The tokens up to the first that ends the generation, included, and whether there is one."""
     for index, token in enumerate(tokens):
         if token in stop:
             return tokens[: index + 1], True
@@ -244,14 +244,14 @@ def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[i
 def _log_probabilities(
     predictions: Predictions, tokens: Sequence[int], top: int
 ) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
-    """Of every token that follows, and of the ``top`` most likely ones in its place."""
+    """Log probabilities of every token that follows, and the ``top`` most likely ones at its place."""
     rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
     own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
     return own, tuple(most_likely(row, top) for row in rows)
 
 
 def _match(draft: Draft, choose: Callable[[int], int]) -> tuple[int, int]:
-    """Accept proposals while the target's own choice for row i, ``choose(i)``, is the same token."""
+    """Accept proposals while ``choose(i)``, the target's choice for row i, is the same token."""
     for i, proposal in enumerate(draft.tokens):
         token = choose(i)
         if token != proposal:

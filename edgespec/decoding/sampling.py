@@ -1,8 +1,8 @@
 """From a row of logits to the token there: penalties and masks, temperature, truncation, one draw.
 
-Every change of a row is a function of the tokens before it, so plain and speculative decoding see the same
-rows. Randomness is a function of the seed and the position, never of how many draws came before, so a seeded
-generation is the same with and without speculation as long as the proposals are deterministic.
+A row is changed by functions of the tokens before it, so plain and speculative decoding see the same rows.
+A random number depends on the seed and the position, never on the number of earlier draws. So a seeded answer
+is the same with and without speculation, if proposals are deterministic.
 """
 
 from collections import Counter
@@ -74,27 +74,27 @@ class SamplingParams(Checked):
 
 
 class RowStep(Protocol):
-    """One change of one request's rows. It may keep state, which follows the committed tokens."""
+    """One change of a request's rows. It may keep state that follows the committed tokens."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """A round begins behind ``tokens``, all that are committed; the first round's are the prompt."""
+        """Begin a round behind ``tokens``, all committed tokens. Those of the first round are the prompt."""
 
     def apply(self, row: Row, drafted: Sequence[int]) -> None:
         """Change ``row`` in place: the logits, float32 ``(vocab,)``, of the token behind ``drafted``.
 
-        ``drafted`` are the proposals before it, which follow the tokens of :meth:`begin`. In a round rows
-        come in order (none drafted, one, two), each once, and end where a proposal is rejected.
+        ``drafted`` are the proposals between the tokens of :meth:`begin` and this row. The rows of a round
+        come in order (none drafted, one, two), each once, until a proposal is rejected.
         """
 
 
 def changed_row(predictions: Predictions, drafted: Sequence[int], steps: Sequence[RowStep]) -> Row:
-    """The row behind ``drafted``, float32 ``(vocab,)``: after every step, and a copy if there are any.
+    """The row behind ``drafted``, float32 ``(vocab,)``, after every step; a copy if there are steps.
 
-    Everything that is decided at that position, greedy or by a draw, is decided by the result.
+    This row alone decides the token at its position, greedily or by a draw.
 
     Raises:
-        EdgespecError: the row was not a distribution (it held NaN, or nothing finite).
-        RequestError: the steps have left no token.
+        EdgespecError: the row is no distribution (it holds NaN, or nothing finite).
+        RequestError: the steps allow no token.
     """
     original: Row = predictions.logits[len(drafted)]
     if not steps:
@@ -111,15 +111,15 @@ def changed_row(predictions: Predictions, drafted: Sequence[int], steps: Sequenc
 
 
 class TokenCounts:
-    """How often each token occurs in one sequence, kept as it grows."""
+    """Counts of each token in one sequence, updated as it grows."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._slots: dict[int, int] = {}  # of every distinct token, its place in the arrays below
+        self._slots: dict[int, int] = {}  # place of each distinct token in the arrays below
         self._ids = self._counts = np.empty(0, np.int64)
 
     def align(self, tokens: Sequence[int]) -> None:
-        """Count ``tokens``: cheap if they only grew, from the first on if they changed."""
+        """Count ``tokens``. Only new ones are counted, unless earlier ones changed."""
         if list(tokens[: len(self._tokens)]) != self._tokens:
             self._tokens, self._slots = [], {}
             self._ids = self._counts = np.empty(0, np.int64)
@@ -130,9 +130,9 @@ class TokenCounts:
             self._slots.setdefault(token, len(self._slots))
 
     def behind(self, drafted: Sequence[int]) -> tuple[Ids, Ids]:
-        """The distinct ids of the aligned tokens and ``drafted`` behind them, and how often each occurs.
+        """The distinct ids of the aligned tokens and of ``drafted``, and the count of each.
 
-        Both int64, of one shape ``(distinct,)``; not to be changed.
+        Both are int64 of shape ``(distinct,)``. Do not change them.
         """
         if not drafted:
             return self._ids, self._counts
@@ -149,12 +149,11 @@ class TokenCounts:
 
 
 class Penalties:
-    """What the sampling parameters change in a row: a :class:`RowStep`.
+    """The :class:`RowStep` of the sampling parameters, in this order.
 
-    ``repetition_penalty`` first, which looks at prompt and output and scales the model's own logits; then
-    ``presence_penalty`` and ``frequency_penalty``, which look at the output alone and subtract:
-    ``logit - presence_penalty - frequency_penalty * count`` for each token that occurs ``count`` times in it;
-    then ``logit_bias``, which is added.
+    ``repetition_penalty`` scales the logits of tokens in prompt and output. ``presence_penalty`` and
+    ``frequency_penalty`` look at the output alone: a token that occurs ``count`` times gets
+    ``logit - presence_penalty - frequency_penalty * count``. ``logit_bias`` is added.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -187,7 +186,7 @@ class Penalties:
 
 
 class Spelled:
-    """A :class:`RowStep`: the answer begins with the bytes ``held``, in any tokens (token healing)."""
+    """A :class:`RowStep` that has the answer begin with the bytes ``held``, in any tokens (token healing)."""
 
     def __init__(self, tokenizer: Tokenizer, held: bytes, prompt_length: int) -> None:
         self._tokenizer, self._held, self._prompt_length = tokenizer, held, prompt_length
@@ -208,11 +207,11 @@ def distribution(row: Row, params: SamplingParams) -> Distribution:
     """The distribution of the next token, float64 ``(vocab,)``, summing to 1.
 
     The order is that of transformers: penalties, temperature, top-k, top-p, min-p.
-    (llama.cpp puts the temperature last by default: at a temperature of 1 the two agree.) Each truncation
-    keeps every token that ties with the last one it keeps, so the result does not depend on a sort order.
+    (llama.cpp applies the temperature last by default; the two agree at a temperature of 1.) Each truncation
+    keeps all tokens that tie with the last kept one, so the result does not depend on a sort order.
 
     Args:
-        row: logits, float32 ``(vocab,)``, after penalties and masks; it is not changed.
+        row: logits, float32 ``(vocab,)``, after penalties and masks. They are not changed.
         params: temperature 0 gives all mass to the most likely token, the lowest id of equals.
 
     Raises:
@@ -247,7 +246,7 @@ def _nucleus_cutoff(weights: Distribution, top_p: float) -> float:
         return 0.0
     total = float(weights.sum())
     target = top_p * total
-    # All tokens below the floor weigh less than (1 - top_p) of the total together, so what top-p keeps
+    # All tokens below the floor together weigh less than (1 - top_p) of the total, so what top-p keeps
     # is among the others.
     candidates = weights[weights >= (1.0 - top_p) * total / len(weights)]
     # The exponent and four bits of the mantissa order positive floats coarsely: only the bucket in which
@@ -263,7 +262,7 @@ def _nucleus_cutoff(weights: Distribution, top_p: float) -> float:
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on the arguments alone: one word of Philox4x64 (Salmon et al. 2011).
 
-    ``position`` is the index in the sequence of the token it serves.
+    ``position`` is the index of the token that the number decides.
     """
     # The generator counts up from the lowest word: a word above it keeps positions apart.
     words = np.random.Philox(counter=[0, 0, position, 0], key=seed)
@@ -275,7 +274,7 @@ def draw(probs: Distribution, u: float) -> int:
 
     A token of probability zero is never returned, whatever the rounding.
     """
-    # Two levels, because a running sum over the whole vocabulary is ten times dearer than block sums.
+    # Two levels, because a running sum over the whole vocabulary takes ten times as long as block sums.
     sums = np.add.reduceat(probs, np.arange(0, len(probs), _BLOCK))
     target = u * float(sums.sum())
     block, before = _locate(sums, target, side="right")
@@ -285,10 +284,10 @@ def draw(probs: Distribution, u: float) -> int:
 
 
 def _locate(masses: Distribution, target: float, *, side: Literal["left", "right"]) -> tuple[int, float]:
-    """The first index where the cumulative mass reaches (left) or passes (right) ``target``, and the mass
-    before that index.
+    """The first index where the cumulative mass reaches (left) or exceeds (right) ``target``, and the mass
+    before it.
 
-    Passing, the index has mass of its own. Where rounding leaves none, it is the last that has.
+    With "right" the index has a positive mass. If rounding leaves no such index, it is the last that has.
     """
     cumulative = np.cumsum(masses)
     index = int(np.searchsorted(cumulative, target, side=side))
@@ -300,8 +299,8 @@ def _locate(masses: Distribution, target: float, *, side: Literal["left", "right
 def log_probabilities(row: Row) -> Distribution:
     """The logarithm of the probability of every token, in nats, float64 ``(vocab,)``.
 
-    The target's own: before penalties, masks and temperature. Where passes give the same bits for any number
-    of rows, plain and speculative answers have the same.
+    These are the target's own, before penalties, masks and temperature. If passes give equal bits for any
+    number of rows, plain and speculative answers have the same ones.
     """
     values = row.astype(np.float64)
     values -= values.max()
@@ -310,7 +309,7 @@ def log_probabilities(row: Row) -> Distribution:
 
 
 def most_likely(logprobs: Distribution, count: int) -> tuple[tuple[int, float], ...]:
-    """The ``count`` most likely tokens and theirs, the most likely first, of equals the lowest id."""
+    """The ``count`` most likely tokens with their log probabilities, the likeliest first, ties by id."""
     if not count:
         return ()
     count = min(count, len(logprobs))

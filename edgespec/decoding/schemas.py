@@ -1,7 +1,7 @@
 """JSON schemas as generators write them: what a grammar holds of one, and a check of the rest.
 
-llguidance holds most of JSON Schema. The keywords that it lacks only narrow what JSON may be, so they are
-left out of its grammar. What can be checked of them is checked when the answer is there.
+llguidance holds most of JSON Schema. The keywords that it lacks only narrow what JSON may be, so its grammar
+leaves them out. They are checked when the answer is complete, where that is possible.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 from edgespec_models.errors import RequestError
 
 LONGEST: Final = 262_144
-"""Characters of a format, at most."""
+"""The most characters of a format."""
 Schema = dict[str, Any]
 SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""What ``json.dumps`` writes. Models know it well, and unlike free whitespace it cannot go on forever."""
+"""The spacing of ``json.dumps``. Models know it well, and unlike free whitespace it has an end."""
 _LENIENT: Final = {"lenient": True, "coerce_one_of": True}  # llguidance then warns of what it leaves out
 _TABLES: Final = ("properties", "patternProperties", "$defs", "definitions", "schemas")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -27,7 +27,7 @@ _IDLE: Final[Mapping[str, Sequence[object]]] = {
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
     **dict.fromkeys(("uniqueItems", "not"), (False,)),
 }
-"""Keywords that no grammar holds, and the values with which they change nothing."""
+"""Keywords that no grammar holds, each with the values that have no effect."""
 _KEYWORDS: Final = {
     *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "components", "x-guidance"),
     *("allOf", "anyOf", "oneOf"),
@@ -43,7 +43,7 @@ _ANNOTATIONS: Final = {*("type", "format", "title", "description", "default", "e
 _BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 _FARTHEST: Final = 9 * 10**18
 """llguidance compiles no bound beyond it. A nearer one takes its place: what fits that fits the schema."""
-_MOST_STEPS: Final = 30_000  # of a check, half a second's; a hostile schema can ask for any number
+_MOST_STEPS: Final = 30_000  # half a second of a check; a hostile schema can ask for any number of steps
 _UNSURE: Final = re.compile(r'"(?:pattern|patternProperties|additionalProperties|format)": ')
 _REGEX: Final = re.compile(
     r"\\u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\c(?P<control>[a-zA-Z])"
@@ -55,7 +55,7 @@ _WIDER: Final = (r"\b", r"\B", "(?>")
 
 
 def check_length(characters: int) -> None:
-    """RequestError for a format, or schemas of tools, of more than :data:`LONGEST`."""
+    """Refuse a format, or schemas of tools, of more than :data:`LONGEST` characters, with a RequestError."""
     if characters > LONGEST:
         raise RequestError(
             f"the response_format, or the tools' schemas, have {characters} characters; allowed: {LONGEST}; "
@@ -64,7 +64,7 @@ def check_length(characters: int) -> None:
 
 
 class Unheld(NamedTuple):
-    """A keyword that the grammar does not hold, and where in the schema it stands."""
+    """A keyword that the grammar does not hold, and its place in the schema."""
 
     place: str
     keyword: str
@@ -75,17 +75,17 @@ class Unheld(NamedTuple):
 
 
 class PreparedSchema:
-    """A schema as a grammar holds it.
+    """A schema, prepared for llguidance.
 
-    ``root`` is where it stands in the schema that llguidance is given; its references are led there.
+    ``root`` is its place in the schema that llguidance gets; its references are changed to lead there.
 
     Attributes:
-        grammar: for llguidance.
-        strict: whether it is to be held whole, or refused.
-        unheld: what is not held, and only perhaps checked.
+        grammar: the schema for llguidance.
+        strict: whether a schema that is not held whole is refused.
+        unheld: keywords that the grammar does not hold.
 
     Raises:
-        TypeError, ValueError, RecursionError: it is no JSON.
+        TypeError, ValueError, RecursionError: the schema is not JSON.
     """
 
     def __init__(self, schema: Mapping[str, Any], *, strict: bool = False, root: str = "#") -> None:
@@ -93,7 +93,7 @@ class PreparedSchema:
         self._schema: Schema = json.loads(text)
         self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
         self.unheld = list[Unheld]()
-        is_short = len(text) <= LONGEST  # others are refused anyway
+        is_short = len(text) <= LONGEST  # longer ones are refused anyway
         held = rewritten(self._schema, "#", self._held) if is_short else self._schema
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
         options = self.grammar.get("x-guidance", SPACING)
@@ -102,7 +102,7 @@ class PreparedSchema:
         self.grammar["x-guidance"] = _LENIENT | options if isinstance(options, dict) else options
 
     def warned(self, warnings: Sequence[str]) -> None:
-        """Note what llguidance said that it leaves out."""
+        """Note the keywords that llguidance says it leaves out."""
         for warning in warnings:
             if warning.startswith("oneOf"):
                 rewritten(self._schema, "#", self._note_one_of)
@@ -110,7 +110,7 @@ class PreparedSchema:
                 self.unheld.append(Unheld("#", warning))
 
     def problems(self, value: object) -> Iterator[str]:
-        """What ``value``, which the grammar let be written, breaks of the rest; what cannot be checked."""
+        """The keywords beyond the grammar that ``value`` breaks, and those that cannot be checked."""
         unsure = {part.keyword for part in self.unheld if not self._can_check(part)}
         yield from (f"{part} is not held" for part in self.unheld if part.keyword in unsure)
         sure = [part for part in self.unheld if part.keyword not in unsure]
@@ -122,7 +122,7 @@ class PreparedSchema:
                 yield from (f"{part} could not be checked" for part in sure)
 
     def _held(self, schema: Schema, place: str) -> Schema | bool:
-        """What a grammar holds of one schema, whose subschemas are done."""
+        """The part of one schema that a grammar holds. Its subschemas are prepared already."""
         if schema.get("not") in (True, {}):
             return False
         reference = schema.get("$ref")
@@ -154,7 +154,7 @@ class PreparedSchema:
                 self.unheld.append(Unheld(place, "patternProperties"))
             schema["patternProperties"] = {pattern: part for pattern, _, part in read if pattern is not None}
             if any(pattern is None for pattern, *_ in read):
-                schema.pop("additionalProperties", None)  # which would forbid what the pattern lets be
+                schema.pop("additionalProperties", None)  # it would forbid properties that the pattern allows
         return schema
 
     def _hold_pattern(self, schema: Schema, place: str) -> None:
@@ -170,14 +170,14 @@ class PreparedSchema:
         return schema
 
     def _can_check(self, part: Unheld) -> bool:
-        """Whether it can be checked: not where patterns matter, since a stranger's may take forever."""
+        """Whether the keyword can be checked. Patterns cannot, because a stranger's may run forever."""
         text = json.dumps({part.keyword: part.value})
         depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
         return part.value is not None and not (_UNSURE.search(text) or (depends and self._is_unsure))
 
 
 def pointed(root: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a schema refers to within ``root`` by a JSON pointer, or itself; empty if nothing is there."""
+    """The schema that a JSON pointer leads to within ``root``, or itself; empty if there is none."""
     from urllib.parse import unquote
 
     for _ in range(32):  # references to references
@@ -200,12 +200,12 @@ def _step(at: object, name: str) -> object:
 
 
 def escaped(name: str) -> str:
-    """A property's name in a JSON pointer."""
+    """A property's name, escaped for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def rewritten(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> Any:
-    """A copy with what ``change`` makes of each schema that is part of it; what negates or decides stays."""
+    """A copy in which ``change`` has replaced each subschema, but not within ``not`` and ``if``."""
     if not isinstance(schema, dict):
         return schema
     copy = dict(schema)
@@ -220,7 +220,7 @@ def rewritten(schema: Any, place: str, change: Callable[[Schema, str], Any]) -> 
 
 
 def _name_properties(schema: Schema, names: Mapping[str, Any]) -> None:
-    """Say ``propertyNames`` in words that a grammar holds, if there are such."""
+    """Replace ``propertyNames`` by keywords that a grammar holds, if that is possible."""
     rules = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
     others = schema.get("additionalProperties", True)
     named: Schema = {}
@@ -236,9 +236,9 @@ def _name_properties(schema: Schema, names: Mapping[str, Any]) -> None:
 
 
 def _regex(pattern: str) -> tuple[str | None, bool]:
-    """A pattern as llguidance takes it, and whether that is the same; None where nothing else is left.
+    """A pattern in llguidance's dialect, and whether it is equivalent; None if nothing of it is left.
 
-    Assertions are left out, such as look-ahead and edges of words, which allows more.
+    Assertions such as look-ahead and edges of words are left out, so the result may allow more.
     """
     if _compiles(pattern):
         return pattern, True
@@ -268,9 +268,9 @@ def _compiles(pattern: str) -> bool:
 
 
 def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[str]) -> list[str]:
-    """Keywords that a value breaks, and where in the schema they stand: of ``sure`` ones, or within them.
+    """The keywords in ``sure``, or within them, that a value breaks, with their places in the schema.
 
-    ``unsure`` ones are left out, and so is what the grammar holds: it may reckon otherwise.
+    Keywords in ``unsure``, and those that the grammar holds, are left out: the grammar may decide otherwise.
     """
     from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, validators
     from referencing.jsonschema import EMPTY_REGISTRY  # nothing is fetched
@@ -289,7 +289,7 @@ def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[st
 
     def unique(_: Any, wanted: object, items: Any, __: Any) -> Iterator[ValidationError]:
         texts = [json.dumps(item, sort_keys=True) for item in items] if isinstance(items, list) else []
-        if wanted is True and len({*texts}) < len(texts):  # jsonschema's own may take the square of the time
+        if wanted is True and len({*texts}) < len(texts):  # jsonschema's own check may take quadratic time
             yield ValidationError("not unique")
 
     held = (*unsure, "pattern", "patternProperties", "additionalProperties", "$dynamicRef")

@@ -1,4 +1,4 @@
-"""Thoughts before an answer's text: free, but for the tag that closes them, forced at their budget."""
+"""Thoughts before an answer's text. Only their closing tag is forced, when the budget is spent."""
 
 from collections.abc import Collection, Sequence
 from functools import reduce
@@ -13,7 +13,7 @@ from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 
 class _At(NamedTuple):
-    """Where an answer stands: its place, the number of tokens of the tag or the thoughts, and its text."""
+    """The state of an answer: its place, the number of tokens of the tag or the thoughts, and its text."""
 
     place: Place
     read: int = 0
@@ -21,11 +21,12 @@ class _At(NamedTuple):
 
 
 class ThoughtsFirst(Constraint):
-    """What an answer may be that may begin with thoughts, at ``place``.
+    """Constrains an answer that may start with thoughts, at ``place``.
 
-    Behind ``budget`` tokens of thoughts their closing tag is forced; None is no limit. ``grammar`` constrains
-    the text behind them, or the whole answer where it does not begin with their tag. Then thoughts cannot
-    end the answer, and no token both closes them and begins the text. ``ends`` end a text.
+    After ``budget`` tokens of thoughts the closing tag is forced; None is no limit. ``grammar`` constrains
+    the text behind the thoughts, or the whole answer if it does not begin with their tag. With a grammar
+    thoughts cannot end the answer, and no token closes them and begins the text at once. The tokens ``ends``
+    end a text.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class ThoughtsFirst(Constraint):
         self._closing = tag_tokens(tokenizer, place.tags.end)
         self._at, self._read = _At(place), -1
         self._anything = self._all_but(())
-        self._thoughts = self._all_but(ends)  # before a grammar's text
+        self._thoughts = self._all_but(ends)  # thoughts before a grammar's text
         self._begin, self._opens = self._anything, self._opening[0]
         if grammar is not None:
             self.schemas = grammar.schemas
             grammar.begin(())
             self._begin = grammar.allowed(())
-            if self._opens in self._begin:  # what may begin both is the grammar's
+            if self._opens in self._begin:  # a token that may begin both belongs to the grammar
                 self._opens = -1
             else:
                 self._begin = self._only(self._opens, *self._begin.tokens)
@@ -116,9 +117,9 @@ def with_thoughts(
     thinking: bool | int | None,
     grammar: Constraint | None,
 ) -> Constraint | None:
-    """What an answer may be that begins at ``place``, and whose text a grammar may constrain.
+    """The constraint of an answer that begins at ``place``; None if it may be anything.
 
-    ``thinking`` is a request's; None where anything may come.
+    ``thinking`` is the request's option. ``grammar`` constrains the text, if there is one.
     """
     budget = None if thinking is None or thinking is True else int(thinking)
     if place.stage == "text" or (grammar is None and budget is None):

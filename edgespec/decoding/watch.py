@@ -7,14 +7,14 @@ Finding = Literal["proved", "failed"]
 
 
 class Watch:
-    """Adds up gains and losses until they say something, then begins anew.
+    """Adds up gains and losses until they prove something, then begins anew.
 
-    Luck decides single gains, so the sum of losses that no gains have made good is watched (the cumulative
-    sum test of Page 1954, "Continuous inspection schemes"): what pays never gets far below, what does not
-    gets there soon.
+    Single gains are luck, so the test watches the sum of losses that no gains have made good (the cumulative
+    sum test of Page 1954, "Continuous inspection schemes"). What pays never loses much; what does not pay
+    soon does.
 
-    More than ``stake`` may not be lost; as much, won in all, is the proof of the opposite. ``lost`` are the
-    losses that no gains have made good.
+    A loss above ``stake`` is a failure; a total gain of ``stake`` is a proof. ``lost`` is the sum of losses
+    that no gains have made good.
     """
 
     def __init__(self, stake: float) -> None:
@@ -22,7 +22,7 @@ class Watch:
         self._won = self.lost = 0.0
 
     def observe(self, gain: float) -> Finding | None:
-        """Tell of a gain, or of a loss, which is below 0. Returns what that shows, if anything."""
+        """Add a gain, or a loss below 0. Returns what the sum proves, if anything."""
         self._won += gain
         self.lost = max(0.0, self.lost - gain)
         finding: Finding | None = None

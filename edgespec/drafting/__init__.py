@@ -1,5 +1,5 @@
-"""Where proposals come from (n-grams, a model, an app), and the policy that decides which of them are made.
+"""Sources of proposals (n-grams, a model, a head, an app), and the policy that chooses among them.
 
-Imports decoding and, for the drafter's half of a loaded model, loading and learning; nothing of requests or
-histories.
+This room imports decoding and, for the drafter's half of a loaded model, loading and learning. It imports
+nothing of requests or histories.
 """

@@ -1,9 +1,9 @@
-"""Drafting ahead: the drafter goes on while the target, on another device, verifies what it drafted.
+"""Drafting ahead: the drafter goes on while the target, on another device, verifies its draft.
 
-It takes its own draft for accepted and its next guess for the token that the target adds. If both come true
-the next draft is there when verification ends (PEARL, arXiv 2408.11850, post-verify); if not, what was read
-is dropped, at the price of waiting for a drafter step that runs. Guesses are the same, only sooner; as they
-cost nothing any more, drafts may be longer.
+The drafter assumes that its draft is accepted, and that the target adds the token that it guesses itself. If
+both are right, the next draft is there when verification ends (PEARL, arXiv 2408.11850, post-verify). If not,
+what it read is dropped, at the price of waiting for the running step. The guesses are the same, only sooner.
+They cost no time any more, so drafts may be longer.
 """
 
 import logging
@@ -26,18 +26,18 @@ _ALONE_EVERY = 16  # rounds
 
 @dataclass(slots=True)
 class _Run:
-    """Reading ahead beside one pass of the target."""
+    """Reading ahead during one pass of the target."""
 
     until: float  # when the pass is expected to end
-    stop: Event = field(default_factory=Event)  # one for each run: a thread never takes another's for its own
+    stop: Event = field(default_factory=Event)  # of this run alone, so that no thread takes another's
     thread: Thread | None = None
     error: BaseException | None = None
 
 
 class Ahead(Source):
-    """Drafts of a ``model`` with ``reader``, which reads on while the target verifies them.
+    """A source that drafts with ``model`` and lets its ``reader`` read on while the target verifies.
 
-    How much that was is written to ``remarks``.
+    ``remarks`` receive how much was read ahead.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Ahead(Source):
 
     def observe(self, step: Step) -> None:
         self.slowdown = 1.0
-        if self._reader.has_read:  # before, passes may be of the prompt
+        if self._reader.has_read:  # earlier passes may be of the prompt
             self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
@@ -71,7 +71,7 @@ class Ahead(Source):
         self._remarks.used_ahead = self._reader.used_ahead
 
     def _go_on(self) -> None:
-        """Read on, where the model's draft is complete."""
+        """Read on if the model's draft is complete."""
         self.rows, self.draft, count = self._model.rows, self._model.draft, len(self._model.draft.tokens)
         if self.rows is None and count:
             steps, pass_s = self._read_on(self.draft, self._limit), self._pricing.pass_seconds(1 + count)
@@ -79,10 +79,10 @@ class Ahead(Source):
                 self.slowdown = self._beside.slowdown
 
     def _read_on(self, draft: Draft, limit: int) -> Iterator[float]:
-        """Read what the model would write behind its ``draft``, a token at a step, as far as may be drafted.
+        """Read what the model would write behind its ``draft``, one token a step, as far as drafts may go.
 
-        Yields, before each step, the probability that the token is needed: that the whole draft is accepted
-        and the token behind it, which the target adds, is the one that the model would write.
+        Yields before each step the probability that the token is needed: that the whole draft is accepted,
+        and that the target adds the token that the model would write.
         """
         calibration = self._model.calibration
         accepted, added, survival = prod(draft.confidence), calibration.typical, 1.0
@@ -106,15 +106,15 @@ class Ahead(Source):
 
 
 class Beside:
-    """Decides whether to read on beside a pass of the target, and does it in a thread of its own.
+    """Decides whether to read on during a pass of the target, and does it in a thread of its own.
 
-    One for each model. The thread lives for one pass and ends by itself; who else uses the drafter's session
-    calls :meth:`settle` or :meth:`stop` before.
+    Each model has one. The thread lives for one pass and ends by itself. Whoever else uses the drafter's
+    session calls :meth:`settle` or :meth:`stop` first.
 
-    Another step is begun where its expected gain exceeds its price. Of a step that ends after the target's
-    pass only the time beside the pass is gained, if the text goes on as guessed; if it does not, the rest is
-    waited for in vain. A pass may take longer with the drafter beside it, where both share memory or power;
-    by how much is learned from passes of both kinds, one in sixteen being left alone to compare with.
+    A step begins if its expected gain exceeds its price. If a step ends after the target's pass, only its
+    time during the pass is gained where the guess is right, and the rest is lost where it is wrong. The pass
+    may take longer with the drafter beside it, because they share memory or power. How much longer is learned
+    by leaving one pass in sixteen alone.
     """
 
     def __init__(
@@ -124,24 +124,24 @@ class Beside:
         self._step = RunningMean(curve.seconds(1))
         self._alone, self._slowdown = RunningMean(1.0, worth=1), RunningMean(1.0, worth=1)
         self._rounds = 0
-        self._ran = False  # beside the pass that is observed next
+        self._ran = False  # whether it ran during the pass that is observed next
         self._run: _Run | None = None
 
     @property
     def slowdown(self) -> float:
-        """Factor by which the target's passes take longer while the drafter runs; at least 1."""
+        """The factor, at least 1, by which the target's passes take longer while the drafter runs."""
         return max(1.0, self._slowdown.value)
 
     def start(self, steps: Iterator[float], *, pass_s: float, wanted: int) -> bool:
-        """Go through ``steps`` beside the target's pass, which is about to begin, if that pays.
+        """Go through ``steps`` during the target's pass, which is about to begin, if that pays.
 
         Args:
-            steps: reads a token at each step; yields, before each, the probability that it is needed.
-            pass_s: what the target's pass takes alone.
-            wanted: steps that the next draft is expected to need.
+            steps: reads a token at each step, and yields before it the probability that it is needed.
+            pass_s: the seconds of the target's pass alone.
+            wanted: the steps that the next draft is expected to need.
 
         Returns:
-            Whether it does.
+            Whether it reads ahead.
         """
         self._rounds += 1
         chance = next(steps, 0.0)
@@ -159,7 +159,7 @@ class Beside:
         return self._ran
 
     def observe(self, ratio: float) -> None:
-        """Tell of a pass of the target: what it took over what it would be expected to take alone."""
+        """Observe a pass of the target: its time over the time that it is expected to take alone."""
         if self._ran:
             self._slowdown.observe(ratio / self._alone.value)
         else:
@@ -170,14 +170,14 @@ class Beside:
         """Stop reading ahead and wait for the step that runs.
 
         Raises:
-            BaseException: what reading ahead raised.
+            BaseException: the error of the thread that read ahead.
         """
         run = self._wait()
         if run is not None and run.error is not None:
             raise run.error
 
     def stop(self) -> None:
-        """Like :meth:`settle`, where no draft is wanted any more: errors go to the log."""
+        """Like :meth:`settle`, when no draft is wanted any more: errors go to the log."""
         run, self._ran = self._wait(), False
         if run is not None and run.error is not None:
             _LOG.warning("drafting ahead failed: %r", run.error)
@@ -187,9 +187,9 @@ class Beside:
         if run is None or run.thread is None:
             return None
         run.stop.set()
-        if run.thread is current_thread():  # collecting garbage there may end a request that was left early
+        if run.thread is current_thread():  # garbage collection there may end an abandoned request
             return None
-        if run.thread.is_alive():  # not if an interrupt kept it from starting; then it finds itself stopped
+        if run.thread.is_alive():  # an interrupt may have kept it from starting
             run.thread.join()
         self._run = None
         return run

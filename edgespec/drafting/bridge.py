@@ -1,8 +1,8 @@
-"""Two vocabularies, one text: what the drafter reads and writes, in bytes.
+"""One text in two vocabularies: target and drafter meet in its bytes.
 
-Committed bytes are the common ground. The drafter's tokens of them are kept up to date by encoding
-again only around the seam, with left context; proposals go back the same way. Any tokens whose bytes
-are right are legal, so where a seam splits what one call would have joined, only quality suffers.
+The drafter's tokens of the committed bytes are kept up to date: only the text around the end is encoded
+again, with left context. Proposals go back the same way. All tokens with the right bytes are legal. So if a
+seam splits what one call would have joined, drafts get worse, but no answer gets wrong.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,10 +18,10 @@ _MAX_CONTEXT_BYTES = 96
 
 
 class IdentityBridge:
-    """For a drafter with the target's own vocabulary.
+    """The bridge of a drafter with the target's own vocabulary.
 
-    A drafter padded to more ids than the target's ``vocab_size`` may draft some that the target lacks. A
-    ``drafter_size`` below it says that the target's padding may be tokens that the drafter lacks.
+    A drafter with more ids than the target's ``vocab_size`` may draft ids that the target lacks. With a
+    ``drafter_size`` below ``vocab_size`` the target may write ids that the drafter lacks.
     """
 
     def __init__(self, vocab_size: int, drafter_size: int | None = None) -> None:
@@ -29,7 +29,7 @@ class IdentityBridge:
         self._drafter_size = vocab_size if drafter_size is None else drafter_size
 
     def to_drafter(self, tokens: Sequence[int]) -> list[int]:
-        """The drafter's tokens of ``tokens``, all committed target tokens.
+        """The drafter's tokens for ``tokens``, all committed target tokens.
 
         Raises:
             TokenizerError: the drafter has no such token.
@@ -44,7 +44,7 @@ class IdentityBridge:
 
 
 class _Text:
-    """Bytes and one tokenizer's tokens of them, edited at the end."""
+    """Bytes and their tokens of one tokenizer, edited at the end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -61,10 +61,10 @@ class _Text:
 
 
 class ByteBridge:
-    """Between any two byte-complete vocabularies.
+    """The bridge between any two vocabularies that can spell every byte.
 
-    ``drafter_prompt`` is the prompt, of ``prompt_length`` target tokens, as the drafter should see it: in its
-    tokens and chat template.
+    ``drafter_prompt`` is the prompt in the drafter's tokens and chat template; the target's prompt has
+    ``prompt_length`` tokens.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ByteBridge:
         self._bytes = bytearray()
 
     def to_drafter(self, tokens: Sequence[int]) -> list[int]:
-        """All committed target tokens, prompt included -> the drafter's tokens of the same text.
+        """The drafter's tokens for the text of all committed target tokens, prompt included.
 
         Raises:
             TokenizerError: the drafter's vocabulary lacks a byte of the text.
@@ -95,7 +95,7 @@ class ByteBridge:
         return self._drafter_prompt + self._drafter.ids
 
     def _retokenize(self, changed: int) -> None:
-        """Encode again from a safe place before byte ``changed``."""
+        """Encode again, from a safe place before byte ``changed``."""
         drafter = self._drafter
         drafter.cut(bisect_right(drafter.ends, changed))
         start = safe_start(self._bytes, drafter.ends, min(changed, drafter.ends[-1] if drafter.ends else 0))
@@ -105,10 +105,10 @@ class ByteBridge:
         drafter.append(fresh)
 
     def to_target(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
-        """Drafter tokens that follow the text -> target tokens, each with the drafter tokens it needs.
+        """Target tokens for the drafter tokens that follow the text, each with a count.
 
-        The second number counts, from the start of ``drafted``, the drafter tokens whose bytes the target
-        token and those before it take up.
+        The count is the number of tokens of ``drafted``, from its start, whose bytes this target token and
+        those before it contain.
 
         Raises:
             TokenizerError: the target's vocabulary lacks a byte of the draft.
@@ -123,11 +123,11 @@ class ByteBridge:
 
 
 Bridge = IdentityBridge | ByteBridge
-"""Keeps a drafter's view of a target's tokens."""
+"""Translates between a target's tokens and a drafter's."""
 
 
 def encode_after(tokenizer: Tokenizer, context: bytes, data: bytes) -> list[int]:
-    """The tokens of ``data`` as they come after ``context``, which begins where a word does.
+    """The tokens of ``data`` behind ``context``, which begins at a word.
 
     Raises:
         TokenizerError: the vocabulary lacks a byte of it.
@@ -136,17 +136,16 @@ def encode_after(tokenizer: Tokenizer, context: bytes, data: bytes) -> list[int]
     ends = tokenizer.ends(ids)
     index = bisect_left(ends, len(context)) if context else -1
     if context and (index == len(ends) or ends[index] != len(context)):
-        # One token would span the seam; the target, which already ended its token there, will not
+        # One token would span the seam. The target has ended its token there already, and will not
         # write it that way.
         return tokenizer.encode_bytes(data)
     return ids[index + 1 :]
 
 
 def safe_start(text: bytes | bytearray, ends: Sequence[int], before: int) -> int:
-    """A token border at least some bytes before ``before`` where a word begins; 0 if there is none near.
+    """A token border some bytes before ``before`` at which a word begins; 0 if there is none near.
 
-    Encoding from the start of a word gives, but for rare merges, the tokens that encoding the whole text
-    would give.
+    Encoding from there gives the tokens of the whole text, but for rare merges.
     """
     low = max(0, before - _MAX_CONTEXT_BYTES)
     for index in range(bisect_right(ends, before - _CONTEXT_BYTES) - 1, -1, -1):

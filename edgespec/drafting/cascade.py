@@ -1,9 +1,9 @@
-"""What a drafter will write next, guessed: one pass of it checks several tokens.
+"""Guesses of what a drafter will write next, so that one pass of the drafter checks several tokens.
 
-A drafter's pass over four rows takes far less time than four over one. So a table, which costs no time,
-drafts for the drafter, and what the drafter agrees with needs no pass of its own (cascade drafting,
-CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay the drafter's own choices; where a token takes
-no pass they may go on further.
+A drafter's pass over four rows takes far less time than four passes over one. So a table, which costs no
+time, drafts for the drafter, and a token on which the drafter agrees needs no pass of its own (cascade
+drafting, CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay the drafter's own choices. They may be
+longer where tokens take no pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from edgespec_runtimes.cost import CostCurve
 
 CONTEXT = 4
-"""Tokens of context, at most."""
+"""The most tokens of context."""
 _ORDERS = range(CONTEXT, 0, -1)
 _MOST = 3
-_KEPT = 32_768  # contexts; as many again are kept from before
+_KEPT = 32_768  # contexts; as many older ones are kept too
 _SMOOTHING, _FADING = 0.02, 0.0002
-_USUAL = {4: 0.5, 3: 0.4, 2: 0.3, 1: 0.15}  # share of guesses, by tokens of context, that spare a pass
+_USUAL = {4: 0.5, 3: 0.4, 2: 0.3, 1: 0.15}  # share of guesses that spare a pass, by tokens of context
 
 
 @dataclass(slots=True)
 class Follower:
-    """``token`` is guessed; ``order`` tokens of context say so, and ``place`` guesses stand before it."""
+    """A guess: the token, the tokens of context that it rests on (``order``), and the guesses before it."""
 
     token: int
     order: int
@@ -31,11 +31,11 @@ class Follower:
 
 @dataclass(slots=True)
 class Followers:
-    """What followed each one to four tokens of a drafter's texts, the last time that they stood there.
+    """A table of the token that last followed each one to four tokens in a drafter's texts.
 
-    It learns from all texts of a process and keeps nothing on disk. How often a guess spares a pass is
-    learned by the length of its context and by its place: one is made where that is worth more than its row.
-    ``sequences`` says how many requests share passes: each pays, and is spared, its part of them.
+    It learns from all texts of a process and keeps nothing on disk. It also learns how often a guess spares a
+    pass, by the length of its context and its place, and makes a guess if that is worth more than its row.
+    ``sequences`` is the number of requests that share passes; each pays and saves its part of them.
     """
 
     curve: CostCurve
@@ -45,7 +45,7 @@ class Followers:
     _spares: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def learn(self, text: Sequence[int], begin: int) -> None:
-        """Tell of a text, of which all from ``begin`` on is new."""
+        """Learn from a text that is new from ``begin`` on."""
         for at in range(max(1, begin), len(text)):
             for order in _ORDERS:
                 if order <= at:
@@ -54,11 +54,11 @@ class Followers:
                 self._before, self._latest = self._latest, {}
 
     def forget(self) -> None:
-        """Nothing stays of any text."""
+        """Forget all texts."""
         self._latest, self._before = {}, {}
 
     def guesses(self, text: Sequence[int], rows: int, most: int) -> list[Follower]:
-        """What will follow ``text``, for a pass that has ``rows`` already and room for ``most`` more."""
+        """Guess what follows ``text``, for a pass that has ``rows`` rows and room for ``most`` more."""
         guesses: list[Follower] = []
         context = list(text[-CONTEXT:])
         while len(guesses) < min(most, _MOST) and (guess := self._find(context, len(guesses))) is not None:
@@ -69,7 +69,7 @@ class Followers:
         return guesses
 
     def fared(self, guess: Follower, spared: bool) -> None:
-        """Tell whether a guess has spared a pass."""
+        """Learn whether a guess has spared a pass."""
         key, value = (guess.order, guess.place), self._value(guess)
         self._spares[key] = value + _SMOOTHING * (spared - value)
 
@@ -88,7 +88,7 @@ class Followers:
         row_s = self.curve.seconds(first + 1) - self.curve.seconds(first)
         if value * self.curve.seconds(requests) / requests > row_s:
             return True
-        usual = _usual(guess)  # what is not tried fades, or it would never be tried again
+        usual = _usual(guess)  # estimates fade, so that every kind of guess is tried again
         self._spares[guess.order, guess.place] = value + _FADING * (usual - value)
         return False
 

@@ -1,7 +1,7 @@
 """An app's own drafter as a source of proposals like any other.
 
-An app may know what its model is about to write: names from a glossary, the file that is being edited, the
-answer of yesterday. Whatever it proposes, the answer is what the target writes alone, token for token.
+An app may know what its model is about to write: names from a glossary, the file that is being edited,
+yesterday's answer. Whatever it proposes, the answer is the target's own, token for token.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from edgespec.drafting.model import Calibration, Guess
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
-_UNSAID = 0.75  # the confidence of proposals whose drafter states none, until rounds have shown theirs
+_UNSAID = 0.75  # confidence of proposals that come without one, until rounds have shown it
 
 
 class Custom(Source):
@@ -26,7 +26,7 @@ class Custom(Source):
         self._proposed: list[Guess] = []  # this round
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        """RequestError where the drafter returned something else than proposals."""
+        """Ask the app's drafter. RequestError if it returns anything but proposals."""
         proposed = self._drafter.propose(tokens, limit)
         draft = proposed if isinstance(proposed, Draft) else Draft(self._ids(proposed))
         ids = self._ids(draft.tokens)[:limit]
@@ -36,7 +36,7 @@ class Custom(Source):
         self.draft = Draft(ids, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
-        """Proposals are judged, verified or not."""
+        """Judge all proposals, also those that were not verified."""
         self._calibration.judge(self._proposed, step.judged)
         self._proposed = []
         self._drafter.observe(step)
@@ -59,7 +59,7 @@ class Custom(Source):
         return tuple(map(int, ids))
 
     def _stated(self, stated: Sequence[float], ids: Sequence[int]) -> Sequence[float]:
-        """The confidence in each proposal."""
+        """The confidence that the drafter states for each proposal."""
         if not stated:
             return (_UNSAID,) * len(ids)
         if len(stated) < len(ids) or not all(0.0 <= confidence <= 1.0 for confidence in stated):

@@ -28,9 +28,9 @@ _MOST_IN_CONTEXT = 192  # tokens
 class Calibration:
     """How often proposals of a given confidence are accepted: decayed Beta counts by bin.
 
-    A token that ends exactly where the drafted text ends is *open*: had the drafter gone on, the target
-    might write it with the text that follows as another token. Open tokens have bins of their own.
-    The prior says that a drafter's probability means what it says; ``_PRIOR`` observations weigh as much.
+    A token that ends exactly where the drafted text ends is *open*: with the text that follows, the target
+    might write another token there. Open tokens have bins of their own. The prior is that a drafter's
+    probability is right; it weighs as much as ``_PRIOR`` observations.
 
     ``typical`` is the expected acceptance of a token that is not drafted yet.
     """
@@ -42,29 +42,29 @@ class Calibration:
         self.typical = _TYPICAL
 
     def probability(self, guess: "Guess") -> float:
-        """Expected acceptance of a proposal."""
+        """The expected acceptance of a proposal."""
         at = self._bin(guess)
         return float(self._accepted[at] / self._seen[at])
 
     def consider(self, guess: "Guess") -> None:
-        """Tell of a drafted token, proposed or not."""
+        """Count a drafted token, whether it is proposed or not."""
         self.typical += _TYPICAL_SMOOTHING * (self.probability(guess) - self.typical)
 
     def observe(self, guess: "Guess", accepted: bool) -> None:
-        """Tell how a proposal fared."""
+        """Learn whether a proposal was accepted."""
         at = self._bin(guess)
         self._accepted[at] = self._accepted[at] * _DECAY + accepted
         self._seen[at] = self._seen[at] * _DECAY + 1
 
     def judge(self, guesses: Sequence["Guess"], came: Sequence[int]) -> None:
-        """Tell what came in the place of proposals; what follows a wrong one was never judged."""
+        """Judge proposals by the committed tokens, up to the first wrong one; the rest was never judged."""
         for guess, token in zip(guesses, came, strict=False):
             self.observe(guess, guess.token == token)
             if guess.token != token:
                 break
 
     def fade(self) -> None:
-        """Tell that nothing was proposed: a verdict that nothing tests any more fades."""
+        """Let verdicts fade in a round without proposals, because nothing tests them any more."""
         self._accepted += _FADING * (self._prior - self._accepted)
         self._seen += _FADING * (_PRIOR - self._seen)
         self.typical += _FADING * (_TYPICAL - self.typical)
@@ -79,8 +79,8 @@ class Guess:
     """A proposal of the model.
 
     Attributes:
-        token: in the target's vocabulary.
-        confidence: the product of the drafter's probabilities of the drafter tokens behind it.
+        token: the id in the target's vocabulary.
+        confidence: the product of the probabilities of its drafter tokens.
         open: whether it ends exactly where the drafted text ends.
     """
 
@@ -90,15 +90,14 @@ class Guess:
 
 
 class ModelDrafter(Source):
-    """Drafts greedily with a model, stopping when the next token no longer pays.
+    """Drafts greedily with a model, and stops when the next token no longer pays.
 
-    It drafts its own argmax whatever the request's temperature: the proposals are then a function of
-    the text, and sample-and-match verification accepts each with the target's probability of it, as
-    rejection sampling of a deterministic proposal would.
+    It drafts its most likely token at any temperature. So proposals are a function of the text, and
+    sample-and-match verification accepts each with the target's probability of it, as rejection sampling
+    would.
 
-    Where the drafter ends the text (``ends``), ``target_end`` is proposed, if there is one. ``calibration``
-    is shared between requests. Of the text in the drafter's tokens, those from the first place of
-    ``left_out`` on and before the second are not read.
+    If the drafter ends the text (``ends``), it proposes ``target_end``, if there is one. Requests share
+    ``calibration``. The drafter's tokens between the two places of ``left_out`` are not read.
     """
 
     def __init__(
@@ -118,13 +117,13 @@ class ModelDrafter(Source):
         self.earliest = earliest
         self._limit = 0
         self._drafted: list[Prediction] = []  # this round, in the drafter's tokens
-        self._guesses: list[Guess] = []  # of these; when the draft is complete, what is proposed
+        self._guesses: list[Guess] = []  # target tokens of these; the proposals, once the draft is complete
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
         self.draft, self._limit, self._drafted, self._guesses = NO_DRAFT, limit, [], []
         ids = self._aligned(tokens) if limit > 0 else []
         reader, shares = self._reader, bool(ids) and self._pricing.sequences > 1
-        # A piece a round: the answers of other requests flow on.
+        # One piece a round, so that the answers of other requests go on.
         self.is_reading = shares and reader.room_for(ids, 2 * limit) and reader.catch_up(ids)
         if self.is_reading:
             self.rows = reader.rows
@@ -145,7 +144,7 @@ class ModelDrafter(Source):
             self._go_on()
 
     def observe(self, step: Step) -> None:
-        """Compare the proposals with what was committed."""
+        """Compare the proposals with the committed tokens."""
         if step.features is not None:
             self._reader.add_features(step.features, len(step.tokens))
         self.calibration.judge(self._guesses, step.judged)
@@ -154,13 +153,13 @@ class ModelDrafter(Source):
     def pays(self, survival: float, rows: int, seconds: float) -> bool:
         """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`.
 
-        All requests are expected to share the drafter's pass of so many ``seconds``.
+        The drafter's pass takes ``seconds``; all requests are expected to share it.
         """
         typical, seconds = self.calibration.typical, seconds / self._pricing.sequences
         return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
-        """What to read of the text; nothing where one of the vocabularies cannot spell it."""
+        """The drafter's tokens to read; none if one of the vocabularies cannot spell the text."""
         begin, end = self._left_out
         try:
             ids = self._bridge.to_drafter(tokens)
@@ -196,7 +195,7 @@ class ModelDrafter(Source):
             self._propose(self._guesses[: self._limit])
 
     def _propose(self, guesses: Sequence[Guess]) -> None:
-        """The draft is what of these is worth its rows."""
+        """Propose the guesses that are worth their rows."""
         confidence = tuple(self.calibration.probability(guess) for guess in guesses)
         count, _ = self._pricing.keep(confidence)
         if not count:
@@ -207,7 +206,7 @@ class ModelDrafter(Source):
 
 
 def _guesses(bridge: Bridge, drafted: Sequence[Prediction]) -> list[Guess]:
-    """Target tokens with the probabilities of the drafter tokens each needs beyond those before it."""
+    """Target tokens, each with the probabilities of the drafter tokens that it adds to those before it."""
     guesses, used = list[Guess](), 0
     translated = bridge.to_target([prediction.following for prediction in drafted])
     for index, (token, needed) in enumerate(translated):
@@ -218,13 +217,13 @@ def _guesses(bridge: Bridge, drafted: Sequence[Prediction]) -> list[Guess]:
 
 
 def context_tokens(prompt: Sequence[int], tokenizer: Tokenizer, kept: npt.NDArray[np.int32]) -> list[int]:
-    """What a trimmed drafter should be able to write in this request too: the words of its prompt.
+    """Tokens of a prompt that a trimmed drafter should be able to write in this request.
 
-    Answers repeat words of their prompts, and those are the words that a list made for all prompts lacks (an
-    in-context vocabulary as in NanoSpec, arXiv 2605.26444, here besides the trimmed rows).
+    Answers repeat words of their prompts, and a list made for all prompts lacks these words (an in-context
+    vocabulary as in NanoSpec, arXiv 2605.26444, here beside the trimmed rows).
 
     Returns:
-        Tokens of ``prompt``, and other spellings of them, that are not ``kept``; the latest, at most 192.
+        Tokens of ``prompt``, and other spellings of them, that are not ``kept``: the latest, at most 192.
     """
     known = set(kept.tolist())
     words: dict[int, None] = {}
@@ -237,7 +236,7 @@ def context_tokens(prompt: Sequence[int], tokenizer: Tokenizer, kept: npt.NDArra
 
 
 def _spellings(token: int, tokenizer: Tokenizer) -> Iterator[int]:
-    """The token itself; with and without a space before it, its first letter small or large."""
+    """The token, and its forms with and without a space before it, its first letter small or large."""
     yield token
     word = tokenizer.token_bytes(token).lstrip(b" ")
     for first in dict.fromkeys((word[:1].lower(), word[:1].upper())):

@@ -1,8 +1,8 @@
-"""Drafts copied from the text itself: what followed the last time these tokens stood there.
+"""Drafts that are copied from the text: what followed its last tokens when they stood there before.
 
-A context tree holds, for every run of tokens that occurred, where it occurred and what followed
-(prompt lookup: Saxena 2023; the statistics of a suffix tree: Oliaro et al. 2024, SuffixDecoding). It grows
-by one bounded walk a token, and it is exact: no hashing of runs, nothing to verify.
+A context tree holds where every run of tokens occurred and what followed it (prompt lookup: Saxena 2023; the
+statistics of a suffix tree: Oliaro et al. 2024, SuffixDecoding). It grows by one bounded walk a token. It is
+exact: it hashes no runs, so there is nothing to verify.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,19 @@ _SOURCE: Final = "ngram"
 _OLDEST, _LATEST = 0, -1
 _LONGEST: Final = 32  # longer matches tell no more about acceptance
 _PRIOR_STRENGTH: Final = 8.0  # judged proposals
-_MEMORY: Final = (
-    64.0  # judged proposals of a class until an observation has lost most (1 - 1/e) of its weight
-)
+_MEMORY: Final = 64.0  # judged proposals until an observation has lost 1 - 1/e of its weight
 
 
 @dataclass(slots=True)
 class _Node:
-    """One context (a run of tokens, read backwards from the root) that occurred more than once.
+    """A context (a run of tokens, read backwards from the root) that occurred more than once.
 
-    Contexts are only split when they recur, so a text that never repeats costs one entry a token.
+    A context is split only when it recurs, so a text that never repeats costs one entry a token.
     """
 
-    positions: list[int] = field(default_factory=list)  # of the tokens that followed it, ascending
-    counts: dict[int, int] = field(default_factory=dict)  # how often each did
-    # Contexts with one more token before, by that token: where one occurred once, what followed it stands at
+    positions: list[int] = field(default_factory=list)  # of the tokens that followed the context, ascending
+    counts: dict[int, int] = field(default_factory=dict)  # how often each token followed
+    # Contexts with one more token before, by that token. For one that occurred once, its follower stands at
     # this position.
     longer: dict[int, "_Node | int"] = field(default_factory=dict)
 
@@ -40,7 +38,7 @@ class _Node:
         self.counts[token] = self.counts.get(token, 0) + 1
 
     def remove(self, which: int, token: int) -> int:
-        """Remove the oldest or latest position, which ``token`` followed; return how many are left."""
+        """Remove the oldest or latest position, where ``token`` followed, and return how many are left."""
         self.positions.pop(which)
         if self.counts[token] == 1:
             del self.counts[token]
@@ -51,13 +49,13 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the text knows of a context.
+    """The text's prediction behind a context.
 
     Attributes:
-        token: the proposal for what follows.
-        length: tokens of context that the occurrence it is taken from shares, at most 32.
-        count: occurrences of the longest context in the tree that recurred (1: it was unique).
-        support: of these, how many were followed by ``token``.
+        token: the token that is proposed.
+        length: the tokens of context that its occurrence shares, at most 32.
+        count: the occurrences of the longest context in the tree that recurred. 1 is a unique context.
+        support: the number of these that ``token`` followed.
     """
 
     token: int
@@ -67,10 +65,10 @@ class Match:
 
 
 class ContextTree:
-    """The contexts of one sequence, up to ``max_n`` tokens long; edited at its end only.
+    """The contexts of one sequence, which is edited at its end only.
 
-    ``max_n`` is the longest context told apart by the tree. Of tokens, the latest ``window`` can be found
-    again; older ones leave the tree.
+    The tree tells contexts of up to ``max_n`` tokens apart. It holds the latest ``window`` tokens; older ones
+    leave it.
     """
 
     def __init__(self, *, max_n: int = 8, window: int = 32768) -> None:
@@ -78,16 +76,16 @@ class ContextTree:
         self._window = window
         self._tokens: list[int] = []
         self._root = _Node()
-        self._oldest = 0  # the first position that is still in the tree
+        self._oldest = 0  # first position that is still in the tree
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def follow(self, tokens: Sequence[int]) -> int:
-        """Make this the tree of ``tokens`` and return how many were shared with what it held.
+        """Make this the tree of ``tokens`` and return how many first tokens it held already.
 
-        Costs one walk for every token that came or went. Tokens that have left the window do not
-        come back into the tree when later ones are taken away.
+        Every token that came or went costs one walk. Tokens that have left the window do not come back when
+        later ones are taken away.
         """
         shared = shared_length(self._tokens, tokens)
         while len(self._tokens) > shared:
@@ -97,9 +95,9 @@ class ContextTree:
         return shared
 
     def find(self, context: Sequence[int]) -> Match | None:
-        """What followed the longest context in the tree that ``context`` ends with; None if none did.
+        """What followed the longest context in the tree with which ``context`` ends; None without one.
 
-        If the two latest occurrences disagree, the follower that occurred more often, else the latest.
+        If the two latest occurrences disagree, the more frequent follower is taken, else the latest.
         """
         node, at = self._root, None
         for token in reversed(context[-self._max_n :]):
@@ -167,7 +165,7 @@ class ContextTree:
         self._tokens.pop()
 
     def _remove(self, position: int, which: int) -> None:
-        """Take the oldest or latest position out of every context it followed."""
+        """Remove the oldest or latest position from every context that it followed."""
         node = self._root
         for depth in range(min(self._max_n, position)):
             before = self._tokens[position - 1 - depth]
@@ -179,41 +177,40 @@ class ContextTree:
 
 
 class NgramDrafter(Extending):
-    """Proposes what followed the longest run of tokens that the text ends with and had before.
+    """Proposes what followed the longest run of tokens that ends the text and occurred before.
 
-    The rule is applied again after every proposed token, so a copy goes on into its own proposals
-    (periodic text) and moves to a better occurrence where one appears.
+    The rule applies again after every proposed token. So a copy goes on into its own proposals (periodic
+    text), and moves to a better occurrence where one appears.
 
-    ``confidence`` is the posterior mean of a Beta distribution that learns from what was committed where a
-    proposal had been made, and slowly forgets. Proposals are classed by the length of the match (in powers
-    of two), by whether its context was unique, and by whether most of its occurrences agree. The prior, worth
-    8 observations, was fitted on replayed prose and code: its mean is n / (n + 3.5) for a unique match of n
-    tokens, n / (n + 1) if several occurrences agree, and (s - 0.5) / (c + 1) if s of c do.
+    ``confidence`` is the posterior mean of a Beta distribution, which learns from the committed tokens and
+    slowly forgets. Proposals have classes: by the length of the match (in powers of two), by whether its
+    context was unique, and by whether most of its occurrences agree. The prior, worth 8 observations, was
+    fitted on replayed prose and code: its mean is n / (n + 3.5) for a unique match of n tokens, n / (n + 1)
+    if several occurrences agree, and (s - 0.5) / (c + 1) if s of c do.
 
-    A draft ends before the token that would be reached and accepted with less than the probability
-    ``stop_below`` (the product of the confidences so far).
+    A draft ends before the token whose product of confidences falls below ``stop_below``.
     """
 
     def __init__(self, *, stop_below: float = 0.15) -> None:
         self._stop_below = stop_below
         self._tree = ContextTree()
         self._fared: dict[tuple[int, bool, bool], tuple[float, float]] = {}  # by class: right, judged
-        # What the last call proposed, and the match at which it stopped: that one is judged too, or a
+        # The last call's proposals and the match at which it stopped. That one is judged too, or else a
         # class of matches that once fell out of favour would never be tried again.
         self._considered: list[Match] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """The proposals are a function of the tokens."""
+        """Propose a continuation. It is a function of the tokens."""
         self._tree.follow(tokens)
         self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
         return draft
 
     def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """What is added is not learned from."""
+        """Extend another source's draft. Nothing is learned from the added tokens."""
         return draft.then(self._draft(tokens, draft, limit)[1])
 
     def observe(self, step: Step) -> None:
-        """What was considered is judged, whoever drafted."""
+        """Judge what was considered, whoever drafted."""
         considered, self._considered = self._considered, []
         for match, token in zip(considered, step.judged, strict=False):
             key, is_right = _class_of(match), match.token == token
@@ -224,7 +221,7 @@ class NgramDrafter(Extending):
                 break  # what follows a rejected token was never judged
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
-        """Matches that were considered behind ``tokens`` and ``before``, and the proposals they make."""
+        """The matches considered behind ``tokens`` and ``before``, and their proposals."""
         context = [*tokens[-_LONGEST:], *before.tokens]
         considered: list[Match] = []
         drafted: list[int] = []
@@ -246,13 +243,13 @@ class NgramDrafter(Extending):
         return considered, Draft(tuple(drafted), sources=sources, confidence=tuple(confidence))
 
     def _estimate(self, match: Match) -> float:
-        """Posterior mean of the probability that ``match`` is right."""
+        """The posterior mean of the probability that ``match`` is right."""
         right, judged = self._fared.get(_class_of(match), (0.0, 0.0))
         return (right + _PRIOR_STRENGTH * _prior(match)) / (judged + _PRIOR_STRENGTH)
 
 
 def _class_of(match: Match) -> tuple[int, bool, bool]:
-    """The length on a scale of powers of two; whether the context is unique; whether most agree."""
+    """The class: the length by powers of two, whether the context is unique, whether most agree."""
     return match.length.bit_length(), match.count == 1, 2 * match.support > match.count
 
 

@@ -1,4 +1,4 @@
-"""What a drafter predicts behind each token of a text, asked once, and what asking takes."""
+"""A drafter's predictions behind each token of a text, each read once, and their price."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from edgespec_runtimes.session import Rows, Session
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _PIECE = 64  # tokens
-_FEW = 8  # tokens; beside more of them guesses save little, and may need another graph
+_FEW = 8  # tokens; with more of them guesses save little, and may need another graph
 
 
 class RunningMean:
-    """A mean that outliers hardly move, and that drifts back to the usual value where it is not used.
+    """A mean that outliers hardly move, and that drifts back to a usual value while it is not used.
 
-    The usual value is ``worth`` so many observations: with few, the first that are made count for more.
+    The usual value weighs as much as ``worth`` observations.
     """
 
     def __init__(self, usual: float, worth: int = 10) -> None:
@@ -27,19 +27,19 @@ class RunningMean:
         self._seen = worth
 
     def observe(self, value: float) -> None:
-        """It was ``value`` once more."""
+        """Add an observation."""
         self._seen += 1
         bounded = min(value, 2.0 * self.value)
         self.value += max(_SMOOTHING, 1.0 / self._seen) * (bounded - self.value)
 
     def fade(self) -> None:
-        """It was not tried."""
+        """Drift towards the usual value, because nothing was observed."""
         self.value += _FORGETTING * (self._usual - self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model predicts behind ``token``: which token most probably follows, and how probably."""
+    """The model's prediction behind ``token``: the most probable next token, and its probability."""
 
     token: int
     following: int
@@ -47,30 +47,30 @@ class Prediction:
 
 
 class Chain(ABC):
-    """Reads a text with a drafter's session, and each token that is drafted behind it.
+    """Reads a text, and each token that is drafted behind it, with a drafter's session.
 
-    :meth:`read` and :meth:`step` begin to read. While ``rows`` are wanted, the caller has them read and calls
-    :meth:`take`; then :attr:`latest` is there. Nobody else uses the session while the request lasts; its
-    passes take what ``curve`` says.
+    :meth:`read` and :meth:`step` begin to read. As long as ``rows`` is not None, the caller has the rows read
+    and calls :meth:`take`. Then :attr:`latest` is there. Nobody else uses the session during the request.
+    ``curve`` has the times of its passes.
 
     Attributes:
-        rows: what the model has to read next; None where nothing is left to read.
+        rows: the rows that the model has to read next, or None.
     """
 
     rows: Rows | None = None
 
     def __init__(self, session: Session, curve: CostCurve) -> None:
         self._session = session
-        # The first pass of a round also reads what was committed since the last.
+        # The first pass of a round also reads the tokens committed since the last round.
         self._first, self._step = RunningMean(curve.seconds(2)), RunningMean(curve.seconds(1))
 
     @property
     @abstractmethod
     def latest(self) -> Prediction:
-        """What is predicted behind the text and all drafted tokens that were read."""
+        """The prediction behind the text and all drafted tokens that were read."""
 
     def add_features(self, features: Floats, committed: int) -> None:
-        """Tell of so many new tokens, and of the target's features before the last of them, if it has any."""
+        """Note so many new committed tokens, and the target's features before the last one, if it has any."""
         return
 
     @abstractmethod
@@ -78,68 +78,68 @@ class Chain(ABC):
         """Whether the KV cache has room for ``text``, and ``more`` tokens behind it."""
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
-        """What the pass of :meth:`read` is expected to take, of which others may pay a share."""
+        """The expected seconds of the pass of :meth:`read`, of which other requests may pay a share."""
         return self._first.value
 
     def seconds_of_step(self, token: int) -> float:
-        """What the pass of :meth:`step` is expected to take, of which others may pay a share."""
+        """The expected seconds of the pass of :meth:`step`, of which other requests may pay a share."""
         return self._step.value
 
     def idle(self) -> None:
-        """Tell of a round in which nothing was read."""
+        """Note a round in which nothing was read."""
         self._first.fade()
         self._step.fade()
 
     def catch_up(self, text: Sequence[int]) -> bool:
-        """Begin to read a piece of the text if :meth:`read` would need several; whether that is so."""
+        """Begin to read a piece of the text if :meth:`read` would need several, and return whether it did."""
         return False
 
     @abstractmethod
     def read(self, text: Sequence[int]) -> None:
-        """Catch up with the committed text; the first time that is the prompt."""
+        """Begin to read the committed text that is unread; at first that is the prompt."""
 
     @abstractmethod
     def step(self, token: int) -> None:
-        """Read a drafted token."""
+        """Begin to read a drafted token."""
 
     @abstractmethod
     def take(self, predictions: Predictions, passed: Passed) -> None:
-        """Go on with what the model says about ``rows``; ``passed`` is the pass that read them."""
+        """Go on with the model's predictions for ``rows``. ``passed`` is the pass that read them."""
 
     def _prediction(self, token: int, predictions: Predictions, row: int = 0) -> Prediction:
-        """What a row says behind ``token``."""
+        """The prediction of a row, which stands behind ``token``."""
         best, kept = predictions.best(row), self._session.model.head_tokens
         return Prediction(token, best if kept is None else int(kept[best]), predictions.probability(row))
 
 
 class Reader(Chain):
-    """Reads a text with the drafter's session: what is committed, and what is drafted behind it.
+    """Reads committed and drafted tokens with a drafter model's session.
 
-    A prediction is kept as long as the KV cache holds the token before it, so nothing is read twice: neither
-    tokens that were drafted and not proposed, nor those read ahead (:meth:`read_on`), nor those that
-    ``followers`` guessed rightly, which a pass reads besides. One thread at a time.
+    A prediction is kept as long as the KV cache holds the token before it, so no token is read twice: neither
+    drafted tokens that were not proposed, nor those read ahead (:meth:`read_on`), nor right guesses of
+    ``followers``, which a pass reads too. Use it in one thread at a time.
 
-    The first ``held`` tokens of the text are known to ``followers`` already.
+    ``followers`` know the first ``held`` tokens of the text already.
 
     Attributes:
         has_read: whether the prompt was read.
-        drafted_ahead: tokens read ahead so far.
-        used_ahead: of these, how many later drafts needed.
+        drafted_ahead: the tokens read ahead so far.
+        used_ahead: the tokens read ahead that later drafts needed.
     """
 
     def __init__(self, session: Session, curve: CostCurve, followers: Followers, *, held: int = 0) -> None:
         super().__init__(session, curve)
         self._followers, self.drafted_ahead, self.used_ahead = followers, 0, 0
-        self._unread: Sequence[int] = ()  # of the text, behind what is read next
-        self._end = self._length = 0  # of the text with drafted tokens: when all is read, and now
-        self._seconds = 0.0  # that reading has taken
-        self._mean: RunningMean | None = None  # which learns from that
-        self._predicted: dict[int, Prediction] = {}  # by position
+        self._unread: Sequence[int] = ()  # tokens of the text behind those that are read next
+        self._end = self._length = 0  # length of the text with drafted tokens: when all is read, and now
+        self._seconds = 0.0  # time of the reading
+        self._mean: RunningMean | None = None  # learns from that time
+        self._predicted: dict[int, Prediction] = {}  # predictions by position
         self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
-        self._guesses: list[Follower] = []  # that the next pass reads besides
-        self._guessed: dict[int, Follower] = {}  # by position, those that were right and not needed yet
-        self._text: list[int] = []  # with what is drafted behind it
-        self._learned = held  # of the text
+        self._guesses: list[Follower] = []  # guesses that the next pass reads too
+        self._guessed: dict[int, Follower] = {}  # right guesses that no draft has needed yet, by position
+        self._text: list[int] = []  # the text and the drafted tokens
+        self._learned = held  # tokens of the text that followers know
         self.has_read = False
 
     @property
@@ -203,11 +203,11 @@ class Reader(Chain):
             self._move(self._end)
 
     def ahead(self, count: int) -> Prediction | None:
-        """What is predicted behind the token ``count`` places behind the text, if that was read already."""
+        """The prediction ``count`` tokens behind the text, if these were read already."""
         return self._predicted.get(self._length + count)
 
     def read_on(self, token: int) -> Prediction:
-        """Read a token ahead of the text, behind those read ahead already, in a pass of its own."""
+        """Read one more token ahead, in a pass of its own."""
         (predictions,) = self._session.model.predict_together([Rows(self._session, [token], 1)])
         prediction = self._keep([token], [], predictions)
         self._ahead.add(self._session.length - 1)
@@ -220,7 +220,7 @@ class Reader(Chain):
         self._ask(piece, is_last=not self._unread)
 
     def _ask(self, tokens: Sequence[int], *, is_last: bool) -> None:
-        """Want these read, and behind the last of a text what is guessed to follow."""
+        """Have these tokens read and, if they end the text, the guesses that follow them."""
         guesses = list[Follower]()
         if is_last and len(tokens) <= _FEW:
             model, undone = self._session.model, self._session.model.places.undone
@@ -232,7 +232,7 @@ class Reader(Chain):
         self.rows = Rows(self._session, rows, is_last + len(guesses))
 
     def _keep(self, rows: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> Prediction:
-        """Keep what a pass says behind the text and each right guess; the others do not stay."""
+        """Keep the predictions behind the text and each right guess, and drop the others."""
         at, right = self._session.length - len(guesses) - 1, 0
         token = rows[len(rows) - len(guesses) - 1]
         while True:
@@ -255,13 +255,13 @@ class Reader(Chain):
         return prediction is not None and prediction.token == token
 
     def _roll_back(self, text: Sequence[int]) -> int:
-        """Let the KV cache hold nothing else than the beginning of ``text``, and how much that is."""
+        """Roll the KV cache back to a beginning of ``text``, and return its length."""
         held = self._session.rewind(min(self._session.shared_prefix(text), len(text) - 1))
         self._drop(held)
         return held
 
     def _move(self, length: int) -> None:
-        """The text has ``length`` tokens now."""
+        """Set the length of the text to ``length`` tokens."""
         self._length = length
         needed = {at for at in self._ahead if at < length}
         self.used_ahead += len(needed)
@@ -270,7 +270,7 @@ class Reader(Chain):
             self._followers.fared(self._guessed.pop(at), spared=True)
 
     def _drop(self, length: int) -> None:
-        """The KV cache is about to lose every token from position ``length`` on."""
+        """Drop predictions from position ``length`` on: the KV cache is about to lose these tokens."""
         self._predicted = {at: known for at, known in self._predicted.items() if at < length}
         self._ahead = {at for at in self._ahead if at < length}
         for at in [at for at in self._guessed if at >= length]:
