@@ -1,4 +1,5 @@
-"""What an app asks and what it gets: options, prompts, streams, results, and the thread that writes answers.
+"""Requests: their options, prompts, streams and results, and the thread that answers them.
 
-Imports decoding, drafting, histories and loading; the engine, measuring, the server and commands import it.
+This room imports decoding, drafting, histories and loading. The engine, measuring, the server and the
+commands import it.
 """

@@ -1,4 +1,4 @@
-"""What an answer's tokens say: thoughts, text and calls told from each other, as it is written."""
+"""Tells thoughts, text and calls of an answer apart while it is written."""
 
 import codecs
 from collections.abc import Collection, Iterable, Sequence
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from edgespec.requests.results import CallPart, Record, ToolCall
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
-if TYPE_CHECKING:  # answers without thoughts or tools need neither
+if TYPE_CHECKING:  # only answers with thoughts or tools need these
     from edgespec.requests.call_reading import CallReader
     from edgespec.requests.fill_reading import FillReader
     from edgespec_models.text.thoughts import Place
 
 
 class AnswerReader:
-    """Reads an answer as its tokens are committed: thoughts, then text, then the calls within that.
+    """Reads an answer as its tokens are committed: thoughts, then text, then the calls in the text.
 
-    ``place`` is where the answer begins; None where it has no thoughts. ``calls`` reads what the text calls;
-    None where that is nothing. ``fill`` ends a text that fills a hole; None for others. Stop strings end the
-    text; within thoughts they are thoughts.
+    ``place`` is where the answer begins, or None without thoughts. ``calls`` reads calls of tools, or is
+    None. ``fill`` ends a text that fills a hole, or is None. Stop strings end the text; within thoughts they
+    are ordinary text.
 
     Attributes:
-        thoughts: what each token added to the thoughts, as far as these go.
-        called: the calls that are whole.
+        thoughts: what each token of the thoughts added to them.
+        called: the complete calls.
     """
 
     def __init__(
@@ -38,26 +38,26 @@ class AnswerReader:
         self._tokenizer, self._place, self._calls, self._fill = tokenizer, place, calls, fill
         self._streams = [TextStream(tokenizer, stop=stop)]
         self._streams[0].skip = 0 if fill is None else fill.skip
-        if calls is not None:  # which control tokens may begin
+        if calls is not None:  # control tokens may begin calls
             self._streams.append(TextStream(tokenizer, stop=stop, spelled=calls.marks(tokenizer)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._before_text = 0  # tokens
+        self._before_text = 0  # tokens of tags and thoughts
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text."""
+        """The stop string that ended the text, or None."""
         return self._streams[0].stop_string
 
     @property
     def ended(self) -> bool:
-        """Whether what follows is not read: a stop string, the last call, or a fill's end came."""
+        """Whether the text has ended, by a stop string, its last call, or the end of a fill."""
         over = self._streams[0].stopped or (self._calls is not None and self._calls.complete)
         return over or (self._fill is not None and self._fill.ended)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> Record:
-        """Take tokens, with the ``final`` ones what was held back: no more come.
+        """Take tokens. With ``final`` no more come, and what was held back is returned too.
 
-        Tokens of thoughts, their tags with them, come first. The beginning of a closing tag is no thought.
+        Tokens of thoughts and of their tags come first. The beginning of a closing tag is no thought.
         """
         before = self._before_text
         begun, rest = self._think(tokens)
@@ -77,7 +77,7 @@ class AnswerReader:
         )
 
     def _think(self, tokens: Sequence[int]) -> tuple[bytes, Sequence[int]]:
-        """Read on to the text: its first bytes, and the tokens behind them."""
+        """Read up to the text, and return its first bytes and the tokens behind them."""
         begun = b""
         for at, token in enumerate(tokens):
             place = self._place
@@ -87,7 +87,7 @@ class AnswerReader:
             behind = self._place
             begun += text
             if place.thinks or behind.thinks:
-                self.thoughts += [""] * (self._before_text - len(self.thoughts))  # what came before is a tag
+                self.thoughts += [""] * (self._before_text - len(self.thoughts))  # earlier tokens are a tag
                 self.thoughts.append(self._decoder.decode(thought, final=not behind.thinks))
             self._before_text += 1
             if place.thinks and behind.has_text and place.tags.response:
@@ -100,36 +100,36 @@ class AnswerReader:
 
 
 class TextStream:
-    """Turns committed tokens into text that can be shown at once.
+    """Turns committed tokens into text that can be shown.
 
     >>> stream = TextStream(tokenizer, stop=["\\n\\n"])
     >>> shown = stream.push(tokens) + stream.finish()
 
-    The pieces joined equal ``tokenizer.decode`` of all tokens, up to the first stop string. That is the
-    one completed first, and the longest of those completed by the same byte, however the tokens were
-    grouped into pushes. Special tokens contribute no text, but for those ``spelled``, and complete the stop
-    strings that end with their text. Push committed tokens only: text that was handed out is not taken back.
+    The joined pieces equal ``tokenizer.decode`` of all tokens, up to the first stop string. That is the one
+    that is completed first, and the longest of those that the same byte completes; how tokens are grouped
+    into pushes does not matter. Special tokens give no text, except those in ``spelled``, but they complete
+    stop strings that end with their text. Push committed tokens only: returned text is never taken back.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), spelled: Collection[int] = ()
     ) -> None:
-        # UTF-8 synchronises itself, so stop strings can be found in the bytes.
+        # UTF-8 is self-synchronising, so stop strings can be found in the bytes.
         self.stops = {text.encode("utf-8"): text for text in stop}
         self._tokenizer, self._spelled = tokenizer, spelled
-        self.skip = 0  # bytes to come that are no part of the text
+        self.skip = 0  # next bytes that are no part of the text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = b""  # may be the beginning of a stop string
+        self._held = b""  # perhaps the beginning of a stop string
         self.stop_string: str | None = None
-        """The stop string that ended the text; it is not part of the text."""
+        """The stop string that ended the text, or None. It is not part of the text."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; what is pushed from then on is ignored."""
+        """Whether a stop string ended the text; later tokens are ignored."""
         return self.stop_string is not None
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Take tokens, return the text that can be shown now. Raises TokenizerError for an unknown id."""
+        """Take tokens and return the text that can be shown now. Raises TokenizerError for an unknown id."""
         text = ""
         for token in tokens:
             data = self._tokenizer.token_bytes(token)
@@ -138,7 +138,7 @@ class TextStream:
         return text
 
     def _push_special(self, name: bytes) -> str:
-        """The text before a stop string that a special token completes; nothing without one."""
+        """The text before a stop string that a special token completes; empty if it completes none."""
         whole = self._held + name
         ended = (stop for stop in self.stops if stop.endswith(name) and whole.endswith(stop))
         stop = max(ended, key=len, default=None)
@@ -148,7 +148,7 @@ class TextStream:
         return self._decoder.decode(whole.removesuffix(stop), final=True)
 
     def push_bytes(self, data: bytes) -> str:
-        """The same of bytes."""
+        """Take bytes and return the text that can be shown now."""
         if self.stopped:
             return ""
         text = self._held + data[self.skip :]
@@ -163,12 +163,12 @@ class TextStream:
         return self._decoder.decode(text[:start], final=True)
 
     def finish(self) -> str:
-        """The text still held back: no more tokens come. An incomplete character becomes U+FFFD."""
+        """Return the text that is still held back. An incomplete character becomes U+FFFD."""
         held, self._held = self._held, b""
         return self._decoder.decode(held, final=True)
 
     def _first_stop(self, text: bytes) -> tuple[int, bytes] | None:
-        """Start of the stop string completed first, and the stop string."""
+        """The first completed stop string, and where it starts."""
         starts = ((text.find(stop), stop) for stop in self.stops)
         stops = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         return min(stops)[1:] if stops else None

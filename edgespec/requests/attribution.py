@@ -1,4 +1,4 @@
-"""Which token wrote what of an answer's text."""
+"""The tokens of an answer, each with its part of the text."""
 
 from collections import deque
 from typing import Any
@@ -11,20 +11,20 @@ from edgespec_models.text.tokenizer import Tokenizer
 class Attribution:
     """Cuts a stream's text at its tokens.
 
-    A character whose bytes several tokens write belongs to the last of them. Text that may begin a
-    stop string is held back by the stream, and here the tokens with it.
+    A character whose bytes come from several tokens belongs to the last of them. Where the stream holds back
+    text that may begin a stop string, its tokens are held back too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._pieces = TextStream(tokenizer)
-        self._waiting: deque[tuple[str, str]] = deque()  # text not handed out yet, and its source
+        self._waiting: deque[tuple[str, str]] = deque()  # text that was not returned yet, and its source
         self._thinks = False
 
     def push(self, record: Record) -> list[dict[str, Any]]:
-        """The tokens that the stream's next record shows: ``text`` and ``source`` of each.
+        """The tokens of the stream's next record: ``text`` and ``source`` of each.
 
-        Their texts joined are the record's, behind its thoughts, which are marked by ``reasoning``. A token
-        that a stop string cut off has an empty text, as have tags.
+        Their joined texts are the record's thoughts, marked by ``reasoning``, and then its text. Tags, and
+        tokens that a stop string cut off, have an empty text.
         """
         text, tokens, thoughts = record.text, record.tokens, record.thoughts
         last = record.finish_reason is not None

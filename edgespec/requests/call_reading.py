@@ -1,10 +1,11 @@
-"""Tool calls read out of an answer while it is written.
+"""Reads calls of tools out of an answer while it is written.
 
-Text before a tag is shown as it comes. From a tag on it is held; names and arguments are given out as soon as
-they are certain, and what turns out to be no call is text. Many models leave out the tag: where none came,
-JSON with the name of a known tool and its arguments is a call too, where the answer begins or in a fence.
-Arguments become JSON, whatever they are written in: JSON itself, Python's literals, or texts between tags,
-whose types the tool's schema says.
+Text before a tag is shown as it comes. From a tag on text is held back. Names and arguments are returned as
+soon as they are certain, and what turns out to be no call becomes text. Many models leave out the tag. So
+JSON with the name of a known tool and its arguments is a call too, at the beginning of an answer or in a
+fence.
+Arguments become JSON, whether they are written as JSON, as Python literals, or as texts between tags, whose
+types are in the tool's schema.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 if TYPE_CHECKING:
     from edgespec.requests.tool_calls import Form
 
-_ID_LENGTH: Final = 9  # letters and digits, which is what Mistral's templates insist on
+_ID_LENGTH: Final = 9  # letters and digits; Mistral's templates require nine
 _WORD: Final = re.compile(r"[\w.-]*")
 _SPACE: Final = re.compile(r"\s*")
 _END: Final = "</parameter>"
@@ -44,9 +45,9 @@ _MAY_BE_FENCED: Final = re.compile(r"\n[ \t]*(?:`{0,2}|```\w*\s*)\Z")
 
 
 class CallReader:
-    """Takes an answer's text piece by piece; says what can be shown of it, and what of its calls is certain.
+    """Takes an answer's text in pieces and returns the text that can be shown and the certain parts of calls.
 
-    ``tools`` are the parameters of functions by their names, ``prompt`` is what the answer follows. With
+    ``tools`` are the parameters of functions by name, and ``prompt`` is the prompt of the answer. With
     ``single`` nothing behind the first call is read.
     """
 
@@ -54,32 +55,32 @@ class CallReader:
         self, form: "Form", tools: Mapping[str, Any], prompt: Sequence[int], *, single: bool = False
     ) -> None:
         self.calls: list[ToolCall] = []
-        """Those that are whole."""
+        """The complete calls."""
         self.cut = ""
-        """The text of the last, which is not whole, if parts of it were given out."""
+        """The text of the last call, if it is incomplete and parts of it were returned."""
         self._form, self._tools, self._single = form, tools, single
         self._seed = hashlib.sha256(repr(list(prompt)).encode())
-        self._text = ""  # which is not known yet to be text or a call
-        self._space = ""  # which is shown if text follows
+        self._text = ""  # text that may still become a call
+        self._space = ""  # space that is shown if text follows
         self._says = False
         self._is_beginning, self._is_tagged = True, False
         self._tag: str | None = None  # at the text's beginning
-        self._index = 0  # of the first call behind it
-        self._sent: list[int] = []  # how much of the arguments of each
-        self._whole = 0  # of them
+        self._index = 0  # index of the first call behind the tag
+        self._sent: list[int] = []  # length of the returned arguments, by call
+        self._whole = 0  # complete calls behind the tag
 
     def marks(self, tokenizer: Tokenizer) -> set[int]:
-        """The control tokens that the text is to spell."""
+        """The control tokens whose text the answer's text must contain."""
         ids = map(tokenizer.special_id, (*self._form.tags, self._form.close, "[ARGS]", "[CALL_ID]"))
         return {id_ for id_ in ids if id_ is not None}
 
     @property
     def complete(self) -> bool:
-        """Whether nothing that follows is read."""
+        """Whether text that follows is ignored."""
         return self._single and bool(self.calls)
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[CallPart]]:
-        """Take a piece, and the ``final`` one if nothing follows."""
+        """Take a piece of text; with ``final`` nothing follows."""
         self._text += text
         shown, parts = "", list[CallPart]()
         while not self.complete:
@@ -107,7 +108,7 @@ class CallReader:
         return shown, parts
 
     def _before_tag(self, final: bool) -> str:
-        """Take the text before the next tag, which is noted, or before what may begin one."""
+        """Take the text before the next tag, or before a possible beginning of one, and note the tag."""
         text, tags = self._text, self._form.tags
         tag = re.search("|".join(map(re.escape, tags)), text)
         held = len(text) if final else len(text) - max(begun_at_end(text, mark) for mark in tags)
@@ -125,11 +126,11 @@ class CallReader:
         return text[:start]
 
     def _without_tag(self, text: str) -> re.Match[str] | None:
-        """What begins JSON that may be a call."""
+        """The beginning of JSON that may be a call without a tag."""
         return (_BEGINS.search(text) if self._is_beginning else None) or _FENCED.search(text)
 
     def _shown(self, text: str) -> str:
-        """What can be shown now: of an answer with calls, space at its ends is no part."""
+        """The text that can be shown. Space at the ends of an answer with calls is dropped."""
         text = self._space + text
         if self.calls and not self._says:
             text = text.lstrip()
@@ -138,7 +139,7 @@ class CallReader:
         return shown
 
     def _parts(self, block: "_Block") -> list[CallPart]:
-        """What was not given out yet."""
+        """The parts of calls that were not returned yet."""
         parts = list[CallPart]()
         for at, call in enumerate(block.certain):
             index = self._index + at
@@ -161,7 +162,7 @@ class CallReader:
 
 @dataclass(slots=True)
 class _Call:
-    """A call; ``text`` is the JSON of its arguments as far as it is certain, which then are ``arguments``."""
+    """A call. ``text`` is the certain JSON of its arguments; ``arguments`` are there once it is complete."""
 
     name: str = ""
     text: str = ""
@@ -170,31 +171,31 @@ class _Call:
 
 @dataclass(slots=True)
 class _Block:
-    """Calls behind ``tag``, which ``text`` begins with, as far as they are written.
+    """The calls written so far behind ``tag``, with which ``text`` begins.
 
-    Decides nothing that what follows could change, so that a longer text has the same calls and more.
+    Nothing is decided that further text could change, so a longer text has the same calls and more.
     """
 
     text: str
     tools: Mapping[str, Any]
     tag: str
-    settled: int = field(init=False, default=0)  # where the last whole call ends
+    settled: int = field(init=False, default=0)  # where the last complete call ends
     _calls: list[_Call] = field(init=False, default_factory=list)
     _at: int = field(init=False, default=0)
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a fence is the tag."""
+        """Whether the tag is a fence."""
         return "```" in self.tag
 
     @property
     def certain(self) -> list[_Call]:
-        """The calls whose arguments have begun; a program's only when it is known to be nothing else."""
+        """The calls whose arguments have begun. Those of a program count once it is certain to be one."""
         calls = self._calls if self.tag != "<code>" or self.settled else []
         return [call for call in calls if call.name and call.text]
 
     def read(self, close: str) -> bool:
-        """Read the calls, and ``close`` behind them if it is there; whether what follows decides more."""
+        """Read the calls and the optional ``close``; return whether further text could change the result."""
         try:
             self._read()
             if self.settled and close and self._take(close):
@@ -225,12 +226,12 @@ class _Block:
             self._named()
 
     def _object(self) -> None:
-        """``{"name": .., "arguments": {..}}``; arguments may be written as JSON within JSON.
+        """Read ``{"name": .., "arguments": {..}}``. Arguments may be JSON within JSON.
 
-        Behind a tag they may be missing, and other keys be there.
+        Behind a tag arguments may be missing, and other keys are allowed.
         """
         call, is_bare, is_whole = self._begin(), not self.tag.strip() or self.is_fenced, False
-        is_doubled = self._take("{{")  # as some templates show braces, and models then write them
+        is_doubled = self._take("{{")  # some templates show doubled braces, and models copy them
         self._at -= is_doubled
         for _ in self._items("{", "}"):
             key = self._key()
@@ -253,7 +254,7 @@ class _Block:
             self.settled = self._at
 
     def _named(self) -> None:
-        """``name[CALL_ID]id[ARGS]{..}``; only the name has to be there."""
+        """Read ``name[CALL_ID]id[ARGS]{..}``. Only the name is required."""
         name = self._word()
         if self._take("[CALL_ID]"):
             self._word()
@@ -261,11 +262,11 @@ class _Block:
         self._end(self._members(self._begin(name)))
 
     def _python(self) -> None:
-        """``name(key=value, ..)``."""
+        """Read ``name(key=value, ..)``."""
         self._end(self._members(self._begin(self._word()), "(", ")"))
 
     def _program(self) -> None:
-        """Calls in Python, and nothing else, whose results may be given names."""
+        """Read a program of calls in Python and nothing else. Results may be assigned to names."""
         while not self._take("</code>"):
             start = self._at
             self._word()
@@ -275,7 +276,7 @@ class _Block:
         self.settled = self._at if self._calls else 0
 
     def _function(self) -> None:
-        """``name>``, then ``<parameter=key>value</parameter>`` for each argument, a line each."""
+        """Read ``name>``, then ``<parameter=key>value</parameter>`` for each argument, one a line."""
         call = self._begin(self._until(">").strip())
         parameters = table(self.tools.get(call.name))
         properties = properties_of(parameters)
@@ -295,7 +296,7 @@ class _Block:
         self._end(call)
 
     def _members(self, call: _Call, begin: str = "{", end: str = "}") -> _Call:
-        """Read the arguments, a JSON object or Python's, into ``call``."""
+        """Read the arguments, an object of JSON or a dict of Python, into ``call``."""
         is_json = begin == "{"
         for _ in self._items(begin, end):
             self._add(call, self._key() if is_json else self._word("="))
@@ -334,14 +335,14 @@ class _Block:
             self.settled = self._at
 
     def _next(self) -> str:
-        """The next character that is not space."""
+        """The next character that is no space."""
         self._at = _SPACE.match(self.text, self._at).end()  # type: ignore[union-attr] # it always matches
         if self._at == len(self.text):
             raise MoreError
         return self.text[self._at]
 
     def _take(self, literal: str) -> bool:
-        """Whether ``literal`` comes next, which then is read."""
+        """Read ``literal`` if it comes next, and return whether it did."""
         start = _SPACE.match(self.text, self._at).end()  # type: ignore[union-attr]
         if self.text.startswith(literal, start):
             self._at = start + len(literal)
@@ -355,7 +356,7 @@ class _Block:
             raise ValueError(f"{literal} is missing")
 
     def _items(self, begin: str, end: str) -> Iterator[None]:
-        """Once for each item between ``begin`` and ``end``, with commas between, which the caller reads."""
+        """Yield for each item between ``begin`` and ``end``, which commas separate; the caller reads it."""
         self._need(begin)
         if self._next() != end:
             yield
@@ -372,7 +373,7 @@ class _Block:
         return key
 
     def _word(self, behind: str = "") -> str:
-        """A name, and what has to come behind it."""
+        """Read a name, and what must follow it."""
         self._next()
         end = _WORD.match(self.text, self._at).end()  # type: ignore[union-attr]
         if end == len(self.text):
@@ -389,7 +390,7 @@ class _Block:
         return text
 
     def _value(self) -> str:
-        """A value of JSON or Python: what comes before a comma or a bracket of what it stands in."""
+        """Read a value of JSON or Python: the text up to the next comma or closing bracket."""
         self._next()
         start, self._at = self._at, value_end(self.text, self._at)
         return self.text[start : self._at].strip()

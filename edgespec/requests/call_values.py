@@ -1,4 +1,4 @@
-"""Values of arguments: their types by JSON Schema, and JSON of what a model writes as such."""
+"""Values of arguments: their types by JSON Schema, and their JSON."""
 
 import ast
 import json
@@ -8,19 +8,19 @@ from typing import Any, Final
 
 from edgespec.decoding.schemas import pointed
 
-_MOST_PARTS: Final = 64  # of one schema
+_MOST_PARTS: Final = 64  # parts of one schema that are looked at
 _COMBINING: Final = ("allOf", "anyOf", "oneOf")
-_DEEPEST: Final = 64  # lists and tables within each other, as in messages
+_DEEPEST: Final = 64  # lists and tables within each other
 _STRING: Final = r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'"""
 _TOKEN: Final = re.compile(rf"""{_STRING}|[][{{}}(),:;"']""", re.DOTALL)
 _PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
-_ESCAPES: Final = "\\\"'abfnrtuUvx0\n"  # what may stand behind a backslash in Python; else it is one
+_ESCAPES: Final = "\\\"'abfnrtuUvx0\n"  # characters of Python's escapes; elsewhere a backslash is itself
 _HALF: Final = re.compile("[\ud800-\udfff]")
-_TAIL: Final = 5  # characters of an escape that lacks its last
+_TAIL: Final = 5  # characters of an escape without its last one
 
 
 class MoreError(Exception):
-    """What follows decides."""
+    """The text ends too early to decide."""
 
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str]:
@@ -30,24 +30,24 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str]:
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether it allows any text, and nothing else; so does a schema that says nothing."""
+    """Whether a schema allows any text and nothing else. An empty schema does."""
     return kinds_of(schema) <= {"string"} and not allowed_values(schema)
 
 
 def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The schemas of a function's arguments, by name; also those that its schema refers to."""
+    """The schemas of a function's arguments by name, references included."""
     tables = (table(part.get("properties")) for part in _parts(parameters, parameters, ("allOf",)))
     return {name: table(schema) for properties in tables for name, schema in properties.items()}
 
 
 def required_of(parameters: Mapping[str, Any]) -> set[str]:
-    """The arguments that have to be there."""
+    """The names of required arguments."""
     parts = _parts(parameters, parameters, ("allOf",))
     return {name for part in parts for name in listed(part.get("required"))}
 
 
 def summary(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The types of an argument with that ``schema``, and its values if they are few, references followed."""
+    """The types that ``schema`` allows, and its values if they are few. References are followed."""
     parts = _parts(parameters, schema, _COMBINING)
     narrow = [part for part in parts if kinds_of(part) or allowed_values(part)]
     values = [
@@ -61,7 +61,7 @@ def summary(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping
 def keywords_of(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], keywords: Sequence[str]
 ) -> dict[str, Any]:
-    """Those of ``keywords`` that the ``schema`` of an argument has, references followed."""
+    """The ``keywords`` that occur in ``schema``. References are followed."""
     parts = _parts(parameters, schema, _COMBINING)
     return {key: part[key] for part in parts for key in keywords if key in part}
 
@@ -69,7 +69,7 @@ def keywords_of(
 def _parts(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], combining: Sequence[str]
 ) -> list[Mapping[str, Any]]:
-    """A schema, what it refers to, and the schemas that it combines."""
+    """A schema, the schemas that it refers to, and those that it combines."""
     parts, left = list[Mapping[str, Any]](), [schema]
     while left and len(parts) < _MOST_PARTS:
         part = pointed(parameters, left.pop(0))
@@ -80,22 +80,22 @@ def _parts(
 
 
 def allowed_values(schema: Mapping[str, Any]) -> Sequence[Any]:
-    """What ``enum`` or ``const`` allow; nothing without them."""
+    """The values of ``enum`` or ``const``; empty without them."""
     return [schema["const"]] if "const" in schema else listed(schema.get("enum"))
 
 
 def table(value: object) -> Mapping[str, Any]:
-    """A table of a schema; empty where something else stands there."""
+    """``value`` if it is a table, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: object) -> Sequence[Any]:
-    """A list of a schema, the same way."""
+    """``value`` if it is a list, else an empty one."""
     return value if isinstance(value, list | tuple) else ()
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """What ``text`` says as a value that a schema allows; where it may be a text it is one, but for null."""
+    """``text`` as a value that the schema allows. A schema that allows texts gets the text, except null."""
     for value in allowed_values(schema):
         if text == plain(value):
             return value
@@ -110,15 +110,15 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def plain(value: object) -> str:
-    """A value as it stands between tags: texts without quotes."""
+    """A value as models write it between tags: texts have no quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def value_end(text: str, start: int) -> int:
-    """Where a value of JSON or Python ends: a string at its quote, others before a comma or a bracket.
+    """The end of a value of JSON or Python: a string's quote, else the next comma or bracket.
 
     Raises:
-        MoreError: the text ends before.
+        MoreError: the text ends before the value does.
         ValueError: the value is too deep.
     """
     depth = 0
@@ -141,24 +141,24 @@ def value_end(text: str, start: int) -> int:
 
 
 def dumped(value: object) -> str:
-    """As JSON, without halves of characters, which JSON can spell and no answer in UTF-8 can hold."""
+    """A value as JSON, without lone surrogates: JSON can spell them, but UTF-8 cannot hold them."""
     return _HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def begun_string(text: str) -> str:
-    """What is certain of the JSON that a string becomes that has no end yet; nothing of other values."""
+    """The certain JSON of an unfinished string; empty for other values."""
     sure = text[:-_TAIL] + text[-_TAIL:].partition("\\")[0]
     try:
         begun = json.loads(sure + '"') if text.startswith('"') else ""
     except ValueError:
         begun = ""
-    if begun and "\ud800" <= begun[-1] <= "\udbff":  # the other half may follow
+    if begun and "\ud800" <= begun[-1] <= "\udbff":  # the other surrogate may follow
         begun = begun[:-1]
     return dumped(begun)[:-1] if begun else ""
 
 
 def literal(text: str) -> Any:
-    """The value of a literal of JSON, or of Python; ValueError where it is neither."""
+    """The value of a literal of JSON or Python. ValueError if it is neither."""
     try:
         return json.loads(text)
     except ValueError:

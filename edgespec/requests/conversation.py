@@ -14,20 +14,20 @@ Start = Callable[
 
 
 class Conversation:
-    """A conversation, which keeps its history; :meth:`edgespec.Model.conversation` begins one.
+    """A conversation, which keeps its messages. :meth:`edgespec.Model.conversation` begins one.
 
     Its KV cache is put aside while the model answers others, and taken up again. Questions are answered in
-    the order in which they were asked: one that is asked before the last answer ended waits for it.
+    order: one that is asked before the last answer has ended waits for it.
 
     Args:
-        start: asks the model: with the messages when its turn comes, options, what is called with the result,
-            and the conversation.
-        system: the message that it begins with.
+        start: asks the model. It gets a function that returns the messages, options, a function for the
+            result, and the conversation.
+        system: the system message, which comes first.
         defaults: options of every answer.
 
     Attributes:
-        messages: what was said, dicts with ``role`` and ``content``. Between answers they may be edited. An
-            answer that was ended early is kept as far as it came; a question that got no text is not.
+        messages: dicts with ``role`` and ``content``. They may be edited between answers. An answer that
+            ended early is kept as far as it came; a question without any answer text is dropped.
     """
 
     @checked
@@ -38,10 +38,10 @@ class Conversation:
         self._start, self._defaults = start, defaults
 
     def ask(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
-        """Say ``text`` and return the answer; ``options`` go before those that the conversation has.
+        """Ask ``text`` and return the answer. ``options`` override those of the conversation.
 
         Raises:
-            RequestError: an option out of range; or what it has become does not fit the context any more
+            RequestError: an option is out of range, or the messages do not fit the context any more
                 (:class:`edgespec.DoesNotFit`).
         """
         return self.stream(text, **options).run()

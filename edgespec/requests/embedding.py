@@ -1,4 +1,4 @@
-"""Texts as vectors, by models that were trained for it: in the model's queue, in passes of their own."""
+"""Vectors of texts, by models that were trained for it. Requests wait in the model's queue."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 _F32 = npt.NDArray[np.float32]
 _Text = str | Sequence[int]
 Texts = str | Annotated[Sequence[_Text], length(1)]
-"""One or several, each as a text or as its tokens."""
-_QUERY: Final = "Instruct: {}\nQuery:{}"  # as the model card of Qwen3-Embedding has it
-_AT_ONCE: Final = 4  # texts of a pass, each of which takes a KV cache; most fill it by then
+"""One or several texts, each as a text or as its tokens."""
+_QUERY: Final = "Instruct: {}\nQuery:{}"  # from the model card of Qwen3-Embedding
+_AT_ONCE: Final = 4  # texts of a pass; each takes a KV cache, and four mostly fill the pass
 
 
 class EmbeddingOptions(TypedDict, total=False):
     """Keyword arguments of :meth:`edgespec.Model.embed`.
 
     Attributes:
-        instruction: of queries: what they are to find, in a sentence; documents have none.
-        dimensions: cuts vectors (Kusupati et al. 2022, "Matryoshka Representation Learning").
-        timeout: seconds, waiting included.
+        instruction: what a query is to find, in a sentence. Documents have none.
+        dimensions: the length of vectors, which are cut (Kusupati et al. 2022, "Matryoshka Representation
+            Learning").
+        timeout: the seconds that the request may take, waiting included.
     """
 
     instruction: str | None
@@ -44,8 +45,8 @@ class Embeddings(NamedTuple):
     """What :meth:`edgespec.Model.embed` returns.
 
     Attributes:
-        vectors: of length 1, float32 ``(texts, dimensions)``.
-        tokens: how many the model read of each text.
+        vectors: float32 ``(texts, dimensions)``; each row has the length 1.
+        tokens: the number of tokens that the model read of each text.
     """
 
     vectors: _F32
@@ -53,7 +54,7 @@ class Embeddings(NamedTuple):
 
 
 class EmbeddingTicket(Ticket):
-    """A request for the vectors of ``texts``, each at least one token; ``unread`` are those without one."""
+    """A request for vectors of ``texts``, each at least one token. ``unread`` are those still without one."""
 
     def __init__(self, request: Request, texts: Sequence[list[int]], dimensions: int) -> None:
         super().__init__(request)
@@ -61,9 +62,9 @@ class EmbeddingTicket(Ticket):
         self.unread, self.longest = deque(texts), max(self._counts)
 
     def put_vector(self, stream: _F32) -> None:
-        """Take what leaves the last layer at the end of the first unread text, times the last gain.
+        """Take the last layer's output at the end of the first unread text, and multiply it by the last gain.
 
-        Of the final normalization nothing else is left in a vector of length 1.
+        In a vector of length 1 nothing else is left of the final normalization.
         """
         vector = stream[: self._vectors.shape[1]]
         norm = np.linalg.norm(vector)
@@ -73,7 +74,7 @@ class EmbeddingTicket(Ticket):
         self.unread.popleft()
 
     def embeddings(self, reason: FinishReason) -> Embeddings:
-        """All vectors; raises Closed where the model was closed before, Cancelled where time was up."""
+        """All vectors. Raises Closed if the model was closed before, and Cancelled if the time was up."""
         if reason == "closed":
             raise Closed("the model is closed; load it again")
         if reason != "stop":
@@ -83,12 +84,12 @@ class EmbeddingTicket(Ticket):
 
 
 class Embedder:
-    """Makes vectors with ``model``, whose predictions have what leaves the last layer.
+    """Makes vectors with ``model``, whose predictions hold the last layer's output.
 
-    Texts are read by ``readers``, sessions of it, made when they are needed.
+    ``readers`` are the sessions that read texts. They are made when they are needed.
 
     Raises:
-        RequestError: the model was not made for it, or does not run on edgespec's kernels.
+        RequestError: the model was not trained for it, or does not run on edgespec's kernels.
     """
 
     def __init__(self, bundle: "Bundle", model: LoadedModel, readers: list[Session]) -> None:
@@ -101,7 +102,7 @@ class Embedder:
             )
         if not bundle.embeds:
             raise RequestError(f"{name} gives out no hidden states; export it for the CPU, weights exact")
-        from edgespec_models.bundles.stored_weights import StoredWeights  # answers do not need it
+        from edgespec_models.bundles.stored_weights import StoredWeights  # answers do not need this
 
         self._bundle, self._model, self._readers, self._end = bundle, model, readers, made.end
         self._gain = StoredWeights(bundle).vector(f"{graph_name('final_norm')}.weight")
@@ -115,7 +116,7 @@ class Embedder:
         dimensions: int | None = None,
         timeout: float | None = None,
     ) -> EmbeddingTicket:
-        """A request by :class:`EmbeddingOptions`, from any thread; RequestError for what is out of range."""
+        """Make a request, from any thread. RequestError for an option out of range."""
         width = len(self._gain)
         if dimensions is not None and not 1 <= dimensions <= width:
             raise RequestError(f"dimensions is {dimensions}; allowed: 1 to the model's own, {width}")
@@ -124,11 +125,11 @@ class Embedder:
         return EmbeddingTicket(Request.single({"timeout": timeout}), ids, dimensions or width)
 
     def own(self, tickets: Sequence[Ticket]) -> list[EmbeddingTicket]:
-        """Those of the requests that are for vectors."""
+        """The requests for vectors among ``tickets``."""
         return [ticket for ticket in tickets if isinstance(ticket, EmbeddingTicket)]
 
     def turn(self, tickets: Sequence[EmbeddingTicket], most: int) -> None:
-        """One pass over at most so many rows, of several texts if they fit; short requests go first."""
+        """Run one pass over at most ``most`` rows, of several texts if they fit. Short requests go first."""
         for ticket in tickets:
             if (reason := ticket.reason_to_end()) is not None:
                 ticket.end(nothing(reason))
@@ -153,7 +154,7 @@ class Embedder:
     def _pieces(
         self, running: Sequence[EmbeddingTicket], most: int
     ) -> Iterator[tuple[EmbeddingTicket, Rows]]:
-        """What a pass reads; of the last text perhaps a part; its reader is found again by what it holds."""
+        """The pieces of texts that a pass reads, and their readers. A partly read text keeps its reader."""
         free = list(self._readers)
         for ticket, text in ((owner, text) for owner in running for text in owner.unread):
             if not most or len(self._readers) - len(free) == _AT_ONCE:
@@ -170,7 +171,7 @@ class Embedder:
             yield ticket, Rows(reader, piece, 0)
 
     def _tokens(self, at: int, text: _Text, instruction: str | None) -> list[int]:
-        """What the model reads of a text."""
+        """The tokens that the model reads for a text."""
         if not text:
             raise RequestError(f"text {at} is empty; leave it out")
         if isinstance(text, str):

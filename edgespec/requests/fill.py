@@ -1,8 +1,8 @@
 """Filling in the middle: what a model reads of the text around a hole.
 
-That is ``<prefix> far <suffix> behind <middle> near``: the last lines before the cursor begin the middle, as
-if the model had written them (Bavarian et al., 2022, arXiv 2207.14255, section 3, SPM). So what is typed is
-read alone, without the suffix, but for each block of lines.
+The prompt is ``<prefix> far <suffix> behind <middle> near``: the last lines before the cursor begin the
+middle, as if the model had written them (Bavarian et al., 2022, arXiv 2207.14255, section 3, SPM). So only
+newly typed text is read; the suffix is read again when a block of lines moves on.
 """
 
 from dataclasses import replace
@@ -25,18 +25,19 @@ _MARKS: Final = {
     "file": ("<|file_sep|>", "<file_sep>", "<|file_separator|>"),
     "repository": ("<|repo_name|>", "<repo_name>", "<|fim_repo|>"),
 }
-"""Before each, in Qwen2.5-Coder (arXiv 2409.12186), CodeGemma, StarCoder2, Granite, DeepSeek-Coder, Codestral
-(mistral-common, ``encode_fim``); the last reads the suffix first and has nothing before the middle."""
+"""The marks before each part, in Qwen2.5-Coder (arXiv 2409.12186), CodeGemma, StarCoder2, Granite,
+DeepSeek-Coder and Codestral (mistral-common, ``encode_fim``). Codestral reads the suffix first and has no
+mark before the middle."""
 
 
 def fill_tokens(bundle: Bundle, hole: Hole, request: Request, longest: int) -> tuple[list[int], Hole]:
-    """What a target reads of a hole, fewer than ``longest`` tokens, and the hole with all fields.
+    """The tokens that a target reads for a hole, fewer than ``longest``, and the hole with all fields.
 
-    The last token of a line that was begun is held back, with the word that it ends: the model may write that
-    in other tokens when it sees how it goes on. Half of the context at most is kept for the answer.
+    The last token of an unfinished line is held back, with the word that it ends, because the model may write
+    this word in other tokens. At most half of the context is kept for the answer.
 
     Raises:
-        RequestError: the model has no tokens for it, or the request asks for what a chat has.
+        RequestError: the model has no tokens for fills, or the request has options of chats.
     """
     if request.tools or request.template_args or request.thinking is not None:
         raise RequestError("tools, template_args and thinking are for chats; use chat, or leave them out")
@@ -76,7 +77,7 @@ def _marks(bundle: Bundle) -> dict[str, int]:
 
 
 def _taken_back(tokenizer: Tokenizer, tokens: list[int]) -> bytes:
-    """Take the last token, and those that begin its word; returns their bytes."""
+    """Remove the last token, and those that begin its word, and return their bytes."""
     held = tokenizer.token_bytes(tokens.pop())
     while held[:1].isalpha() and tokenizer.bytes_of(tokens[-1:])[-1:].isalpha() and len(held) < _LONGEST_WORD:
         held = tokenizer.token_bytes(tokens.pop()) + held
@@ -84,7 +85,7 @@ def _taken_back(tokenizer: Tokenizer, tokens: list[int]) -> bytes:
 
 
 def _extra(hole: Hole, marks: dict[str, int], tokenizer: Tokenizer, room: int) -> list[int]:
-    """Other files, as many of the last as fit whole, in the form that the model was trained on."""
+    """The tokens of other files, in the model's form: as many of the last files as fit whole."""
     begin, end, form = list[int](), list[int](), "# {}\n{}\n\n"
     if "file" in marks:
         form, end = "{}\n{}\n", [marks["file"], *tokenizer.encode_bytes(b"file\n")]

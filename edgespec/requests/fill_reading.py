@@ -1,27 +1,27 @@
-"""Where a text ends that is written into a hole."""
+"""Finds the end of a text that fills a hole."""
 
 import re
 
 from edgespec.requests.request import Hole
 
-_BLANKS = 16  # of a suffix, before its first line: each is looked for at each of the fill
-_NEAR = 5_000  # characters around a hole in which brackets have their partners
-_REST = 80  # characters behind the cursor on its line: each may be where the fill ends too late
+_BLANKS = 16  # blank lines of a suffix before its first line that are looked for
+_NEAR = 5_000  # characters around a hole in which brackets are paired
+_REST = 80  # characters behind the cursor on its line that a fill may repeat
 
 
 class FillReader:
     """Shows a fill up to its end.
 
-    That is before the first line that the suffix goes on with, blank ones not counted, and behind
-    ``max_lines`` lines. Where text stands on both sides of the cursor on its line, it is the end of the line,
-    or before what that goes on with, if brackets and quotes have partners only so: of ``x)`` in ``f(|)`` it
-    is ``x``. What may become one or the other is held back until it is clear what it is.
+    A fill ends before the first line with which the suffix goes on, blank lines not counted, and after
+    ``max_lines`` lines. If text stands on both sides of the cursor on its line, the fill ends with the line,
+    or before the text behind the cursor, if only then brackets and quotes have partners: of ``x)`` in
+    ``f(|)`` the fill is ``x``. Text that may belong to either is held back until that is clear.
     """
 
     def __init__(self, hole: Hole, max_lines: int | None) -> None:
-        self.skip, self.ended = len(hole.held), False  # bytes that are written before the fill
+        self.skip, self.ended = len(hole.held), False  # bytes of the prompt that are written again
         self._text = hole.line
-        self._begin = self._shown = len(hole.line)  # in the text, which begins with the cursor's line
+        self._begin = self._shown = len(hole.line)  # in the text from the cursor's line on
         self._is_within = bool(hole.line.strip())
         self._most = 1 if hole.ends_line else max_lines
         behind = hole.suffix.partition("\n")[0]
@@ -36,7 +36,7 @@ class FillReader:
         self._pattern = re.compile(rf"{blank}^{re.escape(line)}[ \t\r]*$", re.MULTILINE)
 
     def push(self, text: str, *, final: bool = False) -> str:
-        """Take text, with the ``final`` one what was held back; returns what can be shown now."""
+        """Take text and return what can be shown now; with ``final`` also what was held back."""
         if self.ended:
             return ""
         self._text += text
@@ -53,13 +53,13 @@ class FillReader:
         return self._text[begin : self._shown]
 
     def _next_line(self, final: bool, end: int | None = None) -> int | None:
-        """Where before ``end`` the suffix's line begins, or line breaks before it that are the suffix's."""
+        """Where the suffix's first line begins before ``end``, or the suffix's line breaks before it."""
         text = self._text[:end]
         line = self._pattern.search(text, self._begin if self._is_within else 0)
         return line.start() if self._next and line and (final or line.end() < len(text)) else None
 
     def _certain(self) -> int:
-        """How much of the text can be no part of the end."""
+        """The length of the text that is certainly part of the fill."""
         start = self._text.rfind("\n") + 1
         line = self._text[start:]
         may_be_next = self._next.startswith(line) or line.rstrip() == self._next
@@ -68,18 +68,18 @@ class FillReader:
         return len(self._text[:start].rstrip("\r\n"))
 
     def _ends(self, end: int) -> list[int]:
-        """Where the text may end: there, or before what the cursor's line goes on with."""
+        """The places where the text may end: there, or before the text behind the cursor."""
         last = len(self._text[:end].rstrip())
         lengths = range(min(len(self._rest), last - self._begin), 0, -1)
         return [end, *(last - n for n in lengths if self._text.endswith(self._rest[:n], 0, last))]
 
     def _without_partner(self, end: int) -> int:
-        """How many brackets and quotes have none if the text ends there: on its line, and near it."""
+        """The number of unpaired brackets and quotes if the text ends there: on its line, and near it."""
         return sum(map(_alone, (f"{before}{self._text[:end]}{behind}" for before, behind in self._around)))
 
 
 def _alone(text: str) -> int:
-    """How many brackets and quotes have no partner; those of quotes are on the same line."""
+    """The number of unpaired brackets and quotes. A quote's partner is on the same line."""
     begun, quote, alone = list[str](), "", 0
     for mark in re.findall(r"\\.|[()\[\]{}\"'`]|\n", text):
         if mark[0] == "\\":

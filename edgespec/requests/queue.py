@@ -14,7 +14,7 @@ from edgespec_models.errors import Busy, Closed, RequestError
 
 
 class _Phase(Enum):
-    """What the thread does."""
+    """The state of the thread."""
 
     IDLE = "it waits, or there is none"
     TURNING = "it takes requests a pass further"
@@ -22,7 +22,7 @@ class _Phase(Enum):
 
 
 class _Pause(Flag):
-    """Who holds up what."""
+    """Reasons for which requests or passes do not begin."""
 
     NOBODY = 0
     REQUESTS = 1  # `paused`: no request begins
@@ -31,13 +31,13 @@ class _Pause(Flag):
 
 
 class RequestQueue:
-    """A queue of requests, and the thread that answers them, at most ``at_once`` together.
+    """A queue of requests and the thread that answers them, at most ``at_once`` together.
 
-    ``turn`` takes those that run a pass further. At most ``most_waiting`` wait meanwhile. When there are none
-    ``tidy`` is called; it ends soon after the function that it is given says so.
+    ``turn`` runs a pass for the running requests. At most ``most_waiting`` requests wait. When no request is
+    left, ``tidy`` is called; it returns soon after the function that it gets returns True.
 
-    The thread begins with a request and ends when none is left, so that an idle model has none, and nothing
-    keeps the program from ending: at its end, what runs is ended too.
+    The thread begins with a request and ends when none is left. So an idle model has no thread, and nothing
+    keeps the program from ending: at its end running requests end too.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class RequestQueue:
         self.running: list[Ticket] = []
         self._phase, self._pause = _Phase.IDLE, _Pause.NOBODY
         self.thread: Thread | None = None
-        self._process = os.getpid()  # which the thread is of
-        self._pausing = Lock()  # `paused` is one at a time
-        self._is_full = False  # until one of those that run ends, there is no room for more
+        self._process = os.getpid()  # process of the thread
+        self._pausing = Lock()  # one `paused` block at a time
+        self._is_full = False  # no room for another request until a running one ends
         self.is_closed = False
         self._at_end: Callable[[], None] | None = None  # called when the thread has ended
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the thread is another process's, which was forked while it ran: locks may stay held."""
+        """Whether this process was forked while the thread ran. Locks may stay held here."""
         return self.thread is not None and self._process != os.getpid()
 
     def check_process(self) -> None:
-        """RequestError in a process that was forked while the model answered."""
+        """Raise RequestError in a process that was forked while the model answered."""
         if self.is_orphaned:
             raise RequestError(
                 "this process was forked while the model answered in its parent, so nothing answers here; "
@@ -73,7 +73,7 @@ class RequestQueue:
             )
 
     def put(self, ticket: Ticket) -> None:
-        """Queue a request; once."""
+        """Queue a request, once."""
         self.check_process()
         with self._changed:
             if ticket.stage is not Stage.NEW:
@@ -90,14 +90,14 @@ class RequestQueue:
                 )
             if self.thread is None:
                 thread = Thread(target=self._work, name="edgespec-model", daemon=True)
-                thread.start()  # it waits for the lock
+                thread.start()  # the thread waits for the lock
                 atexit.register(self._leave)
                 self.thread, self._process = thread, os.getpid()
             ticket.queue()
             self.waiting.append(ticket)
 
     def withdraw(self, ticket: Ticket, reason: FinishReason) -> None:
-        """End a request: now if it does not run, else as soon as it can."""
+        """End a request: at once if it waits, else after the running pass."""
         ticket.interrupt(reason)
         if self.is_orphaned:
             return
@@ -105,13 +105,13 @@ class RequestQueue:
             if ticket.stage in (Stage.RUNNING, Stage.ENDED):
                 return
             ticket.stage = Stage.RUNNING  # nobody else ends it
-            for tickets in (self.waiting, self.running):  # a postponed one is among those that run
+            for tickets in (self.waiting, self.running):  # a postponed request is among the running ones
                 if ticket in tickets:
                     tickets.remove(ticket)
         ticket.abandon()
 
     def place(self, ticket: Ticket) -> int:
-        """How many requests are before one that waits; 0 for all others."""
+        """The number of requests before a waiting one; 0 for all others."""
         self.check_process()
         with self._changed:
             if ticket not in self.waiting:
@@ -120,7 +120,7 @@ class RequestQueue:
 
     @contextmanager
     def paused(self, *, between_passes: bool = False) -> Iterator[None]:
-        """No request runs within the block: those that run are waited for, or wait too ``between_passes``."""
+        """Let no request run within the block. Running ones end first; with ``between_passes`` they pause."""
         self.check_process()
         if current_thread() is self.thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
@@ -140,7 +140,7 @@ class RequestQueue:
                     self._changed.notify_all()
 
     def hold(self) -> None:
-        """Let no pass begin until :meth:`resume`; one that runs is waited for, but not by itself."""
+        """Let no pass begin until :meth:`resume`. Waits for the running pass, but not in its own thread."""
         self.check_process()
         with self._changed:
             self._pause |= _Pause.HELD
@@ -158,9 +158,9 @@ class RequestQueue:
             self._changed.notify_all()
 
     def close(self, then: Callable[[], None]) -> None:
-        """Answer nothing any more: end what runs and what waits, and when it is over call ``then``.
+        """End all running and waiting requests, then call ``then``. Later requests are refused.
 
-        From a request's own thread this returns at once, and ``then`` is called behind the request. In a
+        From a request's own thread this returns at once, and ``then`` is called after the request. In a
         process that was forked meanwhile there is nothing to end.
         """
         if self.is_orphaned:
@@ -182,7 +182,7 @@ class RequestQueue:
             then()
 
     def step(self) -> list[Ticket]:
-        """Take the requests that run now a pass further; those that did. None: the thread's work is over."""
+        """Run a pass for the running requests and return them. None means that the thread's work is done."""
         running = self._next()
         if not running:
             return running
@@ -202,7 +202,7 @@ class RequestQueue:
                 self._at_end()
 
     def _tidy_up(self) -> None:
-        """Tidy up where no request is left."""
+        """Tidy up if no request is left."""
         with self._changed:
             if self.waiting or any(ticket.result is None for ticket in self.running):
                 return
@@ -217,16 +217,16 @@ class RequestQueue:
 
     @property
     def is_held(self) -> bool:
-        """Whether :meth:`hold` lets no pass begin."""
+        """Whether :meth:`hold` keeps passes from beginning."""
         return _Pause.HELD in self._pause
 
     @property
     def _is_busy(self) -> bool:
-        """Whether there is something to wait for until the model is idle."""
+        """Whether the model is not idle yet."""
         return bool(self.running) or self._phase is _Phase.TIDYING
 
     def _next(self) -> list[Ticket]:
-        """The requests that run now; none ends the thread."""
+        """The requests of the next pass. An empty list ends the thread."""
         with self._changed:
             running = [ticket for ticket in self.running if ticket.stage is Stage.RUNNING]
             postponed = [ticket for ticket in self.running if ticket.stage is Stage.WAITING]
@@ -253,7 +253,7 @@ class RequestQueue:
             return list(self.running)
 
     def _may_begin(self, ticket: Ticket) -> bool:
-        """Whether there is a place, and none runs that has to end first."""
+        """Whether there is a free place, and no running request has to end first."""
         if self._pause & (_Pause.REQUESTS | _Pause.PASSES) or (self.running and self._is_full):
             return False
         if len(self.running) >= self.at_once:
@@ -261,14 +261,14 @@ class RequestQueue:
         return not any(ticket.excludes(other) for other in self.running)
 
     def _sweep(self) -> None:
-        """Let go of requests that were dropped while they waited: nobody reads them."""
+        """Remove waiting requests whose streams were dropped."""
         dropped = [ticket for ticket in self.waiting if ticket.interruption is not None]
         for ticket in dropped:
             self.waiting.remove(ticket)
             ticket.abandon()
 
     def _leave(self) -> None:
-        """The program ends: end the thread while Python still runs."""
+        """End the thread when the program ends, while Python still runs."""
         thread = self.thread
         self.close(lambda: self._tidy(lambda: False))
         if thread is not None and thread is not current_thread():

@@ -1,4 +1,4 @@
-"""What a generation returns: text, tokens, why it ended, and what it cost."""
+"""The results of requests: text, tokens, why the answer ended, and what it cost."""
 
 import json
 from collections import Counter
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from edgespec.decoding.draft import Progress, Remarks, Step
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "closed", "tool_calls", "error"]
-"""Why an answer ended: the model or a stop string ended it, it became as long as asked for or as fits, the
-request was cancelled, its time was up, the model was closed, the model calls tools, or something failed."""
+"""Why an answer ended: the model or a stop string ended it (stop), it reached its limit or the context's
+(length), it was cancelled, its time was up, the model was closed, the model calls tools, or an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,13 @@ class TokenRecord:
     """A token of an answer, or of a prompt.
 
     Attributes:
-        id: the token, in the target's vocabulary.
-        source: who proposed it: ``target``, or the source of the draft that it was accepted from, by its name
-            in :attr:`GenerationStats.by_source`: ``model``, ``ngram``, ``history``,
-            ``grammar``, or the name of a drafter of the app's own. Of a prompt's token ``prompt``.
-        logprob: the logarithm of its probability, in nats; None unless asked for.
-        top_logprobs: the most probable tokens there and their logarithms; empty unless asked for.
-        again: how many of its first bytes are the prompt's and no part of the text: a fill writes a cut word
-            again.
+        id: the token's id in the target's vocabulary.
+        source: who proposed it: ``target``, ``model``, ``ngram``, ``history``, ``grammar``, or the class of
+            an app's own drafter; ``prompt`` for a token of the prompt.
+        logprob: its log probability in nats. None unless the request asks for it.
+        top_logprobs: the most likely tokens at its place, with their log probabilities. Empty unless the
+            request asks for them.
+        again: the number of its first bytes that a fill writes again and that are no part of the text.
     """
 
     id: int
@@ -37,7 +36,7 @@ class TokenRecord:
 
 
 def choice_id(id_: str, index: int) -> str:
-    """The identifier of a call in the answer with that index, of several to one prompt."""
+    """The identifier of a call, unique among the answers to one prompt."""
     return sha256(f"{id_} {index}".encode()).hexdigest()[: len(id_)] if index else id_
 
 
@@ -46,10 +45,10 @@ class ToolCall:
     """A function that the model asks to have called.
 
     Attributes:
-        id: names this call in the message that holds its result; the same whenever the same answer is written
-            behind the same prompt.
-        name: of the function, as the model wrote it.
-        arguments: as the model wrote them; whether they fit the tool's parameters is not checked.
+        id: the identifier that the message with the result refers to. The same prompt and answer give the
+            same one.
+        name: the function's name, as the model wrote it.
+        arguments: the arguments, as the model wrote them. They may not fit the tool's parameters.
     """
 
     id: str
@@ -64,13 +63,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """What a stream says of a call: first its id and name, then pieces of its arguments.
+    """A part of a call in a stream: first its id and name, then pieces of its arguments.
 
     Attributes:
-        index: of the call among those of the answer.
-        arguments: a piece of them, as JSON; all pieces joined are the arguments.
-        id: of the call, in its first part; None in all others.
-        name: of the function, in the first part.
+        index: the call's index in the answer.
+        arguments: a piece of the arguments' JSON. All pieces joined are the arguments.
+        id: the call's identifier, in its first part; None in all others.
+        name: the function's name, in the first part; None in all others.
     """
 
     index: int
@@ -88,19 +87,20 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a round of decoding added to an answer, or how far the reading of a long prompt is.
+    """What one round added to an answer, or how much of a long prompt has been read.
 
     Attributes:
-        text: what can be shown now; perhaps nothing, where a character or a stop string may have only begun.
-        tokens: what was committed; none in the last record of an answer that was ended from outside.
+        text: the text that can be shown now. It is empty while a character or a stop string may have only
+            begun.
+        tokens: the committed tokens. The last record of an answer that was ended from outside has none.
         finish_reason: why the answer ended, in its last record; None in all others.
-        stop: the stop string that ended it, which is not part of the text; None without.
-        content: the same of the text around calls of tools.
-        calls: what became certain of these.
-        thoughts: what the first of these tokens add to what the model thinks before its text.
-        progress: of reading the prompt, in records without text and tokens, which come before all others
-            where the prompt takes more than one pass; None in all others.
-        prompt: in the first other record, the prompt's tokens, if their log probabilities are asked for.
+        stop: the stop string that ended it, or None. It is not part of the text.
+        content: the part of ``text`` around calls of tools.
+        calls: the parts of calls that became certain.
+        thoughts: what the first of these tokens add to the thoughts.
+        progress: the reading of a prompt that takes more than one pass, in the first records, which have no
+            text and tokens; None in all others.
+        prompt: the prompt's tokens, in the first record with text, if their log probabilities are asked for.
     """
 
     text: str
@@ -115,13 +115,13 @@ class Record:
 
     @property
     def reasoning(self) -> str:
-        """What it adds to the thoughts."""
+        """The text that it adds to the thoughts."""
         return "".join(self.thoughts)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """How one source of proposals fared: tokens it drafted, and how many of those were accepted."""
+    """The tokens that one source drafted, and how many of them were accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -187,17 +187,17 @@ class GenerationStats:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first round; 0 if there was only one."""
+        """Time of a token after the first round; 0 if there was only one round."""
         return self.decode_s / self.decode_tokens if self.decode_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed after the first round; 0 if there was only one."""
+        """Tokens a second after the first round; 0 if there was only one round."""
         return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
     def block_efficiency(self) -> float:
-        """Committed tokens per target pass (tau)."""
+        """Tokens that a pass of the target gave."""
         return self.new_tokens / self.rounds if self.rounds else 0.0
 
     @property
@@ -221,19 +221,19 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of a request, whole or as far as it came.
+    """The result of a request, complete or as far as it came.
 
     Attributes:
         text: the generated text, without the stop string and without thoughts.
-        tokens: all that were committed; the last may reach into the stop string.
-        finish_reason: why it ended.
-        stop: the stop string that ended it; None without.
-        records: the same tokens, each with where it came from.
-        tool_calls: functions that the model asks to have called; the text holds them too, as it wrote them.
-        content: the text around those calls; all of it without any.
-        others: further answers to the same prompt, where the request asks for several.
-        thoughts: what the model thought before its text, as each of the first tokens added to it.
-        prompt: the tokens of the prompt with their log probabilities, if asked for; the first has none.
+        tokens: all committed ids. The last one may reach into the stop string.
+        finish_reason: why the answer ended.
+        stop: the stop string that ended it, or None.
+        records: the same tokens, each with its source.
+        tool_calls: the calls of tools. The text contains them too, as the model wrote them.
+        content: the text around the calls; the whole text without calls.
+        others: further answers to the same prompt, if the request asks for several.
+        thoughts: what each of the first tokens added to the thoughts.
+        prompt: the prompt's tokens with their log probabilities, if asked for. The first token has none.
     """
 
     text: str
@@ -250,7 +250,7 @@ class Generation:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before its text, without the tags."""
+        """The model's thoughts before its text, without tags."""
         return "".join(self.thoughts)
 
     @property
@@ -260,9 +260,9 @@ class Generation:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, for the messages of the conversation's next request.
+        """The answer as a message for the conversation's next request.
 
-        Of thoughts, chat templates show what the model expects to see again, which often is nothing.
+        Chat templates show the thoughts that the model expects to see again, which often are none.
         """
         thoughts = {"reasoning_content": self.reasoning} if self.reasoning else {}
         calls = {"tool_calls": [call.to_message() for call in self.tool_calls]} if self.tool_calls else {}
@@ -270,12 +270,12 @@ class Generation:
 
 
 def nothing(reason: FinishReason) -> Generation:
-    """The result of a request that ended before its prompt was looked at."""
+    """The result of a request that ended before its prompt was read."""
     return Generation("", (), reason, GenerationStats())
 
 
 def token_records(step: Step) -> tuple[TokenRecord, ...]:
-    """The tokens of a round, and where they came from."""
+    """The tokens of a round with their sources."""
     sources = (*step.draft.sources[: step.accepted], *["target"] * len(step.tokens))
     logprobs = step.logprobs or (None,) * len(step.tokens)
     tops = step.top_logprobs or ((),) * len(step.tokens)
@@ -283,9 +283,9 @@ def token_records(step: Step) -> tuple[TokenRecord, ...]:
 
 
 def statistics(steps: Sequence[Step], remarks: Remarks) -> GenerationStats:
-    """What the rounds of a request come to; nothing of its prompt and its time.
+    """The statistics of a request's rounds, without those of its prompt and its total time.
 
-    The first round follows prefill and is not decoding's.
+    The first round belongs to the reading of the prompt, and does not count as decoding.
     """
     decoded = steps[1:]
     drafted, drafted_at = Counter[str](), Counter[int]()

@@ -1,4 +1,4 @@
-"""An answer as it is written, for threads and for tasks, and several answers to one prompt."""
+"""Streams of answers, for threads and tasks, and several answers to one prompt."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
@@ -19,17 +19,16 @@ class Stream(
 ):
     """Iterate over the text as it is generated, with ``for`` or ``async for``; then read :attr:`result`.
 
-    Pieces are never half a character and never text that a stop string takes back. The request is queued
-    when something is first asked of the stream: one that nobody reads costs nothing. One that is dropped
-    half-read is cancelled, as it is when a ``with`` block around it is left. A task that is cancelled while
-    it waits for text cancels the request.
+    Pieces are whole characters, and never text that a stop string takes back. The request is queued when the
+    stream is first read, so a stream that nobody reads costs nothing. Dropping a half-read stream cancels the
+    request, as does leaving a ``with`` block around it, or cancelling a task that waits for text.
 
-    Iterating raises what went wrong, :class:`edgespec.Busy` and :class:`edgespec.Closed` at the start.
+    Iterating raises the request's error; :class:`edgespec.Busy` and :class:`edgespec.Closed` come first.
     """
 
     def __init__(self, ticket: Ticket, queue: RequestQueue) -> None:
         self._ticket, self._queue = ticket, queue
-        # The queue knows the ticket alone, so that a stream that nobody holds any more can go.
+        # The queue holds the ticket alone, so that an abandoned stream can be collected.
         finalize(self, ticket.interrupt, "cancelled").atexit = False
 
     def __next__(self) -> str:
@@ -57,10 +56,10 @@ class Stream(
             await self._ticket.wait_async(None)
 
     def records(self) -> "Records":
-        """What each round added: an iterable of :class:`edgespec.Record`, both ways.
+        """What each round added: :class:`edgespec.Record`, for ``for`` and ``async for``.
 
-        First come records that say how far a long prompt is read, and have no text. It goes on where the
-        iteration over the stream is, and the other way round.
+        Records about the reading of a long prompt come first and have no text. Records and text share one
+        position: each continues where the other stopped.
         """
         return Records(self)
 
@@ -75,16 +74,16 @@ class Stream(
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is there, whole or as far as it came."""
+        """Whether the result is there, complete or as far as it came."""
         return self._ticket.result is not None
 
     @property
     def at_once(self) -> int:
-        """How many requests the model answers at once."""
+        """The number of requests that the model answers at once."""
         return self._queue.at_once
 
     def run(self) -> Generation:
-        """Generate to the end; whatever interrupts the wait, such as Ctrl-C, cancels the request."""
+        """Generate to the end. An interruption of the wait, such as Ctrl-C, cancels the request."""
         try:
             while self._next() is not None:
                 pass
@@ -94,34 +93,34 @@ class Stream(
         return self.result
 
     async def run_async(self) -> Generation:
-        """The same in an event loop."""
+        """Generate to the end in an event loop."""
         while await self._next_async() is not None:
             pass
         return self.result
 
     def cancel(self) -> None:
-        """End the request within a pass, from any thread; what came until then stays readable."""
+        """End the request within a pass, from any thread. What came until then stays readable."""
         self._queue.withdraw(self._ticket, "cancelled")
 
     @property
     def place(self) -> int:
-        """How many requests are before this one in the model's queue; 0 once it runs."""
+        """The number of requests before this one in the model's queue; 0 once it runs."""
         return self._queue.place(self._ticket)
 
     @property
     def prompt(self) -> tuple[int, int]:
-        """How many tokens the prompt has, and how many of them a cache held; zeros until the request runs."""
+        """The prompt's number of tokens, and how many a cache held. Both are 0 until the request runs."""
         decoding = self._ticket.decoding
         return (0, 0) if decoding is None else (decoding.prompt_tokens, decoding.cached_tokens)
 
     @property
     def result(self) -> Generation:
-        """The finished generation; the partial one of a request that ended early, and why.
+        """The generation, complete or as far as it came.
 
-        Of a request that was cancelled, but runs yet, it waits for the end of the pass.
+        For a request that was cancelled and still runs, this waits for the end of the pass.
 
         Raises:
-            RequestError: it still runs, or was never read.
+            RequestError: the request still runs, or was never read.
         """
         ticket = self._ticket
         if ticket.interruption is not None and ticket.stage is Stage.RUNNING:
@@ -132,7 +131,7 @@ class Stream(
         return ticket.result
 
     def _next(self) -> Record | None:
-        """The next record; None at the end."""
+        """The next record, or None at the end."""
         ticket = self._ticket
         self._queue.put(ticket)
         while not ticket.readable:
@@ -153,7 +152,7 @@ class Stream(
         return self._take()
 
     def _take(self) -> Record | None:
-        """The next record of those that are there; who wants to know of progress is told."""
+        """Take the next record that is there, and call ``on_progress`` if it is about progress."""
         record, on_progress = self._ticket.take(), self._ticket.request.on_progress
         if on_progress is not None and record is not None and record.progress is not None:
             try:
@@ -164,7 +163,7 @@ class Stream(
         return record
 
     def _look(self) -> None:
-        """End a request that waits for its turn, if it is not to wait any more; one that runs sees itself."""
+        """End a waiting request that was cancelled or whose time is up. A running one ends itself."""
         if self._ticket.stage is not Stage.WAITING:
             return
         reason = self._ticket.reason_to_end()
@@ -190,7 +189,7 @@ class Records:
 def answers(streams: Sequence[Stream], count: int) -> Generation:
     """The first of ``count`` answers to one prompt, with all of them as its choices.
 
-    Where one is ended early there are no further ones.
+    If one ends early, no further one is begun.
     """
     results = list[Generation]()
     with _in_turn(streams) as turns:
@@ -214,12 +213,12 @@ async def answers_async(streams: Sequence[Stream], count: int) -> Generation:
 
 @contextmanager
 def _in_turn(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
-    """Each in its turn, while as many run as the model answers at once; at the end they are cancelled."""
+    """Yield each stream in turn, while as many run as the model answers at once; at last cancel them."""
 
     def started() -> Iterator[Stream]:
         for at, stream in enumerate(streams):
             stream.start()
-            with suppress(Busy):  # then the others wait for their turns here
+            with suppress(Busy):  # then the others wait here
                 for other in streams[at + 1 : at + stream.at_once]:
                     other.start()
             yield stream
@@ -234,7 +233,7 @@ def _in_turn(streams: Sequence[Stream]) -> Iterator[Iterator[Stream]]:
 def together(results: Sequence[Generation], count: int) -> Generation:
     """The first of the answers to one prompt, with all of them as its choices.
 
-    One answer that did not end early stands for all ``count``: they are the same.
+    A single complete answer stands for all ``count``, because they are equal.
     """
     first, *others = results
     if not others and first.finish_reason not in _ENDED_EARLY:

@@ -1,4 +1,4 @@
-"""A request as its threads share it: the one that reads the answer, and the one that writes it."""
+"""The part of a request that its threads share: the one that reads the answer, and the one that writes it."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 LOOK_S = 0.2
-"""How long a thread waits before it looks around: on Windows, Ctrl-C does not end a wait."""
+"""The longest wait of a thread in seconds. On Windows Ctrl-C does not end a wait."""
 
 
 class Stage(Enum):
-    """How far a request is."""
+    """The stage of a request."""
 
     NEW = "nobody has queued it yet"
     WAITING = "it waits for its turn"
@@ -31,14 +31,14 @@ class Stage(Enum):
 
 
 class Ticket:
-    """A request from its queueing to its end. Records go in on one side and come out on the other.
+    """A request from its queueing to its end: the model's thread puts records in, and the reader takes them.
 
-    It ends once, with a result: whole, or as far as it came. The records are bounded by the request's tokens,
-    so a slow reader does not hold up the model.
+    It ends once, with a result that is complete or as far as it came. The number of records is bounded by the
+    request's tokens, so a slow reader does not hold up the model.
 
-    ``prompt`` reads the prompt when it is first needed. ``ended`` is called with the result before any reader
-    has it. Requests of one ``conversation`` run one after the other, since each goes on behind the last.
-    ``decoding`` is what runs, and ``interruption`` what is to end it early.
+    ``prompt`` makes the prompt when it is first needed. ``ended`` is called with the result before any reader
+    gets it. Requests of one ``conversation`` run one after the other. ``decoding`` is the running request,
+    and ``interruption`` the reason to end it early.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Ticket:
         self._queued_at = 0.0
         self._changed = Condition()
         self._records: deque[Record] = deque()
-        self._wakers: list[Callable[[], None]] = []  # of the tasks that wait
+        self._wakers: list[Callable[[], None]] = []  # functions that wake waiting tasks
 
     @cached_property
     def prompt(self) -> Prompt:
@@ -69,7 +69,7 @@ class Ticket:
         return self._read()
 
     def queue(self) -> None:
-        """It waits from now on: its time begins."""
+        """Note that the request is queued: its time begins."""
         self._queued_at, self.stage = monotonic(), Stage.WAITING
 
     @property
@@ -78,20 +78,20 @@ class Ticket:
         return monotonic() - self._queued_at
 
     def postpone(self) -> None:
-        """There is no room for it beside those that run: it goes back to the queue."""
+        """Put the request back into the queue, because there is no room for it beside the running ones."""
         self.stage = Stage.WAITING
         with self._changed:
             self._wake()  # its reader looks at its deadline again
 
     def interrupt(self, reason: FinishReason) -> None:
-        """Have it end as soon as it can; the first reason counts.
+        """Ask the request to end as soon as it can. The first reason counts.
 
-        Takes no lock: the garbage collector may call this within any line of any thread.
+        This takes no lock, because the garbage collector may call it within any line of any thread.
         """
         self.interruption = self.interruption or reason
 
     def reason_to_end(self) -> FinishReason | None:
-        """What is to end it now; None if it is to go on."""
+        """The reason to end the request now, or None."""
         timeout = self.request.timeout
         if self.interruption is None and self.request.cancelled():
             self.interrupt("cancelled")
@@ -100,28 +100,28 @@ class Ticket:
         return self.interruption
 
     def excludes(self, other: "Ticket") -> bool:
-        """Whether both may not run at once: they share a conversation or a drafter of the app's."""
+        """Whether the two may not run at once, because they share a conversation or an app's drafter."""
         drafter, conversation = self.request.drafter, self._conversation
         return (conversation is not None and conversation is other._conversation) or (
             drafter is not None and drafter is other.request.drafter
         )
 
     def put(self, record: Record) -> None:
-        """Hand out a record."""
+        """Give the reader a record."""
         with self._changed:
             self._records.append(record)
             self._wake()
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """What goes wrong within the block ends this request alone, and is raised to its readers."""
+        """Within the block an error ends this request alone, and is raised to its readers."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised where the answer is read
             self.finish(error)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Give back what it runs on, and end it as far as it came; the first error is raised to readers."""
+        """Free what the request runs on, and end it as far as it came. Readers get the first error."""
         decoding, result = self.decoding, nothing("error")
         try:
             if decoding is not None:
@@ -134,13 +134,13 @@ class Ticket:
         self.end(result, error)
 
     def abandon(self) -> None:
-        """End a request of which nothing was read."""
+        """End a request that nobody has read."""
         reason = self.interruption or "cancelled"
         self.put(Record("", (), reason))
         self.end(nothing(reason))
 
     def end(self, result: Generation, error: BaseException | None = None) -> None:
-        """End it; ``error`` is raised to its readers."""
+        """End the request. Readers get ``error``."""
         try:
             self._ended(result)
         except BaseException as failure:  # noqa: BLE001 - raised where the result is read
@@ -151,11 +151,11 @@ class Ticket:
 
     @property
     def readable(self) -> bool:
-        """Whether :meth:`take` has something to say."""
+        """Whether :meth:`take` returns at once with a record, the end, or an error."""
         return bool(self._records) or self.result is not None
 
     def take(self) -> Record | None:
-        """The next record of those that are there; None at the end."""
+        """The next record, or None at the end."""
         with self._changed:
             if self._records:
                 return self._records.popleft()
@@ -164,24 +164,24 @@ class Ticket:
         return None
 
     def clear(self) -> None:
-        """Nobody reads the records that are there."""
+        """Drop the records that nobody will read."""
         with self._changed:
             self._records.clear()
 
     def wait_for_end(self) -> None:
-        """Wait until it is over."""
+        """Wait until the request has ended."""
         with self._changed:
             while self.result is None:
                 self._changed.wait(LOOK_S)
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until it is readable; at most so long, if ``seconds`` is not None."""
+        """Wait until the ticket is readable, at most ``seconds`` unless that is None."""
         with self._changed:
             self._changed.wait_for(lambda: self.readable, seconds)
 
     async def wait_async(self, seconds: float | None) -> None:
-        """The same in an event loop."""
-        import asyncio  # which programs without tasks need not load
+        """Wait until the ticket is readable, in an event loop."""
+        import asyncio  # programs without tasks need not load it
 
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
