@@ -21,6 +21,7 @@ from edgespec.requests.request import (
     RequestOptions,
     chat_prompt,
     fill_prompt,
+    ids_of,
     no_template,
     prompt_tokens,
     text_prompt,
@@ -385,7 +386,8 @@ class Model(AbstractContextManager["Model"]):
     def _streams(self, prompt: PromptInput | Hole, request: Request) -> list[Stream]:
         """A stream for each answer; the prompt is read now, so that what is wrong with it shows at once."""
         ready = self._runner.prompt(prompt, request)
-        return [self._queued(choice, lambda: ready) for choice in request.choices]
+        is_chat = not isinstance(prompt, Hole | str) and ids_of(prompt) is None
+        return [self._queued(choice, lambda: ready, is_chat=is_chat) for choice in request.choices]
 
     def _start(
         self,
@@ -404,8 +406,10 @@ class Model(AbstractContextManager["Model"]):
         prompt: Callable[[], Prompt],
         ended: Callable[[Generation], None] = lambda result: None,
         conversation: object | None = None,
+        *,
+        is_chat: bool = True,
     ) -> Stream:
-        constraint = self._runner.constraint(request)
+        constraint = self._runner.constraint(request, is_chat=is_chat)
         ticket = Ticket(request, prompt, constraint, ended=ended, conversation=conversation)
         return Stream(ticket, self._queue)
 

@@ -76,6 +76,38 @@ LLAMA3 = """{%- if not tools is defined %}{% set tools = none %}{% endif %}
 {%- endfor %}
 """
 
+HARMONY = """{%- set ns = namespace(called='') %}
+{{- '<|start|>system<|message|>Effort: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|>' }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- '// ' + tool.description + '\n' + tool.name + ': ' + ((tool.parameters or {}) | tojson) + '\n' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|start|>functions.' + ns.called + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content + '<|end|>' }}
+    {%- elif message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- set ns.called = call.name %}
+        {%- if message.thinking and message.content %}{{ raise_exception('one of them') }}{% endif %}
+        {{- '<|start|>assistant<|channel|>analysis<|message|>' + (message.thinking or message.content) }}
+        {{- '<|end|><|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson }}
+        {{- '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|start|>assistant' }}
+"""
+"""As gpt-oss's: messages in channels, and an effort."""
+
 
 def showing(calls: str) -> str:
     """A template that shows tools, and that calls are to be written as ``calls``."""
@@ -87,6 +119,7 @@ def showing(calls: str) -> str:
 
 
 SHOWN = {
+    "harmony": HARMONY,
     "hermes": HERMES,
     "mistral": MISTRAL,
     "llama3": LLAMA3,

@@ -102,8 +102,8 @@ def test_tokens_of_thoughts_are_marked_and_go_back_and_forth(url: str) -> None:
 @pytest.mark.parametrize(
     ("more", "thinking"),
     [
-        ({"reasoning_effort": "low"}, 1024),
-        ({"reasoning_effort": "high"}, True),
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning_effort": "xhigh"}, "high"),
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "high", "thinking_budget_tokens": 0}, 0),
         ({"chat_template_kwargs": {"enable_thinking": False}}, None),
@@ -124,8 +124,10 @@ def test_the_terminal_shows_thoughts_beside_the_output(capsys: pytest.CaptureFix
         assert answer_json(answer)["reasoning"] == answer.reasoning
 
 
-@pytest.mark.parametrize(("given", "thinking"), [(None, None), ("on", True), ("off", False), ("300", 300)])
+@pytest.mark.parametrize(
+    ("given", "thinking"), [(None, None), ("on", True), ("off", False), ("300", 300), ("low", "low")]
+)
 def test_the_command_line_says_how_much_is_thought(given: str | None, thinking: Any) -> None:
-    assert options.thinking(given) is thinking or options.thinking(given) == thinking == 300
-    with pytest.raises(typer.BadParameter, match="'much' is none of on, off and a number of tokens"):
+    assert options.thinking(given) == thinking and isinstance(options.thinking(given), type(thinking))
+    with pytest.raises(typer.BadParameter, match="'much' is none of on, off, low, medium, high and a number"):
         options.thinking("much")

@@ -103,8 +103,12 @@ class Scripted(ToySession):
 
 def scripted(source: str, script: str = ANSWER, kind: str = "added") -> Model:
     """A model with this template that says ``script`` to everything."""
-    tokenizer = TOKENIZERS[kind]()
-    special = SpecialTokens(None, ends(kind), add_bos=False, pad=None)
+    return speaking(source, Scripted(TOKENIZERS[kind](), script), TOKENIZERS[kind](), ends(kind))
+
+
+def speaking(source: str, session: ToySession, tokenizer: Tokenizer, eos: tuple[int, ...]) -> Model:
+    """A model with this template."""
+    special = SpecialTokens(None, eos, add_bos=False, pad=None)
 
     def bundle(name: str, context: int) -> Bundle:
         manifest = SimpleNamespace(name=name, special_tokens=special)
@@ -113,4 +117,4 @@ def scripted(source: str, script: str = ANSWER, kind: str = "added") -> Model:
         facts = {"manifest": manifest, "config": config, "tokenizer": tokenizer, "chat_template": chat}
         return cast(Bundle, SimpleNamespace(**facts, head_tokens=None, digest="toy"))
 
-    return toy_model(Scripted(tokenizer, script), bundle=bundle)
+    return toy_model(session, bundle=bundle, clock=lambda: 0.0)  # drafts whatever this machine measures

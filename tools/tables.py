@@ -69,7 +69,7 @@ _WORDS: Final = (
     (r" to \d+, twice the logical cores.*", " on"),
     (r"-9223372036854775808 to 18446744073709551615", "-2^63 to 2^64 - 1"),
     (r"(^|, )1$", r"\g<1>1 on"),
-    (r"(^|, )0$", r"\g<1>0 on"),
+    (r"(^|, | or )0$", r"\g<1>0 on"),
     (r"a table, each key 0 on, each value ", "ids to "),
     (r"a list, each item a text .*", "texts"),
     (r"a JsonSchema .*", "`JsonSchema`, `Regex`, `Lark`, `Choice`, `AnyJson`"),

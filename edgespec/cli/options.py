@@ -13,7 +13,7 @@ from edgespec_models.progress import ProgressCallback
 if TYPE_CHECKING:
     from edgespec.engine import Model
     from edgespec.measuring.prompts import Prompt
-    from edgespec.requests.request import RequestOptions
+    from edgespec.requests.request import Effort, RequestOptions
 
 Target = Annotated[
     str,
@@ -138,9 +138,9 @@ REQUEST: Group = {
     "thinking": _option(
         str | None,
         None,
-        "Whether the model thinks before it answers, or for how many tokens at most; the chat template "
-        "decides without it.",
-        metavar="on|off|TOKENS",
+        "Whether the model thinks before it answers, how hard, or for how many tokens at most; the chat "
+        "template decides without it.",
+        metavar="on|off|low|medium|high|TOKENS",
     ),
     "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
 }
@@ -212,14 +212,17 @@ def request_options(context: typer.Context) -> "RequestOptions":
     }
 
 
-def thinking(value: str | None) -> bool | int | None:
+def thinking(value: str | None) -> "bool | int | Effort | None":
     """What ``--thinking`` means."""
     if value in (None, "on", "off"):
         return None if value is None else value == "on"
+    if value in ("low", "medium", "high"):
+        return cast("Effort", value)
     try:
         return int(value or "")
     except ValueError:
-        raise typer.BadParameter(f"{value!r} is none of on, off and a number of tokens") from None
+        words = "on, off, low, medium, high and a number of tokens"
+        raise typer.BadParameter(f"{value!r} is none of {words}") from None
 
 
 def sampling_options(context: typer.Context) -> "RequestOptions":

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,8 @@ import numpy.typing as npt
 from edgespec.decoding.grammar import Allowed, Constraint
 from edgespec_models.text.thoughts import Place, tag_tokens
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
+
+_BUDGETS: Final = {"low": 1024, "medium": 4096, "high": None}  # where the model has no names for efforts
 
 
 class _At(NamedTuple):
@@ -26,7 +28,8 @@ class ThoughtsFirst(Constraint):
     After ``budget`` tokens of thoughts the closing tag is forced; None is no limit. ``grammar`` constrains
     the text behind the thoughts, or the whole answer if it does not begin with their tag. With a grammar
     thoughts cannot end the answer, and no token closes them and begins the text at once. The tokens ``ends``
-    end a text.
+    end a text. In an answer of channels, thoughts come first where a grammar constrains the text, which then
+    begins with the name of its channel.
     """
 
     def __init__(
@@ -41,15 +44,20 @@ class ThoughtsFirst(Constraint):
         self._tokenizer, self._ends, self._budget, self._grammar = tokenizer, ends, budget, grammar
         self._opening = tag_tokens(tokenizer, place.tags.begin)
         self._closing = tag_tokens(tokenizer, place.tags.end)
+        begun = range(len(self._closing) if place.tags.channels else 1)
+        self._begun = [tokenizer.bytes_of(self._closing[:count]) for count in begun]
         self._at, self._read = _At(place), -1
         self._anything = self._all_but(())
         self._thoughts = self._all_but(ends)  # thoughts before a grammar's text
+        self._no_thoughts = self._all_but(tokenizer.encode_bytes(b"analysis")[:1])
         self._begin, self._opens = self._anything, self._opening[0]
         if grammar is not None:
             self.schemas = grammar.schemas
             grammar.begin(())
             self._begin = grammar.allowed(())
-            if self._opens in self._begin:  # a token that may begin both belongs to the grammar
+            if place.tags.channels:
+                self._begin = self._only(self._opens)
+            elif self._opens in self._begin:  # a token that may begin both belongs to the grammar
                 self._opens = -1
             else:
                 self._begin = self._only(self._opens, *self._begin.tokens)
@@ -72,12 +80,16 @@ class ThoughtsFirst(Constraint):
     def allowed(self, drafted: Sequence[int]) -> Allowed:
         at, grammar = self._behind(drafted), self._grammar
         if at.place.has_text:
+            if grammar is None and at.place.tags.channels and not at.text:
+                return self._no_thoughts
             return self._anything if grammar is None else grammar.allowed(self._drafted(at))
         if not at.place.thinks:
             return self._only(self._opening[at.read]) if grammar is not None and at.read else self._begin
+        end, closed = at.place.tags.end.encode(), self._closed(at.place.held)
         if self._budget is not None and at.read >= self._budget:
-            return self._only(self._closing[at.read - self._budget])
-        end = at.place.tags.end.encode()
+            return self._only(self._closing[closed or at.read - self._budget])
+        if grammar is not None and closed:
+            return self._only(self._closing[closed])
         if grammar is not None and begun_at_end(at.place.held, end) == len(end) - 1:
             return self._only(self._tokenizer.encode_bytes(end[-1:])[0])
         return self._anything if grammar is None else self._thoughts
@@ -91,6 +103,10 @@ class ThoughtsFirst(Constraint):
 
     def _behind(self, tokens: Sequence[int]) -> _At:
         return reduce(self._next, tokens, self._at)
+
+    def _closed(self, held: bytes) -> int:
+        """How many tokens of a tag that ends one message and begins another stand at the thoughts' end."""
+        return max(count for count, begun in enumerate(self._begun) if held.endswith(begun))
 
     def _drafted(self, at: _At) -> Sequence[int]:
         return at.text[len(self._at.text) :]
@@ -114,14 +130,17 @@ def with_thoughts(
     place: Place,
     tokenizer: Tokenizer,
     ends: Collection[int],
-    thinking: bool | int | None,
+    thinking: bool | int | str | None,
     grammar: Constraint | None,
 ) -> Constraint | None:
     """The constraint of an answer that begins at ``place``; None if it may be anything.
 
     ``thinking`` is the request's option. ``grammar`` constrains the text, if there is one.
     """
-    budget = None if thinking is None or thinking is True else int(thinking)
+    if isinstance(thinking, str):
+        budget = None if place.tags.effort else _BUDGETS[thinking]
+    else:
+        budget = None if thinking is None or thinking is True else int(thinking)
     if place.stage == "text" or (grammar is None and budget is None):
         return grammar
     return ThoughtsFirst(place, tokenizer, ends, budget=budget, grammar=grammar)

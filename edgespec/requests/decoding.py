@@ -66,7 +66,12 @@ class RequestDecoding(Decoding):
         self._seat, self._remarks = seat, policy.remarks
         self._constraint, self._tokenizer = constraint, tokenizer
         self._calls = call_reader(target, request, tokens)
-        self._reader = AnswerReader(tokenizer, prompt.place, self._calls, fill, stop=request.stop)
+        if prompt.place is not None and prompt.place.tags.channels:
+            from edgespec.requests.channel_reading import ChannelReader
+
+            self._reader: AnswerReader = ChannelReader(tokenizer, self._calls, stop=request.stop)
+        else:
+            self._reader = AnswerReader(tokenizer, prompt.place, self._calls, fill, stop=request.stop)
         self._again = 0 if fill is None else fill.skip  # bytes of a cut word to come
         self._steps, self._records = list[Step](), list[Record]()
         self._reason: FinishReason | None = None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
 
 from edgespec.decoding.draft import Drafter, Progress
 from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, Lark, Regex, ResponseFormat
@@ -36,6 +36,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 PromptInput = str | Sequence[int] | Messages
 """A prompt: a text or token ids to continue, or a conversation to answer."""
+
+Effort = Literal["low", "medium", "high"]
+"""How hard a model thinks."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,7 +80,7 @@ class RequestOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool | None
     template_args: Mapping[str, Any]
-    thinking: bool | int | None
+    thinking: bool | int | Effort | None
     response_format: ResponseFormat | None
 
 
@@ -119,8 +122,9 @@ class Request:
         parallel_tool_calls: False ends the answer after its first call. With True a required call may be
             several calls, where the model's form of calls allows it.
         template_args: Variables of the chat template, such as ``enable_thinking``.
-        thinking: Whether the model thinks before it answers. A number is the most tokens of thoughts. None
-            leaves it to the chat template.
+        thinking: Whether the model thinks before it answers. A number is the most tokens of thoughts. An
+            effort goes to chat templates that take one; for others ``"low"`` is 1,024 tokens, ``"medium"``
+            4,096, and ``"high"`` has no bound. None leaves it to the chat template.
         response_format: The form of the answer, such as :class:`edgespec.JsonSchema`. Thoughts and calls of
             tools stand outside of it. An answer that another option ends early is a beginning of that form.
         sampling: How tokens are chosen.
@@ -148,7 +152,7 @@ class Request:
     tool_choice: Annotated[str, one_of(("auto", "none", "required"))] | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    thinking: bool | Annotated[int, within(0)] | None = None
+    thinking: bool | Effort | Annotated[int, within(0)] | None = None
     response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
@@ -434,19 +438,22 @@ def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "Cal
 
 
 def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
-    """What the answer to ``request`` has to be, if anything: a call that is a must, its format, or either.
+    """What the answer to a conversation has to be, if anything: a call that is a must, its format, or either.
 
     The format is that of an answer that calls nothing.
     """
-    form = _form(bundle) if request.tools and request.tool_choice != "none" else None
-    if form is None or (request.tool_choice == "auto" and request.response_format is None):
+    tools = request.tools if request.tool_choice != "none" else ()
+    if request.response_format is None and (not tools or request.tool_choice == "auto"):
+        return None
+    form = _form(bundle)
+    if form is None or not (tools or form.text):
         return request.response_format
     from edgespec.requests.tool_calls import Calls, must_call
 
-    if forced := must_call(request.tools, request.tool_choice):
+    if tools and (forced := must_call(tools, request.tool_choice)):
         return Calls(form, forced, bundle.tokenizer, bool(request.parallel_tool_calls))
     several = request.parallel_tool_calls is not False
-    return Calls(form, request.tools, bundle.tokenizer, several, request.response_format)
+    return Calls(form, tools, bundle.tokenizer, several, request.response_format)
 
 
 def _form(bundle: Bundle) -> "Form | None":
@@ -485,7 +492,7 @@ def thoughts_tags(bundle: Bundle) -> "Tags | None":
 def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
     """What the chat template is told besides the messages."""
     tags = None if request.thinking is None else thoughts_tags(bundle)
-    switched = {tags.switch: bool(request.thinking)} if tags is not None and tags.switch else {}
+    switched = {} if tags is None or request.thinking is None else tags.told(request.thinking)
     tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
     return {**switched, **request.template_args, **tools}
 
@@ -498,9 +505,9 @@ def _check_thinking(bundle: Bundle, request: Request) -> None:
                 f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"
             )
         return
-    switch = request.template_args.get(tags.switch or "", request.thinking)
-    if bool(switch) != bool(request.thinking):
-        raise RequestError(
-            f"thinking is {request.thinking}, template_args say {tags.switch}={shown(switch)}; give one of "
-            "them"
-        )
+    for name, value in tags.told(request.thinking).items():
+        stated = request.template_args.get(name, value)
+        if (bool(stated) if name == tags.switch else stated) != value:
+            raise RequestError(
+                f"thinking is {request.thinking}, template_args say {name}={shown(stated)}; give one of them"
+            )

@@ -107,10 +107,10 @@ class Runner:
         self._where = self._placements()
         self._is_closed = False
 
-    def constraint(self, request: Request) -> Constraint | None:
-        """What the answer may be; None where that is anything."""
+    def constraint(self, request: Request, *, is_chat: bool = True) -> Constraint | None:
+        """What the answer may be, to a conversation or to a text; None where that is anything."""
         request.check_vocabulary(self.session.model.vocab_size)
-        wanted = answer_format(self.target, request)
+        wanted = answer_format(self.target, request) if is_chat else request.response_format
         return None if wanted is None else self._grammars.constraint(wanted)
 
     def prompt(self, prompt: PromptInput | Hole, request: Request) -> Prompt:

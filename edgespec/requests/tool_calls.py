@@ -73,7 +73,8 @@ class Calls(Compilable):
     """Calls of ``tools`` in the form of a model, whose arguments fit; or an ``answer``, if there is one.
 
     With ``several`` it is one call or more, if the form has more. Beside an answer a call may be JSON without
-    tags, as many models write it. Control tokens are written as such.
+    tags, as many models write it, where the form writes nothing before texts. Control tokens are written as
+    such. There may be no tools.
     """
 
     form: "Form"
@@ -95,15 +96,19 @@ class Calls(Compilable):
                 schema.unheld += _unheld_of_all(function)
         before, between, after = (tag and _written(tag, self.tokenizer) for tag in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
-        calls = " | ".join(map(self.form.call, functions))
-        start = f"{before} call {more} {after}"
-        rules = [f"call: {calls}", f"args: {_written('[ARGS]', self.tokenizer)}", _FREE]
+        starts, rules = list[str](), [_FREE]
+        if functions:
+            starts.append(f"{before} call {more} {after}")
+            rules.append(f"call: {' | '.join(map(self.form.call, functions))}")
+            rules.append(f"args: {_written(self.form.behind_name, self.tokenizer)}")
         answer = Grammar([]) if self.answer is None else self.answer.grammar()
-        if answer.parts:
-            start += " | bare | @answer"
+        if answer.parts and self.form.text:
+            starts.append(f"{_written(self.form.text, self.tokenizer)} @answer")
+        elif answer.parts:
+            starts += ["bare", "@answer"]
             bare = "call" if self.form.call is _in_json else " | ".join(map(_in_json, functions))
             rules.append(f"bare: {bare}")
-        text = "\n".join([f"start: {start}", *rules])
+        text = "\n".join([f"start: {' | '.join(starts)}", *rules])
         named = [{**part, "name": "answer"} for part in answer.parts]
         return Grammar([{"lark_grammar": text}, *named], {**answer.schemas, **schemas})
 
@@ -267,6 +272,8 @@ class Form:
         around: what is written before the first call, between two, and behind the last; between is None
             where the model writes one call only.
         call: makes a grammar's rule of a call of a function.
+        behind_name: what stands between the name of a function and its arguments, where it is written so.
+        text: what is written before an answer's text.
     """
 
     name: str
@@ -274,6 +281,8 @@ class Form:
     tags: tuple[str, ...]
     around: tuple[str, str | None, str]
     call: Callable[[Function], str] = _in_json
+    behind_name: str = "[ARGS]"
+    text: str = ""
 
     @property
     def close(self) -> str:
@@ -294,6 +303,15 @@ _LISTS: Final = "<|tool_call|>", "functools"
 _PYTHON: Final = ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>")
 
 FORMS: Final = (
+    Form(  # of whose messages edgespec.requests.channel_reading makes texts with this tag
+        "harmony",
+        r"<\|channel\|>",
+        ("to=functions.",),
+        ("commentary to=functions.", None, ""),
+        _in_args,
+        " <|constrain|>json<|message|>",
+        "final<|message|>",
+    ),
     Form("lfm2", r"<\|tool_call_start\|>|List of tools: ", ("<|tool_call_start|>",), _PYTHON, _in_python),
     Form("args", r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", _MISTRAL, (*_MISTRAL, *_MISTRAL, ""), _in_args),
     Form("mistral", r"\[TOOL_CALLS\]", _MISTRAL, ("[TOOL_CALLS][", ", ", "]")),

@@ -24,7 +24,7 @@ from edgespec_models.schema import length, lone_surrogate, read, shown, within
 
 T = TypeVar("T")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-_EFFORTS = {"none": False, "minimal": 256, "low": 1024, "medium": 4096}  # others have no limit
+_EFFORTS: Mapping[str, bool | int | Literal["high"]] = {"none": False, "minimal": 256, "xhigh": "high"}
 _THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort")
 _MOST = 2**31 - 1  # tokens
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # of characters, perhaps of whole ones
@@ -174,9 +174,9 @@ class ChatBody(_Common):
         thinking = {f"thinking is {self._thinking()}": f"{name} is {shown(getattr(self, name))}"}
         return _Common.words(self) | thinking | {"template_args": "chat_template_kwargs"}
 
-    def _thinking(self) -> bool | int | None:
-        """Whether the model is to think, or for how many tokens; a number goes before an effort."""
-        effort = None if self.reasoning_effort is None else _EFFORTS.get(self.reasoning_effort, True)
+    def _thinking(self) -> bool | int | str | None:
+        """Whether the model is to think, or how hard; a number of tokens goes before an effort."""
+        effort = self.reasoning_effort and _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
         numbers = (self.thinking_budget, self.thinking_budget_tokens)
         return next((number for number in numbers if number is not None), effort)
 

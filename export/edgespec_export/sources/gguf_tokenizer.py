@@ -25,7 +25,7 @@ from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedMo
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.template_files import DEFAULT, NAMED, templates
 from edgespec_models.text.tokenizer import MARK, SPACE_SIGN, SpecialTokens
-from edgespec_models.text.tokenizer_files import END_OF_GENERATION, added_token, control_texts
+from edgespec_models.text.tokenizer_files import added_token, control_texts, ends_of_generation
 
 Json = dict[str, object]
 _KEYS = "tokenizer.ggml."
@@ -89,7 +89,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
             _LOG.warning("no token has the %s%s %s", _KEYS, key, value)
     eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
     eos += [_token_id(metadata, key, size) for key in _ENDS[2:]]
-    eos += [vocabulary.control_id(text) for text in END_OF_GENERATION]
+    eos += ends_of_generation(vocabulary.control_id)
     return SpecialTokens(
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),

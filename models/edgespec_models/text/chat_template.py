@@ -189,11 +189,18 @@ class ChatTemplate:
                 copies.insert(0, {"role": "system", "content": ""})
             functions = [tool.get("function") for tool in others.pop("tools") if isinstance(tool, dict)]
             copies[0]["tools"] = json.dumps(functions)
+        if "+ tool.description" in self.source and isinstance(others.get("tools"), list):
+            for tool in others["tools"]:  # gpt-oss's template takes descriptions for granted
+                if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+                    tool["function"].setdefault("description", "")
         for copy in copies:
             if copy["role"] == "developer" and not self.knows_developer:
                 copy["role"] = "system"
             if "tool_calls" in copy and "tool_calls" not in self.source:
                 raise RequestError("the model's chat template does not show tool_calls; leave them out")
+            thoughts, is_both = copy.get("reasoning_content"), copy["content"] and "tool_calls" in copy
+            if thoughts and not is_both and "message.thinking" in self.source:
+                copy.setdefault("thinking", thoughts)  # gpt-oss's name, whose calls have these or a text
         return [_shape(copy, self._reads) for copy in copies], others
 
     @cached_property

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # and Jinja, which texts do not need
 
 _END: Final = re.compile(r"</(\w+:)?think>|\[/THINK\]")
 _RESPONSE: Final = "<response>"  # Granite writes it around the text behind its thoughts
+_EFFORT: Final = "reasoning_effort"  # the variable of the chat template, where efforts have a name
 _TAIL: Final = 24  # tokens that hold a prompt's last tag, and the space around it
 
 
@@ -20,13 +21,26 @@ class Tags:
     """What a model writes around its thoughts.
 
     ``response`` begins the text behind them, or is empty. ``switch`` is the variable of the chat template
-    that turns thinking on and off; None without one.
+    that turns thinking on and off, ``effort`` that for ``low``, ``medium`` or ``high``; None without one.
+    With ``channels`` thoughts are one of several messages of an answer, whose headers name their channels in
+    control tokens. Behind ``end`` comes the name of the next channel then.
     """
 
     begin: str
     end: str
     response: str = ""
     switch: str | None = None
+    effort: str | None = None
+    channels: bool = False
+
+    def told(self, thinking: bool | int | str) -> dict[str, Any]:
+        """What the chat template is told where a request says so; a bound of thoughts is a low effort."""
+        told = dict[str, Any]()
+        if self.switch is not None:
+            told[self.switch] = bool(thinking)
+        if self.effort is not None and thinking is not True:
+            told[self.effort] = thinking if isinstance(thinking, str) else "low"
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +71,14 @@ class Place:
         return b"" if self.thinks else self.held if self.stage == "before" else self.held.lstrip()
 
     def read_token(self, token: int, tokenizer: Tokenizer) -> tuple["Place", bytes, bytes]:
-        """:meth:`read` of a token; of control tokens, others than the tags begin the text, or do nothing."""
-        data = tokenizer.token_bytes(token)
-        if not tokenizer.is_special(token) or data in (self.tags.begin.encode(), self.tags.end.encode()):
+        """:meth:`read` of a token; of control tokens, others than the tags begin the text, or do nothing.
+
+        With channels no other tokens spell tags.
+        """
+        data, tags = tokenizer.token_bytes(token), self.tags
+        if not tokenizer.is_special(token):
+            return self.read(data.replace(b"<", b" ") if tags.channels else data)
+        if data in tags.begin.encode() or data in tags.end.encode():
             return self.read(data)
         return (self, b"", b"") if self.thinks else (Place(self.tags, "text"), b"", self.held_text)
 
@@ -94,19 +113,27 @@ class Place:
 
 def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:
     """The tags that a template shows or that the vocabulary has; None where a model does not think."""
+    effort = _EFFORT if _EFFORT in template.arguments else None
+    if "<|channel|>" in template.source and tokenizer.special_id("<|channel|>") is not None:
+        begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>"
+        return Tags(begin, end, effort=effort, channels=True)
     match = _END.search(template.source)
     end = "</think>" if match is None else match[0]
     if match is None and len(tag_tokens(tokenizer, end)) > 1:
         return None
     response = _RESPONSE if f"{_RESPONSE}</response>" in template.source else ""
     switch = next((name for name in ("enable_thinking", "thinking") if name in template.arguments), None)
-    return Tags(end.replace("/", "", 1), end, response, switch)
+    return Tags(end.replace("/", "", 1), end, response, switch, effort)
 
 
 def tag_tokens(tokenizer: Tokenizer, tag: str) -> list[int]:
-    """The tokens that write a tag: one, where the vocabulary has it."""
-    control = tokenizer.special_id(tag)
-    return tokenizer.encode_bytes(tag.encode()) if control is None else [control]
+    """The tokens that write a tag; parts of it may be control tokens."""
+    ids, at = list[int](), 0
+    for start, stop, control in [*tokenizer.special_spans(tag), (len(tag), len(tag), None)]:
+        ids += tokenizer.encode_bytes(tag[at:start].encode())
+        ids += [] if control is None else [control]
+        at = stop
+    return ids
 
 
 def place_behind(prompt: Sequence[int], tags: Tags, tokenizer: Tokenizer) -> Place:

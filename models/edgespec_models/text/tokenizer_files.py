@@ -8,7 +8,7 @@ tokens, as with GGUF files.
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class TokenizerFiles:
         """
         bos = next(iter([*self._named("bos", tokenizer), *self._listed("bos")]), None)
         eos = [*self._named("eos", tokenizer), *self._listed("eos")]
-        eos += [id_ for text in END_OF_GENERATION if (id_ := tokenizer.special_id(text)) is not None]
+        eos += ends_of_generation(tokenizer.special_id)
         add_bos = bos is not None and self.config.boolean(
             "add_bos_token", default=self._begins_with(bos, tokenizer)
         )
@@ -205,6 +205,14 @@ def added_token(id_: int, text: str) -> dict[str, Any]:
 
 def _dumped(spec: dict[str, Any]) -> str:
     return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
+
+
+def ends_of_generation(id_of: Callable[[str], int | None]) -> list[int]:
+    """The control tokens that end generation, but for those that end one message of several."""
+    ids = {text: id_ for text in END_OF_GENERATION if (id_ := id_of(text)) is not None}
+    if "<|return|>" in ids and id_of("<|channel|>") is not None:
+        ids.pop("<|end|>", None)
+    return [*ids.values()]
 
 
 def written_marks(sources: Mapping[str, str]) -> set[str]:
