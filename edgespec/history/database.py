@@ -1,9 +1,9 @@
-"""The history's file: one SQLite database, private to its user, brought up to date as it is opened.
+"""The history's file: one SQLite database, private to its user, which is upgraded when it is opened.
 
-Any file may be named as a history, so it is looked at before anything is changed. A file is edgespec's if it
-is a SQLite database whose header, its first 100 bytes, has edgespec's application id. The header is written
-once, before all else, so it outlives most damage. Where damage took it too, nothing tells the file from
-somebody else's, and it is left alone.
+A user may name any file as a history, so it is checked before anything changes. A file is edgespec's if it is
+a SQLite database whose header, its first 100 bytes, has edgespec's application id. The header is written once
+and first, so it outlives most damage. A file with a damaged header cannot be told from somebody else's, and
+is left alone.
 """
 
 import glob
@@ -24,13 +24,13 @@ from edgespec_models.errors import StorageError
 APPLICATION: Final = 0x65647370  # "edsp"
 SUFFIX: Final = ".history"
 _MAGIC: Final = b"SQLite format 3\0"
-_ID_AT: Final = 68  # of the application id in the header
+_ID_AT: Final = 68  # place of the application id in the header
 _LEAST_FREE: Final = 1 << 16  # the index of a write-ahead log takes half of it
 _BUSY_S: Final = 5.0
 _PAUSE_S: Final = 0.02
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
 _VERSION: Final = 4
-"""Of the tables. Versions 1 and 2 lack ``correction``; 2 and 3 have ``beginning``, which nothing reads."""
+"""The version of the tables. 1 and 2 lack ``correction``; 2 and 3 have the unused ``beginning``."""
 _TABLES: Final = (
     """CREATE TABLE IF NOT EXISTS scope (
         id INTEGER PRIMARY KEY,
@@ -82,16 +82,16 @@ _TABLES: Final = (
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the file for reading and writing; make it, and its folder, if need be.
+    """Open the file for reading and writing. Make it, and its folder, if they do not exist.
 
-    What is not edgespec's is not touched. New folders are the user's alone (0700), the file always is (0600);
-    SQLite gives its companions (``-wal``, ``-shm``) the same mode. The connection commits by itself and may
-    change threads.
+    Files of other programs are not touched. New folders (0700) and the file (0600) are the user's alone;
+    SQLite gives its companions (``-wal``, ``-shm``) the same mode. The connection commits automatically and
+    may change threads.
 
     Raises:
-        OSError: it cannot be made.
-        sqlite3.Error: it cannot be opened, or it is damaged (:func:`is_damage`).
-        StorageError: a later version of edgespec made it, or something else did.
+        OSError: the file cannot be made.
+        sqlite3.Error: the file cannot be opened, or is damaged (:func:`is_damage`).
+        StorageError: a later version of edgespec, or another program, made the file.
     """
     _make_private(path, look(path))
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -112,16 +112,16 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open a file that cannot be written, as it is.
+    """Open a file that cannot be written, without changing it.
 
     Raises:
-        sqlite3.Error: it cannot be read, or it is damaged.
+        sqlite3.Error: the file cannot be read, or is damaged.
         StorageError: see :func:`connect`.
     """
     look(path)
     connection = _open_unlocked(path)
     try:
-        if _version(connection, path) < 3:  # which has all that is read now
+        if _version(connection, path) < 3:  # from version 3 on it has all that is read
             raise StorageError(f"{path} is of another format version and cannot be written; nothing is read")
         _check(connection)
     except BaseException:
@@ -132,7 +132,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
-    """All statements within become true together, or none."""
+    """Within the block all statements take effect together, or none."""
     connection.execute(begin)
     try:
         yield
@@ -146,17 +146,17 @@ def transaction(connection: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") 
 def set_aside(path: Path) -> Path | None:
     """Rename a damaged file with its companions, so that a new one can begin.
 
-    Of several processes that meet the damage at once, one renames.
+    If several processes find the damage at once, one of them renames.
 
     Returns:
-        The new name; None if the file is sound now.
+        The new name, or None if the file is sound now.
 
     Raises:
-        OSError: it cannot be renamed, as where another program has it open on Windows.
-        StorageError: something else made it, and it is left alone.
+        OSError: the file cannot be renamed, for example if another program has it open on Windows.
+        StorageError: another program made the file, and it is left alone.
     """
     look(path)  # before a lock is made beside it
-    from filelock import FileLock, Timeout  # takes as long to import as all of this package
+    from filelock import FileLock, Timeout  # its import takes as long as this whole package
 
     lock = path.with_name(f".{path.name}.lock")
     try:
@@ -166,7 +166,7 @@ def set_aside(path: Path) -> Path | None:
             first = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
             names = (first, *(first.with_name(f"{first.name}-{number}") for number in range(2, 1000)))
             aside = next(name for name in names if not name.exists())
-            if not path.is_symlink():  # else all stays but the link
+            if not path.is_symlink():  # of a link only the link would be renamed
                 for file, new in zip(companions(path), companions(aside), strict=True):
                     with suppress(FileNotFoundError):
                         file.replace(new)
@@ -177,16 +177,16 @@ def set_aside(path: Path) -> Path | None:
 
 
 def look(path: Path) -> os.stat_result | None:
-    """Make sure that a file may be used as a history: it is edgespec's, damaged or not, or empty.
+    """Check that a file may be used as a history: it is edgespec's, damaged or not, or empty.
 
-    It is only read, and nothing is made beside it.
+    The file is only read, and nothing is made beside it.
 
     Returns:
-        What the system says of it; None where there is no file.
+        The file's status, or None if there is no file.
 
     Raises:
-        OSError, sqlite3.Error: it cannot be read.
-        StorageError: it is something else.
+        OSError, sqlite3.Error: the file cannot be read.
+        StorageError: the file is something else.
     """
     # Before the file itself: while a history is being made, its header is there before its log is.
     logged = _is_filled(companions(path)[0])
@@ -194,7 +194,7 @@ def look(path: Path) -> os.stat_result | None:
         status = path.stat()
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait, and a device may do anything
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait, and a device may do anything
         raise StorageError(f"{path} cannot be used as a history: it is not a regular file. Name a file")
     if _application(path) == APPLICATION:
         return status
@@ -228,7 +228,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def reason(path: Path, error: Exception) -> str:
-    """What an error says; SQLite calls it a disk I/O error where a full disk has no room for its index."""
+    """The reason of an error. SQLite reports a full disk without room for its index as a disk I/O error."""
     with suppress(OSError):
         if _code(error) == sqlite3.SQLITE_IOERR and shutil.disk_usage(path.parent).free < _LEAST_FREE:
             return f"{error}: the disk is full"
@@ -254,7 +254,7 @@ def _open_unlocked(path: Path) -> sqlite3.Connection:
 
 
 def _application(path: Path) -> int | None:
-    """The application id of a database, damaged or not; None of any other file."""
+    """The application id of a database, damaged or not; None for other files."""
     # On POSIX, locks on a file are the process's and go when it closes any descriptor of the file. So a
     # database, which the application may have open, is left to SQLite, which knows of that.
     for _ in range(_LOOKS):
@@ -314,7 +314,7 @@ def _make_private(path: Path, status: os.stat_result | None) -> None:
 
 
 def _mark(connection: sqlite3.Connection, path: Path) -> None:
-    """Have the file itself, and not only its log, say from its first page on whose it is."""
+    """Write the application id into the file's first page, and not only into its log."""
     if _pragma(connection, "application_id") == APPLICATION:
         return
     with transaction(connection, "BEGIN"):
@@ -324,7 +324,7 @@ def _mark(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Switching does not wait for other connections by itself."""
+    """Switch to a write-ahead log, and wait for other connections, which SQLite does not do."""
     end = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -347,7 +347,7 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:
-    """Of the tables; 0 where there are none.
+    """The version of the tables; 0 without tables.
 
     Raises:
         StorageError: another program made the file, or a later version of edgespec.

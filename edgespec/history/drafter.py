@@ -1,4 +1,4 @@
-"""Proposals from what the user's earlier answers said, alone and together with those of the text."""
+"""Proposals from the user's earlier answers, alone and together with those of the text."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,19 +15,18 @@ _LOG = logging.getLogger("edgespec")
 
 
 class HistoryDrafter:
-    """Proposes what followed, in earlier answers, the longest run of tokens that the text ends with.
+    """Proposes what followed the text's last tokens in earlier answers.
 
-    It serves one request: it judges its proposals by what is committed, whoever drafted it, and learns the
-    answer.
+    It serves one request. It judges its proposals by the committed tokens, whoever drafted them, and learns
+    the answer.
 
-    Where its proposals cost more than they bring it proposes nothing for the rest of the request, and longer
-    if the guard says so, and how far which kind of match can be trusted is learned anew, beginning with what
-    was found since they last proved their worth. Meanwhile it goes on judging what it would have proposed.
+    If its proposals cost more than they bring, it proposes nothing for the rest of the request, and longer if
+    the guard says so. It then learns anew how far each kind of match can be trusted, from verdicts since the
+    proposals last proved their worth. Meanwhile it goes on judging what it would have proposed.
 
-    ``memory`` is refreshed here, and when a request ends. ``guard`` watches what proposals
-    bring, and is shared between requests; None watches nothing. ``remarks`` are told why trust was taken
-    back. A draft ends before the token that would be reached and accepted with less than the probability
-    ``stop_below`` (the product of the confidences so far).
+    ``memory`` is refreshed here, and when a request ends. ``guard`` watches what proposals bring; requests
+    share it, and None watches nothing. ``remarks`` receive the reason why trust was taken back. A draft ends
+    before the token whose product of confidences falls below ``stop_below``.
     """
 
     def __init__(
@@ -41,9 +40,9 @@ class HistoryDrafter:
     ) -> None:
         self._memory, self._guard, self._stop_below = memory, guard, stop_below
         self._remarks, self._problem = remarks or Remarks(), problem
-        self._failed = False  # in this request
+        self._failed = False  # whether proposals lost in this request
         self._cutter = Cutter()
-        self._considered: list[tuple[tuple[int, ...], list[Match]]] = []  # behind proposals of others
+        self._considered: list[tuple[tuple[int, ...], list[Match]]] = []  # matches behind proposals of others
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
@@ -62,7 +61,7 @@ class HistoryDrafter:
         self._memory.learn(self._cutter.push(step.tokens))
 
     def close(self) -> None:
-        """Learn the end of the answer, and make it findable now rather than in front of the next one."""
+        """Learn the end of the answer, and index it now rather than before the next request."""
         self._memory.learn(self._cutter.finish())
         self._memory.refresh()
         self._remarks.history_problem = self._problem()
@@ -72,7 +71,7 @@ class HistoryDrafter:
         return self._failed or (self._guard is not None and not self._guard.allows)
 
     def _watch(self, step: Step, guard: Guard) -> None:
-        """Is it worth its rows?"""
+        """Watch whether proposals are worth their rows."""
         finding = guard.observe_source(_SOURCE, step)
         if finding == "proved":
             self._memory.trust()
@@ -119,7 +118,7 @@ class HistoryDrafter:
 
 
 class BestOf:
-    """What is near, gone on with by what is far, or this alone: whichever promises more tokens.
+    """The draft of ``near``, extended by ``far``, or that of ``far`` alone: whichever promises more tokens.
 
     Both draft deterministically: ``near`` from the text, ``far`` from earlier answers.
     """
@@ -147,7 +146,7 @@ class BestOf:
 
 
 def _expected(draft: Draft) -> float:
-    """Expected number of accepted proposals."""
+    """The expected number of accepted proposals."""
     expected, reached = 0.0, 1.0
     for probability in draft.confidence:
         reached *= probability

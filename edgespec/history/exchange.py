@@ -1,4 +1,4 @@
-"""What a history exports, as JSON, and what of it can be read again."""
+"""Exports of a history as JSON, and their import."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ _FORMAT: Final = "edgespec history 1"
 
 
 def exported(passages: Iterable[Learned], corrections: Iterable[tuple[Scope, Kept]]) -> str:
-    """All of them as JSON; bytes that are no UTF-8 become lone surrogates, which JSON can spell."""
+    """Passages and corrections as JSON. Bytes that are no UTF-8 become lone surrogates."""
     value = {
         "format": _FORMAT,
         "passages": [_passage_json(passage) for passage in passages],

@@ -1,4 +1,4 @@
-"""A history from outside: which there are, what one holds, and how to take it along or to forget it."""
+"""Histories from outside: list, show, export, import, forget, delete."""
 
 import os
 import re
@@ -28,10 +28,10 @@ class LearnedText:
     """A passage that was learned; it may begin or end within a word.
 
     Attributes:
-        target: name of the model that wrote it.
-        worth: recent uses, less the more it misled; what is worth least goes first.
-        right: remembered proposals taken from it that were right; ``wrong`` those that were not.
-        learned_on: when it was first written, seconds since 1970.
+        target: the name of the model that wrote it.
+        worth: its recent uses, reduced by how often it misled. The least goes first.
+        right: the remembered proposals from it that were right; ``wrong`` are the others.
+        learned_on: when it was first written, in seconds since 1970.
     """
 
     target: str
@@ -46,12 +46,12 @@ class LearnedText:
 
 @dataclass(frozen=True, slots=True)
 class LearnedCorrection:
-    """What a drafter learned of how a target answers: numbers that correct its guesses, and no text.
+    """A drafter's correction: numbers that improve its guesses of a target's answers, and no text.
 
     Attributes:
-        target: name of the model whose answers taught it.
-        tokens: how many tokens of answers it was learned from.
-        used_on: when it was last added to, seconds since 1970.
+        target: the name of the model whose answers taught it.
+        tokens: the number of tokens of these answers.
+        used_on: when it was last extended, in seconds since 1970.
     """
 
     target: str
@@ -63,16 +63,16 @@ class LearnedCorrection:
 
 
 class Amount(NamedTuple):
-    """How many passages and how many corrections."""
+    """Numbers of passages and of corrections."""
 
     passages: int
     corrections: int
 
 
 class History:
-    """A history's file, to look at, export, import, and forget from. It may be in use meanwhile.
+    """A history's file: show, export, import, forget. Other programs may use it at the same time.
 
-    A program that has it in use keeps what it has read until it is closed.
+    A program that uses it keeps what it has read until it is closed.
 
     Args:
         history: a name (letters, digits, ``.``, ``_``, ``-``), which stands for a file below
@@ -97,20 +97,20 @@ class History:
         return sum(file.stat().st_size for file in self._on_disk() if file.is_file())
 
     def check(self) -> None:
-        """Refuse a file that something else made; it is only read. All methods do.
+        """Refuse a file of another program, reading it only. All methods do this.
 
         Raises:
-            StorageError: there is such a file. One that cannot be read, or does not exist, is no error here.
+            StorageError: another program made the file. A missing or unreadable file is no error here.
         """
         with suppress(OSError, sqlite3.Error):
             look(self.path)
 
     def namespaces(self) -> dict[tuple[str, str], int]:
-        """Tokens kept, by target's name and namespace.
+        """The number of tokens by target's name and namespace.
 
         Raises:
             RequestError: there is no such history.
-            StorageError: it cannot be read, or something else made it. So with all methods.
+            StorageError: it cannot be read, or another program made it. All methods raise this.
         """
         with self._store() as store:
             kept: dict[tuple[str, str], int] = defaultdict(int)
@@ -120,7 +120,7 @@ class History:
 
     @checked
     def show(self, namespace: str | None = None) -> list[LearnedText]:
-        """All that was learned, what is worth most first; of one namespace, or of all."""
+        """The learned passages of one namespace, or of all, the most useful first."""
         with self._store() as store:
             kept = [learned for learned in store.learned() if namespace in (None, learned.scope.namespace)]
             texts = list(map(_text, kept))
@@ -128,7 +128,7 @@ class History:
 
     @checked
     def corrections(self, namespace: str | None = None) -> list[LearnedCorrection]:
-        """What drafters learned, of one namespace or of all."""
+        """The corrections of one namespace, or of all."""
         with self._store() as store:
             corrections = list(store.corrections())
         return [
@@ -141,11 +141,10 @@ class History:
 
     @checked
     def forget(self, text: str) -> Amount:
-        """Delete all passages in which ``text`` occurs (upper and lower case are the same).
+        """Delete all passages in which ``text`` occurs, in upper or lower case.
 
-        They are overwritten in the file. All corrections of drafters go with them, of every target and
-        namespace and wherever the text is found: weights cannot be searched for what they were learned from.
-        Returns how many there were of both.
+        They are overwritten in the file. All corrections of all targets and namespaces are deleted too,
+        because weights cannot be searched. Returns the numbers of both.
 
         Raises:
             RequestError: ``text`` is empty.
@@ -155,12 +154,12 @@ class History:
         with self._store() as store:
             passages = containing(text, list(store.learned()))
             amount = Amount(len(passages), store.remove(passages))
-            _delete_all(file_indexes(self.path))  # the text may be in one
+            _delete_all(file_indexes(self.path))  # one of them may contain the text
             return amount
 
     @checked
     def delete(self, namespace: str | None = None) -> None:
-        """Delete the file, or all that was learned in one namespace.
+        """Delete the file, or one namespace.
 
         Raises:
             RequestError: there is no such history or namespace.
@@ -181,7 +180,7 @@ class History:
 
     @checked
     def export(self, file: Path) -> Amount:
-        """Write all that was learned to ``file`` as JSON (mode 0600); returns how much that is."""
+        """Write everything to ``file`` as JSON (mode 0600), and return the numbers."""
         with self._store() as store:
             passages, corrections = list(store.learned()), list(store.corrections())
         write_text(file, exported(passages, corrections), 0o600)
@@ -189,13 +188,13 @@ class History:
 
     @checked
     def load(self, file: Path) -> Amount:
-        """Add what :meth:`export` wrote, all or nothing; the history is made if it does not exist.
+        """Add an export, all or nothing. Make the history if it does not exist.
 
-        Passages add up. Where there is a correction of the same drafter already, the one stays that was
-        learned from more; one that this edgespec cannot use is left out.
+        Passages add up. Of two corrections of one drafter the one that was learned from more stays.
+        Corrections that this edgespec cannot use are left out.
 
         Returns:
-            How much of it the history holds then: it is bounded.
+            How much of the export the history holds then, because it is bounded.
 
         Raises:
             RequestError: ``file`` cannot be read, or something else wrote it.
@@ -234,7 +233,7 @@ class History:
 
 
 def histories() -> list[History]:
-    """The histories that have a name, in alphabetical order."""
+    """The histories with names, in alphabetical order."""
     return [History(file) for file in sorted(histories_dir().glob(f"*{SUFFIX}")) if file.is_file()]
 
 
@@ -276,7 +275,7 @@ def _text(learned: Learned) -> LearnedText:
 
 
 def containing(text: str, learned: Sequence[Learned]) -> list[Learned]:
-    """The passages that hold ``text``, with what stands before them, or a part of an occurrence.
+    """The passages in which ``text`` occurs, wholly or in part, the tokens before them included.
 
     Upper and lower case are the same.
     """
@@ -293,7 +292,7 @@ def containing(text: str, learned: Sequence[Learned]) -> list[Learned]:
 
 
 def _chains(chain: list[Learned], wanted: str, following: _Following) -> Iterable[list[Learned]]:
-    """Runs of passages, beginning with ``chain``, that hold ``wanted`` from their first on."""
+    """Runs of passages that begin with ``chain`` and contain ``wanted`` from their first passage on."""
     joined = _folded(chain[0].before + b"".join(member.text for member in chain))
     if wanted in joined:
         return [chain]
@@ -316,5 +315,5 @@ def _folded(data: bytes) -> str:
 
 
 def _readable(data: bytes) -> str:
-    """Bytes of tokens as text; what is no UTF-8 is left out."""
+    """Bytes of tokens as text, without what is no UTF-8."""
     return data.decode("utf-8", errors="ignore")

@@ -1,7 +1,7 @@
-"""The user's n-gram cache: what answers said, found by context, within a bound; with its own track record.
+"""The user's n-gram cache: a bounded number of passages of answers, found by context, with verdicts on each.
 
-Every token of every passage stands in an index, sorted by the up to 8 tokens before it, last first (a suffix
-array over the reversed contexts): two binary searches find all occurrences of a context. 47 bytes a token.
+An index sorts every token of every passage by up to 8 tokens before it, the last one first (a suffix array
+over the reversed contexts). Two binary searches find all occurrences of a context. It takes 47 bytes a token.
 """
 
 import struct
@@ -17,20 +17,20 @@ from edgespec.history.passages import Entry, Passage, Tally, decayed, total_toke
 from edgespec.learning.gains import Lesson, Table
 
 MAX_N: Final = 8
-"""Tokens by which occurrences are told apart."""
+"""The most tokens of context that the index compares."""
 _KEY: Final = 4 * MAX_N  # bytes
-_MOST_READ: Final = 32  # occurrences that vote; of more, an even selection
+_MOST_READ: Final = 32  # occurrences that vote; an even selection if there are more
 _LEAST_USES: Final = 1e-6
 _FRESH: Final = 8192
-"""Tokens learned until everything is sorted anew; what came since has a small index of its own."""
+"""Learned tokens after which everything is sorted anew. Until then they have a small index of their own."""
 _ROOM: Final = 7 / 8
-"""How much of the bound is kept when it is exceeded, so that passages do not leave one by one."""
-_CLASS_PRIOR: Final = 8.0  # judged proposals that the prior of a class weighs as much as
-_TOKEN_PRIOR: Final = 2.0  # the same, for one token: what its class weighs
+"""The share of the bound that stays when it is exceeded, so that passages do not leave one by one."""
+_CLASS_PRIOR: Final = 8.0  # the weight of a class's prior, in judged proposals
+_TOKEN_PRIOR: Final = 2.0  # the weight of the class for one token
 
 
 class DrafterKey(NamedTuple):
-    """A drafter: the digest of its bundle tells it apart, its name is for people."""
+    """A drafter: the digest of its bundle identifies it, and its name is for people."""
 
     digest: str
     name: str
@@ -38,10 +38,10 @@ class DrafterKey(NamedTuple):
 
 @dataclass(slots=True)
 class Snapshot:
-    """What is stored of a scope.
+    """The stored state of a scope.
 
-    ``clock`` are tokens learned so far. ``tallies`` say how proposals fared, by class of match;
-    ``corrections``, what drafters learned, by drafter.
+    ``clock`` counts the tokens learned so far. ``tallies`` are verdicts on proposals by class of match, and
+    ``corrections`` are tables by drafter.
     """
 
     clock: int = 0
@@ -52,14 +52,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What is known of a context: a proposal for what follows, and why.
+    """A proposal for what follows a context, with its evidence.
 
     Attributes:
-        length: tokens of context that occurred before it, 1 to 8.
-        count: occurrences of that context.
-        share: of their votes (decayed uses, times how often they were right), those for ``token``; 0 to 1.
-        entry: the passage of the latest occurrence that was followed by ``token``; ``offset`` is where in
-            its body.
+        length: the tokens of context that occurred before it, 1 to 8.
+        count: the occurrences of that context.
+        share: the share of votes for ``token``, 0 to 1. A vote is the decayed uses times how often they were
+            right.
+        entry: the passage of the latest occurrence that ``token`` followed; ``offset`` is its place in the
+            body.
     """
 
     token: int
@@ -71,9 +72,9 @@ class Match:
 
 
 class Index:
-    """The contexts of some passages. Which passages is fixed; how their votes weigh is not.
+    """An index of the contexts of fixed passages, whose votes may change.
 
-    Entries are given oldest first; ``now`` is the clock that uses are decayed to.
+    Entries come oldest first. Uses are decayed to the clock ``now``.
     """
 
     def __init__(self, entries: Sequence[Entry], now: int) -> None:
@@ -92,7 +93,7 @@ class Index:
         self._tokens = tokens.astype(np.int32)
         self._owner = owner.astype(np.int32)
         self._first = (starts + leads).tolist()  # where each body begins
-        # A passage that has not been used for long still votes, if it is the only one.
+        # A passage that was not used for long still votes if it is the only one.
         uses = [max(decayed(entry.uses, now - entry.at), _LEAST_USES) for entry in entries]
         self._uses = np.array(uses, np.float32)
 
@@ -100,9 +101,9 @@ class Index:
         return len(self._tokens)
 
     def find(self, context: Sequence[int]) -> Match | None:
-        """What followed the longest known context, of up to 8 tokens, that ``context`` ends with.
+        """What followed the longest known context, of up to 8 tokens, with which ``context`` ends.
 
-        The followers of its occurrences vote; between equals the latest wins.
+        The followers of its occurrences vote, and the latest wins a tie.
         """
         read = context[: -MAX_N - 1 : -1]
         if not read or not len(self._keys):
@@ -150,7 +151,7 @@ class Index:
 
 @dataclass(slots=True)
 class Change:
-    """What happened to a passage: times it was written, uses in all, verdicts (right, wrong) by token."""
+    """Changes of a passage: how often it was written, its uses, and verdicts (right, wrong) by token."""
 
     passage: Passage
     written: int = 0
@@ -160,10 +161,10 @@ class Change:
 
 @dataclass(slots=True)
 class Delta:
-    """What happened since something was stored last. What several processes store adds up.
+    """The changes since the last one was stored. Those of several processes add up.
 
-    ``changes`` are by digest of the passage, ``verdicts`` (right, judged) proposals by class of match. With
-    ``anew`` earlier verdicts are dropped: trust in them had turned out wrong.
+    ``changes`` are by digest of the passage, ``verdicts`` (right, judged) by class of match. With ``anew``
+    earlier verdicts are dropped, because they misled.
     """
 
     tokens: int = 0
@@ -176,14 +177,14 @@ class Delta:
         return bool(self.tokens or self.changes or self.verdicts or self.anew or self.lessons)
 
     def wrote(self, passage: Passage) -> None:
-        """A passage was written."""
+        """Note that a passage was written."""
         self.tokens += len(passage.body)
         change = self.changes.setdefault(passage.digest, Change(passage))
         change.written += 1
         change.uses += 1.0
 
     def judged(self, kind: str, match: Match, right: bool) -> None:
-        """A proposal of class ``kind`` was found right or wrong."""
+        """Note that a proposal of class ``kind`` was right or wrong."""
         before = self.verdicts.get(kind, (0, 0))
         self.verdicts[kind] = (before[0] + right, before[1] + 1)
         passage = match.entry.passage
@@ -193,25 +194,25 @@ class Delta:
         change.verdicts[match.offset] = (yes + right, no + (not right))
 
     def learned(self, drafter: DrafterKey, lesson: Lesson) -> None:
-        """A drafter learned something."""
+        """Note that a drafter learned something."""
         self.lessons[drafter] = lesson.after(self.lessons.get(drafter))
 
     def distrusted(self, verdicts: Mapping[str, tuple[int, int]]) -> None:
-        """Of all verdicts on classes, only these hold any more."""
+        """Drop all verdicts on classes but these."""
         self.anew, self.verdicts = True, dict(verdicts)
 
 
 Tell = Callable[[Callable[[Delta], None]], None]
-"""Is given a function that writes down what happened in a :class:`Delta`."""
+"""Takes a function that notes a change in a :class:`Delta`."""
 
 
 class Memory:
-    """What one scope has learned. One thread at a time.
+    """What one scope has learned. Use it in one thread at a time.
 
-    What is learned becomes findable at the next :meth:`refresh`, so that within a request proposals
-    depend on earlier requests and on the committed text alone.
+    Learned passages are indexed at the next :meth:`refresh`, so the proposals of a request depend on earlier
+    requests and the committed text alone.
 
-    Beyond ``max_tokens`` the passages go that are worth least. ``clock`` are tokens learned so far.
+    Beyond ``max_tokens`` the least useful passages go. ``clock`` counts the tokens learned so far.
     """
 
     def __init__(
@@ -226,8 +227,8 @@ class Memory:
         self._unproved: dict[str, tuple[int, int]] = {}  # verdicts since proposals last proved their worth
         self.clock, self._tell = snapshot.clock, tell
         self._max_tokens = max_tokens
-        self._fresh: dict[bytes, Entry] = {}  # not in the large index
-        self._new = False  # whether some are not in the small one either
+        self._fresh: dict[bytes, Entry] = {}  # entries that are not in the large index
+        self._new = False  # whether some are not in the small index either
         self._sort()
 
     def __len__(self) -> int:
@@ -239,7 +240,7 @@ class Memory:
         return list(self._entries.values())
 
     def learn(self, passages: Iterable[Passage]) -> None:
-        """Remember that these were written."""
+        """Remember that these passages were written."""
         for passage in passages:
             self.clock += len(passage.body)
             entry = self._entries.get(passage.digest)
@@ -250,7 +251,7 @@ class Memory:
             self._tell(partial(Delta.wrote, passage=passage))
 
     def refresh(self) -> None:
-        """Make what was learned findable, and hold the bound."""
+        """Index what was learned, and keep the bound."""
         if not self._new:
             return
         if total_tokens(self._fresh.values()) > _FRESH or len(self) > self._max_tokens:
@@ -260,21 +261,21 @@ class Memory:
             self._new = False
 
     def find(self, context: Sequence[int]) -> Match | None:
-        """What followed the longest known context that ``context`` ends with; see :class:`Match`."""
+        """What followed the longest known context with which ``context`` ends; see :class:`Match`."""
         match, recent = self._index.find(context), self._recent.find(context)
         if match is None or recent is None:
             return match or recent
         return max(recent, match, key=lambda match: (match.length, match.share * match.count))
 
     def estimate(self, match: Match) -> float:
-        """Probability that ``found.token`` is right: by its class, and by its own record."""
+        """The probability that ``found.token`` is right, by its class and its own record."""
         tally = self._tallies.get(_class_of(match), Tally())
         mean = (tally.right + _CLASS_PRIOR * _prior(match)) / (tally.judged + _CLASS_PRIOR)
         right, wrong = match.entry.right[match.offset], match.entry.wrong[match.offset]
         return (right + _TOKEN_PRIOR * mean) / (right + wrong + _TOKEN_PRIOR)
 
     def judge(self, match: Match, right: bool) -> None:
-        """Tell whether ``found.token`` was what came."""
+        """Judge ``found.token`` by the token that came."""
         kind = _class_of(match)
         self._tallies.setdefault(kind, Tally()).add(right, 1)
         before = self._unproved.get(kind, (0, 0))
@@ -285,7 +286,7 @@ class Memory:
         self._tell(partial(Delta.judged, kind=kind, match=match, right=right))
 
     def trust(self) -> None:
-        """Proposals gained: keep the statistics of classes as the state to return to."""
+        """Proposals gained: keep the present statistics of classes, to return to them later."""
         self._unproved = {}
 
     def distrust(self) -> None:
@@ -306,7 +307,7 @@ class Memory:
 
 
 def keep_best(entries: Iterable[Entry], max_tokens: int, clock: int) -> list[Entry]:
-    """As many of the entries that are worth most as fit; of equals, the latest."""
+    """The most useful entries that fit; the latest of equals."""
     kept, used = [], 0
     for entry in sorted(entries, key=lambda entry: (entry.worth(clock), entry.at), reverse=True):
         used += len(entry.passage)
@@ -317,7 +318,7 @@ def keep_best(entries: Iterable[Entry], max_tokens: int, clock: int) -> list[Ent
 
 
 def _class_of(match: Match) -> str:
-    """The length on a scale of powers of two; whether the occurrences are one, agree, mostly agree."""
+    """The class: the length by powers of two, and whether the occurrences are one, agree, or mostly agree."""
     if match.count == 1:
         agreement = "unique"
     elif match.share > 0.99:
@@ -328,7 +329,7 @@ def _class_of(match: Match) -> str:
 
 
 def _prior(match: Match) -> float:
-    """Fitted on replayed answers of two targets (docs/lab/history.md), on the calibration texts."""
+    """The prior, fitted on replayed answers of two targets to the calibration texts (docs/lab/history.md)."""
     if match.count == 1:
         return match.length**2 / (match.length**2 + 6.0)
     return match.share**2 * match.length / (match.length + 1.0)
@@ -337,9 +338,9 @@ def _prior(match: Match) -> float:
 def _keys(
     tokens: npt.NDArray[np.uint32], positions: npt.NDArray[np.int64], place: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bytes_]:
-    """The tokens before each position, last first, as big-endian bytes: they sort as their tokens do.
+    """The tokens before each position, the last first, as big-endian bytes, which sort like the tokens.
 
-    Ids are raised by one, so that 0 stands for no token.
+    Ids are raised by one, so that 0 is no token.
     """
     keys = np.zeros((len(positions), MAX_N), ">u4")
     for back in range(MAX_N):
@@ -349,7 +350,7 @@ def _keys(
 
 
 def _shared(stored: bytes, key: bytes) -> int:
-    """Tokens that a stored context and a key share, from the last on."""
+    """The number of tokens that a stored context and a key share, from the last one on."""
     padded = stored.ljust(_KEY, b"\0")  # NumPy strips zeros from the end
     length = 0
     while length < len(key) and padded[length : length + 4] == key[length : length + 4]:

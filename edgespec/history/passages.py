@@ -1,10 +1,10 @@
-"""The pieces that answers are kept in, and how each fared: its uses, and the verdicts on its tokens.
+"""Passages: the pieces in which answers are kept, each with its uses and the verdicts on its tokens.
 
-Answers are cut where their tokens say so: a cut after a token depends on the four tokens up to it and on the
-distance to the cut before, so two answers that share a stretch share the pieces within it, wherever it
-stands in them (content-defined chunking: Muthitacharoen et al. 2001, LBFS). What is written again is
-counted, not stored again. Memory and file count alike. Time is counted in learned tokens, so a history that
-is not used forgets nothing.
+The tokens themselves decide where answers are cut: a cut after a token depends on the four tokens up to it
+and on the distance to the cut before. So two answers that share a stretch share the pieces within it, wherever
+it stands (content-defined chunking: Muthitacharoen et al. 2001, LBFS). A passage that is written again is
+counted and not stored again. Memory and file count alike. Time is counted in learned tokens, so an unused
+history forgets nothing.
 """
 
 import hashlib
@@ -16,25 +16,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 LEAD: Final = 8
-"""Tokens before a passage that are kept with it, as the context of its first ones."""
+"""Tokens before a passage that are kept with it, as context of its first tokens."""
 LONGEST: Final = 64
 """Tokens of the longest passage."""
 HALF_LIFE: Final = 65_536
 """Learned tokens after which a use counts half."""
 CLASS_MEMORY: Final = 256.0
-"""Judged proposals of a class after which an observation has lost most (1 - 1/e) of its weight."""
+"""Judged proposals of a class after which an observation has lost 1 - 1/e of its weight."""
 _SHORTEST: Final = 16
 _WINDOW: Final = 4
 _ONE_IN: Final = 32  # positions at which a passage may end
 _MOST_JUDGED: Final = 32  # verdicts remembered for one token
-_PATIENCE: Final = 4.0  # verdicts that a passage is trusted for in advance
+_PATIENCE: Final = 4.0  # good verdicts with which a passage begins
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A stretch of an answer, 1 to 64 tokens, with up to 8 of the same answer before it (``lead``).
+    """A stretch of an answer, 1 to 64 tokens, with up to 8 tokens before it (``lead``).
 
-    ``digest`` has 16 bytes that tell passages apart.
+    ``digest`` has 16 bytes that identify the passage.
     """
 
     lead: tuple[int, ...]
@@ -46,19 +46,19 @@ class Passage:
         object.__setattr__(self, "digest", hashlib.blake2b(data, digest_size=16).digest())
 
     def __len__(self) -> int:
-        """Tokens it takes in memory and on disk."""
+        """The tokens that it takes in memory and on disk."""
         return len(self.lead) + len(self.body)
 
 
 class Cutter:
-    """Cuts one answer, as it is written. What remains at its end is a passage too, however short."""
+    """Cuts one answer while it is written. The rest at its end is a passage too, however short."""
 
     def __init__(self) -> None:
         self._lead: tuple[int, ...] = ()
         self._body: list[int] = []
 
     def push(self, tokens: Iterable[int]) -> list[Passage]:
-        """Go on by ``tokens``; returns the passages that are complete."""
+        """Add ``tokens`` and return the complete passages."""
         done = []
         for token in tokens:
             self._body.append(token)
@@ -67,7 +67,7 @@ class Cutter:
         return done
 
     def finish(self) -> list[Passage]:
-        """What is left at the end of the answer: one passage or none. The next token begins a new answer."""
+        """Return the rest of the answer, one passage or none. The next token begins a new answer."""
         left = [self._take()] if self._body else []
         self._lead = ()
         return left
@@ -85,7 +85,7 @@ class Cutter:
 
 
 def decayed(value: float, tokens: int) -> float:
-    """What is left of ``value`` after so many learned tokens."""
+    """``value``, decayed by so many learned tokens."""
     return value * math.exp2(-max(tokens, 0) / HALF_LIFE)
 
 
@@ -94,9 +94,9 @@ class Entry:
     """A passage with its history.
 
     Attributes:
-        uses: how often it was written, and how much of it was proposed and accepted, decayed until ``at``.
-        at: the clock (learned tokens of the scope) when ``uses`` was last brought up to date.
-        right: by token of the body, verdicts that found it right as a proposal, decayed; ``wrong`` likewise.
+        uses: how often it was written, and how much of it was accepted as a proposal, decayed until ``at``.
+        at: the clock (learned tokens of the scope) at which ``uses`` was last updated.
+        right: decayed verdicts that a token of the body was a right proposal, by token; ``wrong`` likewise.
     """
 
     passage: Passage
@@ -111,19 +111,19 @@ class Entry:
             self.wrong = bytearray(len(self.passage.body))
 
     def use(self, count: float, now: int) -> None:
-        """Count ``count`` uses (a part of the passage is a part of a use) at the clock ``now``."""
+        """Add ``count`` uses at the clock ``now``. A part of the passage is a part of a use."""
         self.uses = decayed(self.uses, now - self.at) + count
         self.at = max(self.at, now)
 
     def judge(self, offset: int, *, right: int, wrong: int) -> None:
-        """Count verdicts on a token of the body; old ones fade, so that a token may recover."""
+        """Add verdicts on a token of the body. Old ones fade, so that a token may recover."""
         yes, no = self.right[offset] + right, self.wrong[offset] + wrong
         while yes + no > _MOST_JUDGED:
             yes, no = yes // 2, no // 2
         self.right[offset], self.wrong[offset] = yes, no
 
     def worth(self, now: int) -> float:
-        """What decides who stays: decayed uses, less the more its proposals misled."""
+        """The usefulness, by which passages stay: decayed uses, reduced by how often proposals misled."""
         right, wrong = sum(self.right), sum(self.wrong)
         trust = (right + _PATIENCE) / (right + wrong + _PATIENCE)
         return decayed(self.uses, now - self.at) * trust
@@ -131,20 +131,20 @@ class Entry:
 
 @dataclass(slots=True)
 class Tally:
-    """Judged proposals and how many of them were right, both decayed by what came after them."""
+    """The numbers of judged and of right proposals, both decayed by later ones."""
 
     right: float = 0.0
     judged: float = 0.0
 
     def add(self, right: float, judged: float) -> None:
-        """Append ``judged`` verdicts, ``right`` of them in favour."""
+        """Add ``judged`` verdicts, of which ``right`` were in favour."""
         keep = (1.0 - 1.0 / CLASS_MEMORY) ** judged
         self.right = keep * self.right + right
         self.judged = keep * self.judged + judged
 
 
 def total_tokens(entries: Iterable[Entry]) -> int:
-    """Tokens that entries take."""
+    """The tokens that entries take."""
     return sum(len(entry.passage) for entry in entries)
 
 
@@ -154,5 +154,5 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
-    """The reverse of :func:`pack_tokens`."""
+    """The inverse of :func:`pack_tokens`."""
     return struct.unpack(f"<{len(data) // 4}I", data)

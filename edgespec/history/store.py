@@ -1,8 +1,8 @@
-"""Reading and writing a history's file. Every change is one transaction that adds to what is there.
+"""Reads and writes a history's file. Every change is one transaction that adds to what is there.
 
-So several processes may write at once and none overwrites what another learned; and a process that is
-killed leaves what its last transaction left. What drafters learned is kept by scope and drafter: corrections,
-tables of weights, each a sum of what several programs learned.
+So several processes may write at once, and none overwrites what another learned. A killed process leaves its
+last whole transaction. Corrections are kept by scope and drafter; each is a table of weights, the sum of what
+several programs learned.
 """
 
 import sqlite3
@@ -26,24 +26,24 @@ from edgespec.learning.gains import ROWS, Lesson, Table
 from edgespec_models.schema import matching
 
 MAX_TOKENS: Final = 262_144
-"""Tokens kept in one scope."""
+"""The most tokens of one scope."""
 MAX_BYTES: Final = 64 * 2**20
-"""Bytes of the file."""
+"""The most bytes of the file."""
 MOST_DRAFTERS: Final = 4
-"""Drafters of one scope whose corrections are kept, those used last."""
-_MOST_TABLE_BYTES: Final = 4 << 20  # of a correction's table with its header
-_ROOM: Final = 7 / 8  # how much is kept where a bound is exceeded
+"""The most corrections of one scope. Those of the drafters used last stay."""
+_MOST_TABLE_BYTES: Final = 4 << 20  # of a correction's table, header included
+_ROOM: Final = 7 / 8  # the share that stays when a bound is exceeded
 
 Name = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
-"""A text that SQLite takes."""
+"""A text that SQLite can store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whom answers are kept apart by: another target or tokenizer, or another namespace, shares nothing.
+    """A target, its tokenizer and a namespace. Scopes share nothing.
 
-    ``tokenizer`` is the digest of the target's; ``namespace`` is the application's own name for an app, a
-    task or a language.
+    ``tokenizer`` is the digest of the target's tokenizer. ``namespace`` is the application's own name for an
+    app, a task or a language.
     """
 
     target: Name
@@ -53,10 +53,10 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A passage as it is stored, with the bytes of its lead (``before``) and of its body (``text``).
+    """A stored passage, with the bytes of its lead (``before``) and of its body (``text``).
 
-    These may begin or end within a character. ``learned_on`` is when it was first written, in seconds since
-    1970; ``worth`` decides whether it stays.
+    The bytes may begin or end within a character. ``learned_on`` is when the passage was first written, in
+    seconds since 1970. ``worth`` decides whether it stays.
     """
 
     scope: Scope
@@ -69,9 +69,9 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A correction as it is stored: whose guesses it corrects, and the packed table.
+    """A stored correction: its drafter, and the packed table.
 
-    ``tokens`` is how many committed tokens it was learned from, ``used_on`` when it was last added to.
+    ``tokens`` is the number of committed tokens that taught it, and ``used_on`` when it was last extended.
     """
 
     drafter: DrafterKey
@@ -81,12 +81,12 @@ class Kept:
 
 
 class Store:
-    """One connection to a history's file, within its bounds. One thread at a time.
+    """One connection to a history's file, which keeps its bounds. Use it in one thread at a time.
 
     A correction that cannot be read, or whose table has another shape (another version of edgespec wrote it),
-    counts as none and is replaced.
+    counts as missing and is replaced.
 
-    The ``connection`` is as :func:`edgespec.history.database.connect` opens it. A scope is bounded by
+    :func:`edgespec.history.database.connect` opens the ``connection``. A scope is bounded by
     ``max_tokens``, the file by ``max_bytes``.
     """
 
@@ -101,15 +101,15 @@ class Store:
         return cls(connect(path), **bounds)
 
     def close(self) -> None:
-        """Close the connection; what was merged stays."""
+        """Close the connection. Merged changes stay."""
         self._connection.close()
 
     def scopes(self) -> dict[Scope, int]:
-        """All scopes, and how many tokens each keeps."""
+        """All scopes, with the number of tokens of each."""
         return {scope: tokens for scope, _, _, tokens in self._rows()}
 
     def read(self, scope: Scope) -> Snapshot:
-        """What is known of a scope; nothing if there is none."""
+        """The state of a scope; empty if there is none."""
         row = self._find(scope)
         if row is None:
             return Snapshot()
@@ -133,15 +133,15 @@ class Store:
                 yield Learned(scope, entry, before, text, learned_on, entry.worth(clock))
 
     def corrections(self) -> Iterator[tuple[Scope, Kept]]:
-        """What drafters learned in every scope."""
+        """The corrections of every scope."""
         for scope, key, _, _ in self._rows():
             yield from ((scope, kept) for kept in self._kept(key))
 
     def merge(self, scope: Scope, delta: Delta, text_of: Callable[[Sequence[int]], bytes]) -> None:
-        """Add what happened to what is stored, hold the bounds; all of it or, on an error, nothing.
+        """Add changes to the file and keep its bounds. On an error nothing is changed.
 
         Raises:
-            sqlite3.Error: it cannot be written; nothing was.
+            sqlite3.Error: the file cannot be written, and nothing was.
         """
         with transaction(self._connection):
             self._believe_the_clock()
@@ -163,9 +163,9 @@ class Store:
     def put(
         self, learned: Iterable[Learned], corrections: Iterable[tuple[Scope, Kept]] = ()
     ) -> tuple[int, int]:
-        """Add passages from elsewhere, with their history, and corrections, all or none; hold the bounds.
+        """Add passages with their statistics, and corrections, all or none, and keep the bounds.
 
-        Of two corrections of one drafter the one stays that was learned from more. Returns how many of the
+        Of two corrections of one drafter the one that was learned from more stays. Returns how many of the
         passages are stored then, and how many of the corrections' drafters have one.
         """
         clocks, digests, taught = {}, set(), set()
@@ -187,7 +187,7 @@ class Store:
             return len(stored) - stored.count(None), len(taught & known)
 
     def _put(self, learned: Learned) -> tuple[int, int]:
-        """Returns its scope's row and clock."""
+        """Add the passages of one scope, and return its row and clock."""
         key, clock = self._advance(learned.scope, 0)
         known = self._connection.execute(_ENTRY, (key, learned.entry.passage.digest)).fetchone()
         entry = learned.entry if known is None else _entry(*known)
@@ -198,7 +198,7 @@ class Store:
         return key, clock
 
     def remove(self, passages: Sequence[Learned]) -> int:
-        """Delete passages, overwrite what they said, delete all corrections; returns how many of those."""
+        """Delete and overwrite passages, and delete all corrections. Returns the number of corrections."""
         with transaction(self._connection):
             for learned in passages:
                 row = self._find(learned.scope)
@@ -209,27 +209,27 @@ class Store:
         return forgotten
 
     def remove_namespace(self, namespace: str) -> None:
-        """Delete all that was learned in a namespace, of whatever target, and overwrite it."""
+        """Delete and overwrite a namespace, for all targets."""
         with transaction(self._connection):
             self._connection.execute("DELETE FROM scope WHERE namespace = ?", (namespace,))
         self._overwrite()
 
     def _overwrite(self) -> None:
-        """Leave no deleted text in the file or in its log."""
+        """Overwrite deleted text in the file and its log."""
         self._vacuum()
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _rows(self) -> list[tuple[Scope, int, int, int]]:
-        """Every scope with its row's id, its clock and its tokens."""
+        """Every scope, with its row's id, its clock and its tokens."""
         query = "SELECT target, tokenizer, namespace, id, clock, tokens FROM scope ORDER BY 1, 3"
         return [(Scope(*row[:3]), *row[3:]) for row in self._connection.execute(query)]
 
     def _find(self, scope: Scope) -> tuple[int, int] | None:
-        """Its row's id and clock."""
+        """The row's id and the clock of a scope."""
         return next(((key, clock) for known, key, clock, _ in self._rows() if known == scope), None)
 
     def _believe_the_clock(self) -> None:
-        """Take back times of use that are yet to come: a clock that was wrong would keep all else out."""
+        """Reset times of use that lie in the future: a clock that was wrong would keep all else out."""
         now = time.time()
         for table in ("scope", "correction"):
             self._connection.execute(f"UPDATE {table} SET used_on = ? WHERE used_on > ?", (now - 1.0, now))
@@ -269,12 +269,12 @@ class Store:
         self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)
 
     def _kept(self, key: int) -> Iterator[Kept]:
-        """The corrections of a scope, the one used last first."""
+        """The corrections of a scope, the last used first."""
         for digest, name, *values in self._connection.execute(_CORRECTIONS, (key,)).fetchall():
             yield Kept(DrafterKey(digest, name), *values)
 
     def _correct(self, key: int, drafter: DrafterKey, lesson: Lesson) -> None:
-        """Add what a drafter learned to what it knows."""
+        """Add a change to a drafter's correction."""
         known = None if lesson.anew else self._correction(key, drafter)
         table = None if known is None else _table(known)
         if known is None or table is None or table.shape != lesson.change.shape:
@@ -284,7 +284,7 @@ class Store:
         self._save_correction(key, Kept(drafter, tokens, time.time(), _pack(table)))
 
     def _put_correction(self, key: int, kept: Kept) -> None:
-        """Keep this one, unless there is one that was learned from more."""
+        """Keep this correction, unless one that was learned from more is there."""
         known = self._correction(key, kept.drafter)
         if known is None or known.tokens < kept.tokens or _table(known) is None:
             self._save_correction(key, kept)
@@ -316,7 +316,7 @@ class Store:
         self._connection.executemany("DELETE FROM passage WHERE scope = ? AND digest = ?", rows)
 
     def _shrink(self, key: int, clock: int) -> None:
-        """Keep the file within its bytes: other scopes go first, those used longest ago before others."""
+        """Keep the file within its bytes. Other scopes go first, the least recently used before others."""
         while self._size() > self._max_bytes:
             query = "SELECT id FROM scope WHERE id <> ? ORDER BY used_on LIMIT 1"
             other = self._connection.execute(query, (key,)).fetchone()
@@ -331,7 +331,7 @@ class Store:
     def _vacuum(self) -> None:
         """Give free pages back to the disk."""
         if self._pragma("freelist_count"):
-            # It is stepped through page by page, which ``execute`` does not do where no rows come.
+            # The statement frees a page at each step, and ``execute`` stops where no rows come.
             self._connection.executescript("PRAGMA incremental_vacuum")
 
     def _size(self) -> int:
@@ -350,7 +350,7 @@ def _entry(lead: bytes, body: bytes, uses: float, at: int, verdicts: bytes) -> E
 
 
 def unpack(data: bytes) -> Table | None:
-    """The table in ``data``, None if it has another shape; ValueError where there is none in it."""
+    """The table in ``data``, or None if it has another shape. ValueError if there is no table."""
     reading = zlib.decompressobj()
     try:
         raw = reading.decompress(data, _MOST_TABLE_BYTES)
@@ -362,7 +362,7 @@ def unpack(data: bytes) -> Table | None:
         if (len(shape), shape[:1], by_column, kind) != (2, (ROWS,), False, np.dtype("<f4")):
             return None
         table: Table = np.frombuffer(raw, "<f4", prod(shape), file.tell()).reshape(shape)
-    except Exception as error:  # NumPy reads the header as Python, and raises whatever that does
+    except Exception as error:  # NumPy evaluates the header as Python, which may raise anything
         raise ValueError(f"no table of weights: {error}") from error
     return table if np.isfinite(table).all() else None
 

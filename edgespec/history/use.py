@@ -1,6 +1,6 @@
-"""A history in use by a loaded model: what it knows in memory, what it learns on its way to the file.
+"""A history that a loaded model uses: its memory, and a thread that writes what it learns to the file.
 
-The file is written in the background, and whatever happens to it, decoding goes on.
+Decoding goes on, whatever happens to the file.
 """
 
 import atexit
@@ -27,26 +27,26 @@ from edgespec_models.errors import StorageError
 from edgespec_models.text.tokenizer import Tokenizer
 
 FLUSH_S: Final = 2.0
-"""Seconds after which what was learned is in the file."""
+"""Seconds until what was learned is in the file."""
 _RETRY_S: Final = 30.0
-_MOST_PENDING: Final = 4096  # passages that wait for a disk with room
+_MOST_PENDING: Final = 4096  # passages that may wait for a disk with room
 _TELL_S: Final = 60.0
-"""Seconds after which what a drafter learned is on its way to the file: half a megabyte each time."""
+"""Seconds between writings of a drafter's correction, half a megabyte each."""
 _UNDONE: Final = "what the drafter learned: trained, it was right less often than before"
 _LOG = logging.getLogger("edgespec")
 _Opened = tuple[Store | None, bool, str | None]
-"""A file as far as it could be opened, whether it can be written, and what keeps it from being used."""
+"""An opened file or None, whether it can be written, and the problem with it or None."""
 
 
 class Writer:
-    """Collects what happens and merges it into the store, in a thread of its own.
+    """Collects changes and merges them into the store, in a thread of its own.
 
-    A file that cannot be written is reported once, in :attr:`problem` and in the log of ``edgespec``, and
-    tried again every 30 seconds and at the end. A damaged one is set aside and begun anew, unless nothing in
-    it says any more that it is edgespec's.
+    A file that cannot be written is reported once, in :attr:`problem` and in the log of ``edgespec``, and is
+    tried again every 30 seconds and at the end. A damaged file is set aside and begun anew, unless it can no
+    longer be told from another program's.
 
-    ``store`` is taken over, and closed by :meth:`close`. ``text_of``, the bytes of tokens, is called in the
-    thread. ``flush_s`` are seconds from the first thing that happens to the transaction that holds it.
+    The writer owns ``store``; :meth:`close` closes it. ``text_of`` returns the bytes of tokens and is called
+    in the thread. ``flush_s`` are the seconds from the first change to its transaction.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Writer:
     ) -> None:
         self._store, self._path, self._scope, self._text_of = store, path, scope, text_of
         self._flush_s = flush_s
-        self._pending, self._late = Delta(), deque[Delta]()  # late: what could not be written yet
+        self._pending, self._late = Delta(), deque[Delta]()  # late changes could not be written yet
         self._changed = threading.Condition()  # guards the pending delta and the end
         self._writing = threading.Lock()  # guards the store
         self._closing = self._closed = False
@@ -71,15 +71,15 @@ class Writer:
         atexit.register(self.close)
 
     def tell(self, note: Callable[[Delta], None]) -> None:
-        """Have ``note`` write down what happened; it is stored soon."""
+        """Let ``note`` add a change, which is stored soon."""
         with self._changed:
             sleeping = not self._pending
             note(self._pending)
-            if sleeping:  # else the thread knows, and waits for more
+            if sleeping:  # otherwise the thread is awake and waits for more
                 self._changed.notify()
 
     def flush(self) -> None:
-        """Store what happened so far, now."""
+        """Store all changes now."""
         with self._writing:
             with self._changed:
                 if self._pending:
@@ -95,7 +95,7 @@ class Writer:
                 self._late.popleft()
 
     def close(self) -> None:
-        """Store the rest and end the thread. May be called again, after an interrupt too."""
+        """Store the rest and end the thread. It may be called again, also after an interrupt."""
         if self._closed:
             return
         with self._changed:
@@ -118,7 +118,7 @@ class Writer:
             self.flush()
 
     def _merge(self, delta: Delta) -> bool:
-        """Whether it could be stored."""
+        """Store a change, and return whether that was possible."""
         if self._damage is not None:
             return self._begin_anew(delta, self._damage)
         try:
@@ -154,9 +154,9 @@ class Writer:
 
 
 class HistoryUse:
-    """What one model uses of one history. One thread at a time.
+    """One model's use of one history. Use it in one thread at a time.
 
-    ``writer`` is None where nothing can be written; ``problem`` is why not, or what happened to the file.
+    ``writer`` is None if nothing can be written; ``problem`` is the reason, or what happened to the file.
     """
 
     def __init__(self, snapshot: Snapshot, writer: Writer | None, problem: str | None) -> None:
@@ -166,19 +166,19 @@ class HistoryUse:
         self._tables = snapshot.corrections
         self._trainers: dict[DrafterKey, Trainer] = {}
         self._told_at = monotonic()
-        self._undone = 0  # times that what drafters learned was put back, when the last request began
+        self._undone = 0  # how often corrections had been put back when the last request began
 
     @property
     def problem(self) -> str | None:
-        """What keeps the file from being read or written, or a drafter from learning; None if nothing."""
+        """Why the file cannot be read or written, or a drafter cannot learn; None without a problem."""
         of_file = (self._writer.problem if self._writer is not None else None) or self._problem
         return of_file or next((t.problem for t in self._trainers.values() if t.problem), None)
 
     def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> HistoryDrafter:
-        """What the next request drafts with and tells its answer to; others may be under way.
+        """The source for the next request, which also learns its answer. Other requests may run.
 
-        ``guard`` watches whether proposals from earlier answers pay; ``remarks`` are told what keeps the
-        history from being used, and what of it was put back.
+        ``guard`` watches whether proposals from earlier answers pay. ``remarks`` receive problems of the
+        history, and what was put back.
         """
         remarks = remarks or Remarks()
         if monotonic() - self._told_at >= _TELL_S:
@@ -190,9 +190,9 @@ class HistoryUse:
     def trainer(
         self, drafter: DrafterKey, begin: Callable[[Table | None], Tuning], *, share: float
     ) -> Trainer:
-        """What trains a drafter on the target's answers; what it was taught before is recalled.
+        """The trainer of a drafter, which begins with the stored correction.
 
-        ``begin`` makes the tuning from what is known; ``share`` is that of the time that training may take.
+        ``begin`` makes the tuning from that. ``share`` is the share of the time that training may take.
         """
         if drafter not in self._trainers:
             table = self._tables.get(drafter.digest)
@@ -202,12 +202,12 @@ class HistoryUse:
         return self._trainers[drafter]
 
     def warn(self, problem: str) -> None:
-        """Tell the log, and every answer from now on, that something of the history cannot be used."""
+        """Report a problem of the history in the log and in every later answer."""
         self._problem = self._problem or problem
         _LOG.warning("%s", problem)
 
     def flush(self) -> None:
-        """Store what was learned so far."""
+        """Store what was learned."""
         self._tell_lessons()
         if self._writer is not None:
             self._writer.flush()
@@ -229,10 +229,10 @@ class HistoryUse:
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:
-    """Open a history, making it if need be; without fail.
+    """Open a history, and make it if it does not exist. This never fails.
 
-    A damaged file is set aside and a new one begun; one that cannot be written is read; what is not
-    edgespec's is left alone; where nothing is to be had the model learns until it is closed.
+    A damaged file is set aside and a new one begins. A file that cannot be written is only read. Files of
+    other programs are left alone. If no file can be used, the model learns until it is closed.
     :attr:`HistoryUse.problem` and the log say so.
     """
     store, writable, problem = _open(path)
@@ -271,7 +271,7 @@ def _open(path: Path) -> _Opened:
 
 
 def _begun_anew(path: Path, error: BaseException) -> tuple[Store, str]:
-    """A new file in place of a damaged one, and what to say of it; StorageError where that cannot be."""
+    """A new file in place of a damaged one, and the message about it. StorageError if that fails."""
     try:
         aside = set_aside(path)
         return Store.open(path), f"the history {path} was damaged ({error}); it is {aside or 'replaced'} now"

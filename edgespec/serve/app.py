@@ -1,4 +1,4 @@
-"""The server's paths, and what stands before them."""
+"""The server's paths and middleware."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -50,21 +50,21 @@ _SHOWN_PASSAGES = 200
 class App:
     """Models behind HTTP.
 
-    ``asgi`` is what a server runs. ``history`` is where models learn; None where they do not.
+    ``asgi`` is the application that a server runs. ``history`` is the models' history, or None.
     """
 
     def __init__(self, models: Models, options: ServeOptions, history: History | None = None) -> None:
         self.models, self.options, self._history = models, options, history
-        self._known = dict[str, dict[str, Any]]()  # what was seen of each when it was loaded
+        self._known = dict[str, dict[str, Any]]()  # facts of each model, from when it was loaded
         self._completions = Completions(models, options)
         self._metrics = Metrics()
-        self._forgetting = asyncio.Lock()  # which waits for answers, in one thread of the few there are
+        self._forgetting = asyncio.Lock()  # forgetting waits for answers and occupies a thread
         data = {name: files("edgespec.serve").joinpath(name).read_bytes() for name, _ in _PAGE.values()}
         self._page = {path: (data[name], kind) for path, (name, kind) in _PAGE.items()}
         self.asgi = self._starlette()
 
     def begin_shutdown(self) -> None:
-        """Take no further requests; those that run go on."""
+        """Take no further requests. Running ones go on."""
         self._completions.closing = True
 
     def _starlette(self) -> Starlette:
@@ -111,9 +111,9 @@ class App:
             Middleware(
                 CORSMiddleware,
                 allow_origin_regex=origin_pattern(options.allow_origins),
-                allow_private_network=True,  # which Chromium asks for; others are refused before
+                allow_private_network=True,  # Chromium asks for it; other origins are refused before
                 allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],  # nothing rests on cookies, so a page needs the key like anybody
+                allow_headers=["*"],  # there are no cookies, so a page needs the key like any client
             ),
         ]
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
@@ -153,7 +153,7 @@ class App:
         return JSONResponse(await asyncio.to_thread(self._history_json))
 
     def _history_json(self) -> dict[str, Any]:
-        """What was learned, most useful first; a history that no answer has taught yet is empty."""
+        """What was learned, the most useful first. A history without answers is empty."""
         history = self._history
         if history is None or not history.path.is_file():
             name = None if history is None else history.name
@@ -174,7 +174,7 @@ class App:
             return JSONResponse(await asyncio.to_thread(self._forget_now, self._history, body.text))
 
     def _forget_now(self, history: History, text: str | None) -> dict[str, Any]:
-        """Forget on disk and in models, which hold what they read at their start and write at their end."""
+        """Forget on disk and in models: they hold what they read at the start and write at the end."""
         with ExitStack() as using:
             models = [using.enter_context(self.models.use(name)) for name in self.models.loaded]
             for model in models:
@@ -190,14 +190,14 @@ class App:
             return amount
 
     async def _on_fault(self, request: Request, _: Exception) -> Response:
-        """A mistake of edgespec's own; Starlette raises it again, so that the log has it."""
+        """Answer a fault of edgespec itself. Starlette raises it again, so that the log has it."""
         problem = Problem(500, "the server failed over this request; its log has the reason")
         return readable(problem, request.scope, self.options)
 
     async def _page_file(self, request: Request) -> Response:
         data, kind = self._page[request.url.path]
-        if kind == "text/html" and kind not in request.headers.get("accept", ""):  # no browser asks
-            return PlainTextResponse("Ollama is running", headers=_VARIES)  # for which its clients look
+        if kind == "text/html" and kind not in request.headers.get("accept", ""):  # the client is no browser
+            return PlainTextResponse("Ollama is running", headers=_VARIES)  # its clients look for this
         return Response(data, media_type=kind, headers=_PAGE_HEADERS | _VARIES)
 
 

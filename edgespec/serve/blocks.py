@@ -1,4 +1,4 @@
-"""What Responses and Messages share: an answer as a row of blocks, and their words for those of chats."""
+"""Parts that Responses and Messages share: answers as rows of blocks, and the translation to chats."""
 
 import json
 from abc import abstractmethod
@@ -29,7 +29,7 @@ class Output:
 
 @dataclass(slots=True)
 class Block:
-    """Thoughts, a text, or a call of a tool: of that, ``text`` are the arguments so far."""
+    """Thoughts, a text, or a call of a tool, whose ``text`` are the arguments so far."""
 
     kind: Kind
     index: int
@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(slots=True)
 class BlockReply(Reply):
-    """An answer as blocks, each of which ends where the next begins."""
+    """An answer as blocks. Each ends where the next begins."""
 
     blocks: list[Block] = field(default_factory=list, kw_only=True)
 
@@ -54,7 +54,7 @@ class BlockReply(Reply):
     def _closed(self, block: Block) -> list[Json]: ...
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """The events of a piece: what goes on with a call comes before text, which can only follow it."""
+        """The events of a piece. Parts of a call come before text, because text can only follow it."""
         going_on = len([*takewhile(lambda part: part.id is None, record.calls)])
         events = self._take("thinking", record.reasoning)
         for part in record.calls[:going_on]:
@@ -65,7 +65,7 @@ class BlockReply(Reply):
         return events
 
     def take_whole(self, answer: Generation) -> None:
-        """Take an answer in one piece."""
+        """Take a complete answer."""
         calls = [
             CallPart(at, json.dumps(call.arguments, ensure_ascii=False), call.id, call.name)
             for at, call in enumerate(answer.tool_calls)
@@ -91,7 +91,7 @@ class BlockReply(Reply):
 
 
 def field_of(part: object, name: str, where: str, allowed: Sequence[str], usual: str | None = None) -> str:
-    """A field of a part, one of ``allowed``, ``usual`` where there is none; RequestError for another."""
+    """A field of a part: one of ``allowed``, or ``usual`` if it is missing. RequestError for others."""
     value = part.get(name) if isinstance(part, Mapping) else None
     value = usual if value is None else value
     if not isinstance(value, str) or value not in allowed:
@@ -100,7 +100,7 @@ def field_of(part: object, name: str, where: str, allowed: Sequence[str], usual:
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
-    """A text, or that of a list of parts of these kinds, a line each; RequestError for anything else."""
+    """A text, or the texts of parts of these kinds, a line each. RequestError for anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -113,25 +113,23 @@ def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
 
 
 def add(messages: list[Json], role: str, text: str, name: str = "content") -> Json:
-    """Put a text behind ``messages``; what one says in a row is one message, as templates want it."""
+    """Append a text to ``messages``. Templates want one message for texts of one role in a row."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
-    content = (
-        messages[-1].pop(name, None) or ""
-    )  # of which there is no other reference, so that it grows in place
+    content = messages[-1].pop(name, None) or ""  # there is no other reference, so that it grows in place
     content += f"\n{text}" if content and text else text
     messages[-1][name] = content
     return messages[-1]
 
 
 def add_call(messages: list[Json], call_id: object, name: object, arguments: object) -> None:
-    """Put a call behind ``messages``, into what the assistant said."""
+    """Append a call to ``messages``, to the assistant's message."""
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     add(messages, "assistant", "").setdefault("tool_calls", []).append(call)
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]], kind: str, parameters: str) -> list[Json]:
-    """Tools of the type ``kind``, whose schemas are called ``parameters``, as chats have them."""
+    """Tools of the type ``kind``, in the form of chats: their schemas are called ``parameters``."""
     functions = list[Json]()
     for tool in without_foreign(tools, kind):
         names = {**{key: key for key in ("name", "description", "strict")}, parameters: "parameters"}

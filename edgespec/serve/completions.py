@@ -1,4 +1,4 @@
-"""Chat and text completions: a request in, an answer out, at once or piece by piece."""
+"""Chat and text completions: requests in, answers out, whole or as streams."""
 
 import asyncio
 from collections import deque
@@ -37,21 +37,21 @@ T = TypeVar("T")
 Ask = Callable[..., Stream]
 Asks = Callable[[Model], Sequence[Ask]]
 MakeReply = Callable[..., Reply]
-"""Makes an answer in the form of an endpoint, of what :func:`described` says."""
+"""Makes a reply in the form of an endpoint, from the facts of :func:`described`."""
 Words = Mapping[str, str]
-"""An endpoint's names of options, by those that errors have."""
+"""An endpoint's names of options, by the names in errors."""
 NO_WORDS: Words = MappingProxyType({})
 _AT_ONCE_S = 0.2
-"""How long the headers wait for what goes wrong with a request."""
+"""Seconds that headers wait for an early error."""
 _SILENCE_S = 5.0
-"""How long nothing is sent; proxies commonly give up after a minute, some clients sooner."""
-_LOAD_LOOK_S = 1.0  # between comments on a load, at least
+"""Seconds of silence before a comment. Proxies commonly give up after a minute, some clients sooner."""
+_LOAD_LOOK_S = 1.0  # seconds between comments on a load
 
 
 class Completions:
-    """Asks models for answers, on behalf of many clients; a model takes them a few at once.
+    """Asks models for the answers of all clients. A model answers a few requests at once.
 
-    Where it is ``closing``, no further request is taken, since the server ends.
+    While the server is ``closing``, no further request is taken.
     """
 
     def __init__(self, models: Models, options: ServeOptions) -> None:
@@ -84,7 +84,7 @@ class Completions:
         return Response(await asyncio.to_thread(written), media_type="application/json")
 
     async def vectors(self, request: Request, body: EmbeddingBody, model: Model, left_s: float) -> Embeddings:
-        """The vectors of the texts of a body, by a model that the request uses, within seconds."""
+        """The vectors of a body's texts, by the request's model, within so many seconds."""
         embed = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
             embeddings = await _while_connected(request, embed(body.texts(), timeout=left_s))
@@ -118,8 +118,8 @@ class Completions:
     ) -> Response:
         """Answer a conversation in the form of an endpoint.
 
-        Errors name fields in ``words`` of the endpoint instead of a chat's. With ``may_think`` a model that
-        does not think answers without thoughts, instead of refusing to.
+        Errors name fields by the endpoint's ``words``. With ``may_think`` a model without thoughts answers,
+        instead of refusing.
         """
         messages = body.conversation()
 
@@ -134,26 +134,26 @@ class Completions:
     async def count_tokens(
         self, request: Request, body: ChatBody, *, words: Words = NO_WORDS, may_think: bool = False
     ) -> int:
-        """How many tokens the model would read."""
+        """The number of tokens that the model would read."""
         model, _ = await self.model(request, body.model)
         options = _fitting(body.options(), model, may_think)
         with _worded({**body.words(), **words}):
             return await asyncio.to_thread(model.count_tokens, body.conversation(), **options)
 
     async def read(self, cls: type[T], request: Request) -> T:
-        """What a request carries; see :func:`read_body`."""
+        """The body of a request; see :func:`read_body`."""
         if self.closing:
             raise shutting_down()
         return await read_body(cls, request, self._options)
 
     def check_name(self, name: str) -> None:
-        """See that there is such a model; Problem, status 404, where there is none."""
+        """Check that there is such a model. Problem with status 404 if there is none."""
         if name not in self._models.names:
             problem = f"model {name!r:.200} not found; this server has {str([*self._models.names])[1:-1]}"
             raise Problem(404, problem, "model_not_found")
 
     async def model(self, request: Request, name: str) -> tuple[Model, float]:
-        """A model, loaded until the request is over, and the seconds that it has left."""
+        """A model that stays loaded during the request, and the seconds that the request has left."""
         return await _while_connected(request, self._use(request, name))
 
     async def _use(
@@ -177,7 +177,7 @@ class Completions:
         form: MakeReply,
         words: Words = NO_WORDS,
     ) -> Response:
-        """Answer what ``asks`` ask of a model, with the options of ``body``, in the form of an endpoint."""
+        """Answer ``asks`` with the options of ``body``, in the form of an endpoint."""
         options = cast(RequestOptions, {"max_new_tokens": self._options.max_new_tokens, **body.options()})
         words = {**body.words(), **words}
         if body.stream:
@@ -196,30 +196,30 @@ class Completions:
         for answer_choice in {
             id(choice.stats): choice for answer in answers for choice in answer.choices
         }.values():
-            count.tokens += len(answer_choice.tokens)  # greedy choices are one answer several times
+            count.tokens += len(answer_choice.tokens)  # greedy choices share one answer
             count.stats.append(answer_choice.stats)
             _check_ended(answer_choice)
         return JSONResponse(answer.whole(answers))
 
 
 def described(name: str, model: Model) -> tuple[str, Tokenizer, float]:
-    """What answers say of a model; also what it would write without speculation, by its cost at load."""
+    """Facts of a model for replies, with its speed without speculation, by the costs at load."""
     return name, model.target.tokenizer, 1.0 / model.cost_curve.seconds(1)
 
 
 class _Streamed:
-    """An answer that is streamed, as each of its ``choices``: greedy ones are one answer."""
+    """A streamed answer and the indexes of its choices. Greedy choices share one answer."""
 
     def __init__(self, stream: Stream, choices: Sequence[Reply]) -> None:
         self.stream, self._choices, self._has_begun = stream, choices, False
         self._records, self._attribution = aiter(stream.records()), Attribution(choices[0].tokenizer)
 
     def next(self) -> "asyncio.Future[Record | None]":
-        """What it adds; None at its end."""
+        """The next record, or None at the end."""
         return asyncio.ensure_future(anext(self._records, None))
 
     def chunks(self, record: Record) -> list[Json]:
-        """What says so; who speaks is not said before: clients take that for the end of the wait."""
+        """The chunks of a record. The role comes with the first one, because it ends a client's wait."""
         chunks = list[list[Json]]()
         if not self._has_begun:
             self._has_begun = True
@@ -239,10 +239,10 @@ class _Streamed:
 
 
 class _EventStream(StreamingResponse):
-    """The events of all answers, as they come; when it is over, however that came, these are.
+    """The events of all answers, as they come. When the stream ends, for whatever reason, the answers end.
 
-    ``load`` gives the model and the seconds that are left, ``asks`` what each prompt asks of it; as many run
-    as the model answers at once.
+    ``load`` gives the model and the seconds that are left. ``asks`` are the questions of the prompts; as many
+    run as the model answers at once.
     """
 
     def __init__(
@@ -255,21 +255,21 @@ class _EventStream(StreamingResponse):
         options: RequestOptions,
         words: Words,
     ) -> None:
-        self._answer = form(body.model, None, 0.0)  # of no model yet: all it can say is what went wrong
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy gathers them
+        self._answer = form(body.model, None, 0.0)  # without a model yet, it can only report errors
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # keeps proxies from buffering
         super().__init__(self._lines(), media_type=self._answer.media_type, headers=headers)
         self._count, self._asks, self._form, self._options = count, asks, form, options
         self._words = words
         self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
         self._streams: Sequence[Sequence[Stream]] = ()
         self._waiting, self._coming = deque[_Streamed](), dict[asyncio.Future[Record | None], _Streamed]()
-        self._loads = deque[LoadProgress](maxlen=1)  # by the thread that loads
+        self._loads = deque[LoadProgress](maxlen=1)  # written by the thread that loads
         self._read: Progress | None = None
         self._ended = False
         self._loading = asyncio.ensure_future(load(self._loads.append))
 
     async def begin(self) -> None:
-        """Raise what goes wrong at once, for the status; whoever waits longer gets the headers."""
+        """Raise an early error, for the status. After a short wait the headers are sent."""
         if not (await asyncio.wait((self._loading,), timeout=_AT_ONCE_S))[0]:
             return
         await self._ask()
@@ -278,7 +278,7 @@ class _EventStream(StreamingResponse):
             future.result()
 
     async def close(self) -> None:
-        """End the answers, which nobody reads any more."""
+        """End the answers, because nobody reads them any more."""
         self._loading.cancel()
         for future in self._coming:
             future.cancel()
@@ -294,20 +294,20 @@ class _EventStream(StreamingResponse):
             await self.close()
 
     async def _ask(self) -> None:
-        """Ask the model, which is loaded."""
+        """Ask the model, now that it is loaded."""
         model, self._options["timeout"] = self._loading.result()
         answer = self._answer = self._form(*described(self._answer.model, model))
         options, asks = self._options, self._asks(model)
         with _worded(self._words):
             self._streams = await asyncio.to_thread(lambda: [_choices(options, ask) for ask in asks])
         every = [*chain.from_iterable(self._streams)]
-        same = len(asks) * options.get("n", 1) // len(every)  # choices that are one answer
+        same = len(asks) * options.get("n", 1) // len(every)  # choices that share one answer
         choices = (answer.choices(range(at, at + same)) for at in range(0, len(every) * same, same))
         self._waiting.extend(map(_Streamed, every, choices))
         self._start()
 
     def _start(self) -> None:
-        """Ask for the next answers; what the queue has no room for waits here."""
+        """Start the next answers. Those for which the queue has no room wait here."""
         while self._waiting and len(self._coming) < self._waiting[0].stream.at_once:
             try:
                 self._waiting[0].stream.start()
@@ -319,7 +319,7 @@ class _EventStream(StreamingResponse):
             self._coming[streamed.next()] = streamed
 
     async def _lines(self) -> AsyncIterator[str]:
-        """All that goes over the wire."""
+        """The lines of the stream."""
         try:
             async for line in self._until_loaded():
                 yield line
@@ -339,7 +339,7 @@ class _EventStream(StreamingResponse):
         self._ended = True
 
     async def _until_loaded(self) -> AsyncIterator[str]:
-        """Comments that say how far the load is."""
+        """Comments about the progress of the load."""
         clock, before, due = asyncio.get_running_loop().time, "", 0.0
         while not self._loading.done():
             comment = f"loading {self._answer.model}{''.join(map(_stage, [*self._loads]))}"
@@ -349,7 +349,7 @@ class _EventStream(StreamingResponse):
             await asyncio.wait((self._loading,), timeout=_LOAD_LOOK_S)
 
     async def _pieces(self) -> AsyncIterator[str]:
-        """Events of what comes, and comments while there is nothing to say."""
+        """Events of the answers, and comments while there are none."""
         clock = asyncio.get_running_loop().time
         due = clock() + (0 if self._place else _SILENCE_S)
         while self._coming:
@@ -364,7 +364,7 @@ class _EventStream(StreamingResponse):
                 due = clock() + _SILENCE_S
 
     def _said(self, streamed: _Streamed, record: Record | None) -> list[Json]:
-        """The chunks of what came."""
+        """The chunks of a record."""
         if record is None:
             _check_ended(streamed.stream.result)
             self._count.stats.append(streamed.stream.result.stats)
@@ -390,14 +390,14 @@ class _EventStream(StreamingResponse):
 
 
 def _stage(load: LoadProgress) -> str:
-    """What is done now; nothing behind a stage's end."""
+    """The present stage; empty when a stage has ended."""
     share = f" {100 * load.done // load.total} %" if load.total else ""
     return f", {load.stage}{share}" if load.done != load.total else ""
 
 
 @contextmanager
 def _worded(words: Words) -> Iterator[None]:
-    """Have errors name what the client sent instead of what a model calls it."""
+    """Within the block errors name the client's fields instead of the model's options."""
     try:
         yield
     except RequestError as error:
@@ -408,21 +408,21 @@ def _worded(words: Words) -> Iterator[None]:
 
 
 def _fitting(options: RequestOptions, model: Model, may_think: bool) -> RequestOptions:
-    """``options``, without thoughts where the model has none and may do without."""
+    """``options``, without ``thinking`` if the model has no thoughts and may answer without."""
     if model.thinks or not may_think:
         return options
     return cast(RequestOptions, {**options, "thinking": None})
 
 
 def _choices(options: RequestOptions, ask: Ask) -> list[Stream]:
-    """The streams of the answers that ``options`` want of one prompt."""
+    """The streams of the answers to one prompt."""
     seeds, single = requests.Request.of(options).seeds, {**options}
     single.pop("n", None)
     return [ask(**single)] if len(seeds) == 1 else [ask(**{**single, "seed": seed}) for seed in seeds]
 
 
 async def _all(asks: Sequence[Ask], options: RequestOptions, words: Words) -> list[Generation]:
-    """The answers to all prompts; if one cannot be had, none is."""
+    """The answers to all prompts. If one fails, all fail."""
 
     async def one(ask: Ask) -> Generation:
         with _worded(words):
@@ -439,7 +439,7 @@ async def _all(asks: Sequence[Ask], options: RequestOptions, words: Words) -> li
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Do ``work`` until it is done; if the client leaves before, it is cancelled: ClientDisconnect."""
+    """Await ``work``. If the client leaves first, cancel it and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:
@@ -459,10 +459,10 @@ async def _left(request: Request) -> None:
 
 
 def _check_ended(answer: Generation) -> None:
-    """Refuse to pass off as an answer what ended before it was one.
+    """Refuse a request that ended before it had an answer.
 
     Raises:
-        Problem: the server ends, or time ran out before the first token.
+        Problem: the server ends, or the time was up before the first token.
     """
     if answer.finish_reason == "closed":
         raise shutting_down()

@@ -1,4 +1,4 @@
-"""``/v1/messages``, Anthropic's Messages API: its words for what a chat is asked, and its events."""
+"""``/v1/messages``, Anthropic's Messages API: its requests as chats, and its events."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _BLOCKS = {
     "system": ("text",),
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_STOPPED = {"stop": "end_turn", "tool_calls": "tool_use"}  # any other is a limit: of tokens, of time
+_STOPPED = {"stop": "end_turn", "tool_calls": "tool_use"}  # other reasons are limits of tokens or time
 _PIECES = {
     "thinking": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -42,7 +42,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """``thinking``; thoughts come whole, whatever ``display`` says. The model decides without a ``type``."""
+    """``thinking``. Without a ``type`` the model decides. ``display`` is ignored: thoughts come whole."""
 
     type: Literal["enabled", "adaptive", "disabled"] | None = None
     budget_tokens: Annotated[int, within(0)] | None = None
@@ -51,14 +51,14 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig(Output):
-    """``output_config``; the effort bounds thoughts, if the model has any."""
+    """``output_config``. The effort bounds the thoughts of a model that thinks."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextManagement:
-    """``context_management``: of earlier thoughts alone, which templates drop by themselves."""
+    """``context_management``, for earlier thoughts only: templates drop them anyway."""
 
     edits: Sequence[Mapping[str, Any]] = ()
 
@@ -99,14 +99,14 @@ class MessagesBody(Body):
         )
 
     def _effort(self) -> Effort | None:
-        """``reasoning_effort``; without a word the model's template decides."""
+        """The chat's ``reasoning_effort``. None leaves it to the model's template."""
         if self.thinking.type == "disabled":
             return "none"
         effort: Effort | None = "xhigh" if self.output_config.effort == "max" else self.output_config.effort
         return effort or (self.thinking.type and "high")
 
     def asking(self) -> dict[str, Any]:
-        """What ``converse`` is told besides: a model has to think only where ``thinking`` is ``enabled``."""
+        """Arguments for ``converse``: a model must think only if ``thinking`` is ``enabled``."""
         wish = self.output_config.effort
         wished = f"output_config.effort is {wish!r}" if wish else "thinking.type is 'enabled'"
         words = {
@@ -117,7 +117,7 @@ class MessagesBody(Body):
         return {"may_think": self.thinking.type != "enabled", "words": words}
 
     def said(self) -> list[Json]:
-        """The system's text and the messages, as a chat's."""
+        """The system's text and the messages, as those of a chat."""
         system = text_of(self.system, "system", ("text",))
         messages: list[Json] = [{"role": "system", "content": system}] if system else []
         for at in self._order():
@@ -130,9 +130,9 @@ class MessagesBody(Body):
         return messages
 
     def _order(self) -> list[int]:
-        """The messages' places, as they are read: a system's behind a question goes before it.
+        """The order in which messages are read: a system message behind a question goes before it.
 
-        Agents put what they know of their surroundings there, and models go on with what comes last.
+        Agents describe their surroundings there, and models go on with what comes last.
         """
         order = [*range(len(self.messages))]
         roles = [*(message.get("role") for message in self.messages), "assistant"]
@@ -143,7 +143,7 @@ class MessagesBody(Body):
 
 
 def _is_question(message: Mapping[str, Any]) -> bool:
-    """Whether a message is the user's and holds no results of tools, which belong behind their calls."""
+    """Whether a message is the user's and has no results of tools, which must follow their calls."""
     content = message.get("content")
     blocks = content if isinstance(content, list | tuple) else ()
     results = (isinstance(block, Mapping) and block.get("type") == "tool_result" for block in blocks)
@@ -151,7 +151,7 @@ def _is_question(message: Mapping[str, Any]) -> bool:
 
 
 def _add_message(messages: list[Json], message: Mapping[str, Any], where: str) -> None:
-    """Put a message behind ``messages``: in a chat, results of tools are messages of their own."""
+    """Append a message to ``messages``. In a chat, results of tools are messages of their own."""
     role, content = field_of(message, "role", where, [*_BLOCKS]), message.get("content")
     if not isinstance(content, list | tuple):
         content = [{"type": "text", "text": text_of(content, f"{where}.content", ())}]
@@ -178,7 +178,7 @@ class MessageReply(BlockReply):
         return self._message([*map(_content, self.blocks)]) | _ended(answers[0]) | self._cost(answers[0])
 
     def begin(self) -> list[Json]:
-        """The message without content, and how many tokens are read for it."""
+        """The message without content, with the number of prompt tokens."""
         counts = {"usage": _read(*self.prompt) | {"output_tokens": 0}}
         return [{"type": "message_start", "message": self._message([]) | counts}]
 
@@ -187,7 +187,7 @@ class MessageReply(BlockReply):
         return [*self.close(), delta, {"type": "message_stop"}]
 
     def failed(self, problem: Problem) -> Json:
-        """In the shape of Anthropic's errors."""
+        """An error in Anthropic's form."""
         return problem.to_json("/v1/messages")
 
     def _opened(self, block: Block) -> list[Json]:
@@ -214,7 +214,7 @@ class MessageReply(BlockReply):
 
 
 def _read(prompt: int, cached: int) -> Json:
-    """Input tokens are, as Anthropic counts them, those that no cache held."""
+    """Count input tokens like Anthropic, without those that a cache held."""
     counts = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
     return {"input_tokens": prompt - cached, **counts}
 

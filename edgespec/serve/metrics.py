@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus, and its log: one line a request, without a word of any prompt."""
+"""A server's counters for Prometheus, and its log: a line for each request, without any of its text."""
 
 import logging
 from collections.abc import Collection
@@ -15,17 +15,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edgespec.requests.results import GenerationStats
 
 CLIENT_LEFT = 499
-"""Status of requests that nobody waited for any more; a habit of other servers, not of HTTP."""
+"""Status of requests whose client left. Other servers use it too; HTTP does not define it."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _LOG = logging.getLogger("edgespec.serve")
 
 
 @dataclass(slots=True)
 class RequestCount:
-    """What one request came to.
+    """The figures of one request.
 
-    ``stats`` are of each answer that ended, ``prompt_tokens`` of texts that are not answered. ``left`` says
-    whether the client went away first.
+    ``stats`` are those of each answer that ended, ``prompt_tokens`` count texts without answers. ``left``
+    says whether the client left first.
     """
 
     tokens: int = 0
@@ -35,7 +35,7 @@ class RequestCount:
 
 
 def count_of(request: Request) -> RequestCount:
-    """The count of a request that :meth:`Metrics.watch` is given."""
+    """The count of a request that :meth:`Metrics.watch` handles."""
     count: RequestCount = request.scope["edgespec.count"]
     return count
 
@@ -73,15 +73,15 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All counters in Prometheus' text format."""
         return generate_latest(self._registry)
 
     async def watch(
         self, app: ASGIApp, paths: Collection[str], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Have ``app`` answer a request, count it, and log it when it is over.
+        """Have ``app`` answer a request, and count and log it when it ends.
 
-        ``paths`` are counted by name; whatever else clients make up is counted as one.
+        ``paths`` are counted by name, and all others as one.
         """
         if scope["type"] != "http":
             await app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""``/api``, Ollama's API: its names of what others have too, and lines of JSON where others have events."""
+"""``/api``, Ollama's API: its requests as chats, and its lines of JSON in place of events."""
 
 import asyncio
 import json
@@ -30,20 +30,20 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import Limit, length, shown, within
 
 VERSION = "0.33.0"
-"""Of Ollama, whose API this follows; clients ask for one that has what they need."""
+"""The version of Ollama whose API this follows. Clients check it."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS: dict[bool | str, Effort] = {
     False: "none", "low": "low", "medium": "medium", "high": "high", True: "high", "max": "xhigh",
 }  # fmt: skip
 _WORDS = {
     "response_format": "format",
-    "shows no tools": "does not support tools",  # for which clients look
+    "shows no tools": "does not support tools",  # clients look for this text
     "does not think": "does not support thinking",
 }
 _NO_TIME = re.compile(r"0[0.a-z]*")
 _FOREVER_S = 200 * 365 * 86400.0
 MANAGING = (*(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete")), "/api/blobs/{digest}")
-"""Paths of what changes models, which a server does not."""
+"""Paths that change models, which this server does not do."""
 
 
 def _empty(reason: str) -> Limit:
@@ -52,7 +52,7 @@ def _empty(reason: str) -> Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Sampling):
-    """``options``; what they say of memory and threads changes no answer."""
+    """``options``. Those about memory and threads change no answer."""
 
     num_predict: Annotated[int, within(-2, 2**31 - 1)] = -1
     stop: str | Sequence[str] | None = None
@@ -126,7 +126,7 @@ class _Body:
 
     @property
     def unloads(self) -> bool:
-        """Whether the model is to go, if nothing is asked of it."""
+        """Whether a request without a prompt unloads the model."""
         return _NO_TIME.fullmatch(str(self.keep_alive)) is not None
 
 
@@ -144,7 +144,7 @@ class OllamaChatBody(_Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateBody(_Body):
-    """Body of ``POST /api/generate``: a question, a prompt as it is (``raw``), or the sides of a hole."""
+    """Body of ``POST /api/generate``: a question, a raw prompt, or a hole in a text."""
 
     prompt: str = ""
     suffix: str = ""
@@ -165,13 +165,13 @@ class GenerateBody(_Body):
         return not (self.raw or self.suffix)
 
     def chat(self) -> ChatBody:
-        """The same request as a chat, of which a prompt as it is, or a fill, has the options."""
+        """The same request as a chat. Raw prompts and fills use its options only."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         chat = self.about([*system, {"role": "user", "content": self.prompt}])
         return chat if self.is_chat or self.think else replace(chat, reasoning_effort=None)
 
     def asks(self, model: Model) -> Sequence[Ask]:
-        """The model's method and the prompt where that is no question."""
+        """The model's method and the prompt, for prompts that are no questions."""
         if self.suffix:
             return [partial(model.stream_fill, self.prompt, self.suffix)]
         return [partial(model.stream, self.prompt, special=True)]
@@ -203,12 +203,12 @@ class ShowBody:
 
 
 def _name(model: str) -> str:
-    """Ollama's names have tags."""
+    """A model's name without Ollama's tag."""
     return model.removesuffix(":latest")
 
 
 def _closed(schema: Mapping[str, Any]) -> Any:
-    """The schema; where it names properties and says nothing of others, Ollama allows none."""
+    """The schema, without further properties if it lists some and does not mention others, like Ollama."""
 
     def closed(part: Json, place: str) -> Json:
         is_whole = "properties" in part and "/allOf/" not in place
@@ -221,7 +221,7 @@ def _closed(schema: Mapping[str, Any]) -> Any:
 
 
 def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """A chat's messages. Results without an identifier belong to the last calls, in turn."""
+    """A chat's messages. Results without an identifier belong to the last calls in order."""
     messages, calls = list[Json](), iter(list[Json]())
     for at, message in enumerate(conversation):
         where = f"messages[{at}]"
@@ -250,7 +250,7 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
 
 @dataclass(slots=True)
 class OllamaReply(Reply):
-    """Lines of ``/api/chat``, or of ``/api/generate``: a text (``is_text``) and no message.
+    """Lines of ``/api/chat``, or of ``/api/generate``, which have a text (``is_text``) instead of a message.
 
     ``began`` and ``loaded`` are times of the monotonic clock, in seconds.
     """
@@ -269,7 +269,7 @@ class OllamaReply(Reply):
         return piece | self._ended(answer)
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """A piece of the thoughts or of the text; calls come whole, at the end."""
+        """A piece of the thoughts or of the text. Calls come whole at the end."""
         tokens = record.tokens[len(record.thoughts) :]
         return [self._piece(record.content, record.reasoning, tokens=tokens)]
 
@@ -279,11 +279,11 @@ class OllamaReply(Reply):
         return [*calls, self._piece() | self._ended(answer)]
 
     def failed(self, problem: Problem) -> Json:
-        """In the shape of Ollama's errors."""
+        """An error in Ollama's form."""
         return problem.to_json("/api/")
 
     def line(self, event: Mapping[str, Any]) -> str:
-        """A line; in ASCII, since some clients take U+2028 for the end of one."""
+        """A line in ASCII, because some clients take U+2028 for the end of a line."""
         return f"{json.dumps(event)}\n"
 
     def comment(self, text: str) -> str:
@@ -327,7 +327,7 @@ def _call_json(at: int, call: ToolCall) -> Json:
 
 
 def _durations(**seconds: float) -> dict[str, int]:
-    """In nanoseconds."""
+    """Durations in nanoseconds."""
     return {f"{name}_duration": round(1e9 * duration) for name, duration in seconds.items()}
 
 
@@ -341,7 +341,7 @@ class Ollama:
     def __init__(self, completions: Completions, models: Models) -> None:
         self._completions, self._models = completions, models
         self._since = _at(datetime.now(UTC))
-        self._info = dict[str, Json]()  # of each model that was loaded since the start
+        self._info = dict[str, Json]()  # facts of each model that was loaded since the start
 
     async def chat(self, request: Request) -> Response:
         """``POST /api/chat``."""
@@ -401,7 +401,7 @@ class Ollama:
         return JSONResponse({"models": [self._running(name, model) for name, model in loaded]})
 
     async def show(self, request: Request) -> Response:
-        """``POST /api/show``; loads a model that was not yet, since only then it is known what it can."""
+        """``POST /api/show``. Loads a new model, because only then its abilities are known."""
         body = await self._completions.read(ShowBody, request)
         name = _name(body.model or body.name)
         self._completions.check_name(name)
@@ -416,12 +416,12 @@ class Ollama:
         return JSONResponse({"version": VERSION})
 
     async def manage(self, request: Request) -> Response:
-        """What changes the models that there are; Problem, status 501."""
+        """Refuse requests that change models, with a Problem of status 501."""
         instead = "'edgespec serve NAME...' names models, of files too; 'edgespec pull NAME' fetches one"
         raise Problem(501, f"{request.url.path} changes no models here; {instead}", "not_implemented")
 
     def _info_of(self, name: str) -> Json:
-        """What was known of a model when it was last loaded; empty where it never was."""
+        """Facts of a model from its last load; empty if it was never loaded."""
         if (model := self._models.loaded.get(name)) is not None:
             self._info[name] = _info(name, model)
         return self._info.get(name, {})
@@ -444,7 +444,7 @@ class Ollama:
 
 
 def _info(name: str, model: Model) -> Json:
-    """What Ollama's clients want to know of a model."""
+    """Facts of a model for Ollama's clients."""
     bundle, manifest, config = model.target, model.target.manifest, model.target.config
     weights, formats = manifest.parameters_per_pass, Counter(manifest.formats)
     skills = {"tools": calls_tools(bundle), "thinking": model.thinks, "insert": fills(bundle)}
@@ -466,7 +466,7 @@ def _info(name: str, model: Model) -> Json:
 
 
 def _digest(*parts: str) -> str:
-    """What tells models apart; clients keep by it what a model can."""
+    """The digest of a model, under which clients keep its abilities."""
     return sha256("\n".join(parts).encode()).hexdigest()
 
 

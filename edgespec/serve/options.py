@@ -1,4 +1,4 @@
-"""How a model is served: where, for whom, and with which limits."""
+"""Options of the server: its address, its clients, and its limits."""
 
 import ipaddress
 import re
@@ -11,7 +11,7 @@ from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.schema import check_fields, length, matching, within
 
 _Key = Annotated[str, matching(r"[!-~]{8,1000}", "of 8 to 1,000 printable ASCII characters, without spaces")]
-_WEB = r"(?!(?i:https?)://\*?(:|$))"  # pages of every host are not meant
+_WEB = r"(?!(?i:https?)://\*?(:|$))"  # not pages of every host
 _PLACE = r"(\*|(\*\.)?[\w.-]+|\[[\da-fA-F:.]+\]|)(:(\d+|\*))?"
 _Origin = Annotated[
     str,
@@ -26,7 +26,7 @@ _HostName = Annotated[str, matching(r"[^/:\s]+|\[[^/\s]+\]", "a name or an addre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where a model is served, for whom, and with which limits.
+    """Options of the server: its address, its clients, and its limits.
 
     Attributes:
         host: The address to listen at. An address that other machines can reach needs ``api_key``.
@@ -64,14 +64,14 @@ class ServeOptions:
 
 
 def origin_pattern(origins: Iterable[str]) -> str:
-    """A regular expression for origins as browsers write them, of those that the options allow."""
+    """A regular expression for the allowed origins, as browsers write them."""
     patterns = list[str]()
     for origin in origins:
         scheme, mark, place = origin.partition("://")
         host, port = re.fullmatch(r"(\[.*\]|[^:]*):?(.*)", place).groups()  # type: ignore[union-attr]
         name = re.escape(host.removeprefix("*."))
         name = r"[\w.-]+" if host == "*" else rf"([\w-]+\.)+{name}" if host.startswith("*.") else name
-        usual = port in ("", {"http": "80", "https": "443"}.get(scheme.lower()))  # which browsers leave out
+        usual = port in ("", {"http": "80", "https": "443"}.get(scheme.lower()))  # left out by browsers
         patterns.append(
             re.escape(scheme + mark) + name + ("" if usual else r"(:\d+)?" if port == "*" else f":{port}")
         )
@@ -79,16 +79,16 @@ def origin_pattern(origins: Iterable[str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or an address, is this machine's own and no other machine reaches it."""
+    """Whether only this machine can reach ``host``, a name or an address."""
     return all(ipaddress.ip_address(address[0]).is_loopback for _, address in _resolved(host, 0))
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; EdgespecError where the port is taken, or the address another's."""
+    """A socket bound to the address. EdgespecError if the port is taken or the address is not ours."""
     family, address = _resolved(host, port)[0]
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # Windows would share the port with whoever asks
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # otherwise Windows shares the port
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         else:  # connections of a server that just ended do not keep the port
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,7 +103,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """Families and addresses, without the parts that only IPv6 has."""
+    """Address families and addresses, without the parts that only IPv6 has."""
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

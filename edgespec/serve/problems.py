@@ -24,7 +24,7 @@ _ANTHROPIC = {
 class Problem(Exception):  # noqa: N818 - it ends a request, not the program
     """Ends a request with an error.
 
-    ``message`` says what was given, what is allowed, what to do; ``code`` is a word for programs.
+    ``message`` says what was given, what is allowed and what to do. ``code`` is for programs.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Problem(Exception):  # noqa: N818 - it ends a request, not the program
         self.status, self.message, self.code, self.headers = status, message, code, headers
 
     def to_json(self, path: str = "") -> dict[str, Any]:
-        """The body, as OpenAI writes it; below ``/v1/messages`` as Anthropic, below ``/api`` as Ollama."""
+        """The body in OpenAI's form; in Anthropic's below ``/v1/messages`` and in Ollama's below ``/api``."""
         if path.startswith("/api/"):
             return {"error": self.message}
         if path.startswith("/v1/messages"):
@@ -49,12 +49,12 @@ class Problem(Exception):  # noqa: N818 - it ends a request, not the program
 
 
 def shutting_down() -> Problem:
-    """What a client is told while the server ends."""
+    """The problem of requests while the server ends."""
     return Problem(503, "the server is shutting down", "shutting_down", {"Retry-After": "30"})
 
 
 def of_error(error: EdgespecError) -> Problem:
-    """What a client is told when the model raised ``error``."""
+    """The problem of an error that the model raised."""
     if isinstance(error, Busy):
         return Problem(429, str(error), "queue_full", {"Retry-After": "5"})
     if isinstance(error, Closed):
@@ -73,7 +73,7 @@ async def on_problem(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Starlette's own refusals: no such path, or another method."""
+    """Answer Starlette's own refusals: an unknown path or method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}; docs/server.md lists what there is"
     return Problem(error.status_code, message, headers=error.headers).response(request.scope)

@@ -1,4 +1,4 @@
-"""What a model wrote as a reply in OpenAI's JSON; what edgespec knows besides stands in ``edgespec``."""
+"""Answers as replies in OpenAI's JSON, with edgespec's own facts in the field ``edgespec``."""
 
 import json
 import secrets
@@ -18,11 +18,11 @@ from edgespec.serve.problems import Problem
 from edgespec_models.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-_FINISH = {"stop": "stop", "tool_calls": "tool_calls"}  # any other is a limit: of tokens, of time
+_FINISH = {"stop": "stop", "tool_calls": "tool_calls"}  # other reasons are limits of tokens or time
 
 
 def usage(answers: Sequence[Generation]) -> Json:
-    """Tokens read and written. Each answer is to a prompt of its own and may have several choices."""
+    """Tokens read and written. Each answer has a prompt of its own and may have several choices."""
     read = sum(answer.stats.prompt_tokens for answer in answers)
     written = sum(len(choice.tokens) for choice in _choices(answers))
     return {
@@ -48,17 +48,17 @@ def vectors_json(embeddings: Embeddings, model: str, *, base64: bool) -> str:
 def with_rows(table: Json, name: str, rows: Iterable[object]) -> str:
     """``table`` with a field of many rows, as JSON.
 
-    Written row by row, since no other thread runs within :func:`json.dumps`.
+    It is written row by row, because no other thread runs within :func:`json.dumps`.
     """
     return f'{{"{name}":[{",".join(map(json.dumps, rows))}],{json.dumps(table)[1:]}'
 
 
 @dataclass(slots=True)
 class Reply:
-    """One response, in the form of an endpoint: whole, or as events.
+    """One reply in the form of an endpoint, whole or as events.
 
-    ``plain_tokens_per_s`` is what the model writes without speculation. Of a stream ``prompt`` are the tokens
-    of the prompt, and how many of them a cache held.
+    ``plain_tokens_per_s`` is the model's speed without speculation. ``prompt`` of a stream has the number of
+    tokens of the prompt, and of those that a cache held.
     """
 
     done: ClassVar[str] = ""  # what ends a stream
@@ -72,11 +72,11 @@ class Reply:
     prompt: tuple[int, int] = field(default=(0, 0), kw_only=True)
 
     def whole(self, answers: Sequence[Generation]) -> Json:
-        """The response in one piece; each of ``answers`` is to a prompt."""
+        """The whole reply. Each of ``answers`` has a prompt of its own."""
         raise NotImplementedError
 
     def choices(self, indices: Iterable[int]) -> Sequence["Reply"]:
-        """The same response for each of some choices."""
+        """The same reply for each of some choices."""
         return [self]
 
     def begin(self) -> list[Json]:
@@ -88,11 +88,11 @@ class Reply:
         raise NotImplementedError
 
     def reading(self, progress: Progress) -> list[Json]:
-        """How far the reading of the prompt is."""
+        """An event about the reading of the prompt."""
         return []
 
     def end(self, answer: Generation) -> list[Json]:
-        """The last events: why it ended, and what it cost."""
+        """The last events: why the answer ended, and what it cost."""
         raise NotImplementedError
 
     def used(self, answers: Sequence[Generation]) -> Json:
@@ -104,12 +104,12 @@ class Reply:
         return problem.to_json()
 
     def line(self, event: Mapping[str, Any]) -> str:
-        """An event as it goes over the wire."""
+        """An event as a line of the stream."""
         name = f"event: {event['type']}\n" if "type" in event else ""  # OpenAI's chunks have none
         return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
     def comment(self, text: str) -> str:
-        """What a request waits for; clients skip it, and neither they nor proxies take it for dead."""
+        """A comment that says what a request waits for. Clients skip it, and proxies keep the stream open."""
         return f": {text}\n\n"
 
     def _scores(self, tokens: Sequence[TokenRecord]) -> list[Json]:
@@ -128,7 +128,7 @@ class Reply:
         return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     def _extension(self, answer: Generation) -> Json:
-        """What other formats have no place for."""
+        """The field ``edgespec``."""
         return {
             "finish_reason": answer.finish_reason,
             "stop": answer.stop,
@@ -139,10 +139,10 @@ class Reply:
 
 @dataclass(slots=True)
 class _Completion(Reply):
-    """A completion's fields, which all chunks share; of one choice, if it is streamed.
+    """The fields that all chunks of a completion share. A streamed one has one choice.
 
-    ``written`` is the number of its characters that were sent. There are ``n`` choices for each prompt;
-    ``echoed`` are the prompts, if choices begin with theirs, ``special`` as for requests.
+    ``written`` counts the characters that were sent. There are ``n`` choices for each prompt. ``echoed`` are
+    the prompts, if choices begin with them; ``special`` is the request's option.
     """
 
     done = "data: [DONE]\n\n"
@@ -178,7 +178,7 @@ class _Completion(Reply):
         return self.choices(range(at * self.n, at * self.n + count))
 
     def reading(self, progress: Progress) -> list[Json]:
-        """How far the reading of the prompt is, as llama.cpp's server says it: beside an empty piece."""
+        """A chunk about the reading of the prompt, in llama.cpp's form: beside an empty piece."""
         so_far = {"total": progress.total, "cache": progress.cached, "processed": progress.read}
         progress_json = {"prompt_progress": {**so_far, "time_ms": round(progress.seconds * 1e3)}}
         return [chunk | progress_json for chunk in self.chunk(Record("", ()), [])]
@@ -202,7 +202,7 @@ class _Completion(Reply):
         return Attribution(self.tokenizer).push(whole)
 
     def _ended(self, answer: Generation, **more: Any) -> Json:
-        """Why it ended, and what OpenAI's format has no place for."""
+        """The fields of a choice's end: its reason, and the field ``edgespec``."""
         reason = _FINISH.get(answer.finish_reason, "length")
         return {"finish_reason": reason, "edgespec": self._extension(answer) | more}
 
@@ -214,11 +214,11 @@ class ChatReply(_Completion):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def begin(self) -> list[Json]:
-        """Who speaks."""
+        """The chunk with the role."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """A piece of the thoughts, of the text, of calls of tools, or of several of these."""
+        """A chunk with a piece of the thoughts, of the text, or of calls of tools."""
         parts = (replace(part, id=part.id and choice_id(part.id, self.index)) for part in record.calls)
         calls = [part.to_message() for part in parts]
         pieces = {"reasoning_content": record.reasoning, "content": record.content, "tool_calls": calls}
@@ -251,7 +251,7 @@ class CompletionReply(_Completion):
         return self._chunk({"text": self._echo}) if self._echo else []
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """A piece of the text, and where in it tokens begin."""
+        """A chunk with a piece of the text, and the places where its tokens begin."""
         tokens = record.prompt + record.tokens
         logprobs = self._logprobs(tokens, self.written)
         self.written += sum(map(self._length, tokens))
@@ -270,15 +270,15 @@ class CompletionReply(_Completion):
         if isinstance(prompt, str) and not self.special:
             return prompt
         ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
-        return self.tokenizer.decode(ids)  # control tokens are no text, here as in answers
+        return self.tokenizer.decode(ids)  # control tokens are no text here, as in answers
 
     def _length(self, token: TokenRecord) -> int:
-        """Characters of the text that begin in a token."""
+        """The number of characters that begin in a token."""
         spelled = b"" if self.tokenizer.is_special(token.id) else self.tokenizer.token_bytes(token.id)
         return sum(byte & 0xC0 != 0x80 for byte in spelled[token.again :])
 
     def _logprobs(self, tokens: Sequence[TokenRecord], start: int) -> Json | None:
-        """As lists; ``text_offset`` counts characters from ``start``."""
+        """Log probabilities as lists. ``text_offset`` counts characters from ``start``."""
         if not self.logprobs:
             return None
         return {
@@ -296,7 +296,7 @@ class CompletionReply(_Completion):
 
 @dataclass(slots=True)
 class InfillReply(Reply):
-    """A fill as llama.cpp's server says it, or of that the ``fields`` that are named."""
+    """A fill in the form of llama.cpp's server, or only its named ``fields``."""
 
     fields: Sequence[str] = ()
 

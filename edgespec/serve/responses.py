@@ -1,6 +1,6 @@
-"""``/v1/responses``, OpenAI's Responses API: its words for what a chat is asked, and its events.
+"""``/v1/responses``, OpenAI's Responses API: its requests as chats, and its events.
 
-The last answers are kept in memory, so that a request may go on behind one.
+The last responses are kept in memory, so that a request may continue one.
 """
 
 import json
@@ -39,7 +39,7 @@ _SAID_AGAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """``reasoning``; thoughts come whole, whatever summary is asked for."""
+    """``reasoning``. ``summary`` is ignored: thoughts come whole."""
 
     effort: Effort | None = None
     summary: Any = None
@@ -48,7 +48,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Output):
-    """``text``; of verbosity, what changes nothing."""
+    """``text``, with the one verbosity that changes nothing."""
 
     verbosity: Literal["medium"] | None = None
 
@@ -92,7 +92,7 @@ class ResponsesBody(Body):
         )
 
     def said(self, kept: "Kept") -> list[Json]:
-        """The input as a chat's messages; references are to items of what is ``kept``."""
+        """The input as messages of a chat. References lead to items of ``kept`` responses."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages = list[Json]()
@@ -118,7 +118,7 @@ def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None
 
 
 class Kept:
-    """Responses and the chats that they end, for so many seconds and bytes of JSON; the oldest go first."""
+    """Responses with their chats, kept for so many seconds and bytes of JSON. The oldest go first."""
 
     def __init__(
         self, most: int = KEPT_BYTES, seconds: float = KEPT_S, clock: Callable[[], float] = time.monotonic
@@ -127,20 +127,20 @@ class Kept:
         self._kept: dict[str, tuple[float, int, Json, list[Json]]] = {}
 
     def put(self, response: Json, messages: list[Json]) -> None:
-        """Keep a response, and all that was said until then."""
+        """Keep a response and its whole chat."""
         size = len(json.dumps([response, messages]))
         self._kept[response["id"]] = (self._clock(), size, response, messages)
         self._drop()
 
     def get(self, id_: str, where: str) -> tuple[Json, list[Json]]:
-        """Both again; Problem, status 404, where they are not there, and why that may be."""
+        """A response and its chat. Problem with status 404 and the likely reason if they are gone."""
         self._drop()
         if id_ not in self._kept:
             raise self._missing(id_, where)
         return self._kept[id_][2:]
 
     def item(self, id_: object, where: str) -> Json:
-        """An item of a response, which is kept so long from now on; raises as :meth:`get` does."""
+        """An item of a response, whose time begins anew. Raises like :meth:`get`."""
         self._drop()
         of = f"resp_{str(id_).rpartition('_')[2][:-4]}"  # see ResponseReply._id
         if of in self._kept:
@@ -160,7 +160,7 @@ class Kept:
         )
 
     def delete(self, id_: str) -> None:
-        """Forget what is there."""
+        """Forget a response."""
         del self._kept[id_]
 
     def _drop(self) -> None:
@@ -174,7 +174,7 @@ class Kept:
 
 @dataclass(slots=True)
 class ResponseReply(BlockReply):
-    """A ``response`` and its events, which are numbered; ``messages`` are what it answers."""
+    """A ``response`` and its numbered events. ``messages`` are the chat that it answers."""
 
     body: ResponsesBody
     messages: list[Json]
@@ -196,7 +196,7 @@ class ResponseReply(BlockReply):
         return [*self.close(), self._event(self.status, response=response)]
 
     def failed(self, problem: Problem) -> Json:
-        """An event; OpenAI's client raises it for the field ``error``."""
+        """An error as an event. OpenAI's client raises events with the field ``error``."""
         error = {"code": problem.code, "message": problem.message, "param": None}
         return self._event("error", **error, **problem.to_json()) | {"type": "error"}
 
@@ -221,7 +221,7 @@ class ResponseReply(BlockReply):
         return {"type": f"response.{name}", "sequence_number": self.sent - 1, **more}
 
     def _within(self, block: Block, name: str, **more: Any) -> Json:
-        """An event of an item, or of the part of one."""
+        """An event of an item, or of a part of one."""
         part = {} if block.kind == "call" else {"content_index": 0}
         logprobs: Json = {"logprobs": []} if name.startswith("output_text") else {}
         place = {"item_id": self._id(block), "output_index": block.index}
@@ -245,7 +245,7 @@ class ResponseReply(BlockReply):
         return {"type": "message", **head, "role": "assistant", "content": [part]}
 
     def _ended(self, answer: Generation) -> Json:
-        """The response with all of it, which is kept."""
+        """The complete response, which is kept."""
         self.status = "completed" if answer.finish_reason in ("stop", "tool_calls") else "incomplete"
         states = ["completed"] * (len(self.blocks) - 1) + [self.status]
         response = self._response(self.status, [*map(self._item, self.blocks, states)])

@@ -1,8 +1,8 @@
 """Who may ask: the headers Host, Origin and Authorization, checked before anything else.
 
-A server at a loopback address is reached by every web page that the user opens, through the browser. Pages
-of other origins are told by the header Origin; a page whose name was made to point here (DNS rebinding) is
-told by the header Host.
+Every web page that the user opens can reach a server at a loopback address through the browser. The header
+Origin tells pages of other origins; the header Host tells a page whose name was made to point here (DNS
+rebinding).
 """
 
 import hmac
@@ -18,7 +18,7 @@ from edgespec.serve.problems import Problem
 
 SCRIPTS = ("page.js", "answer.js", "figures.js", "store.js", "wire.js")
 OPEN_PATHS = frozenset({"/", "/page.css", "/health", *(f"/{name}" for name in SCRIPTS)})
-"""What needs no key: they tell nothing of the model, and the page asks for the key."""
+"""Paths that need no key: they tell nothing of the model, and the page asks for the key."""
 
 
 class Gate:
@@ -33,7 +33,7 @@ class Gate:
         self._any_address = options.host.strip("[]") in ("0.0.0.0", "::")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or refuse."""
+        """Answer or refuse a request."""
         if scope["type"] == "http":
             scope["path"] = scope["path"].rstrip("/") or "/"
             try:
@@ -62,7 +62,7 @@ class Gate:
                 f"{origin[:200]}",
                 "origin_not_allowed",
             )
-        if not scope["query_string"].isascii():  # HTTP says so, and Starlette fails
+        if not scope["query_string"].isascii():  # HTTP requires ASCII, and Starlette fails without
             raise Problem(400, "the query is not ASCII; spell other characters as %XX", "invalid_query")
         preflight = scope["method"] == "OPTIONS" and origin is not None  # browsers send it without a key
         if not preflight and scope["path"] not in OPEN_PATHS:
@@ -77,7 +77,7 @@ class Gate:
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
-        return address.is_loopback or self._any_address  # nobody can make an address point elsewhere
+        return address.is_loopback or self._any_address  # an address cannot be made to point elsewhere
 
     def _check_key(self, authorization: str) -> None:
         if self._options.api_key is None:
@@ -94,7 +94,7 @@ class Gate:
 
 
 def readable(problem: Problem, scope: Scope, options: ServeOptions) -> JSONResponse:
-    """A response that pages which are allowed can read, where Starlette's CORS middleware does not see it."""
+    """A response that allowed pages can read, where Starlette's CORS middleware does not see it."""
     response, origin = problem.response(scope), Headers(scope=scope).get("origin", "")
     if re.fullmatch(origin_pattern(options.allow_origins), origin):
         response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})

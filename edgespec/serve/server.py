@@ -1,4 +1,4 @@
-"""Runs the server until it is told to end, and ends what runs in order."""
+"""Runs the server until a signal, and then ends requests in order."""
 
 import asyncio
 import logging
@@ -13,15 +13,15 @@ import uvicorn
 from edgespec.serve.app import App
 
 _LOG = logging.getLogger("edgespec.serve")
-_MARGIN_S = 5.0  # for answers that were ended to be sent
+_MARGIN_S = 5.0  # seconds for sending answers that were ended
 
 
 class Server(uvicorn.Server):
     """Uvicorn's, which ends the model's work before it cuts connections.
 
-    :meth:`run` serves at bound sockets until SIGINT or SIGTERM; ``ready`` is told when requests are taken.
-    Then no request is taken any more. Those that run have ``shutdown_s`` to finish; then the model is
-    closed, which ends them within a token. A second signal ends at once.
+    :meth:`run` serves at bound sockets until SIGINT or SIGTERM; ``ready`` is called when it takes requests.
+    After the signal no request is taken. Running ones have ``shutdown_s`` to finish; then the model is
+    closed, which ends them within a token. A second signal ends everything at once.
     """
 
     def __init__(self, app: App, ready: Callable[["Server"], None]) -> None:
@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
         self._ready(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish what runs, for a while; then end it."""
+        """Let requests finish for a while, then end them."""
         self._app.begin_shutdown()
         _LOG.info("shutting down; running requests have %g s", self._app.options.shutdown_s)
         ending = asyncio.create_task(self._end_model())
@@ -55,9 +55,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal is not raised again afterwards: the program ends by returning.
+        """Like uvicorn's, but the signal is not raised again afterwards: the program ends by returning.
 
-        Raised again, SIGTERM would end the process before the model stored what it learned.
+        Otherwise SIGTERM would end the process before the model stored what it learned.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
