@@ -298,7 +298,8 @@ def test_forgetting_that_waits_leaves_threads_to_other_requests(
 
 
 def test_the_documentation_has_every_field() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    docs = Path(__file__).parent.parent / "docs"
+    text = "".join((docs / page).read_text(encoding="utf-8") for page in ("server.md", "options.md"))
     names = {each.name for body in (ChatBody, CompletionBody, InfillBody) for each in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
 

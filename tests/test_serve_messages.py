@@ -281,7 +281,8 @@ def test_the_key_may_come_as_anthropics_clients_send_it() -> None:
 
 
 def test_the_documentation_has_every_field() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    docs = Path(__file__).parent.parent / "docs"
+    text = "".join((docs / page).read_text(encoding="utf-8") for page in ("server.md", "options.md"))
     names = {each.name for body in (ResponsesBody, MessagesBody) for each in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
 

@@ -44,7 +44,7 @@ _FIELDS: Final = {
     "thinking": "reasoning_effort",
     "repetition_penalty": "repetition_penalty, repeat_penalty",
     "max_new_tokens": "max_tokens, max_completion_tokens",
-    "prompt_logprobs": "echo with logprobs",
+    "prompt_logprobs": "echo, logprobs",
     "on_progress": "return_progress",
 }
 _INTRODUCTION: Final = (
@@ -180,7 +180,7 @@ def _short(words: str) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
+    return ", ".join(f"`{part}`" for part in text.split(", ")) if text else ""
 
 
 def _table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:

@@ -1,10 +1,10 @@
 """Passages: the pieces in which answers are kept, each with its uses and the verdicts on its tokens.
 
 The tokens themselves decide where answers are cut: a cut after a token depends on the four tokens up to it
-and on the distance to the cut before. So two answers that share a stretch share the pieces within it, wherever
-it stands (content-defined chunking: Muthitacharoen et al. 2001, LBFS). A passage that is written again is
-counted and not stored again. Memory and file count alike. Time is counted in learned tokens, so an unused
-history forgets nothing.
+and on the distance to the cut before. So two answers that share a stretch share the pieces within it,
+wherever it stands (content-defined chunking: Muthitacharoen et al. 2001, LBFS). A passage that is written
+again is counted and not stored again. Memory and file count alike. Time is counted in learned tokens, so an
+unused history forgets nothing.
 """
 
 import hashlib
