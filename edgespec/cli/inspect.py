@@ -8,7 +8,7 @@ import typer
 
 from edgespec.cli.console import fact_table, output, print_json
 from edgespec.cli.options import JsonFlag
-from edgespec_models.bundles.kept import types_of
+from edgespec_models.bundles.kept import bytes_per_sequence, types_of
 from edgespec_models.errors import BundleError
 from edgespec_models.storage import size
 
@@ -111,7 +111,8 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     if config.is_head:
         layers, digest = ", ".join(map(str, config.feature_layers)), manifest.provenance.get("target_sha256")
         table.add_row("reads", f"layers {layers} of the target with SHA-256 {digest}")
-    table.add_row("KV cache", types_of(manifest.kept))
+    states = bytes_per_sequence(manifest.kept)
+    table.add_row("KV cache", types_of(manifest.kept) + (f", {size(states)} of states" if states else ""))
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )

@@ -69,11 +69,12 @@ def _models(made: "Plan") -> "Table":
 
 def _facts(model: "Footprint") -> dict[str, str]:
     cache = model.cache
+    states = f", {size(cache.bytes_per_sequence)} of states" if cache.bytes_per_sequence else ""
     return {
         "on this machine": model.state if model.device is None else f"{model.state}, made for {model.device}",
         "weights": size(model.weights_bytes),
         "tables, mapped": size(model.table_bytes),
-        "KV cache": f"{cache.types}, {size(cache.bytes_per_token)} a token",
+        "KV cache": f"{cache.types}, {size(cache.bytes_per_token)} a token{states}",
         "context": f"{cache.longest:,} tokens",
         "working memory": size(model.working_bytes),
     }

@@ -57,12 +57,17 @@ class CacheSize:
 
     def bytes(self, tokens: int) -> int:
         """Bytes that are reserved for a text of ``tokens``."""
-        return self.room(tokens) * self.bytes_per_token + bytes_per_sequence(self.kept) * self.copies
+        return self.room(tokens) * self.bytes_per_token + self.bytes_per_sequence
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that a token takes in the KV cache."""
         return bytes_per_token(self.kept) * self.copies
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes that the states of a text take, however long it is."""
+        return bytes_per_sequence(self.kept) * self.copies
 
     @property
     def types(self) -> str:
@@ -107,6 +112,7 @@ class Footprint:
             **values,
             "kv_type": self.cache.types,
             "kv_bytes_per_token": self.cache.bytes_per_token,
+            "state_bytes": self.cache.bytes_per_sequence,
             "context_length": self.cache.longest,
         }
 

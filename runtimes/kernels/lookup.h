@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <vector>
 
 #include "linear.h"
@@ -17,6 +18,7 @@ class Embedding {
 
   Embedding(const Info& info, const Host& host)
       : kernels_(host.kernels),
+        pages_(host.pages()),
         inputs_(info.number("width")),
         factor_(info.real("factor")),
         part_(part_of(info.text("format"), info.number("rows"), inputs_, info.constant(1))) {}
@@ -39,11 +41,14 @@ class Embedding {
   }
 
   void row(const Tensor& ids, int64_t i, float* y) const {
-    kernels_.gather(part_, inputs_, static_cast<const int64_t*>(ids.data)[i], factor_, y);
+    Part part = part_;
+    if (pages_ != nullptr) part.tiles = pages_->copied(part.tiles);  // by a head that is tied to it
+    kernels_.gather(part, inputs_, static_cast<const int64_t*>(ids.data)[i], factor_, y);
   }
 
  private:
   const Kernels& kernels_;
+  std::shared_ptr<Pages> pages_;
   int64_t inputs_;
   float factor_;
   Part part_;

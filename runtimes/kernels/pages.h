@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <utility>
 #include <vector>
 
 #if defined(__linux__)
@@ -25,6 +26,7 @@ class Pages {
 
 #if !defined(__linux__)
   const uint8_t* copy(const uint8_t* data, size_t) { return data; }
+  const uint8_t* copied(const uint8_t* data) const { return data; }
 #else
   ~Pages() {
     while (last_ != nullptr) {
@@ -48,7 +50,15 @@ class Pages {
       give_back(const_cast<uint8_t*>(data) + done, piece);
     }
     used_ += rounded(size, kAlignment);
+    copies_.emplace_back(data, place);
     return place;
+  }
+
+  // The copy of what begins there, if there is one: a file's pages that are read again would come back beside it.
+  const uint8_t* copied(const uint8_t* data) const {
+    for (const auto& [from, place] : copies_)
+      if (from == data) return place;
+    return data;
   }
 
  private:
@@ -91,6 +101,7 @@ class Pages {
   const int table_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   Block* last_ = nullptr;
   size_t used_ = 0;
+  std::vector<std::pair<const uint8_t*, const uint8_t*>> copies_;
 #endif
 };
 
