@@ -220,6 +220,7 @@ _RENAMED: Final = {
     "tokens_per_second": "tokens_per_s",
     "kv_type": "types",
     "kv_bytes_per_token": "bytes_per_token",
+    "state_bytes": "bytes_per_sequence",
     "context_length": "longest",
     "memory_bytes": "total",
     "memory_available_bytes": "available",

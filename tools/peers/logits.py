@@ -48,14 +48,14 @@ def running(server: Path, gguf: Path) -> Iterator[str]:
         process.wait()
 
 
-def of_server(address: str, tokens: list[int], vocabulary: int) -> F64:
-    """The log probability of every token behind ``tokens``."""
+def of_server(address: str, tokens: list[int], vocabulary: int, written: int) -> F64:
+    """The log probability of every token behind ``tokens``; ``written`` is one that is text by itself."""
     asked = {
         "prompt": tokens,
         "n_predict": 1,
         "n_probs": vocabulary,
         "cache_prompt": False,
-        "ignore_eos": True,
+        "logit_bias": [[written, 1e4]],
     }
     body = json.dumps(asked).encode()
     request = urllib.request.Request(f"{address}/completion", body, {"Content-Type": "application/json"})
@@ -70,7 +70,8 @@ def of_server(address: str, tokens: list[int], vocabulary: int) -> F64:
 def main() -> None:
     """Print a line."""
     options = arguments(__doc__, gguf=Path, bundle=Path, server=Path, tokens=32, seed=0)
-    session = open_cpu(Bundle(options.bundle))
+    bundle = Bundle(options.bundle)
+    session, written = open_cpu(bundle), bundle.tokenizer.encode("a")[0]
     vocabulary = session.model.vocab_size
     tokens = np.random.default_rng(options.seed).integers(0, vocabulary, options.tokens).tolist()
     logits = session.predict(tokens).logits.astype(np.float64)
@@ -78,7 +79,7 @@ def main() -> None:
     same, divergence = list[bool](), list[float]()
     with running(options.server, options.gguf) as address:
         for count in range(1, len(tokens) + 1):
-            theirs = of_server(address, tokens[:count], vocabulary)
+            theirs = of_server(address, tokens[:count], vocabulary, written)
             chances = np.exp(theirs)
             same.append(int(theirs.argmax()) == int(own[count - 1].argmax()))
             divergence.append(float(np.sum(chances * (np.where(chances > 0, theirs, 0.0) - own[count - 1]))))
