@@ -93,6 +93,21 @@ def _list(before: str, after: str, one: Callable[[Call], str] = _object) -> Writ
     return lambda calls: f"{before}[{', '.join(map(one, calls))}]{after}"
 
 
+def _marked(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_marked(key)}:{_marked(inner)}" for key, inner in value.items()) + "}"
+    return f"[{','.join(map(_marked, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def _in_marks(calls: Sequence[Call]) -> str:
+    def one(call: Call) -> str:
+        return ",".join(f"{key}:{_marked(value)}" for key, value in sorted(call[1].items()))
+
+    return "".join(f"<|tool_call>call:{call[0]}{{{one(call)}}}<tool_call|>" for call in calls)
+
+
 WRITERS: Sequence[tuple[str, Write]] = (
     ("hermes", _tagged),
     ("hermes", lambda calls: "\n".join(f"<tool_call>{_object(call)}" for call in calls)),
@@ -112,6 +127,7 @@ WRITERS: Sequence[tuple[str, Write]] = (
     ("llama3", lambda calls: "<|python_tag|>" + "; ".join(_object(call, "parameters") for call in calls)),
     ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python)),
     ("lfm2", _list("<|tool_call_start|>", "<|tool_call_end|>", _python_of_json)),
+    ("gemma4", _in_marks),
 )
 """Names of forms, and ways to write calls in them."""
 

@@ -129,6 +129,7 @@ SHOWN = {
     "phi": showing("<|tool_call|>[...]<|/tool_call|>"),
     "granite": showing("<|tool_call|> followed by a JSON list"),
     "lfm2": showing('List of tools: [{"type": "function", ...}]'),
+    "gemma4": showing("<|tool_call>call:name{...}<tool_call|>"),
     "functools": showing('functools[{"name": ...}]'),
 }
 """A template of each form."""

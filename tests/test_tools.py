@@ -248,6 +248,11 @@ def test_no_answer_makes_reading_fail(text: str, form: str, data: st.DataObject)
         ("xml", "<tool_call>\n<function=do_it>\n<parameter=text>\nmany words, then", '{"text": "ma'),
         ("llama3", "[do_it(number=1, text='", '{"number": 1, "text": '),
         ("mistral", f"[TOOL_CALLS][{ADD}, ", '{"a": 1, "b": [2, "x"]}'),
+        (
+            "gemma4",
+            '<|tool_call>call:do_it{number:1,text:<|"|>many words<',
+            '{"number": 1, "text": "many wor',
+        ),
     ],
 )
 def test_arguments_are_given_out_as_they_become_certain(form: str, begun: str, given: str) -> None:
@@ -325,6 +330,7 @@ FORCED = [
     ("functools", WRITERS[11][1]),
     ("llama3", WRITERS[13][1]),
     ("lfm2", WRITERS[17][1]),
+    ("gemma4", WRITERS[18][1]),
 ]
 
 
@@ -396,7 +402,7 @@ LEAF: dict[str, Any] = {"at": {"x": 1}, "to": {"x": 2}}
 
 
 @pytest.mark.parametrize("parameters", [REFERRING, REFERRED], ids=["itself", "by reference"])
-@pytest.mark.parametrize(("form", "write"), FORCED)
+@pytest.mark.parametrize(("form", "write"), FORCED[:-1])  # the last holds types of tables alone
 def test_references_within_a_tools_schema_hold(form: str, write: Write, parameters: dict[str, Any]) -> None:
     shown = format_of(SHOWN[form])
     assert shown is not None

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.requests.call_values import (
+    DEEPEST,
+    QUOTE,
     MoreError,
     begun_string,
     dumped,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 _ID_LENGTH: Final = 9  # letters and digits; Mistral's templates require nine
 _WORD: Final = re.compile(r"[\w.-]*")
+_LITERAL: Final = re.compile(r"[^,\]}]*")
 _SPACE: Final = re.compile(r"\s*")
 _END: Final = "</parameter>"
 _FENCE: Final = r"[ \t]*```\w*\s*"
@@ -71,7 +74,8 @@ class CallReader:
 
     def marks(self, tokenizer: Tokenizer) -> set[int]:
         """The control tokens whose text the answer's text must contain."""
-        ids = map(tokenizer.special_id, (*self._form.tags, self._form.close, "[ARGS]", "[CALL_ID]"))
+        marks = (*self._form.tags, self._form.close, "[ARGS]", "[CALL_ID]", QUOTE)
+        ids = map(tokenizer.special_id, marks)
         return {id_ for id_ in ids if id_ is not None}
 
     @property
@@ -222,6 +226,9 @@ class _Block:
             for _ in self._items("[", "]"):
                 self._object() if self._next() == "{" or self.is_fenced else self._python()
             self.settled = self.settled and self._at
+        elif self.tag == "<|tool_call>":
+            self._need("call:")
+            self._end(self._plain_members(self._begin(self._word())))
         else:
             self._named()
 
@@ -309,6 +316,43 @@ class _Block:
                 raise
             call.text += dumped(json.loads(value) if is_json else literal(value))
         return call
+
+    def _plain_members(self, call: _Call) -> _Call:
+        """Read the arguments as Gemma 4 writes them, ``{key:value,..}``, into ``call``."""
+        for _ in self._items("{", "}"):
+            self._add(call, self._plain_key())
+            self._next()
+            start = self._at
+            try:
+                value = self._plain_value()
+            except MoreError:
+                if self.text.startswith(QUOTE, start):
+                    begun = self.text[start + len(QUOTE) :]
+                    call.text += dumped(begun[: len(begun) - begun_at_end(begun, QUOTE)])[:-1]
+                raise
+            call.text += dumped(value)
+        return call
+
+    def _plain_key(self) -> str:
+        key = self._until(QUOTE) if self._take(QUOTE) else self._word()
+        self._need(":")
+        return key
+
+    def _plain_value(self, depth: int = 0) -> Any:
+        """A text between marks, a list, a table, or a literal."""
+        if depth > DEEPEST:
+            raise ValueError("too deep")
+        if self._take(QUOTE):
+            return self._until(QUOTE)
+        if self._next() == "[":
+            return [self._plain_value(depth + 1) for _ in self._items("[", "]")]
+        if self._next() == "{":
+            return {self._plain_key(): self._plain_value(depth + 1) for _ in self._items("{", "}")}
+        match = _LITERAL.match(self.text, self._at)
+        if match is None or match.end() == len(self.text):
+            raise MoreError
+        self._at = match.end()
+        return literal(match[0].strip())
 
     def _begin(self, name: object = None) -> _Call:
         self._calls.append(_Call())

@@ -10,13 +10,17 @@ from edgespec.decoding.schemas import pointed
 
 _MOST_PARTS: Final = 64  # parts of one schema that are looked at
 _COMBINING: Final = ("allOf", "anyOf", "oneOf")
-_DEEPEST: Final = 64  # lists and tables within each other
+DEEPEST: Final = 64  # lists and tables within each other
 _STRING: Final = r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'"""
 _TOKEN: Final = re.compile(rf"""{_STRING}|[][{{}}(),:;"']""", re.DOTALL)
 _PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES: Final = "\\\"'abfnrtuUvx0\n"  # characters of Python's escapes; elsewhere a backslash is itself
 _HALF: Final = re.compile("[\ud800-\udfff]")
 _TAIL: Final = 5  # characters of an escape without its last one
+
+
+QUOTE: Final = '<|"|>'
+"""What Gemma 4 writes around texts."""
 
 
 class MoreError(Exception):
@@ -135,7 +139,7 @@ def value_end(text: str, start: int) -> int:
             return token.start()
         elif first in "]})":
             depth -= 1
-        if depth > _DEEPEST:
+        if depth > DEEPEST:
             raise ValueError("too deep")
     raise MoreError
 

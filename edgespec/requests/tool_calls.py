@@ -7,7 +7,7 @@ or with the answer. :mod:`edgespec.requests.call_reading` reads them.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 from edgespec.decoding.grammar import Compilable, Grammar
 from edgespec.decoding.schemas import PreparedSchema, Unheld, check_length, escaped
 from edgespec.requests.call_values import (
+    QUOTE,
     allowed_values,
     keywords_of,
     kinds_of,
@@ -30,7 +31,7 @@ from edgespec_models.schema import shown
 from edgespec_models.text.tokenizer import Tokenizer
 
 Function = Mapping[str, Any]
-_MARK: Final = re.compile(r"(</?\|?\w+\|?>|\[[A-Z_]+\])")
+_MARK: Final = re.compile(r"(</?\|?[\w\"]+\|?>|\[[A-Z_]+\])")
 
 
 def format_of(source: str) -> "Form | None":
@@ -94,6 +95,8 @@ class Calls(Compilable):
                 schema.unheld += _unheld_in_xml(function)
             if self.form.call is _in_python:
                 schema.unheld += _unheld_of_all(function)
+            if self.form.call is _in_marks:
+                schema.unheld += _unheld_in_marks(function)
         before, between, after = (tag and _written(tag, self.tokenizer) for tag in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
         starts, rules = list[str](), [_FREE]
@@ -101,6 +104,7 @@ class Calls(Compilable):
             starts.append(f"{before} call {more} {after}")
             rules.append(f"call: {' | '.join(map(self.form.call, functions))}")
             rules.append(f"args: {_written(self.form.behind_name, self.tokenizer)}")
+        rules += _marked_values(self.tokenizer) if self.form.call is _in_marks else []
         answer = Grammar([]) if self.answer is None else self.answer.grammar()
         if answer.parts and self.form.text:
             starts.append(f"{_written(self.form.text, self.tokenizer)} @answer")
@@ -204,24 +208,76 @@ def _in_xml(function: Function) -> str:
 
 def _in_python(function: Function) -> str:
     """The arguments by their names; values are JSON, which these models read and write too."""
-    parameters, held, comma = table(function.get("parameters")), _held_by(function), _quoted(", ")
-    required = required_of(parameters)
-    keys = [*properties_of(parameters)]
-    written = [f"{_quoted(key + '=')} {held(schema)}" for key, schema in properties_of(parameters).items()]
+    parameters, held = table(function.get("parameters")), _held_by(function)
+    written = {
+        key: f"{_quoted(key + '=')} {held(schema)}" for key, schema in properties_of(parameters).items()
+    }
+    arguments = _in_turn(written, required_of(parameters), _quoted(", "))
+    return f"{_quoted(function['name'] + '(')} {arguments} {_quoted(')')}"
+
+
+def _in_marks(function: Function) -> str:
+    """The arguments by their names, in the order of these, as Gemma 4's template shows them."""
+    parameters, held, written = table(function.get("parameters")), _held_by(function), dict[str, str]()
+    for key, schema in sorted(properties_of(parameters).items(), key=lambda each: each[0].lower()):
+        own = summary(parameters, schema)
+        values = [_marked(value) for value in allowed_values(own)] or sorted(kinds_of(own)) or ["value"]
+        rule = held(schema) if _is_plain(own) else " | ".join("text" if v == "string" else v for v in values)
+        written[key] = f"{_quoted(key + ':')} ({rule})"
+    arguments = _in_turn(written, required_of(parameters), _quoted(","))
+    begin = f"call:{function['name']}{{"
+    return f"{_quoted(begin)} {arguments} {_quoted('}')}"
+
+
+def _is_plain(summed: Mapping[str, Any]) -> bool:
+    """Whether all that is allowed is written as in JSON."""
+    return kinds_of(summed) <= _PLAIN and bool(kinds_of(summed)) and not allowed_values(summed)
+
+
+def _marked(value: object) -> str:
+    return f"quote {_quoted(value)} quote" if isinstance(value, str) else _quoted(json.dumps(value))
+
+
+def _marked_values(tokenizer: Tokenizer) -> list[str]:
+    """Rules of values with marks around texts, which may be a control token, or no token at all."""
+    is_control, mark = tokenizer.special_id(QUOTE) is not None, re.escape(QUOTE)
+    free = "/(?s:.*)/"
+    text = f"quote {'TEXT quote' if is_control else 'TEXT'}"
+    end = "" if is_control else f" {_quoted(QUOTE)}"
+    return [
+        f"quote: {_written(QUOTE, tokenizer)}",
+        f"TEXT: {free if is_control else f'({free} & ~/(?s:.*{mark}.*)/)'}{end}",
+        f"text: {text}",
+        f"number: {_json({'type': 'number'})}",
+        f"integer: {_json({'type': 'integer'})}",
+        f"boolean: {_json({'type': 'boolean'})}",
+        f"null: {_json({'type': 'null'})}",
+        'array: "[" (value ("," value)*)? "]"',
+        'object: "{" (member ("," member)*)? "}"',
+        'member: /[A-Za-z_][A-Za-z0-9_.-]*/ ":" value',
+        "value: text | number | boolean | null | array | object",
+    ]
+
+
+def _in_turn(written: Mapping[str, str], required: Collection[str], comma: str) -> str:
+    """Arguments one after the other, of which those that are not ``required`` may be missing."""
+    keys = [*written]
 
     def behind(at: int) -> str:
-        rest = zip(keys[at + 1 :], written[at + 1 :], strict=True)
-        return "".join(f" {comma} {each}" if key in required else f" ({comma} {each})?" for key, each in rest)
+        return "".join(
+            f" {comma} {written[key]}" if key in required else f" ({comma} {written[key]})?"
+            for key in keys[at + 1 :]
+        )
 
     must = next((at for at, key in enumerate(keys) if key in required), None)
     if must is not None:
-        before = "".join(f"({each} {comma})? " for each in written[:must])
-        arguments = before + written[must] + behind(must)
+        before = "".join(f"({written[key]} {comma})? " for key in keys[:must])
+        arguments = before + written[keys[must]] + behind(must)
     else:  # any of them may be the first
-        starts = " | ".join(each + behind(at) for at, each in enumerate(written))
+        starts = " | ".join(written[key] + behind(at) for at, key in enumerate(keys))
         arguments = f"({starts})?" if starts else ""
     check_length(len(arguments))
-    return f"{_quoted(function['name'] + '(')} {arguments} {_quoted(')')}"
+    return arguments
 
 
 def _held_by(function: Function) -> Callable[[Mapping[str, Any]], str]:
@@ -252,6 +308,16 @@ def _unheld_in_xml(function: Function) -> list[Unheld]:
             place = f"#/properties/{escaped(name)}"
             bounds = keywords_of(parameters, schema, _OF_TEXTS)
             unheld += [Unheld(place, key, value) for key, value in bounds.items()]
+    return unheld
+
+
+def _unheld_in_marks(function: Function) -> list[Unheld]:
+    """Calls with marks hold the types of arguments and the values that these list."""
+    parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
+    for name, schema in properties_of(parameters).items():
+        plain_ones = _is_plain(summary(parameters, schema))
+        more = {} if plain_ones else {k: each for k, each in schema.items() if k not in _HELD_IN_MARKS}
+        unheld += [Unheld(f"#/properties/{escaped(name)}", key, value) for key, value in more.items()]
     return unheld
 
 
@@ -290,6 +356,8 @@ class Form:
         return self.around[2].strip("\n]")
 
 
+_PLAIN: Final = frozenset(("integer", "number", "boolean", "null"))
+_HELD_IN_MARKS: Final = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "description", "title")
 _OF_ALL: Final = ("anyOf", "oneOf", "minProperties", "maxProperties")
 _OF_TEXTS: Final = ("minLength", "maxLength", "pattern", "format")
 _FREE: Final = 'FREE: (/(?s:.*)/ & ~/(?s:.*<\\/parameter>.*)/) "\\n</parameter>\\n"'
@@ -302,6 +370,8 @@ _LISTS: Final = "<|tool_call|>", "functools"
 
 _PYTHON: Final = ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>")
 
+_GEMMA: Final = ("<|tool_call>", "<tool_call|><|tool_call>", "<tool_call|>")
+
 FORMS: Final = (
     Form(  # of whose messages edgespec.requests.channel_reading makes texts with this tag
         "harmony",
@@ -312,6 +382,7 @@ FORMS: Final = (
         " <|constrain|>json<|message|>",
         "final<|message|>",
     ),
+    Form("gemma4", r"<\|tool_call>", ("<|tool_call>",), _GEMMA, _in_marks),
     Form("lfm2", r"<\|tool_call_start\|>|List of tools: ", ("<|tool_call_start|>",), _PYTHON, _in_python),
     Form("args", r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", _MISTRAL, (*_MISTRAL, *_MISTRAL, ""), _in_args),
     Form("mistral", r"\[TOOL_CALLS\]", _MISTRAL, ("[TOOL_CALLS][", ", ", "]")),
