@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions
+from edgespec.decoding.grammar import Grammars
+from edgespec.requests.answer_reading import AnswerReader
+from edgespec.requests.call_reading import CallReader
+from edgespec.requests.tool_calls import Calls, format_of
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
@@ -19,11 +23,15 @@ from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
+from edgespec_models.text.chat_template import ChatTemplate
+from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
+from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
 from tests.gguf_cases_for_tests import gguf_of
 from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.native_for_tests import tiny_native
+from tests.tokenizers_for_tests import byte_level_json
 
 ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 33])
 CASES = ("gemma4", "gemma4_tied")
@@ -243,3 +251,74 @@ def test_a_gemma_4_drafts_for_another_model(bundle: Path, tmp_path: Path) -> Non
         with edgespec.load(bundle, drafter, options=LoadOptions(threads=1)) as model:
             answers.append(model.generate("one two three", max_new_tokens=30, stop_at_eos=False))
     assert answers[0].text == answers[1].text == answers[2].text
+
+
+# ---- Thoughts and calls ------------------------------------------------------------------------------------
+
+MARKS = "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'
+TEMPLATE = """{% for m in messages %}<|turn>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}<|tool_call>call:{{ call.function.name }}{{ tools }}
+{%- endfor %}<turn|>
+{% endfor %}<|turn>model
+{% if not enable_thinking | default(false) %}{{ '<|channel>thought\n<channel|>' }}{% endif %}"""
+
+
+def vocabulary(*, are_controls: bool) -> Tokenizer:
+    """As directories have the marks, or as GGUF files have those that readers need."""
+    spec = json.loads(byte_level_json(specials=MARKS))
+    for token in spec["added_tokens"]:
+        if token["content"] in MARKS[2:]:
+            token["special"] = are_controls
+    return Tokenizer.from_json(json.dumps(spec))
+
+
+@pytest.mark.parametrize("are_controls", [True, False])
+def test_thoughts_and_calls_are_told_from_text(are_controls: bool) -> None:
+    tokenizer, chat = vocabulary(are_controls=are_controls), ChatTemplate(TEMPLATE)
+    tags = tags_of(chat, tokenizer)
+    assert tags == Tags("<|channel>thought", "<channel|>", switch="enable_thinking")
+    stages = []
+    for thinks in (False, True):
+        prompt = chat.encode([{"role": "user", "content": "Hi"}], tokenizer, {"enable_thinking": thinks})
+        stages.append(place_behind(prompt, tags, tokenizer).stage)
+    assert stages == ["text", "before"]
+    answer = (
+        '<|channel>thought\nOne, <b>.\n<channel|>I call.<|tool_call>call:do{a:<|"|>x, {<|"|>,b:1}<tool_call|>'
+    )
+    form = format_of(TEMPLATE)
+    assert form is not None and form.name == "gemma4"
+    for text, thoughts, called in (
+        (answer, "One, <b>.", [("do", {"a": "x, {", "b": 1})]),
+        ("I say.", "", []),
+    ):
+        tokens = tokenizer.encode(text, special=True)
+        for size in (1, 3, len(tokens)):
+            reader = AnswerReader(tokenizer, Place(tags), CallReader(form, {"do": {}}, [1]))
+            records = [reader.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+            records.append(reader.push([], final=True))
+            assert "".join(reader.thoughts) == thoughts
+            assert "".join(record.content for record in records) == ("I call." if called else "I say.")
+            assert [(call.name, call.arguments) for call in reader.called] == called
+
+
+@pytest.mark.parametrize("are_controls", [True, False])
+def test_a_forced_call_is_written_with_the_marks(are_controls: bool) -> None:
+    tokenizer, form = vocabulary(are_controls=are_controls), format_of(TEMPLATE)
+    assert form is not None
+    properties = {"b": {"type": "integer", "maximum": 3}, "A": {"type": "string"}, "c": {"type": "array"}}
+    schema = {"type": "object", "properties": properties, "required": ["A"]}
+    tools = [{"type": "function", "function": {"name": "do", "parameters": schema}}]
+    grammars = Grammars(tokenizer, tokenizer.encode("<turn|>", special=True))
+
+    def follows(inner: str) -> bool:
+        constraint, tokens = grammars.constraint(Calls(form, tools, tokenizer)), list[int]()
+        constraint.begin([])
+        for token in tokenizer.encode(f"<|tool_call>call:do{{{inner}}}<tool_call|>", special=True):
+            if constraint.completes(tokens) or token not in constraint.allowed(tokens):
+                return False
+            tokens.append(token)
+        return constraint.completes(tokens)
+
+    right = ('A:<|"|>"x} <|"|>', 'A:<|"|><|"|>,b:3', 'A:<|"|>x<|"|>,b:-1,c:[1,{k:<|"|>v<|"|>},null]')
+    wrong = ("", "A:x", 'A:"x"', 'A:<|"|>x<|"|>,b:4', 'b:1,A:<|"|>x<|"|>', 'A:<|"|>x<|"|>,c:{}')
+    assert all(map(follows, right)) and not any(map(follows, wrong))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
@@ -10,7 +11,8 @@ from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 if TYPE_CHECKING:  # and Jinja, which texts do not need
     from edgespec_models.text.chat_template import ChatTemplate
 
-_END: Final = re.compile(r"</(\w+:)?think>|\[/THINK\]")
+_END: Final = re.compile(r"</(\w+:)?think>|\[/THINK\]|<channel\|>")
+_BEGINS: Final = MappingProxyType({"<channel|>": "<|channel>thought"})  # where no slash makes the difference
 _RESPONSE: Final = "<response>"  # Granite writes it around the text behind its thoughts
 _EFFORT: Final = "reasoning_effort"  # the variable of the chat template, where efforts have a name
 _TAIL: Final = 24  # tokens that hold a prompt's last tag, and the space around it
@@ -123,7 +125,7 @@ def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:
         return None
     response = _RESPONSE if f"{_RESPONSE}</response>" in template.source else ""
     switch = next((name for name in ("enable_thinking", "thinking") if name in template.arguments), None)
-    return Tags(end.replace("/", "", 1), end, response, switch, effort)
+    return Tags(_BEGINS.get(end, end.replace("/", "", 1)), end, response, switch, effort)
 
 
 def tag_tokens(tokenizer: Tokenizer, tag: str) -> list[int]:
