@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import CHANGING, INPUTS, ROWS, Part, Pass
+from edgespec_models.bundles.graph_contract import CHANGING, EXPERTS_READ, INPUTS, ROWS, Part, Pass
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory, Move, Stretch, ort_value
@@ -157,6 +157,8 @@ class OwnModel(_GraphModel):
         self._set_head()
         width = bundle.config.hidden_size if isinstance(bundle.config, ModelConfig) else 0
         self._hidden = Hidden(session, streams, width)
+        counts = [value.shape for value in session.get_outputs() if value.name == EXPERTS_READ]
+        self._experts_read = np.zeros(counts[0], np.int64) if counts else None
         self.most_rows = bundle.config.context_length
         self.passes: dict[tuple[int, ...], _Bound] = {}
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
@@ -232,6 +234,8 @@ class OwnModel(_GraphModel):
                 array[...] = INPUTS[name](one)
                 memory.write(value, array)
         self._session.run_with_iobinding(bound.binding)
+        if self._experts_read is not None:
+            self.experts_read = int(self._experts_read.sum())
         ends = list(accumulate(part.rows for part in parts))
         predictions = [
             bound.predictions(slice(end - part.rows, end)) for end, part in zip(ends, parts, strict=True)
@@ -264,6 +268,8 @@ class OwnModel(_GraphModel):
         hidden = self._hidden.arrays(len(one.tokens), rows)
         for name, array in hidden.items():
             binding.bind_ortvalue_output(name, ort_value(array))
+        if self._experts_read is not None:
+            binding.bind_ortvalue_output(EXPERTS_READ, ort_value(self._experts_read))
         if self._choices:
             predictions = self._choose(binding, one)
         else:

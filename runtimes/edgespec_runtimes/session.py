@@ -57,6 +57,7 @@ class LoadedModel(ABC):
         tunable: weights that :meth:`tune` replaces, by their names in the graph.
         head_tokens: the token of every column of the logits, int32; None where column i is token i.
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
+        experts_read: of a mixture of experts, how many different ones the last pass used, in all layers.
         prompt_key: what the bits of the KV cache depend on besides its tokens, as a name that a folder may
             have. Empty where a model does not promise them to other processes. Weights given to :meth:`tune`
             are not in it: who gives some keeps nothing on disk.
@@ -71,6 +72,7 @@ class LoadedModel(ABC):
     tunable: frozenset[str] = frozenset()
     head_tokens: npt.NDArray[np.int32] | None = None
     row_exact = False
+    experts_read = 0
     prompt_key = ""
 
     def __init__(self, config: DecoderShape, *, chunk: int) -> None:

@@ -80,6 +80,16 @@ inline F activate(F x, Gate gate) {
   return x * (1.0f - 1.0f / (exponential(u * 2.0f) + 1.0f));
 }
 
+// What a gate makes of `x`, times `other`. A clamped one is gpt-oss's.
+inline F gated(F x, F other, Gate gate) {
+  if (gate != Gate::clamped) return activate(x, gate) * other;
+  const F most = splat(7.0f);
+  x = x > most ? most : x;
+  other = other > most ? most : other;
+  other = other < -most ? -most : other;
+  return x / (exponential(x * -1.702f) + 1.0f) * (other + 1.0f);
+}
+
 inline float add_lanes(const float* lanes) {
   float eight[8], four[4];
   for (int i = 0; i < 8; i++) eight[i] = lanes[i] + lanes[i + 8];
@@ -162,6 +172,39 @@ float quantize(const float* x, int64_t width, Activations* y, int64_t step) {
 }
 
 #include "products.inl"
+
+// M rows times N vectors. A lane has every sixteenth product, one after the other.
+template <int M, int N>
+inline void dot_block(const float* x, const float* vectors, int64_t width, float* y, int64_t stride) {
+  F sums[M][N] = {};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    F v[N];
+    for (int n = 0; n < N; n++) v[n] = load(vectors + n * width + i);
+    for (int m = 0; m < M; m++) {
+      const F a = load(x + m * width + i);
+      for (int n = 0; n < N; n++) sums[m][n] = fma(a, v[n], sums[m][n]);
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) {
+      float lanes[kLanes];
+      store(lanes, sums[m][n]);
+      y[m * stride + n] = add_lanes(lanes);
+    }
+}
+
+template <int M>
+inline void dots_of(const float* x, const float* vectors, int64_t count, int64_t width, float* y, int64_t stride) {
+  int64_t n = 0;
+  for (; n + 4 <= count; n += 4) dot_block<M, 4>(x, vectors + n * width, width, y + n, stride);
+  for (; n < count; n++) dot_block<M, 1>(x, vectors + n * width, width, y + n, stride);
+}
+
+void dots(const float* x, int64_t rows, const float* vectors, int64_t count, int64_t width, float* y, int64_t stride) {
+  int64_t r = 0;
+  for (; r + 2 <= rows; r += 2) dots_of<2>(x + r * width, vectors, count, width, y + r * stride, stride);
+  if (r < rows) dots_of<1>(x + r * width, vectors, count, width, y + r * stride, stride);
+}
 
 #include "attention.inl"
 

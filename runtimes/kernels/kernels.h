@@ -24,10 +24,10 @@ struct Part {
   }
 };
 
-enum class Gate { none, silu, gelu, sigmoid };
+enum class Gate { none, silu, gelu, sigmoid, clamped };
 
 // A projection of `rows` rows. With a gate the first half of the parts is what goes through the activation,
-// and the second half, part for part as wide, what it multiplies.
+// and the second half, part for part as wide, what it multiplies. Biases are added before.
 struct Projection {
   const Part* parts;
   int64_t part_count;
@@ -35,9 +35,11 @@ struct Projection {
   Gate gate;
   int64_t width;  // columns of y
   int64_t rows;
-  const Activations* activations;  // (inputs / 32, rows)
+  int64_t stride;                  // of activations, from a block to the next
+  const Activations* activations;  // (inputs / 32, stride)
   const float* factors;            // (rows), of the activations
   const float* bias;               // (width), or null
+  const float* other_bias;         // the same, of the second half
   const float* residual;           // (rows, width), or null: added
   float* y;                        // (rows, width)
 };
@@ -97,6 +99,9 @@ struct Kernels {
   float (*quantize)(const float* x, int64_t width, Activations* y, int64_t step);
   // Tiles first to last of the product.
   void (*project)(const Projection&, int64_t first, int64_t last);
+  // Products of rows with vectors of floats, `width` a multiple of 16; y is (rows, stride).
+  void (*dots)(const float* x, int64_t rows, const float* vectors, int64_t count, int64_t width, float* y,
+               int64_t stride);
   void (*attend)(const Queries&);
   // Sums over `taps` rows of a channel's number times its weight; weights are (taps, stride).
   void (*convolve)(const float* const* rows, int64_t taps, const float* weights, int64_t stride, int64_t count,

@@ -10,11 +10,12 @@ namespace edgespec {
 inline Gate gate_of(const std::string& name) {
   if (name.empty()) return Gate::none;
   if (name == "silu") return Gate::silu;
-  require(name == "gelu", "a gate is neither silu nor gelu");
+  if (name == "clamped") return Gate::clamped;
+  require(name == "gelu", "a gate is neither silu nor gelu nor clamped");
   return Gate::gelu;
 }
 
-// y = [residual +] [norm of] (gate(norm(x) W) + bias)
+// y = [residual +] [norm of] gate(norm(x) W + bias)
 class Linear {
  public:
   static constexpr const char* kName = "Linear";
@@ -69,8 +70,10 @@ class Linear {
     p.inputs = inputs_;
     p.gate = gate_;
     p.width = width_;
-    p.rows = rows;
-    p.bias = pass.vector(kBias, width_, "a bias is not as wide as its projection");
+    p.rows = p.stride = rows;
+    const int64_t biases = gate_ == Gate::none ? width_ : 2 * width_;
+    p.bias = pass.vector(kBias, biases, "a bias is not as wide as its projection");
+    if (p.bias != nullptr && gate_ != Gate::none) p.other_bias = p.bias + width_;
     const float* post_gain = pass.vector(kPostGain, width_, "a gain is not as wide as its projection");
     const float* residual = pass.vector(kResidual, rows * width_, "a residual is not shaped as its projection");
     p.y = pass.output<float>(0, {x.shape[0], x.shape[1], width_});

@@ -1,6 +1,7 @@
 // The operators of domain `edgespec`, for ONNX Runtime:
 //
 //     Linear     normalization, rounding of activations, products, bias, gate, residual
+//     Experts    a router, and the products of the experts that it chooses
 //     Attention  rotation, KV cache in place, attention
 //     Delta      a gated delta net, its state in place
 //     ShortConv  a gated convolution over the last tokens, whose inputs are kept in place
@@ -18,6 +19,7 @@
 #include "attention.h"
 #include "convolution.h"
 #include "delta.h"
+#include "experts.h"
 #include "linear.h"
 #include "lookup.h"
 
@@ -103,12 +105,13 @@ struct Domain {
         embedding(api, host),
         choose(api, host),
         delta(api, host),
+        experts(api, host),
         inputs(api, host),
         gate(api, host),
         cap(api, host) {
     check(api.create_domain("edgespec", &domain));
-    const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose,
-                                                             &delta, &convolution, &inputs, &gate, &cap};
+    const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose, &delta,
+                                                             &convolution, &experts, &inputs, &gate, &cap};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
   }
 
@@ -121,6 +124,7 @@ struct Domain {
   Registered<Embedding> embedding;
   Registered<Choose> choose;
   Registered<Delta> delta;
+  Registered<Experts> experts;
   Registered<LayerInputs> inputs;
   Registered<InputGate> gate;
   Registered<Cap> cap;

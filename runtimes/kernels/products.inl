@@ -209,7 +209,7 @@ inline void multiply(const Projection& p, const Part& part, int64_t tile, int64_
   const FormatInfo& format = kFormats[part.format];
   const int64_t count = p.inputs / format.inputs;
   const uint8_t* tiles = part.tiles + tile * count * format.bytes;
-  kProducts[part.format](tiles, count, p.activations + row, p.rows, rows, y);
+  kProducts[part.format](tiles, count, p.activations + row, p.stride, rows, y);
   for (int64_t r = 0; r < rows; r++) y[r] = y[r] * p.factors[row + r];
 }
 
@@ -225,9 +225,10 @@ inline void finish(const Projection& p, const Place& at, int64_t row, int64_t ro
   };
   for (int64_t r = 0; r < rows; r++) {
     F v = sums[r];
-    if (others != nullptr) v = activate(v, p.gate) * others[r];
     const int64_t to = (row + r) * p.width + at.column;
     if (p.bias != nullptr) v = v + some(p.bias + at.column);
+    if (others != nullptr)
+      v = gated(v, p.other_bias != nullptr ? others[r] + some(p.other_bias + at.column) : others[r], p.gate);
     if (p.residual != nullptr) v = v + some(p.residual + to);
     if (columns == kLanes)
       store(p.y + to, v);

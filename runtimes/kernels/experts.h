@@ -1,0 +1,324 @@
+// Mixtures of experts: a router chooses a few MLPs for each row.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "linear.h"
+
+namespace edgespec {
+
+// y = [residual +] sum over the experts of a row, from the best on, of its weight * (down(gate(norm(x)) * up(norm(x))))
+//     [+ sigmoid(the router's last score) * shared]
+//
+// Experts are chosen by scores in float32, whose sums have one order; of equal ones the first is better. Rows are
+// grouped by expert, so that an expert's tiles are unpacked once for all its rows. A row's results are added in the
+// order of its own choice. So its bits do not depend on the other rows. The second output is how many different
+// experts the rows have.
+class Experts {
+ public:
+  static constexpr const char* kName = "Experts";
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
+                                         ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kUint8, ort::kUint8};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
+                                                  ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
+                                                  ort::kOptional, ort::kRequired, ort::kRequired, ort::kRequired};
+  static constexpr std::array kOutputs = {ort::kFloat, ort::kInt64};
+  enum Input : size_t {
+    kX, kGain, kResidual, kShared, kRouter, kRouterBias, kBias, kDownBias, kSelection, kGate, kUp, kDown
+  };
+
+  Experts(const Info& info, const Host& host)
+      : kernels_(host.kernels),
+        pages_(host.pages()),
+        inputs_(info.number("inputs")),
+        width_(info.number("width")),
+        experts_(info.number("experts")),
+        used_(info.number("used")),
+        epsilon_(info.real("epsilon")),
+        scale_(info.real("scale")),
+        normalized_(info.number("normalized") != 0),
+        gate_(gate_of(info.text("gate"))) {
+    const std::string gating = info.text("gating");
+    sigmoid_ = gating == "sigmoid";
+    require(sigmoid_ || gating == "softmax", "experts are weighed by neither softmax nor sigmoid");
+    require(gate_ != Gate::none, "experts have no gate");
+    require(used_ > 0 && used_ <= experts_ && experts_ <= kMostExperts, "a row uses an impossible number of experts");
+    for (const int64_t each : {inputs_, width_})
+      require(each > 0 && each < kMost / experts_ && each % kLanes == 0, "experts have impossible widths");
+    const std::string text = info.text("formats");
+    std::string_view formats = text;
+    for (size_t i = 0; i < matrices_.size(); i++) {
+      const size_t end = std::min(formats.find(','), formats.size());
+      const bool down = i + kGate == kDown;
+      Part part = part_of(formats.substr(0, end), experts_ * (down ? inputs_ : width_), down ? width_ : inputs_,
+                          info.constant(kGate + i));
+      formats.remove_prefix(std::min(end + 1, formats.size()));
+      const size_t bytes = part.bytes(down ? width_ : inputs_);
+      if (pages_ != nullptr) part.tiles = pages_->copy(part.tiles, bytes);
+      matrices_[i] = {part, static_cast<int64_t>(bytes) / experts_};
+    }
+    const Tensor router = info.constant(kRouter);
+    scored_ = router.shape.empty() ? 0 : router.shape[0];
+    require(router.type == ort::kFloat && router.size() == scored_ * inputs_ && router.shape.size() == 2 &&
+                (scored_ == experts_ || scored_ == experts_ + 1),
+            "a router is not float32 (experts, perhaps one more, inputs)");
+    router_ = router.floats();
+    const std::shared_ptr<Crew> crew = host.crew();
+    Weights weights;
+    weights.starts.resize(static_cast<size_t>(crew->threads()));
+    for (int64_t t = 0; t < std::min(crew->threads(), groups()); t++)
+      weights.starts[static_cast<size_t>(t)] = {
+          reinterpret_cast<const uint8_t*>(router_ + crew->first(groups(), t) * kScored * inputs_), nullptr};
+    weights_ = crew->follow(std::move(weights));
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor x = pass.input(kX);
+    require(x.type == ort::kFloat && x.shape.size() == 3 && x.last() == inputs_,
+            "the input of experts is not float32 (1, rows, inputs)");
+    const int64_t rows = x.size() / inputs_;
+    Routed routed{};
+    routed.rows = rows;
+    routed.gain = pass.vector(kGain, inputs_, "a normalization's gain is not as wide as its input");
+    routed.bias = pass.vector(kRouterBias, experts_, "a router has another number of biases than experts");
+    routed.selection = pass.vector(kSelection, experts_, "a router has another number of biases than experts");
+    const float* bias = pass.vector(kBias, 2 * experts_ * width_, "biases of experts are not as wide as they");
+    const float* down_bias = pass.vector(kDownBias, experts_ * inputs_, "biases of experts are not as wide as they");
+    const float* residual = pass.vector(kResidual, rows * inputs_, "a residual is not shaped as its projection");
+    const float* shared = pass.vector(kShared, rows * inputs_, "a shared expert is not shaped as the others");
+    require((shared != nullptr) == (scored_ > experts_), "a shared expert has no score, or a score no expert");
+    float* y = pass.output<float>(0, {x.shape[0], x.shape[1], inputs_});
+    int64_t* different = pass.output<int64_t>(1, {1});
+    *different = 0;
+    if (rows == 0) return;
+    const int64_t pairs = rows * used_;
+    const Buffer<float> normed(rows * inputs_), scores(rows * scored_), shares(rows);
+    const Buffer<Choice> choices(pairs);
+    score(pass, x.floats(), routed, normed.get(), scores.get());
+    by_rows(pass, rows, experts_, [&](int64_t r) {
+      choose(routed, scores.get() + r * scored_, choices.get() + r * used_, shares.get() + r);
+    });
+    const std::vector<Group> groups = grouped(choices.get(), pairs);
+    *different = static_cast<int64_t>(groups.size());
+
+    const Buffer<Activations> activations(pairs * (inputs_ / kBlock));
+    const Buffer<float> factors(pairs), inner(pairs * width_), results(pairs * inputs_);
+    by_rows(pass, rows, inputs_, [&](int64_t r) {
+      round(normed.get() + r * inputs_, choices.get() + r * used_, groups, activations.get(), factors.get());
+    });
+    std::vector<std::array<Part, 2>> parts(groups.size());
+    std::vector<Projection> projections(groups.size());
+    for (size_t i = 0; i < groups.size(); i++) {
+      const Group& group = groups[i];
+      parts[i] = {part(kGate, group.expert, width_), part(kUp, group.expert, width_)};
+      Projection& p = projections[i] = projection(group, parts[i].data(), 2, inputs_, width_);
+      p.gate = gate_;
+      p.activations = activations.get() + group.first * (inputs_ / kBlock);
+      p.factors = factors.get() + group.first;
+      if (bias != nullptr) p.bias = bias + group.expert * width_, p.other_bias = p.bias + experts_ * width_;
+      p.y = inner.get() + group.first * width_;
+    }
+    multiply(pass, projections, 2 * bytes_of(kGate), nullptr);
+
+    const Buffer<Activations> inner_activations(pairs * (width_ / kBlock));
+    pass.spread(pieces_of(pairs, width_), [&](int64_t i) {
+      const int64_t pieces = pieces_of(pairs, width_), last = pairs * (i + 1) / pieces;
+      auto group = std::upper_bound(groups.begin(), groups.end(), pairs * i / pieces,
+                                    [](int64_t pair, const Group& each) { return pair < each.first; }) - 1;
+      for (int64_t pair = pairs * i / pieces; pair < last; pair++) {
+        if (pair == group->first + group->rows) ++group;
+        Activations* to = inner_activations.get() + group->first * (width_ / kBlock) + pair - group->first;
+        factors.get()[pair] = kernels_.quantize(inner.get() + pair * width_, width_, to, group->rows);
+      }
+    });
+    for (size_t i = 0; i < groups.size(); i++) {
+      const Group& group = groups[i];
+      parts[i][0] = part(kDown, group.expert, inputs_);
+      Projection& p = projections[i] = projection(group, parts[i].data(), 1, width_, inputs_);
+      p.activations = inner_activations.get() + group.first * (width_ / kBlock);
+      p.factors = factors.get() + group.first;
+      if (down_bias != nullptr) p.bias = down_bias + group.expert * inputs_;
+      p.y = results.get() + group.first * inputs_;
+    }
+    multiply(pass, projections, bytes_of(kDown), weights_);
+    by_rows(pass, rows, inputs_ * used_, [&](int64_t r) {
+      const Choice* own = choices.get() + r * used_;
+      float* to = y + r * inputs_;
+      weigh(results.get() + own[0].place * inputs_, own[0].weight, to, false);
+      for (int64_t i = 1; i < used_; i++) weigh(results.get() + own[i].place * inputs_, own[i].weight, to, true);
+      if (shared != nullptr) weigh(shared + r * inputs_, shares.get()[r], to, true);
+      if (residual != nullptr)
+        for (int64_t c = 0; c < inputs_; c++) to[c] = residual[r * inputs_ + c] + to[c];
+    });
+  }
+
+ private:
+  static constexpr int64_t kMostExperts = 1 << 12, kScored = 16, kSome = 1 << 10;
+  static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 128;
+  static constexpr float kLeastSum = 0x1p-14f;
+
+  // What chooses experts.
+  struct Routed {
+    int64_t rows;
+    const float *gain, *bias, *selection;
+  };
+  // An expert of a row, and where the row's result lies among all.
+  struct Choice {
+    int64_t expert, place;
+    float weight;
+  };
+  // The rows of an expert.
+  struct Group {
+    int64_t expert, first, rows;
+  };
+  struct Matrix {
+    Part part;
+    int64_t plane;  // bytes of an expert's
+  };
+
+  int64_t groups() const { return (scored_ + kScored - 1) / kScored; }
+  const Matrix& matrix(Input input) const { return matrices_[input - kGate]; }
+  int64_t bytes_of(Input input) const { return matrix(input).plane; }
+  Part part(Input input, int64_t expert, int64_t columns) const {
+    const Matrix& known = matrix(input);
+    return {known.part.tiles + expert * known.plane, columns, known.part.format};
+  }
+
+  static int64_t pieces_of(int64_t rows, int64_t width) { return std::clamp<int64_t>(rows * width / kSome, 1, rows); }
+
+  template <class Run>
+  static void by_rows(const Pass& pass, int64_t rows, int64_t width, const Run& run) {
+    const int64_t pieces = pieces_of(rows, width);
+    pass.spread(pieces, [&](int64_t i) {
+      for (int64_t r = rows * i / pieces; r < rows * (i + 1) / pieces; r++) run(r);
+    });
+  }
+
+  void score(const Pass& pass, const float* x, const Routed& routed, float* normed, float* scores) const {
+    by_rows(pass, routed.rows, inputs_, [&](int64_t r) {
+      const float* from = x + r * inputs_;
+      if (routed.gain != nullptr)
+        kernels_.normalize(from, routed.gain, epsilon_, inputs_, normed + r * inputs_);
+      else
+        std::copy_n(from, inputs_, normed + r * inputs_);
+    });
+    pass.spread(groups(), [&](int64_t i) {
+      const int64_t first = i * kScored, count = std::min(kScored, scored_ - first);
+      kernels_.dots(normed, routed.rows, router_ + first * inputs_, count, inputs_, scores + first, scored_);
+    });
+  }
+
+  // The experts of a row, from the best on, and the weight of the shared one.
+  void choose(const Routed& routed, float* scores, Choice* choices, float* share) const {
+    if (scored_ > experts_) {
+      *share = 1.0f;
+      kernels_.multiply(Gate::sigmoid, scores + experts_, 1, share);
+    }
+    if (routed.bias != nullptr)
+      for (int64_t e = 0; e < experts_; e++) scores[e] = scores[e] + routed.bias[e];
+    const Buffer<float> keys(experts_), sigmoids(sigmoid_ ? experts_ : 0);
+    if (sigmoid_) {
+      std::fill_n(sigmoids.get(), experts_, 1.0f);
+      kernels_.multiply(Gate::sigmoid, scores, experts_, sigmoids.get());
+    }
+    const float* worth = sigmoid_ ? sigmoids.get() : scores;
+    for (int64_t e = 0; e < experts_; e++)
+      keys.get()[e] = routed.selection == nullptr ? worth[e] : worth[e] + routed.selection[e];
+    float most = 0.0f, sum = 0.0f;
+    for (int64_t i = 0; i < used_; i++) {
+      Choice& choice = choices[i];
+      float key;
+      kernels_.largest(keys.get(), experts_, &key, &choice.expert);
+      keys.get()[choice.expert] = -__builtin_inff();
+      if (i == 0) most = worth[choice.expert];
+      choice.weight = sigmoid_ ? worth[choice.expert] : kernels_.sum_exp(worth + choice.expert, 1, most);
+      sum = sum + choice.weight;
+    }
+    if (!normalized_) sum = sigmoid_ ? 1.0f : kernels_.sum_exp(scores, experts_, most);
+    sum = sum < kLeastSum ? kLeastSum : sum;
+    for (int64_t i = 0; i < used_; i++) choices[i].weight = choices[i].weight / sum * scale_;
+  }
+
+  // Finds a place for every choice: those of an expert lie together, in the order of rows.
+  std::vector<Group> grouped(Choice* choices, int64_t pairs) const {
+    std::vector<int64_t> counts(static_cast<size_t>(experts_));
+    for (int64_t i = 0; i < pairs; i++) counts[static_cast<size_t>(choices[i].expert)]++;
+    std::vector<Group> groups;
+    int64_t first = 0;
+    for (int64_t e = 0; e < experts_; e++) {
+      int64_t& count = counts[static_cast<size_t>(e)];
+      if (count > 0) groups.push_back({e, first, count});
+      first += count;
+      count = first - count;
+    }
+    for (int64_t i = 0; i < pairs; i++) choices[i].place = counts[static_cast<size_t>(choices[i].expert)]++;
+    return groups;
+  }
+
+  // A row, rounded, beside the others of its experts.
+  void round(const float* normed, const Choice* choices, const std::vector<Group>& groups, Activations* to,
+             float* factors) const {
+    const int64_t blocks = inputs_ / kBlock;
+    const Activations* done = nullptr;
+    int64_t step = 0;
+    for (int64_t i = 0; i < used_; i++) {
+      const int64_t place = choices[i].place;
+      const auto group = std::upper_bound(groups.begin(), groups.end(), place,
+                                          [](int64_t at, const Group& each) { return at < each.first; }) - 1;
+      Activations* own = to + group->first * blocks + place - group->first;
+      if (done == nullptr)
+        factors[place] = kernels_.quantize(normed, inputs_, own, group->rows);
+      else
+        for (int64_t b = 0; b < blocks; b++) own[b * group->rows] = done[b * step];
+      factors[place] = factors[choices[0].place];
+      if (done == nullptr) done = own, step = group->rows;
+    }
+  }
+
+  static Projection projection(const Group& group, const Part* parts, int64_t count, int64_t inputs, int64_t width) {
+    Projection p{};
+    p.parts = parts;
+    p.part_count = count;
+    p.inputs = inputs;
+    p.width = width;
+    p.rows = p.stride = group.rows;
+    return p;
+  }
+
+  // All tiles of all groups, each of which reads `bytes`.
+  void multiply(const Pass& pass, const std::vector<Projection>& all, int64_t bytes, const Weights* weights) const {
+    const int64_t tiles = all[0].parts[0].tile_count(), total = tiles * static_cast<int64_t>(all.size());
+    const int64_t chunks = std::clamp<int64_t>(bytes * static_cast<int64_t>(all.size()) / kChunkBytes, 1,
+                                               std::min<int64_t>(kChunks, total));
+    const auto piece = [&](int64_t i) {
+      for (int64_t tile = total * i / chunks, last = total * (i + 1) / chunks; tile < last;) {
+        const int64_t at = tile / tiles, end = std::min(last, (at + 1) * tiles);
+        kernels_.project(all[static_cast<size_t>(at)], tile - at * tiles, end - at * tiles);
+        tile = end;
+      }
+    };
+    pass.spread(chunks, piece, weights);
+  }
+
+  void weigh(const float* x, float weight, float* y, bool added) const {
+    if (added)
+      for (int64_t c = 0; c < inputs_; c++) y[c] = y[c] + x[c] * weight;
+    else
+      for (int64_t c = 0; c < inputs_; c++) y[c] = x[c] * weight;
+  }
+
+  const Kernels& kernels_;
+  std::shared_ptr<Pages> pages_;
+  int64_t inputs_, width_, experts_, used_;
+  float epsilon_, scale_;
+  bool normalized_, sigmoid_ = false;
+  Gate gate_;
+  std::array<Matrix, 3> matrices_{};
+  const float* router_ = nullptr;
+  int64_t scored_ = 0;
+  const Weights* weights_ = nullptr;
+};
+
+}  // namespace edgespec
