@@ -9,7 +9,7 @@ import numpy.typing as npt
 from onnx import TensorProto
 
 from edgespec_models.bundles.tiles import pack
-from edgespec_models.files.blocks import F32, U8, GGMLType, unpack
+from edgespec_models.files.blocks import F32, U8, Blocks, GGMLType, unpack
 from tests.kernels_for_tests import EPSILON, F64, graph, normed, random_blocks, rounded, weights_of
 
 Floats = npt.NDArray[Any]
@@ -34,7 +34,7 @@ class Mixture:
 
     @property
     def inputs(self) -> int:
-        return self.router.shape[1]
+        return int(self.router.shape[1])
 
     @property
     def count(self) -> int:
@@ -49,7 +49,7 @@ class Mixture:
     def weights(self) -> dict[str, F64]:
         """``(experts, rows, inputs)`` each, in float64."""
         pairs = zip(MATRICES, self.formats, strict=True)
-        flat = {name: weights_of(unpack(GGMLType[form], self.raw[name]))[0] for name, form in pairs}
+        flat = {name: _weights(form, self.raw[name]) for name, form in pairs}
         return {name: values.reshape(self.count, -1, values.shape[1]) for name, values in flat.items()}
 
     def feeds(self, x: F32, **more: F32) -> dict[str, Floats]:
@@ -107,6 +107,12 @@ class Mixture:
         return y + (feeds["residual"][0] if "residual" in feeds else 0)
 
 
+def _weights(form: str, raw: U8) -> F64:
+    blocks = unpack(GGMLType[form], raw)
+    assert isinstance(blocks, Blocks)
+    return weights_of(blocks)[0]
+
+
 def _gated(name: str, gate: F64, up: F64) -> F64:
     if name == "gelu":
         active: F64 = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
@@ -137,7 +143,7 @@ def make_mixture(
         for name, form in zip(MATRICES, formats, strict=True)
     }
     router = rng.normal(0.0, inputs**-0.5, (count + shared, inputs)).astype(np.float32)
-    sizes = {"gain": (inputs,), "router_bias": (count,), "selection": (count,)}
+    sizes: dict[str, tuple[int, ...]] = {"gain": (inputs,), "router_bias": (count,), "selection": (count,)}
     sizes |= {"bias": (2, count, width), "down_bias": (count, inputs)}
     made = {name: rng.uniform(0.1, 1.0, sizes[name]).astype(np.float32) for name in vectors}
     return Mixture(formats, raw, router, used, width, made, **options)

@@ -45,7 +45,8 @@ NO_DRAFT = Draft()
 class Passed:
     """A pass: its rows, its seconds, one request's share of the seconds, and the number of requests.
 
-    ``reads`` is true if one of these requests read a part of its prompt.
+    ``reads`` is true if one of these requests read a part of its prompt. ``experts`` is how many different
+    ones of a mixture the pass used.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class Passed:
     share_s: float
     requests: int = 1
     reads: bool = False
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class Policy(Source):
             rests = self._free is not None and not self._guard.allows
             self._judge_model(choice)
             slowdown = 1.0 if self._model is None else self._model.slowdown
-            self._pricing.observe_pass(passed.rows, passed.seconds / slowdown)
+            self._pricing.observe_pass(passed.rows, passed.seconds / slowdown, passed.experts)
             self._judge_round(choice, step)
             if rests:
                 self._guard.rest()

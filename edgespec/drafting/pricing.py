@@ -20,6 +20,8 @@ STAKE: Final = 5.0
 
 _SMOOTHING = 0.03
 _MEMORY = 0.97
+_NEIGHBOURS = 0.25  # of a token's experts, which the next one uses too, until passes tell; see lab/pricing.md
+_OVERLAP_SMOOTHING = 0.1
 _AHEAD = 3  # tokens; steps of T(n) are two or four rows wide
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rounds
 _FLOWING = 3.0
@@ -32,17 +34,22 @@ class Pricing:
     A pass may be that of several requests. ``sequences`` says of how many: each has a row in any case, and
     proposals are priced behind these. Plain decoding gives all of them a token in T(sequences).
     ``context`` is how many tokens a layer attends to, the mean of these requests: rows get dearer along it.
+    Of a mixture of experts rows are as dear as they use other experts, which passes tell of too.
     """
 
     def __init__(self, curve: CostCurve) -> None:
         self._curve, self.sequences, self.context = curve, 1, 0.0
         self._scale = 1.0  # this moment's speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: what the curve got wrong beyond that
+        self._overlap = max(_NEIGHBOURS, curve.experts.overlap) if curve.experts else 1.0
         self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
-    def pass_seconds(self, rows: int) -> float:
-        """Expected seconds of a target pass over ``rows`` tokens, now."""
-        seconds = self._curve.seconds(rows, self.context, self.sequences)
+    def pass_seconds(self, rows: int, experts: int = 0) -> float:
+        """Expected seconds of a target pass over ``rows`` tokens, now; of so many ``experts``, if known."""
+        seconds, costs = self._curve.seconds(rows, self.context, self.sequences), self._curve.experts
+        if costs is not None:
+            read = experts or costs.expected(rows, self._overlap)
+            seconds += costs.read_s * (read - costs.expected(rows))
         return seconds * self._scale * self._shape.get(rows, 1.0)
 
     def rows_seconds(self, count: int, behind: int = 0) -> float:
@@ -132,12 +139,15 @@ class Pricing:
             survival *= typical
         return False
 
-    def observe_pass(self, rows: int, seconds: float) -> None:
-        """Tell of a target pass that took ``seconds``; outliers count for little.
+    def observe_pass(self, rows: int, seconds: float, experts: int = 0) -> None:
+        """Tell of a target pass that took ``seconds``, and of its ``experts``; outliers count for little.
 
         Each of the requests that share a pass tells of it.
         """
-        expected = self.pass_seconds(rows)
+        expected, costs = self.pass_seconds(rows, experts), self._curve.experts
+        if costs is not None and experts and rows > 1:
+            overlap = costs.overlap_of(rows, experts)
+            self._overlap += _OVERLAP_SMOOTHING / self.sequences * (overlap - self._overlap)
         ratio = min(max(seconds / expected, 0.5), 2.0)
         factor = 1.0 + _SMOOTHING / self.sequences * (ratio - 1.0)
         self._scale *= factor

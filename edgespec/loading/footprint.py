@@ -217,9 +217,9 @@ def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
     return Footprint(
         name=manifest.name,
         state="here",
-        weights_bytes=manifest.bytes_per_pass,
+        weights_bytes=manifest.matrix_bytes,
         mapped=manifest.operators == "edgespec",
-        table_bytes=sum(by_class.values()) - manifest.bytes_per_pass,
+        table_bytes=sum(by_class.values()) - manifest.matrix_bytes,
         working_bytes=WORKING_BYTES * manifest.config.vocab_size,
         cache=_cache_of(bundle, exact_rows),
         device=manifest.made_for,

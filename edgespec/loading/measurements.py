@@ -26,7 +26,7 @@ import psutil
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.storage import measurements_dir, write_text
-from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cost import CostCurve, ExpertCosts
 from edgespec_runtimes.cpu import CpuOptions, default_threads, library_digest
 from edgespec_runtimes.ort import ort
 
@@ -104,6 +104,7 @@ def remember(conditions: Conditions, measurement: Measurement) -> None:
         "seconds_by_rows": {str(n): t for n, t in sorted(measurement.curve.seconds_by_rows.items())},
         "context_s": measurement.curve.context_s,
         "row_context_s": measurement.curve.row_context_s,
+        "experts": measurement.curve.experts and asdict(measurement.curve.experts),
     }
     path = conditions.path
     try:
@@ -142,9 +143,13 @@ def _parsed(value: Any, conditions: Conditions) -> Measurement:
     context_s, row_context_s = float(value["context_s"]), float(value["row_context_s"])
     if not all(0 <= t < math.inf for t in (context_s, row_context_s)):
         raise ValueError(f"not the cost of a context: {context_s}, {row_context_s}")
+    experts = value.get("experts") and ExpertCosts(**value["experts"])
+    if experts and not (0 <= experts.read_s < math.inf and experts.used > 0 and 0 < experts.overlap <= 1):
+        raise ValueError(f"not the cost of experts: {experts}")
     if not isinstance(value["row_exact"], bool):
         raise ValueError(f"row_exact is {value['row_exact']!r}")
-    return Measurement(value["row_exact"], CostCurve(points, True, context_s, row_context_s))
+    curve = CostCurve(points, True, context_s, row_context_s, experts or None)
+    return Measurement(value["row_exact"], curve)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -20,7 +20,14 @@ from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, one_of, shown
-from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_context, measure_cost, recheck_cost
+from edgespec_runtimes.cost import (
+    DEFAULT_ROWS,
+    CostCurve,
+    measure_context,
+    measure_cost,
+    measure_experts,
+    recheck_cost,
+)
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.devices import AUTO, PROCESSOR, Device, Placement
 from edgespec_runtimes.session import Session
@@ -270,7 +277,8 @@ def _curve(
         curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
         if curve is not None:
             return curve, True
-    curve = measure_context(session, measure_cost(session, rows, progress=progress))
+    curve = measure_experts(session, measure_cost(session, rows, progress=progress))
+    curve = measure_context(session, curve)
     if curve.confirmed:
         remember(conditions, Measurement(session.model.row_exact, curve))
     return curve, False

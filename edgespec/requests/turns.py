@@ -50,7 +50,7 @@ def take_turn(tickets: Sequence[Ticket], begin: Begin, pricing: Pricing) -> None
         for ticket, _ in running:
             ticket.finish(error)
         return
-    passes = _shares(pricing, rows, clock() - began)
+    passes = _shares(pricing, rows, clock() - began, model.experts_read)
     for (ticket, decoding), predicted, passed in zip(running, predictions, passes, strict=True):
         with ticket.ending_on_error():
             records = decoding.advance(predicted, passed)
@@ -148,11 +148,11 @@ def step_shares(rows: Sequence[Rows], seconds: float) -> list[Passed]:
     return [Passed(total, seconds, share_s, len(rows)) for share_s in shares]
 
 
-def _shares(pricing: Pricing, rows: Sequence[Rows], seconds: float) -> list[Passed]:
+def _shares(pricing: Pricing, rows: Sequence[Rows], seconds: float, experts: int) -> list[Passed]:
     """A pass's time for each request: a row is as dear for all, drafts and prompts pay what they add."""
     counts, reads = [len(part.tokens) for part in rows], any(not part.wanted for part in rows)
     total, plain = sum(counts), len(counts)
     base_s = seconds * min(1.0, pricing.pass_seconds(plain) / pricing.pass_seconds(total))
     more = [(count - 1) / max(1, total - plain) for count in counts]
     shares = (base_s / plain + (seconds - base_s) * share for share in more)
-    return [Passed(total, seconds, share_s, plain, reads) for share_s in shares]
+    return [Passed(total, seconds, share_s, plain, reads, experts) for share_s in shares]

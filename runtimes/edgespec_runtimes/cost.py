@@ -22,6 +22,34 @@ _CONTEXT = 2048  # tokens
 _CONTEXT_BYTES = 64 << 20
 _CONTEXT_ROWS = 8
 _CONTEXT_REPEATS = 3
+_LEAST_OVERLAP, _HALVINGS = 1e-3, 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCosts:
+    """What different experts of a mixture cost, beside rows (MoESD, arXiv 2505.19645, has the formula).
+
+    ``read_s`` are seconds for each that a pass reads, ``used`` how many one row uses in all layers, and
+    ``overlap`` the share of a row's experts that another row uses too. Of n rows that overlap so, ``(1 -
+    overlap) ** n`` of the last row's are new.
+    """
+
+    read_s: float
+    used: int
+    overlap: float
+
+    def expected(self, rows: int, overlap: float | None = None) -> float:
+        """How many different experts so many rows use."""
+        share = self.overlap if overlap is None else overlap
+        return self.used * (1.0 - (1.0 - share) ** rows) / share
+
+    def overlap_of(self, rows: int, read: float) -> float:
+        """The overlap at which so many rows, two or more, use ``read`` experts."""
+        low, high = _LEAST_OVERLAP, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.expected(rows, middle) > read else (low, middle)
+        return high
 
 
 @dataclass(frozen=True)
@@ -33,12 +61,15 @@ class CostCurve:
 
     Attention makes a pass longer along a context: by ``context_s`` for each token that a layer attends to,
     and by ``row_context_s`` for each such token and row. Both are 0 where they were not measured.
+
+    Of a mixture of experts the points are of rows with the overlap that ``experts`` has; else None.
     """
 
     seconds_by_rows: Mapping[int, float]
     confirmed: bool = True
     context_s: float = 0.0
     row_context_s: float = 0.0
+    experts: ExpertCosts | None = None
 
     def seconds(self, rows: int, context: float = 0.0, sequences: int = 1) -> float:
         """Cost of a pass over ``rows`` tokens of ``sequences``, each behind ``context`` tokens.
@@ -127,6 +158,30 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     return replace(curve, context_s=max(0.0, single - row_s), row_context_s=row_s)
 
 
+def measure_experts(session: Session, curve: CostCurve) -> CostCurve:
+    """The curve with what different experts cost, where the model has some.
+
+    Passes over eight tokens of many kinds and over eight of one kind compute as much. What the first takes
+    longer is what its further experts take. The session's sequence is replaced and forgotten.
+    """
+    if not session.model.experts_read:
+        return curve
+    wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
+    tokens = _tokens(session, _PAST + wide)
+    session.prefill(tokens[:_PAST])
+    least, read = {}, {}
+    for kind, rows in {"one": tokens[-1:], "alike": tokens[-1:] * wide, "apart": tokens[_PAST:]}.items():
+        samples = [_timed(session, rows) for _ in range(1 + _CONTEXT_REPEATS)]
+        least[kind] = min(samples[1:])
+        read[kind] = session.model.experts_read
+    session.rewind(0)
+    more = read["apart"] - read["alike"]
+    if more <= 0:
+        return curve
+    costs = ExpertCosts(max(0.0, least["apart"] - least["alike"]) / more, read["one"], 1.0)
+    return replace(curve, experts=replace(costs, overlap=costs.overlap_of(wide, read["apart"])))
+
+
 def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | None:
     """Bring a curve that was measured earlier on this machine to the machine's present state.
 
@@ -157,7 +212,8 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
     if not alike or max(single, wide) < 1 / _SLOWER:
         return None
     points = {n: max(t * wide, least[1]) for n, t in stored.seconds_by_rows.items()} | {1: least[1]}
-    return CostCurve(points, True, stored.context_s * wide, stored.row_context_s * wide)
+    experts = stored.experts and replace(stored.experts, read_s=stored.experts.read_s * wide)
+    return CostCurve(points, True, stored.context_s * wide, stored.row_context_s * wide, experts)
 
 
 def _tokens(session: Session, count: int) -> list[int]:

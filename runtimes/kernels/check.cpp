@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "crew.h"
@@ -164,7 +165,7 @@ Projection product(const Part* parts, size_t count, const Rounded& x, std::vecto
   Projection p{};
   p.parts = parts;
   p.part_count = static_cast<int64_t>(count);
-  p.rows = static_cast<int64_t>(x.factors.size());
+  p.rows = p.stride = static_cast<int64_t>(x.factors.size());
   p.inputs = static_cast<int64_t>(x.activations.size()) * kBlock / p.rows;
   p.width = static_cast<int64_t>(y.size()) / p.rows;
   p.activations = x.activations.data();
@@ -183,11 +184,12 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
   }
   const Rounded x(kernels, random.reals(rows * kInputs, 0.02f), rows);
   constexpr int64_t width = kWide + kNarrow;
-  const std::vector<float> bias = random.reals(width), residual = random.reals(rows * width);
+  const std::vector<float> bias = random.reals(width), other = random.reals(width), residual = random.reals(rows * width);
   std::vector<float> y(static_cast<size_t>(rows * width));
   Projection p = product(parts.data(), parts.size(), x, y);
   p.gate = gate;
   p.bias = rows % 2 ? bias.data() : nullptr;
+  p.other_bias = rows % 2 ? other.data() : nullptr;
   p.residual = rows % 3 ? residual.data() : nullptr;
   kernels.project(p, 0, 2);
   kernels.project(p, 2, parts[0].tile_count() + parts[1].tile_count());
@@ -195,19 +197,32 @@ void project(const Kernels& kernels, Random& random, int format, Gate gate, int6
 }
 
 void add_products(Cases& cases) {
-  const char* const gates[] = {"", ", SiLU", ", GELU"};
+  const std::pair<Gate, const char*> gates[] = {
+      {Gate::none, ""}, {Gate::silu, ", SiLU"}, {Gate::gelu, ", GELU"}, {Gate::clamped, ", clamped"}};
   for (int format = 0; format < kFormatCount; format++)
-    for (const Gate gate : {Gate::none, Gate::silu, Gate::gelu})
+    for (const auto& [gate, called] : gates)
       for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 40, 50}) {
-        std::string name = std::string("project ") + kFormats[format].name + gates[static_cast<int>(gate)];
+        std::string name = std::string("project ") + kFormats[format].name + called;
         cases.push_back({text((name + ", rows").c_str(), rows),
-                         [=](const Kernels& kernels, Random& random, Results& results) {
+                         [=, gate = gate](const Kernels& kernels, Random& random, Results& results) {
                            project(kernels, random, format, gate, rows, results);
                          }});
       }
 }
 
 // Activations and codes as large as they get, where sums nearly leave the bits they are kept in.
+void add_dots(Cases& cases) {
+  for (const int64_t count : {1, 4, 7, 16})
+    for (const int64_t rows : {1, 2, 5})
+      cases.push_back({text(text("dots", count).c_str(), rows), [=](const Kernels& kernels, Random& random, Results& results) {
+                         constexpr int64_t width = 96;
+                         const std::vector<float> x = random.reals(rows * width), vectors = random.reals(count * width);
+                         std::vector<float> y(static_cast<size_t>(rows * count));
+                         kernels.dots(x.data(), rows, vectors.data(), count, width, y.data(), count);
+                         results.add(y);
+                       }});
+}
+
 void add_extremes(Cases& cases) {
   for (int format = 0; format < kFormatCount; format++)
     for (const int fill : {0, 255})
@@ -498,6 +513,7 @@ int check() {
   add_normalizations(cases);
   add_roundings(cases);
   add_products(cases);
+  add_dots(cases);
   add_extremes(cases);
   add_gathers(cases);
   add_narrowings(cases);

@@ -218,19 +218,47 @@ void fill_lookups(Choices& choices, OrtKernelInfo& node) {
   node.texts = {{"format", broken(choices, kFormats[format].name)}};
 }
 
+void fill_experts(Choices& choices, OrtKernelInfo& node) {
+  const int64_t experts = 1 + choices.below(6), used = 1 + choices.below(static_cast<int>(experts));
+  const int64_t inputs = 256, width = 32 * (1 + choices.below(3)), rows = choices.below(7);
+  const int64_t scored = experts + choices.below(2);
+  const Shape shapes[] = {{1, rows, inputs}, {inputs},  {1, rows, inputs},    {1, rows, inputs}, {scored, inputs},
+                          {experts},         {2, experts, width}, {experts, inputs}, {experts}};
+  const uint8_t left_out = choices.byte();
+  for (int i = 0; i < 9; i++) {
+    const bool wanted = i == 0 || i == 4 || (i == 3 ? scored > experts : (left_out >> i & 1) == 0);
+    node.inputs.push_back(wanted != choices.rarely() ? made(choices, kFloat, shapes[i]) : nullptr);
+  }
+  std::string formats;
+  for (int i = 0; i < 3; i++) {
+    int64_t format = choices.below(kFormatCount);
+    if (i == 2 && kFormats[format].inputs > 32) format = 0;
+    formats += (i ? "," : "") + std::string(kFormats[format].name);
+    node.inputs.push_back(
+        made(choices, kUint8, {size_of(format, experts * (i < 2 ? width : inputs), i < 2 ? inputs : width)}));
+  }
+  const char* const gates[] = {"silu", "gelu", "clamped"};
+  node.numbers = {{"inputs", choices.number(inputs)}, {"width", choices.number(width)},
+                  {"experts", choices.number(experts)}, {"used", choices.number(used)}, {"normalized", choices.below(2)}};
+  node.reals = {{"epsilon", 1e-5f}, {"scale", choices.below(2) ? 1.0f : 2.5f}};
+  node.texts = {{"gate", broken(choices, gates[choices.below(3)])}, {"formats", broken(choices, formats)},
+                {"gating", broken(choices, choices.below(2) ? "softmax" : "sigmoid")}};
+}
+
 OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
   const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
   Choices choices(data, size);
   OrtKernelInfo node;
-  node.op = static_cast<size_t>(choices.below(6));
+  node.op = static_cast<size_t>(choices.below(7));
   *set = sets[choices.below(6)];
   void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups,
-                                                    fill_delta,  fill_convolution};
+                                                    fill_delta,  fill_convolution, fill_experts};
   fill[node.op](choices, node);
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;
   if (choices.rarely()) node.numbers.erase("inputs");
   if (choices.rarely()) node.texts.erase("parts");
+  if (choices.rarely()) node.texts.erase("formats");
   return node;
 }
 

@@ -89,6 +89,7 @@ inline OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t*
   const int op = context->node.op;
   const int type = op == 1 && index > 0    ? edgespec::ort::kFloat16
                    : op == 3 && index == 0 ? edgespec::ort::kInt64
+                   : op == 6 && index == 1 ? edgespec::ort::kInt64
                                            : edgespec::ort::kFloat;
   value = past != nullptr && past->shape == shape ? past : tensor(type, shape);
   if (value == nullptr) return refused("stand-in: no memory for an output");

@@ -53,6 +53,7 @@ ONNX Runtime's operators have."""
 _Amount = Annotated[int, within(0, 1 << 60)]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
+_EXPERTS = "experts"
 _DIGEST = "sha256"
 
 
@@ -105,8 +106,8 @@ class Manifest:
         weights: the export's policy, such as ``exact``.
         formats: how many weights got which format.
         bytes_by_class: bytes of ``embedding``, ``attention`` or what stands in its place, ``mlp``,
-            ``lm_head``, ``other``; of a foreign graph, whose matrices have no such names, ``embedding``,
-            ``matrices``, ``other``.
+            ``experts``, ``lm_head``, ``other``; of a foreign graph, whose matrices have no such names,
+            ``embedding``, ``matrices``, ``other``.
         parameters_by_class: weights of the same classes.
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.
@@ -170,14 +171,34 @@ class Manifest:
         return bytes_per_sequence(self.kept) + tokens * self.kv_bytes_per_token
 
     @property
-    def bytes_per_pass(self) -> int:
-        """Bytes of weights a pass reads: all but tables of which it reads a few rows."""
+    def matrix_bytes(self) -> int:
+        """Bytes of weights that passes multiply by: all but tables of which they read a few rows."""
         return sum(value for name, value in self.bytes_by_class.items() if name not in _NOT_MULTIPLIED)
 
     @property
+    def bytes_per_pass(self) -> int:
+        """Bytes of these that a pass over one row reads: of experts those that the row uses."""
+        return self._of_a_row(self.bytes_by_class)
+
+    @property
     def parameters_per_pass(self) -> int:
-        """Weights a pass multiplies by: all but the embedding table."""
-        return sum(value for name, value in self.parameters_by_class.items() if name not in _NOT_MULTIPLIED)
+        """Weights that a row is multiplied by."""
+        return self._of_a_row(self.parameters_by_class)
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of an expert in a layer, the mean; 0 without."""
+        experts = self.config.experts if isinstance(self.config, ModelConfig) else None
+        if experts is None:
+            return 0.0
+        layers = self.config.num_layers - experts.dense_layers
+        return self.bytes_by_class.get(_EXPERTS, 0) / (experts.count * layers)
+
+    def _of_a_row(self, amounts: Mapping[str, int]) -> int:
+        experts = self.config.experts if isinstance(self.config, ModelConfig) else None
+        used = 1.0 if experts is None else experts.used / experts.count
+        read = {name: value for name, value in amounts.items() if name not in _NOT_MULTIPLIED}
+        return sum(round(value * used) if name == _EXPERTS else value for name, value in read.items())
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
