@@ -218,8 +218,8 @@ class Linear:
     inputs: int  # width of what it is given
     gate: str = ""  # ``silu``, ``gelu`` or none
     gain: F32 | None = None  # ``(inputs,)``
-    bias: F32 | None = None  # ``(width,)``, as ``post_gain``
-    post_gain: F32 | None = None
+    bias: F32 | None = None  # ``(columns,)`` of all parts
+    post_gain: F32 | None = None  # ``(width,)``
     residual: F32 | None = None  # ``(1, rows, width)``
 
     @property
@@ -243,8 +243,8 @@ class Linear:
         """What it must give for ``x``, float32 ``(1, rows, inputs)``."""
         blocks = [unpack(GGMLType[name], raw) for name, raw in self.parts]
         y = product(x if self.gain is None else normed(x, self.gain), blocks)  # type: ignore[arg-type]
+        y = y if self.bias is None else plus(y, self.bias)
         if self.gate:
             y = gated(self.gate, y.part(slice(self.width)), y.part(slice(self.width, None)))
-        y = y if self.bias is None else plus(y, self.bias)
         y = y if self.post_gain is None else post_normed(y, self.post_gain)
         return y if self.residual is None else plus(y, self.residual)

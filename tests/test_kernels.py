@@ -62,7 +62,7 @@ def linears(draw: st.DrawFn) -> tuple[Linear, F32, int]:
     def maybe(*shape: int) -> F32 | None:
         return rng.uniform(-2, 2, shape).astype(np.float32) if draw(st.booleans()) else None
 
-    more: Any = {"gain": maybe(inputs), "bias": maybe(width), "post_gain": maybe(width)}
+    more: Any = {"gain": maybe(inputs), "bias": maybe(sum(columns)), "post_gain": maybe(width)}
     linear = Linear(parts=tuple(parts), inputs=inputs, gate=gate, residual=maybe(1, rows, width), **more)
     return linear, activations(rng, rows, inputs), draw(THREADS)
 

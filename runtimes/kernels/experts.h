@@ -88,17 +88,18 @@ class Experts {
     const float* down_bias = pass.vector(kDownBias, experts_ * inputs_, "biases of experts are not as wide as they");
     const float* residual = pass.vector(kResidual, rows * inputs_, "a residual is not shaped as its projection");
     const float* shared = pass.vector(kShared, rows * inputs_, "a shared expert is not shaped as the others");
-    require((shared != nullptr) == (scored_ > experts_), "a shared expert has no score, or a score no expert");
+    const bool shares = static_cast<bool>(pass.input(kShared));
+    require(shares == (scored_ > experts_), "a shared expert has no score, or a score no expert");
     float* y = pass.output<float>(0, {x.shape[0], x.shape[1], inputs_});
     int64_t* different = pass.output<int64_t>(1, {1});
     *different = 0;
     if (rows == 0) return;
     const int64_t pairs = rows * used_;
-    const Buffer<float> normed(rows * inputs_), scores(rows * scored_), shares(rows);
+    const Buffer<float> normed(rows * inputs_), scores(rows * scored_), shared_weights(rows);
     const Buffer<Choice> choices(pairs);
     score(pass, x.floats(), routed, normed.get(), scores.get());
     by_rows(pass, rows, experts_, [&](int64_t r) {
-      choose(routed, scores.get() + r * scored_, choices.get() + r * used_, shares.get() + r);
+      choose(routed, scores.get() + r * scored_, choices.get() + r * used_, shared_weights.get() + r);
     });
     const std::vector<Group> groups = grouped(choices.get(), pairs);
     *different = static_cast<int64_t>(groups.size());
@@ -148,7 +149,7 @@ class Experts {
       float* to = y + r * inputs_;
       weigh(results.get() + own[0].place * inputs_, own[0].weight, to, false);
       for (int64_t i = 1; i < used_; i++) weigh(results.get() + own[i].place * inputs_, own[i].weight, to, true);
-      if (shared != nullptr) weigh(shared + r * inputs_, shares.get()[r], to, true);
+      if (shares) weigh(shared + r * inputs_, shared_weights.get()[r], to, true);
       if (residual != nullptr)
         for (int64_t c = 0; c < inputs_; c++) to[c] = residual[r * inputs_ + c] + to[c];
     });

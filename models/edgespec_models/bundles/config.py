@@ -150,9 +150,7 @@ class Experts:
     def __post_init__(self) -> None:
         check_fields(self, UnsupportedModelError)
         if self.used > self.count:
-            raise UnsupportedModelError(
-                f"a token uses {self.used} experts of {self.count}; it can use as many"
-            )
+            raise UnsupportedModelError(f"a token uses {self.used} experts; there are {self.count}")
         if self.selection_bias and self.gating != "sigmoid":
             raise UnsupportedModelError(
                 f"experts are chosen with a bias and weighed by {self.gating}; edgespec has that for sigmoid"
