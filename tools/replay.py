@@ -96,6 +96,7 @@ class Recorded:
     """A target that writes what it wrote before: one sequence, no weights."""
 
     row_exact, compiled, takes_several, prompt_key, places = True, "", False, "", ANYWHERE
+    experts_read = 0
 
     def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int]) -> None:
         self.vocab_size, self._curve, self._clock, self._contexts = vocab_size, curve, clock, cycle(behind)

@@ -320,10 +320,11 @@ class _NativeDecoder(GraphDecoder):
         spec, bias = self.plan.linears[name], None
         if spec.parts[0].biases:
             bias = self.parameter(f"{graph_name(name)}.bias", [spec.out_features])
+        weights = self.matrices(name)
         gains = [None if name is None else self.gain(name) for name in (gain, post_gain)]
         return self.node(
             "Linear",
-            *(x, gains[0], bias, gains[1], residual, *self.matrices(name)),
+            *(x, gains[0], bias, gains[1], residual, *weights),
             inputs=spec.in_features,
             epsilon=self.epsilon,
             gate=gate,
