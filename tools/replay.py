@@ -40,6 +40,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.discovery import place
 from edgespec_runtimes.graph_io import OwnModel
+from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Logits, Predictions
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.states import ANYWHERE
@@ -105,6 +106,7 @@ class Recorded:
         self._text: Sequence[int] = ()
         self.capacity = self.longest = self.piece = 1 << 30
         self.model: object = self
+        self.stretch = Stretch()
 
     @property
     def plain_s(self) -> float:

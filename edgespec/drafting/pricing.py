@@ -44,12 +44,11 @@ class Pricing:
         self._overlap = max(_NEIGHBOURS, curve.experts.overlap) if curve.experts else 1.0
         self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
-    def pass_seconds(self, rows: int, experts: int = 0) -> float:
-        """Expected seconds of a target pass over ``rows`` tokens, now; of so many ``experts``, if known."""
+    def pass_seconds(self, rows: int) -> float:
+        """Expected seconds of a target pass over ``rows`` tokens, now."""
         seconds, costs = self._curve.seconds(rows, self.context, self.sequences), self._curve.experts
         if costs is not None:
-            read = experts or costs.expected(rows, self._overlap)
-            seconds += costs.read_s * (read - costs.expected(rows))
+            seconds += costs.read_s * (costs.expected(rows, self._overlap) - costs.expected(rows))
         return seconds * self._scale * self._shape.get(rows, 1.0)
 
     def rows_seconds(self, count: int, behind: int = 0) -> float:
@@ -144,8 +143,9 @@ class Pricing:
 
         Each of the requests that share a pass tells of it.
         """
-        expected, costs = self.pass_seconds(rows, experts), self._curve.experts
-        if costs is not None and experts and rows > 1:
+        expected, costs = self.pass_seconds(rows), self._curve.experts
+        if costs is not None and rows > 1 and experts:
+            seconds -= self._scale * costs.read_s * (experts - costs.expected(rows, self._overlap))
             overlap = costs.overlap_of(rows, experts)
             self._overlap += _OVERLAP_SMOOTHING / self.sequences * (overlap - self._overlap)
         ratio = min(max(seconds / expected, 0.5), 2.0)
