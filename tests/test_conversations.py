@@ -125,7 +125,7 @@ def test_what_was_said_may_be_edited_and_outgrow_the_context() -> None:
         assert said > 5 and len(talk.messages) == 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 10)), max_size=9),
     budget=st.sampled_from([0, 40 * KV_BYTES, 150 * KV_BYTES, 1 << 20]),

@@ -68,12 +68,8 @@ def test_a_bundle_keeps_the_tokenizer() -> None:
                 assert tokenizer.encode(case["text"]) == case["ids"], (name, case["text"])
 
 
-@pytest.mark.parametrize(
-    ("target", "drafter"),
-    [("gemma-3-270m", "smollm2-135m-instruct"), ("qwen2.5-coder-0.5b-instruct", "gemma-3-270m")],
-)
-def test_a_drafter_of_another_vocabulary_changes_nothing(target: str, drafter: str) -> None:
-    with edgespec.load(target, drafter) as model:
+def test_a_drafter_of_another_vocabulary_changes_nothing() -> None:
+    with edgespec.load("qwen2.5-coder-0.5b-instruct", "gemma-3-270m") as model:
         for prompt in PROMPTS:
             plain = model.generate(prompt, max_new_tokens=24, speculate=False)
             speculative = model.generate(prompt, max_new_tokens=24)

@@ -159,7 +159,7 @@ def assert_the_same_in_pieces(form: str, text: str, pieces: list[str]) -> None:
 around = st.sampled_from(["", "Let me see. ", "é\n", "I say:\n\n"])
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize(("form", "write"), WRITERS)
 @given(calls, around, st.sampled_from(["", " Done.", "\nso "]), st.data())
 def test_what_a_model_writes_is_read_as_it_comes(
@@ -176,7 +176,7 @@ def test_what_a_model_writes_is_read_as_it_comes(
     assert_the_same_in_pieces(form, text, data.draw(cut(text)))
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize("form", [*SHOWN])
 @given(calls, st.sampled_from([bare, fenced]), st.sampled_from(["", " Done.", "\nso "]), st.data())
 def test_calls_without_a_tag_are_read_in_every_form(
@@ -214,7 +214,7 @@ def test_a_call_that_was_cut_is_said_once(text: str) -> None:
     assert (unnamed, parts) == (text[:20], [])
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize(("form", "write"), WRITERS)
 @given(calls, texts, st.data())
 def test_what_is_damaged_is_text_and_comes_the_same_in_pieces(
@@ -231,7 +231,7 @@ marks = st.sampled_from(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(marks, max_size=9).map("".join) | st.text(), st.sampled_from([*SHOWN]), st.data())
 def test_no_answer_makes_reading_fail(text: str, form: str, data: st.DataObject) -> None:
     assert_the_same_in_pieces(form, text, data.draw(cut(text)))
@@ -261,7 +261,7 @@ def test_arguments_are_given_out_as_they_become_certain(form: str, begun: str, g
     assert arguments.startswith(given)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize(("form", "write"), [WRITERS[0], WRITERS[7], WRITERS[8], WRITERS[13]])
 @given(calls, st.sampled_from(["", "\n\n"]), st.data())
 def test_calls_behind_thoughts_are_read_and_those_within_are_not(
