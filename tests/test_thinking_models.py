@@ -102,7 +102,7 @@ def test_what_contradicts_itself_is_refused() -> None:
         with pytest.raises(RequestError, match="thinking is 5, template_args say enable_thinking=False"):
             model.chat(ASK, thinking=5, template_args={"enable_thinking": False})
         assert model.chat(ASK, thinking=5, template_args={"enable_thinking": True}).text == "Three."
-        with pytest.raises(RequestError, match="template_args and thinking are for a model's chat template"):
+        with pytest.raises(RequestError, match="template_args and thinking are for conversations"):
             model.generate("a", thinking=True)
         with pytest.raises(RequestError, match="thinking is -1; allowed: True or False or 'low'"):
             model.chat(ASK, thinking=-1)

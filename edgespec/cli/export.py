@@ -196,8 +196,8 @@ def export(
 def _refuse_with_optimum(options: list[str]) -> None:
     if options:
         raise RequestError(
-            f"--via optimum takes weights as Optimum writes them, for targets and drafters alike; leave out "
-            f"{', '.join(options)} (--bits stands for all that quantizes)"
+            "--via optimum keeps the weights as Optimum writes them, for targets and drafters; leave out "
+            f"{', '.join(options)}"
         )
 
 

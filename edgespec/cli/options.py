@@ -1,4 +1,4 @@
-"""Options that several commands share, and the model and the request that they describe."""
+"""Options that several commands share, and the models and requests that they describe."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -47,8 +47,8 @@ PromptCache = Annotated[
     bool,
     typer.Option(
         "--prompt-cache/--no-prompt-cache",
-        help="Whether what was read of prompts is kept on disk, for your user alone, and need not be read "
-        "again; 'edgespec cache' shows and clears it.",
+        help="Whether prompts that were read are kept on disk, for your user alone, so that they need not be "
+        "read again; 'edgespec cache' shows and clears them.",
     ),
 ]
 ChatTemplate = Annotated[
@@ -56,7 +56,7 @@ ChatTemplate = Annotated[
     typer.Option(
         "--chat-template",
         metavar="FILE",
-        help="A file with a chat template in Jinja, in place of the one that the model has, if any.",
+        help="A file with a chat template in Jinja, in place of the model's own.",
     ),
 ]
 Instructions = Annotated[
@@ -76,14 +76,14 @@ PromptsFile = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Take at most so many prompts, spread over the categories.")
+    int | None, typer.Option(min=1, help="The most prompts to take, spread over the categories.")
 ]
 
 
 _DEVICES = "auto, cpu, npu, or a name that 'edgespec devices' lists"
 
 Group = Mapping[str, tuple[Any, Any]]
-"""Options by name: each with what typer reads of its type, and its default."""
+"""Options by name, each with its annotation for typer and its default."""
 
 
 def _option(kind: Any, default: Any, text: str, *names: str, **settings: Any) -> tuple[Any, Any]:
@@ -100,28 +100,28 @@ LOADING: Group = {
     "history": _option(
         str | None,
         None,
-        "Learn from answers into this history and draft from it (a name, or a file); 'edgespec history' "
-        "shows and deletes what was learned. Without it nothing is learned.",
+        "A history, by name or file: answers are learned there and drafted from. 'edgespec history' shows "
+        "and deletes what was learned. Without the option nothing is learned.",
         metavar="NAME",
     ),
     "training_share": _option(
         float,
         0.0,
-        "With --history: train the drafter on the answers between requests, for at most this share of the "
-        "time; 0 does not train.",
+        "With --history: train the drafter on answers, between requests, for at most this share of the "
+        "time. 0 does not train.",
         min=0.0,
         max=1.0,
     ),
 }
-"""Of commands that load a target and a drafter: what :func:`load_model` reads."""
+"""Options of commands that load a target and a drafter; :func:`load_model` reads them."""
 PROMPTS: Group = {
     "prompt_cache": (PromptCache, True),
     "chat_template": (ChatTemplate, None),
 }
-"""Of commands that answer what a user asks."""
+"""Options of commands that answer a user."""
 SAMPLING: Group = {
     "temperature": (Temperature, 0.0),
-    "top_k": _option(int, 0, "Keep the K most likely tokens; 0 keeps all."),
+    "top_k": _option(int, 0, "Sample from the K most likely tokens; 0 is no limit."),
     "top_p": _option(
         float, 1.0, "Keep the most likely tokens whose probabilities add up to this; 1 keeps all."
     ),
@@ -130,7 +130,7 @@ SAMPLING: Group = {
     ),
     "repetition_penalty": _option(float, 1.0, "Above 1 makes tokens seen before less likely."),
 }
-"""How tokens are chosen: what :func:`sampling_options` reads."""
+"""Options of sampling; :func:`sampling_options` reads them."""
 REQUEST: Group = {
     **SAMPLING,
     "seed": _option(int | None, None, "Makes a sampled answer repeatable."),
@@ -144,11 +144,11 @@ REQUEST: Group = {
     ),
     "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
 }
-"""What a request asks for: what :func:`request_options` reads beside ``max_new_tokens``."""
+"""Options of a request; :func:`request_options` reads them, and ``max_new_tokens``."""
 
 
 def shared(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these groups, behind its own; it finds them in its context."""
+    """Add the options of these groups to a command, which finds them in its context."""
     options = {name: option for group in groups for name, option in group.items()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -170,20 +170,22 @@ def shared(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def load_model(context: typer.Context, progress: ProgressCallback, **named: str) -> "Model":
-    """Load what a command's parameters, or ``named``, name."""
+    """Load the models that a command's parameters, or ``named``, name."""
     import edgespec
 
     return edgespec.load(progress=progress, **load_arguments(context, **named))
 
 
 def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
-    """Arguments of :func:`edgespec.load` for them; drafter ``none`` is no drafter."""
+    """The arguments of :func:`edgespec.load` for a command's parameters. ``none`` is no drafter."""
     from edgespec.loading.options import LoadOptions
 
     values = context.params | named
     limited = ("threads", "instructions", "training_share", "max_waiting", "parallel", "chat_template")
     limits = {name: values[name] for name in limited if name in values}
-    if not values.get("prompt_cache"):  # commands without the option measure what it would falsify
+    if not values.get(
+        "prompt_cache"
+    ):  # commands without the option measure, and the cache would falsify that
         limits["prompt_cache_bytes"] = 0
     places: dict[str, Any] = {
         name: values[name] for name in ("history", "device", "drafter_device") if name in values
@@ -200,7 +202,7 @@ def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]"
 
 
 def request_options(context: typer.Context) -> "RequestOptions":
-    """The request a command's parameters describe; parameters of other names are not looked at."""
+    """The options of a request from a command's parameters."""
     values = context.params
     return {
         **sampling_options(context),
@@ -213,7 +215,7 @@ def request_options(context: typer.Context) -> "RequestOptions":
 
 
 def thinking(value: str | None) -> "bool | int | Effort | None":
-    """What ``--thinking`` means."""
+    """The value of ``--thinking``."""
     if value in (None, "on", "off"):
         return None if value is None else value == "on"
     if value in ("low", "medium", "high"):
@@ -226,6 +228,6 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
 
 
 def sampling_options(context: typer.Context) -> "RequestOptions":
-    """How a command's parameters have tokens chosen."""
+    """The options of sampling from a command's parameters."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return cast("RequestOptions", {name: context.params[name] for name in names})

@@ -28,66 +28,71 @@ def serve(
         list[str],
         typer.Argument(
             metavar="TARGET...",
-            help="Models, named as for 'edgespec chat'. The first is loaded now, others when asked for.",
+            help="Models, named as for 'edgespec chat'. The first is loaded now, others when a request "
+            "names them.",
         ),
     ],
     host: Annotated[
         str,
         typer.Option(help="The address to listen at. An address that other machines can reach needs a key."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes one that is free.")] = 8642,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 takes a free one.")] = 8642,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A file with the key that requests have to carry as bearer token. Without it, the "
-            f"environment variable {KEY_VARIABLE}; without both, no key.",
+            help="A file with the key that requests have to send as bearer token. Without the option the "
+            f"environment variable {KEY_VARIABLE} has the key; without both there is none.",
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Another host name by which clients may reach the server."),
+        typer.Option(metavar="NAME", help="Another host name by which clients may call the server."),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Also answer pages, apps' windows and extensions of this origin: https://HOST[:PORT], "
+            help="Also answer pages, windows of apps and extensions of this origin: https://HOST[:PORT], "
             "https://*.example.com, http://localhost:*, tauri://localhost, chrome-extension://ID, null.",
         ),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="How many requests may wait; more are refused with status 429.")
+        int, typer.Option(min=1, help="The most requests that may wait. More are refused with status 429.")
     ] = 64,
     parallel: Annotated[
         int,
         typer.Option(
             min=1,
             max=64,
-            help="How many requests are answered at once, in common passes; each takes memory for a KV cache "
-            "of its own. None changes the text of another.",
+            help="The most requests that are answered at once, in common passes. Each takes memory for a KV "
+            "cache of its own. None changes the text of another.",
         ),
     ] = 4,
-    max_request_bytes: Annotated[int, typer.Option(min=1024, help="Longer requests are refused.")] = 4194304,
+    max_request_bytes: Annotated[
+        int, typer.Option(min=1024, help="The most bytes of a request. Longer ones are refused.")
+    ] = 4194304,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of an answer whose request names no number.")
+        int, typer.Option(min=1, help="The most tokens of an answer whose request names no number.")
     ] = 1024,
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
+        float, typer.Option(min=0.001, help="The seconds that a request may take, waiting included.")
     ] = 600.0,
     memory: Annotated[
         float | None,
         typer.Option(
             min=0.001,
             metavar="GB",
-            help="Memory that all models may take, as 'edgespec plan' counts it; those not in use make room. "
-            "Default: what this machine has.",
+            help="The memory that all models may take, as 'edgespec plan' counts it. Idle models make room "
+            "for others. Default: what this machine has.",
         ),
     ] = None,
     keep: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="SECONDS", help="Unload a model that was not asked for so long. Default: never."
+            min=0,
+            metavar="SECONDS",
+            help="Unload a model that no request has used for so long. Default: never.",
         ),
     ] = None,
 ) -> None:
@@ -114,12 +119,12 @@ def serve(
         max_new_tokens=max_new_tokens,
         timeout_s=timeout,
     )
-    with bound_socket(host, port) as listening:  # a port that is taken is told before models are loaded
+    with bound_socket(host, port) as listening:  # a taken port is an error before models are loaded
         from edgespec.loading.planning import look_up
         from edgespec.models import Models
         from edgespec_models.downloads.hub import on_hub
 
-        for target in targets[1:]:  # names that mean nothing are told now; what the hub has, at a load
+        for target in targets[1:]:  # unknown names are errors now; names of the hub are looked up at a load
             if on_hub(target) is None:
                 look_up(target, "target", None)
         named = {_name_of(target): options.load_arguments(context, target=target) for target in targets}
@@ -147,7 +152,7 @@ def _run(models: "Models", limits: "ServeOptions", listening: socket.socket, his
 
 
 def _name_of(target: str) -> str:
-    """What the model will be called: bundles say it, other files are called so."""
+    """The name of the model: bundles have one, other models are called like their files."""
     path = Path(target)
     if (path / MANIFEST).is_file():
         return Bundle(path).manifest.name
@@ -155,7 +160,7 @@ def _name_of(target: str) -> str:
 
 
 def _key(file: Path | None) -> str | None:
-    """The key from the file, else from the environment: on a command line, everybody here could read it."""
+    """The key from the file, else from the environment. Other users could read it on a command line."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     try:
@@ -165,7 +170,7 @@ def _key(file: Path | None) -> str | None:
 
 
 def _log_requests() -> None:
-    """One line a request on standard error, and what goes wrong in the server."""
+    """Log a line for each request, and errors of the server, on standard error."""
     from edgespec.serve.bodies import UNUSED, Once
 
     UNUSED.addFilter(Once())

@@ -105,7 +105,7 @@ def changed_row(predictions: Predictions, drafted: Sequence[int], steps: Sequenc
     if not np.isfinite(row.max()):
         check_best(float(original.max()))
         raise RequestError(
-            "the request leaves no token that may come next: its constraint and logit_bias exclude all"
+            "the request leaves no token that may come next: its form and logit_bias exclude all; loosen one"
         )
     return row
 

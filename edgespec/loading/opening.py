@@ -143,8 +143,8 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
     head = drafter.config
     if not isinstance(made, ModelConfig) or target.manifest.operators != "edgespec":
         raise RequestError(
-            f"{drafter.path.name} is a head, which reads states of the target's layers; {target.path.name} "
-            "is of a form that gives out none; export it for the CPU, with --weights exact"
+            f"{drafter.path.name} is a head, which reads states of the target's layers, and the bundle "
+            f"{target.path.name} has no such outputs; export the target for the CPU, with --weights exact"
         )
     wanted = head.vocab_size, head.feature_width, max(head.feature_layers) <= made.num_layers
     if wanted != (made.vocab_size, made.hidden_size, True):

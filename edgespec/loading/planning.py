@@ -85,8 +85,8 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
         path = pulled_hub(named)
     if path is None:
         raise RequestError(
-            f"{reference} is not on this machine, and what it is can only be read from its files; run "
-            f"'edgespec pull {reference}' first"
+            f"{reference} is not on this machine, and a plan needs its files; run 'edgespec pull "
+            f"{reference}' first"
         )
     return first_use.look_up(path, str(reference), Wanted(role, weights, None))
 

@@ -96,9 +96,8 @@ class Embedder:
         name, made = bundle.manifest.name, bundle.manifest.embedding
         if made is None:
             raise RequestError(
-                f"{name} does not say how a text becomes a vector, as models made for it do: by its last "
-                "token; load one of those, such as hf:Qwen/Qwen3-Embedding-0.6B, or export it again if it is "
-                "one"
+                f"{name} does not say how a text becomes a vector; load a model that was made for it, such "
+                "as hf:Qwen/Qwen3-Embedding-0.6B, or export this one again if it was made for it"
             )
         if not bundle.embeds:
             raise RequestError(f"{name} gives out no hidden states; export it for the CPU, weights exact")

@@ -85,8 +85,8 @@ class RequestQueue:
             self._sweep()
             if len(self.waiting) + len(self.running) >= self._most_waiting + self.at_once:
                 raise Busy(
-                    f"{self._most_waiting} requests wait for the model, as many as may; ask again later, or "
-                    "load it with a larger max_waiting"
+                    f"{self._most_waiting} requests wait already, as many as max_waiting allows; ask again "
+                    "later, or load the model with a larger max_waiting"
                 )
             if self.thread is None:
                 thread = Thread(target=self._work, name="edgespec-model", daemon=True)
@@ -125,7 +125,9 @@ class RequestQueue:
         if current_thread() is self.thread:
             raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
         if self.is_held and self.running and not (between_passes or self.is_closed):
-            raise RequestError("the model is paused within a request, which this waits for; resume it")
+            raise RequestError(
+                "the model is paused, and this call would wait for its running request; resume it first"
+            )
         pause = _Pause.PASSES if between_passes else _Pause.REQUESTS
         with self._pausing:
             try:

@@ -327,8 +327,8 @@ def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list
     if isinstance(prompt, str) or ids is not None:
         if request.tools or request.template_args or request.thinking is not None:
             raise RequestError(
-                "tools, template_args and thinking are for a model's chat template, in which a text is not; "
-                "use chat"
+                "tools, template_args and thinking are for conversations, and the prompt is a text; use "
+                "chat, or leave them out"
             )
         ids = encode_text(bundle, str(prompt), special=request.special) if ids is None else ids
         most = bundle.tokenizer.vocab_size - 1

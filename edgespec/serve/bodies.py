@@ -350,7 +350,11 @@ async def _read(request: Request, limit: int) -> bytes:
         else:
             return bytes(data)
     raise Problem(
-        413, f"a request may have {limit:,} bytes (--max-request-bytes)", "request_too_large", _CLOSE
+        413,
+        f"the request is longer than {limit:,} bytes; send less, or start the server with more "
+        "--max-request-bytes",
+        "request_too_large",
+        _CLOSE,
     )
 
 

@@ -124,8 +124,8 @@ class MessagesBody(Body):
             _add_message(messages, self.messages[at], f"messages[{at}]")
         if messages and messages[-1]["role"] == "assistant":
             raise RequestError(
-                f"messages[{at}].role is 'assistant'; the last has to be 'user', for edgespec does not go on "
-                "with an answer that is begun"
+                f"messages[{at}].role is 'assistant'; allowed for the last message: 'user', because edgespec "
+                "does not continue a begun answer"
             )
         return messages
 
