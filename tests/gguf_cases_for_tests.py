@@ -62,6 +62,10 @@ _TENSORS = {
     "post_per_layer_input_norm": "post_norm",
     "hidden_norm": "attn_norm_2",
     "fc": "fc",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
 }
 _POST_NORMED = {
     "post_attention_layernorm": "post_attention_norm",

@@ -165,8 +165,8 @@ def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str
         rng = np.random.default_rng(0)
         features, state = rng.normal(size=(5, 3 * HIDDEN)), rng.normal(size=(1, HIDDEN))
         asked = [
-            Rows(one, [7], 1, state.astype(np.float32)),
-            Rows(other, [3, 4, 5, 6, 7], 2, features.astype(np.float32)),
+            Rows(one, [7], 1, states=state.astype(np.float32)),
+            Rows(other, [3, 4, 5, 6, 7], 2, features=features.astype(np.float32)),
         ]
         apart = [one.model.predict_together([rows])[0] for rows in asked]
         wanted = [(said.logits.copy(), cast(Any, said.hidden).copy()) for said in apart]

@@ -60,7 +60,7 @@ class _Head(_Target):
         return [cast(_Head, each.session).hear(each) for each in rows]
 
     def hear(self, rows: Rows) -> Predictions:
-        hidden = rows.hidden
+        hidden = rows.states if rows.features is None else rows.features
         assert hidden is not None and len(hidden) == len(rows.tokens) and rows.wanted == 1
         del self.hidden[self.length :]
         for token, one in zip(rows.tokens, hidden, strict=True):

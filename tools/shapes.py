@@ -4,7 +4,7 @@ A pass takes as long as with the published weights; what the model writes has no
 repository's root: ``python -m tools.shapes NAME... --into FOLDER``. Then, for example, ``edgespec export
 FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
 --bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``. ``NAME.head`` is an EAGLE-3 head of that model, with
-32,000 tokens.
+32,000 tokens; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf`` with its MTP layer.
 """
 
 from collections.abc import Iterator
@@ -42,6 +42,11 @@ class Shape:
         layers = [2, self.layers // 2, self.layers - 3]
         read = {"target_layers": layers, "target_hidden_size": self.hidden}
         return replace(self, architecture="eagle3", layers=1, facts=read)
+
+    @property
+    def mtp(self) -> "Shape":
+        """Its MTP layer, which is one block more."""
+        return replace(self, layers=self.layers + 1, facts=self.facts | {"nextn_predict_layers": 1})
 
 
 _DRAFTED = 32_000  # tokens of a head
@@ -84,6 +89,9 @@ def tensors(shape: Shape) -> Tensors:
     """Name, shape and format of each: Q6_K where llama.cpp's mix has more bits."""
     if shape.architecture == "eagle3":
         yield from _head(shape)
+        return
+    if "nextn_predict_layers" in shape.facts:
+        yield from _mtp(shape)
         return
     yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q6_K"
     yield f"{'token_embd' if shape.architecture == 'lfm2' else 'output'}_norm.weight", (shape.hidden,), "F32"
@@ -159,6 +167,17 @@ def _head(shape: Shape) -> Tensors:
     yield "blk.0.attn_norm_2.weight", (hidden,), "F32"
 
 
+def _mtp(shape: Shape) -> Tensors:
+    hidden = shape.hidden
+    yield "token_embd.weight", (shape.vocabulary, hidden), "Q6_K"
+    yield "output_norm.weight", (hidden,), "F32"
+    block = f"blk.{shape.layers - 1}"
+    yield from ((f"{block}.{name}.weight", size, form) for name, size, form in _layer(shape, "Q6_K"))
+    yield f"{block}.nextn.eh_proj.weight", (hidden, 2 * hidden), "Q4_K"
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        yield f"{block}.nextn.{name}.weight", (hidden,), "F32"
+
+
 def stored(size: tuple[int, ...], form: str) -> GGMLQuantizationType:
     """The format itself, or that which llama.cpp takes for rows without whole blocks of 256."""
     odd = form != "F32" and size[1] % 256 and form != "Q8_0"
@@ -204,8 +223,9 @@ def tokenizer(writer: GGUFWriter, shape: Shape) -> None:
 
 def write(name: str, path: Path) -> None:
     """Write the model called ``name``, tensor by tensor."""
-    target, head = name.removesuffix(".head"), name.endswith(".head")
-    shape = SHAPES[target].head if head else SHAPES[target]
+    target, part = name.removesuffix(".head").removesuffix(".mtp"), name.rpartition(".")[2]
+    head, shape = part == "head", SHAPES[target]
+    shape = {"head": shape.head, "mtp": shape.mtp}.get(part, shape)
     writer = GGUFWriter(path, shape.architecture)
     writer.add_block_count(shape.layers)
     writer.add_context_length(32_768)
@@ -248,7 +268,9 @@ def main() -> None:
     options = arguments(__doc__, "names...", into=Path)
     options.into.mkdir(parents=True, exist_ok=True)
     for name in options.names:
-        path = options.into / f"{name}.gguf"
+        path = options.into / (
+            f"mtp-{name.removesuffix('.mtp')}.gguf" if name.endswith(".mtp") else f"{name}.gguf"
+        )
         write(name, path)
         print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
 

@@ -56,7 +56,9 @@ def export(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", help="Of an EAGLE-3 head: what its target is exported from."),
+        typer.Option(
+            metavar="SOURCE", help="Of an EAGLE-3 head or an MTP layer: what its target is exported from."
+        ),
     ] = None,
     calibration: Annotated[
         list[Path] | None,
@@ -141,6 +143,8 @@ def export(
         edgespec export SmolLM2-135M.gguf -o drafter --alignment alignment.safetensors
 
         edgespec export hf:AngelSlim/Qwen3-4B_eagle3 -o head --target hf:Qwen/Qwen3-4B
+
+        edgespec export Qwen3.5-4B-MTP.gguf -o head --target Qwen3.5-4B-MTP.gguf
 
         edgespec export model.gguf -o small --bits 4 --mixed sensitive
 

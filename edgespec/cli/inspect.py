@@ -131,9 +131,12 @@ def _files(bundle: "Bundle", verified: bool) -> str:
 
 
 def _trim(trim: Mapping[str, Any]) -> str:
+    covered = f"{trim['coverage']:.2%} of the tokens that targets write"
+    if "choices" not in trim:  # of an MTP layer
+        return covered
     whole = trim["choices"][-1]
     return (
-        f"{trim['coverage']:.2%} of the tokens that targets write, {trim['acceptance']:.1%} guessed right "
+        f"{covered}, {trim['acceptance']:.1%} guessed right "
         f"({whole['acceptance']:.1%} with all rows), {trim['step_ms']:.2f} ms a step ({whole['step_ms']:.2f})"
     )
 

@@ -1,4 +1,7 @@
-"""A head as drafter: one layer that reads the target's states (EAGLE-3, Li et al. 2025, arXiv 2503.01840).
+"""A head as drafter: one layer that reads the target's states.
+
+Others have trained it (EAGLE-3, Li et al. 2025, arXiv 2503.01840), or it came with the model: its MTP layer
+(DeepSeek-AI 2024, arXiv 2412.19437).
 
 Row i of a head reads token i + 1 and the target's features of token i, and says what follows token i + 1.
 Behind its own drafts it reads the state that it wrote itself. So what a round has committed is read again
@@ -57,11 +60,12 @@ class HeadReader(Chain):
         """What a grammar forces behind the text is read like drafts."""
         assert self._features is not None  # the target has read the text
         count, self._forced = self._unread, list(text[self._length :])
-        self._ask(self._held, text[self._length - count : self._length], self._features[-count:])
+        tokens = text[self._length - count : self._length]
+        self._ask(self._held, Rows(self._session, tokens, 1, features=self._features[-count:]))
 
     def step(self, token: int) -> None:
         assert self._state is not None
-        self._ask(self._session.length, [token], self._state)
+        self._ask(self._session.length, Rows(self._session, [token], 1, states=self._state))
 
     def take(self, predictions: Predictions, passed: Passed) -> None:
         rows, self.rows = self.rows, None
@@ -76,6 +80,6 @@ class HeadReader(Chain):
         if self._forced:
             self.step(self._forced.pop(0))
 
-    def _ask(self, held: int, tokens: Sequence[int], hidden: Floats) -> None:
+    def _ask(self, held: int, rows: Rows) -> None:
         self._session.rewind(held)  # which has keys and values alone, and goes back anywhere
-        self.rows = Rows(self._session, tokens, 1, hidden)
+        self.rows = rows

@@ -109,6 +109,7 @@ class DrafterSide:
         """
         session, others = sessions
         if self.bundle.config.is_head:
+            self._offer(session, others, tokens)
             return self._head(session, len(tokens), max_new_tokens + 4 * max_draft), self.teaching()
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
         if not others:

@@ -13,10 +13,11 @@ from filelock import FileLock
 
 from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle, Role
+from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.downloads.catalog import CatalogueEntry, find
-from edgespec_models.downloads.download import pull
+from edgespec_models.downloads.download import pull, pulled_place
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
@@ -84,15 +85,20 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
 def open_made(
     path: Path, name: str, wanted: Wanted, progress: ProgressCallback, target: str | None = None
 ) -> Bundle:
-    """The bundle that :func:`look_up` finds, made first if need be; a head for what ``target`` names."""
-    model = look_up(path, name, wanted)
+    """The bundle that :func:`look_up` finds, made first if need be; a head for what ``target`` names.
+
+    The target's own file stands for its MTP layer, where it has one.
+    """
+    source = None if target is None or wanted.role == "target" else checkpoint_of(target)
+    made = None if source is None or not path.exists() else made_for(path, source, wanted)
+    if made is not None:
+        return made
+    model: Found = path if path == source and _is_head(path, source) else look_up(path, name, wanted)
     if isinstance(model, Bundle):
         return model
     wanted.check()
     if isinstance(model, Path):
-        from edgespec_export.sources.heads import is_head
-
-        if wanted.role == "drafter" and is_head(model):
+        if wanted.role == "drafter" and _is_head(model, source):
             wanted = replace(wanted, target=_checkpoint_for(model, target, progress))
         name = name_of(model)
         return _export(model, wanted.folder(name, mark_of(model)), name, wanted, progress)
@@ -106,12 +112,39 @@ def made_for(head: Path, target: Path, wanted: Wanted) -> Bundle | None:
     return open_cached(replace(wanted, target=target).folder(name_of(head), mark_of(head)))
 
 
+def checkpoint_of(reference: str | Path) -> Path | None:
+    """The checkpoint of a model that is here; None where there is none, as for bundles."""
+    path = Path(reference)
+    if path.exists():
+        return None if is_model(path) else path
+    return pulled_place(str(reference))
+
+
+def mtp_layer(target: DecoderShape, left_out: object, reference: str | Path) -> Path | None:
+    """The file or directory with the MTP layer of ``target``, which ``reference`` names.
+
+    That is its own, where it has ``left_out`` one (:attr:`Manifest.provenance`), or a file beside it.
+    """
+    source = checkpoint_of(reference) if target.architecture == "qwen35" else None
+    if source is None or left_out == "mtp" or source.is_dir():
+        return source if left_out == "mtp" else None
+    from edgespec_export.sources.mtp import beside
+
+    return beside(source, target)
+
+
+def _is_head(source: Path, target: Path | None) -> bool:
+    from edgespec_export.sources.open import is_head
+
+    return is_head(source, target)
+
+
 def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) -> Path:
     """What the target was made from: its head's export takes tokens and matrices from there."""
     source = None if target is None else locate(target, progress)[0]
     if source is None or is_model(source):
         raise RequestError(
-            f"{head} is an EAGLE-3 head, whose export needs what its target is exported from; run 'edgespec "
+            f"{head} is a head, whose export needs what its target is exported from; run 'edgespec "
             f"export {head} --target SOURCE -o DIR' and give DIR as the drafter"
         )
     return source

@@ -146,12 +146,15 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
             f"{drafter.path.name} is a head, which reads states of the target's layers, and the bundle "
             f"{target.path.name} has no such outputs; export the target for the CPU, with --weights exact"
         )
-    wanted = head.vocab_size, head.feature_width, max(head.feature_layers) <= made.num_layers
+    last = max(head.feature_layers)
+    reads = last == made.num_layers if head.architecture == "mtp" else last <= made.num_layers
+    wanted = head.vocab_size, head.feature_width, reads
     if wanted != (made.vocab_size, made.hidden_size, True):
         raise RequestError(
             f"{drafter.path.name} is a head for a target of {head.vocab_size} tokens, width "
-            f"{head.feature_width} and {max(head.feature_layers)} layers or more; {target.path.name} has "
-            f"{made.vocab_size}, {made.hidden_size} and {made.num_layers}; use the head of this target"
+            f"{head.feature_width} and {last} layers{' or more' * (head.architecture != 'mtp')}; "
+            f"{target.path.name} has {made.vocab_size}, {made.hidden_size} and {made.num_layers}; use the "
+            "head of this target"
         )
     return head.feature_layers
 

@@ -13,7 +13,6 @@ from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.bundles.foreign import is_model
 from edgespec_models.bundles.kept import KeptTensor, KeptType, keys_and_values
 from edgespec_models.bundles.layers import kept_by
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
@@ -57,14 +56,16 @@ def plan(
     located = look_up(target, "target", weights)
     first = footprint(located, "target", weights)
     if drafter == "auto":
-        drafter = recommended(located, first.export_bytes, str(target))
-        if Path(target).exists() and not pulled_place(drafter):
+        drafter = recommended(located, first.export_bytes, str(target), portable=not _is_native(weights))
+        if Path(target).exists() and not (Path(drafter).exists() or pulled_place(drafter)):
             drafter = NGRAM  # nothing is fetched unasked for a file of the user's own
     second = None
     if drafter is not None and drafter != NGRAM:
-        model, source = look_up(drafter, "drafter", weights), _source_of(target)
-        if isinstance(model, Path) and source is not None:
-            model = first_use.made_for(model, source, Wanted("drafter", weights, None)) or model
+        source, path = first_use.checkpoint_of(target), Path(drafter)
+        model: Found | None = None
+        if source is not None and path.exists():
+            model = first_use.made_for(path, source, Wanted("drafter", weights, None))
+        model = model or (path if path == source else look_up(drafter, "drafter", weights))
         second = footprint(model, "drafter", weights, source)
     longest = first.cache.longest
     if context is not None and context > longest:
@@ -91,30 +92,30 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
     return first_use.look_up(path, str(reference), Wanted(role, weights, None))
 
 
-def recommended(target: Found, export_bytes: int, reference: str = "") -> str:
+def recommended(target: Found, export_bytes: int, reference: str = "", *, portable: bool = False) -> str:
     """What ``"auto"`` would be, were it here: by the bundle, the catalogue, or the file and its export."""
+
+    def layer(shape: DecoderShape, facts: Mapping[str, str]) -> Path | None:
+        return None if portable else first_use.mtp_layer(shape, facts.get("left_out"), reference)
+
     if isinstance(target, CatalogueEntry) and target.drafter is not None:
         return target.drafter
     if isinstance(target, Bundle):
         total = sum(file.size_bytes for file in target.manifest.files.values())
-        digest = target.manifest.provenance.get("sha256")
-        return drafters.recommended(target.config, total, digest, reference)[0]
+        facts, config = target.manifest.provenance, target.config
+        return drafters.recommended(config, total, facts.get("sha256"), reference, layer(config, facts))[0]
     if isinstance(target, CatalogueEntry):
         return drafters.recommended(_shape_of(target), target.size_bytes, reference=reference)[0]
     from edgespec_export.sources.open import open_checkpoint
 
     known = {entry.size_bytes for entry in entries().values()}
     with open_checkpoint(target) as checkpoint:
-        digest = checkpoint.digest(ignore_progress) if checkpoint.n_bytes in known else None
-        return drafters.recommended(checkpoint.config, export_bytes, digest, reference)[0]
-
-
-def _source_of(reference: Reference) -> Path | None:
-    """The checkpoint of a model that is here; None where there is none, as for bundles."""
-    path = Path(reference)
-    if path.exists():
-        return None if is_model(path) else path
-    return pulled_place(str(reference))
+        digest, config = (
+            checkpoint.digest(ignore_progress) if checkpoint.n_bytes in known else None,
+            checkpoint.config,
+        )
+        own = layer(config, checkpoint.changes)
+        return drafters.recommended(config, export_bytes, digest, reference, own)[0]
 
 
 def footprint(model: Found, role: Role, weights: str | None = None, target: Path | None = None) -> Footprint:
@@ -138,10 +139,10 @@ def _of_checkpoint(
 ) -> Footprint:
     """A checkpoint that is here: what its export will be."""
     from edgespec_export.graphs.writer import weight_bytes
-    from edgespec_export.sources.heads import is_head
-    from edgespec_export.sources.open import open_checkpoint
+    from edgespec_export.sources.open import is_head, open_checkpoint
 
-    with open_checkpoint(source, target if is_head(source) else None) as checkpoint:
+    is_draft = role == "drafter" and is_head(source, target)
+    with open_checkpoint(source, target if is_draft else None) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, role, weights)
         config = checkpoint.config
     kept = kept_by(config, _kept_type(weights))

@@ -29,7 +29,7 @@ def export_model(
 ) -> dict[str, Any]:
     """Export ``source``, a GGUF file or a Hugging Face directory, to the bundle ``out``.
 
-    An EAGLE-3 head becomes a drafter for the target that ``options`` name.
+    An EAGLE-3 head, or a model's MTP layer, becomes a drafter for the target that ``options`` name.
 
     The bundle appears at ``out`` when it is complete and has passed its checks, or not at all. Returns its
     report (:func:`edgespec_export.bundle_files.finish`).
@@ -105,11 +105,10 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
 def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:
     if options.role == "target":
         yield f"a head drafts for {options.target} and is no target itself; use role=drafter"
-    settled = ("device", "alignment", "calibration", "calibrate_with")
-    names = [name for name in settled if getattr(options, name)]
-    names += ["weights"] * (options.weights == "portable") + ["trim"] * (options.trim not in (None, "full"))
+    names = [name for name in ("device", "alignment") if getattr(options, name)]
+    names += ["weights"] * (options.weights == "portable")
     if names:
-        yield f"heads run on edgespec's kernels, their LM head as it is; leave out {', '.join(names)}"
+        yield f"heads run on edgespec's kernels, as they are; leave out {', '.join(names)}"
 
 
 def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:

@@ -15,12 +15,13 @@ from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.graphs.parity import Golden, check_parity, find_golden, measure_losses, session_logits
 from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_export.graphs.ranges import ActivationRanges, measure_ranges, precision_for
-from edgespec_export.graphs.trim import Tokens, plan_trim
+from edgespec_export.graphs.trim import Tokens, keep_frequent, plan_trim
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, Bundle, Manifest
+from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.bundles.layers import kept_by
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
 from edgespec_models.graphs.plan import FULL, DecoderPlan
@@ -53,11 +54,21 @@ def _plan_trim(
 ) -> tuple[Tokens, dict[str, Any]] | None:
     on_cpu = options.device is None
     size = options.trim or ("auto" if options.role == "drafter" and on_cpu else "full")
-    if size == "full" or options.target is not None:
+    if size == "full":
         return None
-    with open_aligned(source, options.alignment) as checkpoint:
+    with _open(source, options) as checkpoint:
+        config = checkpoint.config
+        if config.architecture == "eagle3":
+            if isinstance(size, int):
+                raise RequestError(f"{source.name} is an EAGLE-3 head, whose LM head stays; leave out trim")
+            return None
+        if config.architecture == "mtp" and size == "auto" and config.vocab_size <= MTP_ROWS:
+            return None
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
-        tokenizer = Tokenizer.from_json(text, vocab_size=checkpoint.config.vocab_size)
+        tokenizer = Tokenizer.from_json(text, vocab_size=config.vocab_size)
+    if config.architecture == "mtp":
+        rows = MTP_ROWS if size == "auto" else size
+        return keep_frequent(rows, options, (tokenizer, special), progress)
 
     def write(place: Path, tokens: Tokens) -> None:
         _write(source, place, options, (tokens, None), ignore_progress)
@@ -77,8 +88,7 @@ def _write(
 
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
-    target, aligned = options.target, options.alignment
-    with open_checkpoint(source, target) if target else open_aligned(source, aligned) as checkpoint:
+    with _open(source, options) as checkpoint:
         kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
         config = checkpoint.config
         write_texts(checkpoint, folder, options.chat_template)
@@ -109,6 +119,13 @@ def _write(
         facts = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())
     return manifest, {"weights": losses, **facts}
+
+
+def _open(source: Path, options: ExportOptions) -> Checkpoint:
+    """The checkpoint of a head, or of a model as an alignment changes it."""
+    if options.target is not None:
+        return open_checkpoint(source, options.target)
+    return open_aligned(source, options.alignment)
 
 
 def _plan(

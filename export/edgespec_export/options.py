@@ -23,7 +23,8 @@ class ExportOptions(Checked):
         quantization: how to round every matrix, instead of keeping the file's blocks.
         name: the model's name; None takes the source's.
         trim: rows that a drafter's LM head keeps; ``auto`` takes what promises most tokens per second,
-            ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets.
+            ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets. EAGLE-3's heads keep
+            theirs; ``auto`` is 32,768 for MTP layers.
         calibration: JSON Lines files with text that targets wrote, under the key ``text``: they settle which
             rows are kept, and how large activations become.
         calibrate_with: bundles of targets that are to write text for trimming now.
@@ -36,8 +37,8 @@ class ExportOptions(Checked):
         chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
         chat_template: a file with a chat template in Jinja, in place of the source's.
-        target: of an EAGLE-3 head (arXiv 2503.01840), which drafts from what its target computes: the GGUF
-            file or Hugging Face directory of that.
+        target: of an EAGLE-3 head (arXiv 2503.01840) or an MTP layer (arXiv 2412.19437), which draft from
+            what their target computes: the GGUF file or Hugging Face directory of that.
     """
 
     role: Role = "target"

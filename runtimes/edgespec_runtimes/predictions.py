@@ -3,10 +3,10 @@
 Whoever reads predictions says by asking what it needs: a device that finds the most likely columns itself
 copies rows of logits to the host only where somebody reads them.
 
-A target gives out its *features*: the residual streams that enter some of its layers, side by side. A head,
-which drafts from them (arXiv 2503.01840), reads, beside each token, the features of the token before it or,
-behind its own drafts, the *state* that it wrote there itself. In a pass tokens with features come first, as
-graphs of heads have it.
+A target gives out its *features*: the residual streams that enter some of its layers, side by side, or that
+leave the last. A head, which drafts from them (arXiv 2503.01840, 2412.19437), reads, beside each token, the
+features of the token before it or, behind its own drafts, the *state* that it wrote there itself. In a pass
+tokens with features come first, as graphs of heads have it.
 """
 
 import math
@@ -139,18 +139,21 @@ class Hidden:
 
     def order(self, parts: Sequence[Part]) -> list[int]:
         """Which parts a pass reads first: those with features."""
-        return sorted(range(len(parts)), key=lambda at: self._given(parts[at]).shape[1] != self._widths[0])
+        return sorted(range(len(parts)), key=lambda at: parts[at].features is None)
 
     def inputs(self, parts: Sequence[Part]) -> tuple[Floats, Floats]:
-        """Features and states of all tokens, ``(m, width)`` and ``(k, width)``."""
-        read = [self._given(part) for part in parts]
+        """Features and states of all tokens, ``(m, width)`` and ``(k, width)``.
 
-        def joined(width: int) -> Floats:
-            return np.concatenate(
-                [np.zeros((0, width), np.float32), *(x for x in read if x.shape[1] == width)]
-            )
-
-        return joined(self._widths[0]), joined(self._widths[1])
+        States are zeros where nothing is given, to see what passes take.
+        """
+        features, states = (np.zeros((0, width), np.float32) for width in self._widths)
+        given = [part.features for part in parts if part.features is not None]
+        written = [
+            np.zeros((len(part.tokens), self._widths[1]), np.float32) if part.states is None else part.states
+            for part in parts
+            if part.features is None
+        ]
+        return np.concatenate([features, *given]), np.concatenate([states, *written])
 
     def arrays(self, tokens: int, rows: int) -> dict[str, Floats]:
         """Where a pass writes each of the outputs, ``(1, n, width)``."""
@@ -164,9 +167,3 @@ class Hidden:
         whole = np.concatenate([array[0] for array in arrays], axis=-1)
         counts = [len(part.tokens) if self._of_tokens else part.rows for part in parts]
         return [whole[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
-
-    def _given(self, part: Part) -> Floats:
-        """What is read beside a part's tokens; zeros where it is not given, to see what passes take."""
-        if part.hidden is None:
-            return np.zeros((len(part.tokens), self._widths[1]), np.float32)
-        return part.hidden

@@ -26,14 +26,15 @@ _TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eigh
 class Rows:
     """What a pass is to read of one sequence: ``tokens``, behind those in its session's cache.
 
-    ``wanted`` rows of logits are asked for, of the last tokens. ``hidden`` is what a head reads beside them
-    (:class:`edgespec_models.bundles.graph_contract.Part`).
+    ``wanted`` rows of logits are asked for, of the last tokens. ``features`` or ``states`` are what a head
+    reads beside them (:class:`edgespec_models.bundles.graph_contract.Part`).
     """
 
     session: "Session"
     tokens: Sequence[int]
     wanted: int
-    hidden: npt.NDArray[np.float32] | None = None
+    features: npt.NDArray[np.float32] | None = None
+    states: npt.NDArray[np.float32] | None = None
 
 
 class LoadedModel(ABC):
@@ -145,7 +146,8 @@ class LoadedModel(ABC):
                     len(stretch.tokens),
                     each.wanted,
                     stretch.begin,
-                    hidden=each.hidden,
+                    features=each.features,
+                    states=each.states,
                     slot=stretch.slot,
                     behind=stretch.behind,
                 )

@@ -18,7 +18,7 @@ from edgespec_export.formats.encode import Arrays, decode_linear, encode_embeddi
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.layers import graph_name, layers_of, products_of
+from edgespec_models.bundles.layers import graph_name, layers_of, outer_shapes, products_of
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.files.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
@@ -97,7 +97,8 @@ def plan_decoder(
     if head_tokens is not None:
         kept = replace(lm_head.parts[0], out_features=len(head_tokens))
         lm_head = replace(lm_head, parts=(kept,))
-    outer = ["fuse"] * config.is_head + ["inputs", "inputs_in"] * bool(config.layer_inputs)
+    outer = [name for name in ("fuse", "embed_fuse") if name in outer_shapes(config)]
+    outer += ["inputs", "inputs_in"] * bool(config.layer_inputs)
     linears = {"lm_head": lm_head} | {name: linear((name,)) for name in outer}
     for layer in layers_of(config):
         for name, sources in products_of(config, layer).items():

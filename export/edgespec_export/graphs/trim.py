@@ -157,6 +157,25 @@ def plan_trim(
     return ranking.tokens(chosen.rows), {**asdict(chosen), **weighed}
 
 
+def keep_frequent(
+    rows: int,
+    options: ExportOptions,
+    vocabulary: tuple[Tokenizer, SpecialTokens],
+    progress: ProgressCallback,
+) -> tuple[Tokens, dict[str, Any]] | None:
+    """The tokens of so many rows; raises as :func:`plan_trim` does.
+
+    A head's acceptance cannot be measured without the states of its target.
+    """
+    tokenizer, special = vocabulary
+    ranking = Ranking(_sources(options, progress)[0], tokenizer, special.eos)
+    ranking.check(rows)
+    if rows == ranking.whole:
+        return None
+    facts = {"rows": rows, "of": ranking.whole, "coverage": ranking.coverage(rows), "texts": ranking.texts}
+    return ranking.tokens(rows), facts
+
+
 def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
     """Of those that promise nearly as much as the best, the one with most rows."""
     enough = _NEARLY * max(choice.relative_tokens_per_second for choice in choices)

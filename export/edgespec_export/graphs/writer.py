@@ -21,6 +21,7 @@ from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, Role
+from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.bundles.layers import gain_names, graph_name, layers_of, rotary_tables
 from edgespec_models.errors import ModelFileError
 from edgespec_models.files.blocks import F32, U8, Tensor, largest, unpack
@@ -68,8 +69,15 @@ def write_graph(
 
 
 def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
-    """What an export for the CPU would write, the whole LM head kept: bytes by class, and of the file."""
-    plan = plan_decoder(checkpoint, native=weights in (None, "exact"), tunable=role == "drafter")
+    """What an export for the CPU would write: bytes by class, and of the file.
+
+    Models that are drafters keep their whole LM head here, and MTP layers as many rows as they have unasked.
+    """
+    rows = min(MTP_ROWS, checkpoint.config.vocab_size)
+    kept = tuple(range(rows)) if checkpoint.config.architecture == "mtp" else None
+    plan = plan_decoder(
+        checkpoint, native=weights in (None, "exact"), tunable=role == "drafter", head_tokens=kept
+    )
     parameters, size = allocate(_build(checkpoint, plan), Path())
     return bytes_by_class(parameters, tied=plan.tied), size
 
@@ -121,7 +129,8 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
 
     A ``tied`` matrix is counted as the LM head, since a pass reads all of it.
     """
-    totals, mixer = dict.fromkeys(_CLASSES, 0), {"mixer": "attention"}
+    totals = dict.fromkeys(_CLASSES, 0)
+    mixer = dict.fromkeys(("mixer", "fuse", "embed_fuse"), "attention")
     for name, value in parameters.items():
         assert value.const_value is not None
         parts = (mixer.get(part, part) for part in name.split("."))

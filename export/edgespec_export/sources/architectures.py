@@ -211,8 +211,8 @@ GGUF_FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 HEAD: Final = Family(name="eagle3", gguf="eagle3", neighbours=True)
 """EAGLE-3's heads, whose files state what they read of a target (:mod:`edgespec_export.sources.heads`)."""
 NEEDS_TARGET: Final = (
-    "is an EAGLE-3 head, which drafts for one target: give it as the drafter, or export it with --target and "
-    "what its target is exported from"
+    "is a head, which drafts for one target: give it as the drafter, or export it with --target and what its "
+    "target is exported from"
 )
 
 _EXPERTS = "mixtures of experts"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ from edgespec_models.files.blocks import F32, Blocks, GGMLType, Tensor, unpack
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
+MTP_LEFT_OUT: Final = MappingProxyType({"left_out": "mtp"})
+"""What a bundle says where its source holds a drafter besides (:mod:`edgespec_export.sources.mtp`)."""
 _HASH_CHUNK = 1 << 24
 _LOG = logging.getLogger("edgespec")
 

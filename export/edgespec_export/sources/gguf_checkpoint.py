@@ -15,7 +15,7 @@ from typing import Final
 
 from edgespec_export.sources import gemma4
 from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
-from edgespec_export.sources.checkpoint import Checkpoint, own_name
+from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
@@ -138,11 +138,14 @@ class GGUFCheckpoint(Checkpoint):
         with ExitStack() as stack:
             file = open_parts(path, stack)
             self.metadata = file.metadata
-            family = _family(file)
+            family = family_of(file)
             own = file.facts(family.gguf)
-            drafter = _take_drafter(own, self.path.name)
+            drafter = tuple(f"blk.{block}." for block in take_mtp(file, own))
             if any(name.startswith(drafter) for name in file.tensors):
-                _LOG.warning("%s: its MTP layer is left out; drafts come from elsewhere", self.path.name)
+                if not has_trunk(file):
+                    raise RequestError(f"{path} {NEEDS_TARGET}")
+                self.changes = MTP_LEFT_OUT
+                _LOG.info("%s: its MTP layer is none of the target's; it becomes a drafter", path.name)
             names = dict(family.tensors)
             self.tensors = named(file, family, GLOBAL | names, LAYER | names, left_out=drafter)
             self.config = self._read_config(family, own)
@@ -242,8 +245,9 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
     return changed
 
 
-def _take_drafter(own: dict[str, object], where: str) -> tuple[str, ...]:
-    """What begins the names of an MTP layer's tensors, which ``block_count`` counts and then does not."""
+def take_mtp(file: GGUFFile, own: dict[str, object]) -> range:
+    """The blocks that are MTP layers, which ``block_count`` counts and then does not."""
+    where = file.path.name
     keys = Facts(own, where)
     blocks, drafters = keys.integer("block_count", 0), keys.integer("nextn_predict_layers", 0)
     if not 0 <= drafters < max(blocks, 1):
@@ -252,7 +256,20 @@ def _take_drafter(own: dict[str, object], where: str) -> tuple[str, ...]:
         )
     if drafters:
         own["block_count"] = blocks - drafters
-    return tuple(f"blk.{block}." for block in range(blocks - drafters, min(blocks, _MOST_BLOCKS)))
+    taken = range(blocks - drafters, min(blocks, _MOST_BLOCKS))
+    for name in file.tensors:
+        block, _, kind = name.removeprefix("blk.").partition(".")
+        if kind.startswith("nextn.") and block not in map(str, taken):
+            raise ModelFileError(
+                f"{where} has {name!r}, but block_count {blocks} and nextn_predict_layers {drafters} say "
+                f"that block {block} is none for MTP; download or convert it again"
+            )
+    return taken
+
+
+def has_trunk(file: GGUFFile) -> bool:
+    """Whether there is a model, not its MTP layer alone."""
+    return "blk.0.attn_norm.weight" in file.tensors
 
 
 def _states(own: Mapping[str, object], where: str) -> dict[str, object]:
@@ -280,7 +297,8 @@ def _mixers(own: Mapping[str, object]) -> dict[str, object]:
     return {"attention.head_count_kv": counts.pop() if len(counts) == 1 else heads, "layer_types": kinds}
 
 
-def _family(file: GGUFFile) -> Family:
+def family_of(file: GGUFFile) -> Family:
+    """The family that a file is of; UnsupportedModelError or RequestError for one that none exports."""
     architecture, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
     instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
     if instead is not None:

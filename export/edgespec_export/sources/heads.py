@@ -29,8 +29,7 @@ from edgespec_models.storage import model_name
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 _PICKLED: Final = "pytorch_model.bin"
 _FLOATS = {"float32": GGMLType.F32, "float16": GGMLType.F16, "bfloat16": GGMLType.BF16}
-_NO_HEAD: Final = "is no EAGLE-3 head, and only those are exported for a target; leave out --target"
-_OTHER: Final = "Give the target that the head was trained for, or a head of this target"
+OTHER: Final = "Give the target that the head was trained for, or a head of this target"
 _GLOBAL = {
     "embed_tokens.weight": "embed",
     "norm.weight": "final_norm",
@@ -43,30 +42,44 @@ _GGUF_GLOBAL = gguf_checkpoint.GLOBAL | {"fc.weight": "fuse", "enc.output_norm.w
 _GGUF_LAYER = gguf_checkpoint.LAYER | {"attn_norm.weight": "embed_norm", "attn_norm_2.weight": "attn_norm"}
 
 
-def is_head(source: Path) -> bool:
-    """Whether a checkpoint's file or directory holds a head. Raises as opening it does."""
+def is_eagle(source: Path) -> bool:
+    """Whether a checkpoint's file or directory holds one of EAGLE-3's heads. Raises as opening it does."""
     if source.is_file():
         with GGUFFile(source) as file:
             return file.metadata.get("general.architecture") == HEAD.gguf
     return head_facts(Facts.read(source / CONFIG)) is not None
 
 
-class _Head(Checkpoint):
-    """What both forms have in common. Their base is the target, which is closed with them.
+class Head(Checkpoint):
+    """What heads have in common. Their base is the target, which is closed with them.
 
-    Opening one also raises RequestError: for something else than a head, and for one of another target.
+    Opening one also raises RequestError for one of another target.
     """
 
     base: Checkpoint
 
     def digest(self, progress: ProgressCallback) -> str:
         """Of the head's own files; the target's becomes one of :attr:`changes`."""
-        self.changes = {"target_sha256": self.base.digest(progress)}
-        return super().digest(progress)
+        of_target = self.base.digest(progress)
+        self.changes = {"target_sha256": of_target}
+        return of_target if self.files == self.base.files else super().digest(progress)
 
     def tiles_of(self, name: str) -> str | None:
         """Four bits and a minimum: a step costs what it reads, and the head only guesses."""
         return None if name == "embed" else "Q4_1"
+
+    def fit(self, tensors: dict[str, Tensor]) -> None:
+        """Have these tensors, which are checked, and the target's texts."""
+        self.tensors = tensors
+        self.take_texts(self.base)
+        try:
+            self.check_shapes()
+        except ModelFileError as error:
+            raise ModelFileError(f"{error} Or {OTHER.lower()}, {self.base.path.name}.") from error
+
+
+class _Eagle(Head):
+    """What both forms of EAGLE-3's heads have in common."""
 
     def _complete(self, tokens: npt.NDArray[np.int64] | None) -> None:
         """Borrow, cut apart what multiplies embedding and state side by side, and check all.
@@ -78,7 +91,7 @@ class _Head(Checkpoint):
             self.head_tokens = tokens.astype(np.int32)
             if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= size or (np.diff(tokens) < 1).any():
                 raise ModelFileError(
-                    f"{self.path.name}: d2t must name tokens from 0 to {size - 1}, ascending. {_OTHER}"
+                    f"{self.path.name}: d2t must name tokens from 0 to {size - 1}, ascending. {OTHER}"
                 )
         for name in {"embed", "lm_head"} - own.keys():
             own[name] = self.base.tensor(name)
@@ -90,15 +103,10 @@ class _Head(Checkpoint):
                 half, whole = both.shape[1] // 2, both.shape[1]
                 own[f"layers.0.embed_{name}"] = both.columns(0, half)
                 own[f"layers.0.{name}"] = both.columns(half, whole)
-        self.tensors = own
-        self.take_texts(self.base)
-        try:
-            self.check_shapes()
-        except ModelFileError as error:
-            raise ModelFileError(f"{error} Or {_OTHER.lower()}, {self.base.path.name}.") from error
+        self.fit(own)
 
 
-class GGUFHead(_Head, GGUFCheckpoint):
+class GGUFHead(_Eagle, GGUFCheckpoint):
     """A head in a GGUF file."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
@@ -107,8 +115,6 @@ class GGUFHead(_Head, GGUFCheckpoint):
             stack.enter_context(target)
             file = stack.enter_context(GGUFFile(path))
             self.metadata = file.metadata
-            if self.metadata.get("general.architecture") != HEAD.gguf:
-                raise RequestError(f"{path} {_NO_HEAD}")
             own = file.facts(HEAD.gguf)
             family = _reading(Facts(own, path.name, {_IDS: "target_layers"}), target)
             tokens = file.integers.pop("d2t", None)
@@ -119,7 +125,7 @@ class GGUFHead(_Head, GGUFCheckpoint):
             self.stack = stack.pop_all()
 
 
-class HFHead(_Head, HFCheckpoint):
+class HFHead(_Eagle, HFCheckpoint):
     """A head in a directory. EdgespecError for a ``pytorch_model.bin`` where torch is not installed."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
@@ -128,8 +134,7 @@ class HFHead(_Head, HFCheckpoint):
         with self.stack as opened:
             opened.enter_context(target)
             facts = head_facts(Facts.read(path / CONFIG))
-            if facts is None:
-                raise RequestError(f"{path} {_NO_HEAD}")
+            assert facts is not None  # as is_eagle says
             facts = facts.over({"vocab_size": target.config.vocab_size})
             self.config = config_of(facts, _reading(facts, target))
             self._complete(self._read())
@@ -161,7 +166,7 @@ class HFHead(_Head, HFCheckpoint):
         if (self.path / _PICKLED).is_file() and not any((self.path / n).is_file() for n in (SINGLE, INDEX)):
             yield from _read_torch(self.path / _PICKLED).items()
             return
-        for name, file in self._stored():
+        for name, file in self.stored():
             if name != "t2d":
                 yield name, file.integers(name, ("I64", "I32")) if name == "d2t" else file.tensor(name)
 
@@ -172,7 +177,7 @@ def _reading(facts: Facts, target: Checkpoint) -> Family:
     for what, has in {"vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}.items():
         if facts.integer(what, has) != has:
             raise RequestError(
-                f"{facts.where}: {what} is {facts.integer(what)}, of {target.path.name} it is {has}. {_OTHER}"
+                f"{facts.where}: {what} is {facts.integer(what)}, of {target.path.name} it is {has}. {OTHER}"
             )
     fixed = {
         "feature_layers": _layers(facts, target),
@@ -201,7 +206,7 @@ def _layers(facts: Facts, target: Checkpoint) -> tuple[int, ...]:
     if not isinstance(ids, list) or not known or len(set(ids)) < max(2, len(ids)):
         raise RequestError(
             f"{facts.where}: the head reads what enters the layers {ids!r:.80}; {target.path.name} has 0 to "
-            f"{count - 1}, and {count} for what leaves the last. {_OTHER}"
+            f"{count - 1}, and {count} for what leaves the last. {OTHER}"
         )
     return tuple(ids)
 

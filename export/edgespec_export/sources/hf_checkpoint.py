@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec_export.sources.architectures import NEEDS_TARGET
-from edgespec_export.sources.checkpoint import Checkpoint, own_name
+from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
@@ -39,7 +39,7 @@ _PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, o
 _ROWS = 1024  # that are compared at once
 _LOG = logging.getLogger("edgespec")
 
-_GLOBAL = {
+GLOBAL = {
     "model.embed_tokens.weight": "embed",
     "model.embed_tokens_per_layer.weight": "inputs",
     "model.per_layer_model_projection.weight": "inputs_in",
@@ -106,8 +106,9 @@ _EYES = re.compile(
     r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector|visual)"
     r"\..*"
 )
-_DRAFTER = re.compile(r"mtp\..*")  # Qwen3.5's
+_MTP = re.compile(r"(model\.)?mtp\..*")
 COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
+_LESS_ONE = ("gemma3", "qwen35", "mtp")  # whose norms' weights are stored so
 _NOT_EXPORTED = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
 
@@ -132,7 +133,7 @@ class HFCheckpoint(Checkpoint):
         self.chat_templates, self._ending = tokenizer.chat_templates, tokenizer.ending
         self.stack = ExitStack()
         with self.stack as opened:
-            self.tensors = self._name(self._stored())
+            self.tensors = self._name(self.stored())
             self.split_stacked()
             self.check_shapes()
             self.stack = opened.pop_all()
@@ -145,7 +146,7 @@ class HFCheckpoint(Checkpoint):
         values, kind = super().values(name, start, stop), name.rpartition(".")[2]
         if kind == "delta_a":
             return -np.exp(values)
-        less = self.config.architecture in ("gemma3", "qwen35") and kind != "delta_norm"
+        less = self.config.architecture in _LESS_ONE and kind != "delta_norm"
         return values + np.float32(1) if less and kind.endswith("norm") else values
 
     def embedding(self) -> Embedding | None:
@@ -161,7 +162,7 @@ class HFCheckpoint(Checkpoint):
             raise ModelFileError(f"cannot read {where}: {error!r}. Download or copy it again.") from error
         return Embedding(end=self._ending()) if kinds <= _POOLED else None
 
-    def _stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
+    def stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
         """Every tensor's name and file."""
         if (self.path / SINGLE).is_file():
             single = self._open(SINGLE)
@@ -201,21 +202,20 @@ class HFCheckpoint(Checkpoint):
         layers = _POST_NORMED_LAYER if self.config.post_norms else LAYER
         layers = _LFM2_LAYER if self.config.architecture == "lfm2" else layers
         named: dict[str, Tensor] = {}
-        unknown, left_out = [], []
+        unknown = []
         for name, file in stored:
-            alone = self._alone(name)
-            own = own_name(alone, r"model\.layers\.", _GLOBAL, layers)
+            own = own_name(self.alone(name), r"model\.layers\.", GLOBAL, layers)
             if own is not None:
                 named[own] = file.tensor(name)
-            elif self.config.delta is not None and _DRAFTER.fullmatch(name):
-                left_out.append(name)
+            elif self.config.delta is not None and _MTP.fullmatch(name):
+                self.changes = MTP_LEFT_OUT
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
         for own, tensor in named.items():
             if own.endswith(".conv") and tensor.shape[1:2] == (1,):
                 named[own] = replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
-        if left_out:
-            _LOG.warning("%s: its MTP layer is left out; drafts come from elsewhere", self.path.name)
+        if self.changes:
+            _LOG.info("%s: its MTP layer is none of the target's; it becomes a drafter", self.path.name)
         if unknown:
             packed = any(name.endswith(".qweight") for name in unknown)
             why = "is not a plain text model of this architecture"
@@ -235,7 +235,7 @@ class HFCheckpoint(Checkpoint):
             )
         return named
 
-    def _alone(self, name: str) -> str:
+    def alone(self, name: str) -> str:
         """The name that a tensor of the text model would have without eyes, in a model with an LM head."""
         for before, alone in _WITH_EYES.items():
             if self._eyes and name.startswith(before):

@@ -4,14 +4,15 @@ from pathlib import Path
 
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
-from edgespec_export.sources.heads import GGUFHead, HFHead
+from edgespec_export.sources.heads import GGUFHead, HFHead, is_eagle
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
+from edgespec_export.sources.mtp import GGUFLayer, HFLayer, is_layer
 from edgespec_models.bundles.foreign import is_model, what_instead
 from edgespec_models.errors import ModelFileError
 
 
 def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
-    """Open a GGUF file or a Hugging Face directory; with a ``target``, of one of its heads.
+    """Open a GGUF file or a Hugging Face directory; with a ``target``, a head of it, or its MTP layer.
 
     Raises:
         ModelFileError: neither, or damaged.
@@ -19,7 +20,9 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
         RequestError: a head without its target, or a target with something else.
     """
     if source.is_file():
-        return GGUFCheckpoint(source) if target is None else GGUFHead(source, open_checkpoint(target))
+        if target is None:
+            return GGUFCheckpoint(source)
+        return (GGUFHead if is_eagle(source) else GGUFLayer)(source, open_checkpoint(target))
     if is_model(source):
         raise ModelFileError(
             f"{source} is a bundle already, or runs as it is; it needs no export. As a head's target "
@@ -29,8 +32,15 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
     if instead is not None:
         raise ModelFileError(f"{source} {instead}")
     if (source / CONFIG).is_file():
-        return HFCheckpoint(source) if target is None else HFHead(source, open_checkpoint(target))
+        if target is None:
+            return HFCheckpoint(source)
+        return (HFHead if is_eagle(source) else HFLayer)(source, open_checkpoint(target))
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"
     raise ModelFileError(
         f"{source} {what}; give a GGUF file, a directory with {CONFIG} and safetensors, or a catalogue name"
     )
+
+
+def is_head(source: Path, target: Path | None = None) -> bool:
+    """Whether what ``source`` holds drafts as a head, of ``target``. Raises as opening it does."""
+    return is_eagle(source) or is_layer(source, target)

@@ -1,7 +1,7 @@
 """Architecture facts: what a graph has to compute, whatever file it came from."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Final, Literal
 
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.schema import check_fields, length, within
@@ -23,6 +23,7 @@ Architecture = Literal[
     "lfm2",
     "qwen35",
     "eagle3",
+    "mtp",
 ]
 Mixer = Literal["attention", "short_conv", "delta_net"]
 """What lets the tokens of a layer see each other."""
@@ -35,6 +36,8 @@ Context = Annotated[int, within(8, 2**21)]
 """Positions: enough for the self-test of a session; the rotary tables have a row for each."""
 AGAIN = "The file is damaged or of another version; export the model again"
 _Factor = Annotated[float, within(above=0)]
+MTP_ROWS: Final = 32_768
+"""Of the LM head of an MTP layer, where nothing else is asked for: those of the tokens most often written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,10 @@ class DecoderShape:
 
     @property
     def is_head(self) -> bool:
-        """Whether the model drafts from what its target computes, as EAGLE-3 does (arXiv 2503.01840)."""
+        """Whether the model drafts from what its target computes.
+
+        As EAGLE-3's do (arXiv 2503.01840), and the MTP layers that models bring (arXiv 2412.19437).
+        """
         return bool(self.feature_layers)
 
     def attended(self, tokens: int) -> float:
@@ -272,14 +278,7 @@ class ModelConfig(DecoderShape):
             )
         if self.wide_qk_norm and not self.qk_norm:
             raise UnsupportedModelError("wide_qk_norm is true and qk_norm is not; the first needs the second")
-        of_head = self.feature_layers, self.feature_width, self.normed_features, self.normed_residual
-        plain = self.num_layers == 1 and self.pre_norms
-        plain &= not (self.post_norms or self.qk_norm or self.mixers or self.experts)
-        if not (all(of_head[:2]) and plain) if self.architecture == "eagle3" else any(of_head):
-            raise UnsupportedModelError(
-                f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
-                f"feature_width {self.feature_width}; a head is one plain layer of eagle3 with both"
-            )
+        self._check_head()
         if self.mixers and len(self.mixers) != self.num_layers:
             raise UnsupportedModelError(f"there are {len(self.mixers)} mixers for {self.num_layers} layers")
         stateful = [mixer for mixer in self.mixers if mixer != "attention"]
@@ -313,6 +312,36 @@ class ModelConfig(DecoderShape):
                     f"layer {layer} reads the keys and values of an earlier layer that sees {kind}; there is "
                     f"none before the last {self.shared_layers} layers (shared_layers)"
                 )
+
+    def _check_head(self) -> None:
+        reads, norms = (self.feature_layers, self.feature_width), (self.normed_features, self.normed_residual)
+        plain = self.num_layers == 1 and self.pre_norms and not (self.post_norms or self.mixers)
+        right = {
+            "eagle3": all(reads) and plain and not (self.qk_norm or self.gated_attention or self.experts),
+            "mtp": all(reads) and plain and not any(norms) and self.feature_width == self.hidden_size,
+        }
+        if not right.get(self.architecture, not any((*reads, *norms))):
+            raise UnsupportedModelError(
+                f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
+                f"feature_width {self.feature_width}; a head is one plain layer of eagle3 or mtp, with both"
+            )
+
+    @property
+    def mtp_layer(self) -> "ModelConfig":
+        """Of the layer that drafts for this model: attention as in its own layers, behind the last of them.
+
+        It reads what leaves that (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+        """
+        return replace(
+            self,
+            architecture="mtp",
+            num_layers=1,
+            mixers=(),
+            conv_taps=None,
+            delta=None,
+            feature_layers=(self.num_layers,),
+            feature_width=self.hidden_size,
+        )
 
     @property
     def query_width(self) -> int:

@@ -27,8 +27,8 @@ class Part(NamedTuple):
         rows: of logits that are asked for: the last ones.
         begin: where the sequence begins in the KV cache, in tokens.
         ending: tokens at the end whose logits nobody wants.
-        hidden: what a head reads beside each token, float32 ``(tokens, width)``: the target's features, or
-            its own state.
+        features: what a head reads beside each token, float32 ``(tokens, width)``: the target's features,
+        states: or states that it wrote itself.
         slot: where states of the sequence lie.
         behind: and behind how many of its tokens.
     """
@@ -38,7 +38,8 @@ class Part(NamedTuple):
     rows: int = 1
     begin: int = 0
     ending: int = 0
-    hidden: npt.NDArray[np.float32] | None = None
+    features: npt.NDArray[np.float32] | None = None
+    states: npt.NDArray[np.float32] | None = None
     slot: int = 0
     behind: int = 0
 

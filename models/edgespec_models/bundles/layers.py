@@ -139,14 +139,15 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
 def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ...]]:
     """The products of a layer. Those that are normalized as a whole have nothing beside them.
 
-    Queries, keys and values of a head are sums: of a product with its state and one with the embedding.
+    In heads of EAGLE-3 queries, keys and values are sums: of a product with the state and one with the
+    embedding. In MTP layers what enters the layer is.
     """
     mixing: Mapping[str, tuple[str, ...]] = _APART if config.wide_qk_norm else _ATTENTION
     if layer.mixer != "attention":
         mixing = _CONVOLUTION if layer.mixer == "short_conv" else _DELTA_NET
     elif layer.projections != "qkv":
         mixing = {**_ATTENTION, "qkv": tuple(layer.projections)}
-    more: dict[str, tuple[str, ...]] = {"embed_qkv": _EMBED_QKV} if config.is_head else {}
+    more: dict[str, tuple[str, ...]] = {"embed_qkv": _EMBED_QKV} if config.architecture == "eagle3" else {}
     if config.layer_inputs:
         more |= {name: (name,) for name in ("input_gate", "input_out")}
     if layer.mlp == "gated_mlp":
@@ -159,7 +160,11 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors outside of the layers."""
     matrix = config.vocab_size, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed": matrix, "final_norm": matrix[1:], "lm_head": matrix}
-    if config.is_head:
+    if config.architecture == "mtp":
+        square = config.hidden_size, config.hidden_size
+        shapes |= {"fuse": square, "embed_fuse": square}
+        shapes |= dict.fromkeys(("target_norm", "fuse_norm", "embed_norm"), matrix[1:])
+    elif config.is_head:
         width = len(config.feature_layers) * config.feature_width
         shapes |= {"fuse": (config.hidden_size, width)}
         shapes |= {"fuse_norm": (width,)} if config.normed_features else {}
@@ -193,7 +198,7 @@ def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> 
         shapes |= {"post_input_norm": hidden}
     if config.scaled_layers:
         shapes |= {"scale": (1,)}
-    if config.is_head:
+    if config.architecture == "eagle3":
         shapes |= {"embed_norm": hidden, **{f"embed_{name}": shapes[name] for name in "qkv"}}
     return shapes
 

@@ -367,9 +367,27 @@ class _NativeHead(_NativeDecoder):
         return x(f"{layer.name}.qkv", residual=embedded)
 
 
+class _NativeMTP(_NativeDecoder):
+    """An MTP layer (arXiv 2412.19437); its product of embedding and state side by side is a sum of two.
+
+    What it knows of the token before is normalized as for an LM head: the target's stream by the target's
+    norm, its own by its own.
+    """
+
+    def stream(self, ids: ir.Value) -> ir.Value:
+        width = self.config.hidden_size
+        features = self.input("features", FLOAT, [1, "m", width])
+        states = self.input("states", FLOAT, [1, "k", width])
+        normed = self.normalized(features, "target_norm"), self.normalized(states, "final_norm")
+        embedded = self.linear(super().stream(ids), "embed_fuse", gain="embed_norm")
+        known = self.one("Concat", *normed, axis=1)
+        return self.linear(known, "fuse", gain="fuse_norm", residual=embedded)
+
+
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     """Build the graph; matrices are tiles (:mod:`edgespec_models.bundles.weight_format`), uint8.
 
     Parameters are named as :meth:`DecoderPlan.parts` says.
     """
-    return (_NativeHead if config.is_head else _NativeDecoder)(config, plan).build()
+    kinds = {"eagle3": _NativeHead, "mtp": _NativeMTP}
+    return kinds.get(config.architecture, _NativeDecoder)(config, plan).build()

@@ -1,0 +1,190 @@
+"""MTP layers, which predict one token more (DeepSeek-AI 2024, arXiv 2412.19437), seen as heads.
+
+A checkpoint of Qwen3.5 and its successors has one behind its own layers; llama.cpp's converter writes it into
+the same file, or into one called ``mtp-*.gguf``. Its names: ``src/llama-arch.cpp`` (``nextn``) and
+``conversion/qwen.py`` of github.com/ggml-org/llama.cpp; what it computes: ``src/models/qwen35.cpp``.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import takewhile
+from pathlib import Path
+from typing import Final
+
+from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
+from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.gguf import GGUFFile, open_parts
+from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
+from edgespec_export.sources.heads import OTHER, Head
+from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
+from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
+from edgespec_models.files.blocks import Tensor
+from edgespec_models.files.gguf_parts import parts_of, stem_of
+from edgespec_models.storage import model_name
+
+_NONE: Final = (
+    "is no EAGLE-3 head and has no MTP layer, and only those are exported for a target; leave out --target"
+)
+_GGUF = {"token_embd.weight": "embed", "output_norm.weight": "target_norm", "output.weight": "lm_head"}
+_GGUF_LAYER = {
+    "nextn.eh_proj.weight": "both",
+    "nextn.enorm.weight": "embed_norm",
+    "nextn.hnorm.weight": "fuse_norm",
+    "nextn.shared_head_norm.weight": "final_norm",
+    "nextn.shared_head_head.weight": "own_lm_head",
+    "nextn.embed_tokens.weight": "own_embed",
+}
+_HF = {
+    "model.embed_tokens.weight": "embed",
+    "model.norm.weight": "target_norm",
+    "lm_head.weight": "lm_head",
+    "mtp.fc.weight": "both",
+    "mtp.pre_fc_norm_embedding.weight": "embed_norm",
+    "mtp.pre_fc_norm_hidden.weight": "fuse_norm",
+    "mtp.norm.weight": "final_norm",
+}
+
+
+class _Layer(Head):
+    """What both forms have in common: embedding, the target's last norm and LM head lie in their file too."""
+
+    def _complete(self, named: dict[str, Tensor]) -> None:
+        """Cut apart what multiplies embedding and state side by side, and check all."""
+        self.config, width = self.base.config.mtp_layer, self.base.config.hidden_size
+        embed, head = named.pop("embed", None), named.pop("lm_head", None)
+        tensors: dict[str, Tensor | None] = {"final_norm": named.get("target_norm")}
+        tensors["lm_head"] = named.pop("own_lm_head", embed if self.base.tied_head else head)
+        tensors["embed"] = named.pop("own_embed", embed)
+        if tensors["lm_head"] is tensors["embed"]:
+            del tensors["lm_head"]
+        both = named.pop("both", None)
+        if both is not None:
+            self._check_shape(both, (width, 2 * width))
+            tensors |= {"embed_fuse": both.columns(0, width), "fuse": both.columns(width, 2 * width)}
+        self.fit({name: tensor for name, tensor in (tensors | named).items() if tensor is not None})
+
+    def _of_block(self, name: str, kind: str, layer: Mapping[str, str]) -> str:
+        """Edgespec's name of the tensor ``name``, which its layer calls ``kind``."""
+        if kind not in layer:
+            raise UnsupportedModelError(
+                f"{self.path.name} has a tensor that edgespec has no use for in an MTP layer: {name!r}"
+            )
+        return f"layers.0.{layer[kind]}"
+
+
+class GGUFLayer(_Layer, GGUFCheckpoint):
+    """An MTP layer in a GGUF file, in that of its target or in one of its own."""
+
+    def __init__(self, path: Path, target: Checkpoint) -> None:
+        self.path, self.files, self.base = path, tuple(parts_of(path)), target
+        self.model_name = f"{stem_of(path)}-mtp"
+        with ExitStack() as stack:
+            stack.enter_context(target)
+            file = open_parts(path, stack)
+            self.metadata = file.metadata
+            place = _place(file)
+            if place is None:
+                raise RequestError(f"{path} {_NONE}")
+            if place != (target.config.architecture, target.config.num_layers):
+                raise RequestError(
+                    f"{path.name} has the MTP layer of a {place[0]} model of {place[1]} layers, and "
+                    f"{target.path.name} is {target.config.architecture} of {target.config.num_layers}. "
+                    f"{OTHER}"
+                )
+            layer = gguf_checkpoint.LAYER | dict(family_of(file).tensors)
+            named = dict[str, Tensor]()
+            for name, tensor in file.tensors.items():
+                kind = name.removeprefix(f"blk.{place[1]}.")
+                own = _GGUF_LAYER.get(kind) if kind != name else _GGUF.get(name)
+                if own is None and kind != name:
+                    own = self._of_block(name, kind, layer)
+                if own is not None:
+                    named[own] = tensor
+            self._complete(named)
+            self.stack = stack.pop_all()
+
+
+class HFLayer(_Layer, HFCheckpoint):
+    """An MTP layer in the directory of its target."""
+
+    def __init__(self, path: Path, target: Checkpoint) -> None:
+        self.path, self.model_name, self.base = path, f"{model_name(path)}-mtp", target
+        self._shards, self._eyes, self.stack = {}, True, ExitStack()
+        with self.stack as opened:
+            opened.enter_context(target)
+            named = dict[str, Tensor]()
+            for name, file in self.stored():
+                alone = self.alone(name).replace("model.mtp.", "mtp.", 1)
+                kind = alone.removeprefix("mtp.layers.0.")
+                own = _HF.get(alone)
+                if own is None and alone.startswith("mtp."):
+                    own = self._of_block(name, kind, hf_checkpoint.LAYER)
+                if own is not None:
+                    named[own] = file.tensor(name)
+            if "both" not in named:
+                raise RequestError(f"{path} {_NONE}")
+            self._complete(named)
+            self.stack = opened.pop_all()
+        shards = (shard.path for shard in self._shards.values())
+        of_path = {path / name for name in (CONFIG, SINGLE, INDEX) if (path / name).is_file()}
+        self.files = target.files if path == target.path else tuple(sorted({*of_path, *shards}))
+
+
+def is_layer(source: Path, target: Path | None) -> bool:
+    """Whether a drafter's checkpoint stands for its MTP layer: it is its target's, or has nothing else.
+
+    Raises as opening it does.
+    """
+    if source.is_file():
+        with ExitStack() as stack:
+            file = open_parts(source, stack)
+            return _place(file) is not None and (source == target or not has_trunk(file))
+    if source != target:
+        return False
+    with HFCheckpoint(source) as checkpoint:
+        return bool(checkpoint.changes)
+
+
+def beside(source: Path, target: DecoderShape) -> Path | None:
+    """The file with the MTP layer of ``target``, which ``source`` holds, in the same folder; None without.
+
+    Of several it is the one whose name is most like the target's.
+    """
+
+    def alike(file: Path) -> int:
+        letters = zip(file.name.removeprefix("mtp-"), source.name, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], letters))
+
+    found = (file for file in source.parent.glob("mtp-*.gguf") if file != source and _fits(file, target))
+    return max(sorted(found), key=alike, default=None)
+
+
+def _fits(path: Path, target: DecoderShape) -> bool:
+    try:
+        with ExitStack() as stack:
+            file = open_parts(path, stack)
+            tokens = file.tensors.get("token_embd.weight")
+            return (
+                _place(file) == (target.architecture, target.num_layers)
+                and tokens is not None
+                and tokens.shape[0] == target.vocab_size
+            )
+    except EdgespecError:
+        return False  # of another model, or damaged: nobody named it
+
+
+def _place(file: GGUFFile) -> tuple[str, int] | None:
+    """The family of the model whose MTP layer a file has, and the layer's block, which is the model's depth.
+
+    None where the file has no such layer.
+    """
+    if not any(".nextn." in name for name in file.tensors):
+        return None
+    family = family_of(file)
+    blocks = take_mtp(file, file.facts(family.gguf))
+    if len(blocks) != 1:
+        raise UnsupportedModelError(
+            f"{file.path.name} has {len(blocks)} MTP layers; edgespec drafts with models that have one"
+        )
+    return family.name, blocks[0]
