@@ -67,12 +67,10 @@ def gguf(kind: str = "Q8_0", **facts: Any) -> TinyGGUF:
     """The same as llama.cpp's converter writes it into one file."""
     made, named = config(**facts), dict[str, F32]()
     for name, values in tensors(made).items():
-        part = name.removeprefix("mtp.").removesuffix(".weight")
-        if name.startswith("mtp.layers.0."):
-            name = name.replace("mtp.layers.0.", f"model.layers.{LAYERS}.")
-        elif name.startswith("mtp."):
-            name = f"model.layers.{LAYERS}.{_PARTS[part]}.weight"
-        named[name] = values
+        renamed = name.replace("mtp.layers.0.", f"model.layers.{LAYERS}.")
+        for part, theirs in _PARTS.items():
+            renamed = renamed.replace(f"mtp.{part}.", f"model.layers.{LAYERS}.{theirs}.")
+        named[renamed] = values
     model = converted("qwen35", made, named, kind, tokens=VOCAB)
     model.metadata |= {"qwen35.block_count": LAYERS + 1, "qwen35.nextn_predict_layers": 1}
     return model

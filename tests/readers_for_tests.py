@@ -28,6 +28,7 @@ from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_export.sources.hf_tokenizer import to_tokenizer_json
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import HEAD_TOKENS, MANIFEST, REPORT, TEMPLATE, Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
@@ -53,6 +54,7 @@ from tests.hf_for_tests import CASES, config_of, shapes
 from tests.histories_for_tests import SCOPE, delta_of, passage_of, text_of
 from tests.models_for_tests import TEMPLATE as CHAT
 from tests.models_for_tests import toy_model, toy_session, toy_tokenizer
+from tests.mtp_for_tests import gguf as gguf_with_mtp
 from tests.sentencepiece_for_tests import trained
 from tests.serving_for_tests import models_of
 from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
@@ -162,11 +164,15 @@ def gguf(folder: Path) -> Reader:
         write_with_hole(path, data, HOLE)
         with untouched(path), naming(path), GGUFCheckpoint(path) as checkpoint:
             read_checkpoint(checkpoint)
+            if checkpoint.changes:
+                with open_checkpoint(path, path) as layer:
+                    read_checkpoint(layer)
 
     models = [tiny_gguf(architecture, "Q8_0", layers=1) for architecture in ARCHITECTURES]
     models += [
         gguf_of(case, "Q8_0") for case in ("phi4", "granite", "ministral3", "gemma3_linear", "olmo3", "lfm2")
     ]
+    models += [gguf_with_mtp()]
     other = seed(tiny_gguf("llama", "Q8_0", layers=1), **gemma4_metadata(size=380))
     return Reader([other, *map(seed, models)], read, CHECKPOINT, path.name)
 

@@ -23,7 +23,7 @@ from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedMod
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows, Session
 from tests.gguf_cases_for_tests import gguf_of
-from tests.gguf_for_tests import F32, TinyGGUF
+from tests.gguf_for_tests import F32
 from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.models_for_tests import runner_of
 from tests.native_for_tests import tiny_native
@@ -71,29 +71,8 @@ def test_vision_and_the_mtp_layer_of_a_directory_are_left_out(
         HFCheckpoint(folder) as opened,
     ):
         assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
+        assert opened.changes == {"left_out": "mtp"} and not expected.changes
     assert "whole: the text model is exported; it sees no images" in caplog.text
-    assert "whole: its MTP layer is left out" in caplog.text
-
-
-def with_drafter(model: TinyGGUF) -> TinyGGUF:
-    """The file as converters make it of a checkpoint with an MTP layer, which ``block_count`` counts."""
-    blocks = model.metadata["qwen35.block_count"]
-    assert isinstance(blocks, int)
-    model.metadata |= {"qwen35.block_count": blocks + 1, "qwen35.nextn_predict_layers": 1}
-    copied = {name: tensor for name, tensor in model.tensors.items() if name.startswith(f"blk.{blocks - 1}.")}
-    for name, tensor in copied.items():
-        model.tensors[name.replace(f"blk.{blocks - 1}.", f"blk.{blocks}.")] = tensor
-    model.tensors[f"blk.{blocks}.nextn.eh_proj.weight"] = "F32", np.ones((64, 128), np.float32)
-    return model
-
-
-def test_the_mtp_layer_of_a_file_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        GGUFCheckpoint(gguf_of("qwen35").write(tmp_path / "alone.gguf")) as expected,
-        GGUFCheckpoint(with_drafter(gguf_of("qwen35")).write(tmp_path / "whole.gguf")) as opened,
-    ):
-        assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
-    assert "whole.gguf: its MTP layer is left out" in caplog.text
 
 
 def test_layers_are_listed_or_regular(tmp_path: Path) -> None:

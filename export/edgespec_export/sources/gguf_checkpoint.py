@@ -141,7 +141,7 @@ class GGUFCheckpoint(Checkpoint):
             family = family_of(file)
             own = file.facts(family.gguf)
             drafter = tuple(f"blk.{block}." for block in take_mtp(file, own))
-            if any(name.startswith(drafter) for name in file.tensors):
+            if any(".nextn." in name for name in file.tensors):
                 if not has_trunk(file):
                     raise RequestError(f"{path} {NEEDS_TARGET}")
                 self.changes = MTP_LEFT_OUT
