@@ -30,9 +30,9 @@ from tests.drafters_for_tests import FREE, QUICK, read, step
 from tests.gguf_cases_for_tests import gguf_of
 from tests.gguf_for_tests import TinyGGUF
 from tests.heads_for_tests import drafts_for
-from tests.hf_for_tests import write_safetensors
+from tests.hf_for_tests import VOCAB, write_safetensors
 from tests.models_for_tests import runner_of, side_of
-from tests.mtp_for_tests import LAYERS, VOCAB, Reference, streams_of
+from tests.mtp_for_tests import LAYERS, Reference, streams_of
 from tests.several_for_tests import Driven
 
 NEAR = 0.03
