@@ -4,7 +4,7 @@ A round is a pass of the target over one row and some drafted ones, behind 256 t
 of the head; the first also reads what the round is expected to have committed. Every row names a number of
 drafted tokens, the median milliseconds of the pass and of each step, and how many times plain decoding the
 round gives with the acceptance that ``--accepted`` states: how often the first, the first two, ... drafted
-tokens are accepted. ``--words`` are offered to a trimmed LM head besides its rows.
+tokens are accepted. ``--offered`` tokens are offered to a trimmed LM head besides its rows.
 """
 
 from contextlib import closing
@@ -42,13 +42,13 @@ def round_of(target: Session, head: Session, drafted: int, committed: int) -> li
 
 def main() -> None:
     """Read the command line; print the table."""
-    options = arguments(__doc__, "target", "head", accepted="0.763,0.623,0.459,0.396", rounds=12, words=0)
+    options = arguments(__doc__, "target", "head", accepted="0.763,0.623,0.459,0.396", rounds=12, offered=0)
     accepted = [float(share) for share in options.accepted.split(",")]
     tokens = [1 + sum(accepted[:drafted]) for drafted in range(1 + len(accepted))]
     bundle = Bundle(Path(options.head))
     target = open_cpu(Bundle(Path(options.target)), read_layers=bundle.config.feature_layers)
     with closing(target), closing(open_cpu(bundle)) as head:
-        head.model.offer(range(options.words))
+        head.model.offer(range(options.offered))
         for session in (target, head):
             session.reserve(2 * BEHIND)
             session.prefill([7] * BEHIND)

@@ -97,9 +97,8 @@ def plan_decoder(
     if head_tokens is not None:
         kept = replace(lm_head.parts[0], out_features=len(head_tokens))
         lm_head = replace(lm_head, parts=(kept,))
-    outer = [name for name in ("fuse", "embed_fuse") if name in outer_shapes(config)]
-    outer += ["inputs", "inputs_in"] * bool(config.layer_inputs)
-    linears = {"lm_head": lm_head} | {name: linear((name,)) for name in outer}
+    outer = {"fuse", "embed_fuse", "inputs", "inputs_in"} & outer_shapes(config).keys()
+    linears = {"lm_head": lm_head} | {name: linear((name,)) for name in sorted(outer)}
     for layer in layers_of(config):
         for name, sources in products_of(config, layer).items():
             linears[f"{layer.name}.{name}"] = linear(tuple(f"{layer.name}.{source}" for source in sources))
