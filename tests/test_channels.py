@@ -176,6 +176,8 @@ def test_efforts_are_told_and_bounds_are_held() -> None:
         assert [answer.reasoning for answer in counts] == ["", "H", *["Hm, hm. Hm, hm."] * 2]
         with pytest.raises(RequestError, match="thinking is low, template_args say reasoning_effort='high'"):
             model.chat([SAID], thinking="low", template_args={"reasoning_effort": "high"})
+    with writing(f"{ANALYSIS}H{NEXT}{ANALYSIS}again") as model:
+        assert model.chat([SAID], thinking=1).reasoning == "H"  # and no further thoughts
 
 
 def test_forms_and_calls_that_must_come_stand_in_their_channels() -> None:
