@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.loop import Verifier
+from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost
 from edgespec_runtimes.kv_store import KvStore
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.states import Places
 from tests.drafters_for_tests import GREEDY
@@ -327,3 +329,17 @@ def test_what_a_context_adds_is_measured_over_copies(kept: Sequence[KeptTensor])
     measured = measure_context(session, CostCurve({1: 0.01, 8: 0.02}))
     assert measured.context_s >= 0 and session.length == 0 and session.capacity < 2048
     np.testing.assert_array_equal(session.predict(TEXT).logits, rows_of(kept, TEXT))
+
+
+def test_a_context_is_as_long_however_large_states_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not grow with it, so they leave it the memory that it may take."""
+    model, longest = StatesModel([DELTA[0], replace(DELTA[1], shape=(1 << 24,)), DELTA[2]]), list[int]()
+    run = model.run
+
+    def seen(parts: Sequence[Part]) -> list[Predictions]:
+        longest.append(max(part.start for part in parts))
+        return run(parts)
+
+    monkeypatch.setattr(model, "run", seen)
+    measure_context(Session(model), CostCurve({1: 0.01, 8: 0.02}))
+    assert max(longest) >= 1024

@@ -134,7 +134,7 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
     tokens = _tokens(session, _PAST + wide)
     session.prefill(tokens[:_PAST])
-    per_token = session.kv_bytes / session.capacity
+    per_token = (session.kv_bytes - sum(array.nbytes for array in session.state())) / session.capacity
     most = min(_CONTEXT, session.model.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
     if wide == 1 or most < 4 * _PAST or session.view(0, _PAST) is None:
         session.rewind(0)
