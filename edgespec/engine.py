@@ -1,4 +1,4 @@
-"""What an app holds: :func:`load` gives it a :class:`Model`, which answers, also in conversations."""
+"""The SDK: :func:`load` returns a :class:`Model`, which answers requests and conversations."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -38,7 +38,7 @@ from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
-if TYPE_CHECKING:  # a model without a drafter model or a history imports nothing of them
+if TYPE_CHECKING:  # models without a drafter model or a history import none of these
     from edgespec.drafting.ahead import Beside
     from edgespec.requests.conversation import Conversation
     from edgespec.requests.embedding import EmbeddingOptions, Embeddings, Texts
@@ -70,25 +70,26 @@ def load(
         target: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote (run as it
             is), a GGUF file, a Hugging Face directory (``config.json`` and safetensors), a catalogue name, or
             ``hf:OWNER/REPO`` on the hub. Names are pulled, checkpoints exported, at first use.
-        drafter: the same; ``"auto"`` takes the one that promises the highest speed (with a target of your own
-            files only if it was pulled), ``"ngram"`` drafts from the text alone, a :class:`Drafter` of your
-            own drafts beside that, None is plain decoding.
+        drafter: the same. ``"auto"`` takes the drafter that promises the highest speed (for a target of your
+            own files only if it was pulled). ``"ngram"`` drafts from the text alone, and a :class:`Drafter`
+            of your own drafts beside that. None is plain decoding.
         options: threads and limits.
-        history: a name or a file: what answers teach is kept there and drafted from, across requests and
-            restarts (:class:`edgespec.history.History`). With None nothing is learned.
-        progress: told of downloads and exports.
-        device: where the target runs: a name that :func:`edgespec.devices` lists, or ``npu``; what cannot be
-            had, or does not fit the bundle, is an error. ``"auto"`` takes the device the bundle was made for,
-            or the CPU, and says why (:attr:`Model.placement`).
-        drafter_device: the same for the drafter.
-        ready: told of both bundles before they take memory, the drafter's perhaps None; it may wait for room.
+        history: the name or file of a history, in which answers are learned and from which they are drafted
+            (:class:`edgespec.history.History`). With None nothing is learned.
+        progress: a function that is called during downloads and exports.
+        device: where the target runs: a name that :func:`edgespec.devices` lists, or ``npu``. A device that
+            is missing, or does not fit the bundle, is an error. ``"auto"`` takes the device that the bundle
+            was made for, or the CPU (:attr:`Model.placement` says why).
+        drafter_device: where the drafter runs: the same names.
+        ready: a function that gets both bundles before they take memory; the drafter's may be None. It may
+            wait for room.
         priority: with ``"low"`` threads on the CPU give way to other programs.
 
     Returns:
-        A :class:`Model`, to be used as a context manager or closed.
+        A :class:`Model`. Use it as a context manager, or close it.
 
     Raises:
-        EdgespecError: what kept a model from being found, made or loaded.
+        EdgespecError: a model cannot be found, made or loaded.
     """
     options = options or LoadOptions()
     if history is not None:
@@ -126,7 +127,7 @@ def load(
             drafts=drafter is not None,
             beside=_beside(loaded),
             own=own,
-            clock=perf_counter,  # of this module, where tests have another
+            clock=perf_counter,  # looked up in this module, where tests replace it
         )
     )
     if history is not None:
@@ -135,17 +136,17 @@ def load(
 
 
 class Model(AbstractContextManager["Model"]):
-    """A loaded target, with its drafter. A context manager.
+    """A loaded target with its drafter. It is a context manager.
 
-    Requests may come from any thread and any task; a thread of the model's own answers them, first come,
-    first served, ``options.parallel`` at once. At most ``options.max_waiting`` wait: one more is refused
-    (:class:`edgespec.Busy`).
+    Requests may come from any thread and any task. A thread of the model's own answers them in order,
+    ``options.parallel`` at once. At most ``options.max_waiting`` wait; one more raises
+    :class:`edgespec.Busy`.
 
     Attributes:
         target: the target's bundle.
-        drafter: the drafter's bundle; None without a drafter model.
-        cost_curve: the target's T(n), measured at this load or at an earlier one and checked at this.
-        options: how it was loaded.
+        drafter: the drafter's bundle, or None without a drafter model.
+        cost_curve: the target's T(n), measured at this load, or earlier and checked at this load.
+        options: the options of the load.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -160,7 +161,7 @@ class Model(AbstractContextManager["Model"]):
         self.close()
 
     def close(self) -> None:
-        """End what runs and what waits, store what was learned, free both models, for good; from any thread.
+        """End all requests, store what was learned, and free both models. Any thread may call it.
 
         Requests that it ends have results as far as they came, with the reason ``closed``.
         """
@@ -170,31 +171,31 @@ class Model(AbstractContextManager["Model"]):
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on.
 
-        A file that cannot be used is reported in the log and in ``result.stats.history_problem``. A request
-        that runs is waited for.
+        A file that cannot be used is reported in the log and in ``result.stats.history_problem``. This waits
+        for running requests.
         """
         with self._queue.paused():
             self._runner.use_history(path)
 
     def forget(self, *, on_disk: bool = True) -> None:
-        """Leave nothing of earlier requests in the KV caches; a request that runs is waited for.
+        """Empty the KV caches and the table of the drafter's next tokens. This waits for running requests.
 
-        With ``on_disk`` what this target and this drafter have in the prompt cache is deleted too, whoever
-        had it written, and what guesses the drafter's next tokens. What a history has learned stays.
+        With ``on_disk`` all blocks of this target and this drafter in the prompt cache are deleted too,
+        whoever wrote them. A history keeps what it has learned.
         """
         with self._queue.paused():
             self._runner.forget(on_disk=on_disk)
 
     def pause(self) -> None:
-        """Let all requests wait until :meth:`resume`; returns when no pass runs. Timeouts count on."""
+        """Pause all requests until :meth:`resume`. Returns when no pass runs. Timeouts count on."""
         self._queue.hold()
 
     def resume(self) -> None:
-        """Let answers go on; their text is the one that it would have been."""
+        """Let answers go on after :meth:`pause`. Their text does not change."""
         self._queue.resume()
 
     def trim(self) -> int:
-        """Free the KV caches that no answer under way uses, between two passes; how many bytes that was."""
+        """Free the KV caches that no running request uses, and return their bytes."""
         with self._queue.paused(between_passes=True):
             return self._runner.trim()
 
@@ -205,7 +206,7 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def drafter_name(self) -> str | None:
-        """The drafter's name; ``ngram`` for n-grams alone, None for plain decoding."""
+        """The drafter's name: ``ngram`` for n-grams alone, None for plain decoding."""
         if self._runner.own is not None:
             return self._runner.own.name
         if self.drafter is not None:
@@ -214,18 +215,18 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def placement(self) -> Placement:
-        """Where the target runs, and why; opening a longer bucket may change the reason."""
+        """Where the target runs, and why. Opening a longer bucket may change the reason."""
         return self._runner.loaded.target.placement
 
     @property
     def drafter_placement(self) -> Placement | None:
-        """The same of the drafter; None without a drafter model."""
+        """Where the drafter runs, and why; None without a drafter model."""
         drafter = self._runner.loaded.drafter
         return None if drafter is None else drafter.placement
 
     @property
     def drafter_step_s(self) -> float | None:
-        """Seconds of a drafter step, as measured at load."""
+        """Seconds of a step of the drafter, measured at load."""
         side = self._runner.side
         return None if side is None else side.curve.seconds(1)
 
@@ -236,26 +237,26 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def row_exact(self) -> bool:
-        """Whether the target's passes give the same bits for any number of rows (then greedy is exact)."""
+        """Whether the target's rows have the same bits in any pass, so that greedy output is exact."""
         return self._runner.session.model.row_exact
 
     @with_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Generation:
         """Continue ``prompt`` and return the whole result; see :class:`edgespec.RequestOptions`.
 
-        Token ids are read as they are, and no BOS token is put before them.
-        An answer that would not fit the context behind the prompt ends where the context does.
+        Token ids are read as they are, without a BOS token before them. An answer that does not fit the
+        context behind the prompt is shortened.
 
         Raises:
-            RequestError: an option out of range; a prompt that does not fit (:class:`edgespec.DoesNotFit`);
-                too many requests wait (:class:`edgespec.Busy`); the model is closed
+            RequestError: an option is out of range, the prompt does not fit (:class:`edgespec.DoesNotFit`),
+                too many requests wait (:class:`edgespec.Busy`), or the model is closed
                 (:class:`edgespec.Closed`).
         """
         return self._answers(text_prompt(prompt), options)
 
     @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
-        """Answer a conversation in the model's own chat template; like :meth:`generate` otherwise.
+        """Answer a conversation in the model's chat template. Otherwise like :meth:`generate`.
 
         Args:
             messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
@@ -267,12 +268,12 @@ class Model(AbstractContextManager["Model"]):
     async def generate_async(
         self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Like :meth:`generate`, in an event loop; cancelling the task ends the answer within a pass."""
+        """Like :meth:`generate`, in an event loop. Cancelling the task ends the answer within a pass."""
         return await self._answers_async(text_prompt(prompt), options)
 
     @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
-        """Like :meth:`chat`, in an event loop; cancelling the task ends the answer within a pass."""
+        """Like :meth:`chat`, in an event loop. Cancelling the task ends the answer within a pass."""
         return await self._answers_async(chat_prompt(messages), options)
 
     @with_options
@@ -289,10 +290,10 @@ class Model(AbstractContextManager["Model"]):
     def fill(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Write what stands between ``prefix`` and ``suffix``; like :meth:`generate` otherwise.
+        """Write the text between ``prefix`` and ``suffix``. Otherwise like :meth:`generate`.
 
-        ``extra`` are names and texts of other files, the nearest last. What does not fit is cut at far ends.
-        Raises RequestError also where the model has no tokens for it.
+        ``extra`` are names and texts of other files, the nearest last. Text that does not fit is cut at its
+        far end. Models without tokens for fills raise RequestError.
         """
         return self._answers(fill_prompt(prefix, suffix, extra), options)
 
@@ -300,7 +301,7 @@ class Model(AbstractContextManager["Model"]):
     async def fill_async(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Like :meth:`fill`, in an event loop; cancelling the task ends the answer within a pass."""
+        """Like :meth:`fill`, in an event loop. Cancelling the task ends the answer within a pass."""
         return await self._answers_async(fill_prompt(prefix, suffix, extra), options)
 
     @with_options
@@ -312,10 +313,10 @@ class Model(AbstractContextManager["Model"]):
 
     @with_options
     def conversation(self, system: str | None = None, **defaults: Unpack[RequestOptions]) -> "Conversation":
-        """Begin a conversation, perhaps with a system message; ``defaults`` are options of every answer.
+        """Begin a conversation, with a system message or without. ``defaults`` are options of every answer.
 
         Raises:
-            RequestError: an option out of range, or the model has no chat template.
+            RequestError: an option is out of range, or the model has no chat template.
         """
         if self.target.chat_template is None:
             raise RequestError(no_template(self.name))
@@ -325,20 +326,20 @@ class Model(AbstractContextManager["Model"]):
         return Conversation(self._start, system, **defaults)
 
     def embed(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
-        """Vectors of texts, by a model made for it, such as Qwen3-Embedding (Zhang et al. 2025).
+        """Make vectors of texts, with a model made for it, such as Qwen3-Embedding (Zhang et al. 2025).
 
-        Texts share passes, beside requests that are answered. Of length 1, float32 ``(texts, dimensions)``.
+        Vectors are float32 ``(texts, dimensions)`` and have the length 1. Texts share passes.
 
         Raises:
-            RequestError: the model was not made for it, an option is out of range, or as with
+            RequestError: the model was not made for it, an option is out of range, or a reason of
                 :meth:`generate`.
-            Cancelled: time was up.
+            Cancelled: the time was up.
         """
         ticket = self._runner.embedder.ticket(texts, **options)
         return ticket.embeddings(Stream(ticket, self._queue).run().finish_reason)
 
     async def embed_async(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
-        """Like :meth:`embed`, in an event loop; cancelling the task ends it within a pass."""
+        """Like :meth:`embed`, in an event loop. Cancelling the task ends it within a pass."""
         from asyncio import to_thread
 
         ticket = await to_thread(lambda: self._runner.embedder.ticket(texts, **options))
@@ -346,24 +347,24 @@ class Model(AbstractContextManager["Model"]):
 
     @with_options
     def count_tokens(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> int:
-        """How many tokens the model reads of a prompt or a conversation, as a request's statistics say."""
+        """The number of tokens that the model reads for a prompt or a conversation."""
         return len(prompt_tokens(self.target, prompt, Request.of(options)))
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of ``text`` alone, without a BOS token; control tokens in it only with ``special``.
+        """The token ids of ``text``, without a BOS token. Only with ``special`` are control tokens read.
 
         Raises:
-            RequestError: ``text`` is not one, or holds lone surrogates.
+            RequestError: ``text`` is no text, or has lone surrogates.
         """
         if not isinstance(text, str):
             raise RequestError(f"text is {shown(text)}; allowed: a text")
         return self.target.tokenizer.encode(text, special=special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``, control tokens spelled out; what is not valid UTF-8 becomes U+FFFD.
+        """The text of ``tokens``. Control tokens are spelled out, and invalid UTF-8 becomes U+FFFD.
 
         Raises:
-            RequestError: an id that the model does not have.
+            RequestError: the model lacks an id.
         """
         tokenizer = self.target.tokenizer
         try:
@@ -384,7 +385,7 @@ class Model(AbstractContextManager["Model"]):
         return self._streams(prompt, Request.single(options))[0]
 
     def _streams(self, prompt: PromptInput | Hole, request: Request) -> list[Stream]:
-        """A stream for each answer; the prompt is read now, so that what is wrong with it shows at once."""
+        """A stream for each answer. The prompt is made now, so that its errors are raised at once."""
         ready = self._runner.prompt(prompt, request)
         is_chat = not isinstance(prompt, Hole | str) and ids_of(prompt) is None
         return [self._queued(choice, lambda: ready, is_chat=is_chat) for choice in request.choices]
@@ -396,7 +397,7 @@ class Model(AbstractContextManager["Model"]):
         ended: Callable[[Generation], None],
         conversation: "Conversation",
     ) -> Stream:
-        """A request whose messages are those there are when its turn comes; then ``ended`` has its result."""
+        """Start a request with the messages that are there at its turn. ``ended`` gets its result."""
         request = Request.single(options)
         return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, conversation)
 
@@ -415,7 +416,7 @@ class Model(AbstractContextManager["Model"]):
 
 
 def _made_for(device: str) -> "ExportDevice | None":
-    """What a checkpoint is to be exported for, to run on ``device``."""
+    """The export device of a checkpoint that is to run on ``device``."""
     if device == AUTO:
         return None
     from edgespec_runtimes.discovery import export_for
@@ -424,7 +425,7 @@ def _made_for(device: str) -> "ExportDevice | None":
 
 
 def _beside(loaded: Loaded) -> "Beside | None":
-    """Drafting ahead, where target and drafter compute side by side."""
+    """Drafting ahead, if target and drafter compute side by side."""
     target, drafter = loaded.target, loaded.drafter
     if drafter is None or not run_at_once(target.placed, drafter.placed):
         return None

@@ -1,4 +1,4 @@
-"""Several models by name, each loaded when it is asked for, within a bound of memory."""
+"""Several models by name, each loaded when it is used, within a bound of memory."""
 
 import atexit
 import logging
@@ -22,12 +22,12 @@ from edgespec_models.storage import size
 from edgespec_runtimes.memory import machine_memory
 
 PLANNED_TOKENS = 2048
-"""The length of the text with which a model's memory is counted."""
+"""The tokens of the text with which a model's memory is counted."""
 _LOG = logging.getLogger("edgespec.models")
 
 
 class _User(Future[Model]):
-    """A thread or a task, its ``owner``, that waits for a model, and then ``uses`` it."""
+    """A thread or a task (``owner``) that waits for a model, or uses it."""
 
     def __init__(self, name: str, owner: object, progress: ProgressCallback) -> None:
         super().__init__()
@@ -37,18 +37,19 @@ class _User(Future[Model]):
 class Models:
     """Models by name, loaded one after the other when they are used, from any thread or task.
 
-    A context manager. Where there is no room, models that nobody uses are unloaded, the least recently used
-    first; if all are used, the load waits, and whoever comes later waits behind it.
+    This is a context manager. If there is no room, idle models are unloaded, the least recently used first.
+    If all are in use, the load waits, and later uses wait behind it.
 
     Args:
         models: by name, the target of :func:`edgespec.load`, or a mapping of its arguments.
-        memory: bytes that all may take, as :func:`edgespec.plan` counts them with texts of 2,048 tokens;
-            None is what this machine has.
-        keep: seconds without use after which a model is unloaded; None is until another needs the room.
+        memory: the bytes that all models may take, as :func:`edgespec.plan` counts them with texts of 2,048
+            tokens. None is the machine's memory.
+        keep: the idle seconds after which a model is unloaded. With None it stays until another model needs
+            the room.
 
     Attributes:
-        names: all, as given.
-        memory_bytes: what loaded models take by plan, by name.
+        names: all names.
+        memory_bytes: the planned bytes of loaded models, by name.
     """
 
     @checked
@@ -77,17 +78,17 @@ class Models:
 
     @property
     def loaded(self) -> dict[str, Model]:
-        """Those loaded now, to look at; outside of :meth:`use` they may be unloaded at any time."""
+        """The loaded models. Outside of :meth:`use` they may be unloaded at any time."""
         return dict(self._models)
 
     @contextmanager
     def use(self, name: str, *, progress: ProgressCallback = ignore_progress) -> Iterator[Model]:
-        """A model, loaded first if need be, which stays loaded to the end of the block.
+        """A model that stays loaded to the end of the block. It is loaded first if it is not loaded yet.
 
         Raises:
-            RequestError: no such name.
-            DeviceError: it takes more than all may, or had to wait for one that the caller uses.
-            EdgespecError: what :func:`edgespec.load` raises, to all that wait; the next use loads again.
+            RequestError: there is no such name.
+            DeviceError: the model needs more than ``memory``, or would wait for a model that the caller uses.
+            EdgespecError: an error of :func:`edgespec.load`, for all that wait. The next use loads again.
         """
         with self._asking(_User(name, get_ident(), progress)) as user:
             while not wait([user], LOOK_S).done:
@@ -105,19 +106,19 @@ class Models:
             yield await asyncio.wrap_future(user)
 
     def unload(self, name: str) -> None:
-        """Unload a model as soon as nobody uses it; the next use loads it again."""
+        """Unload a model as soon as nobody uses it. The next use loads it again."""
         with self._changed:
             self._keeps[name] = 0.0
             self._changed.notify_all()
 
     def kept_s(self, name: str) -> float | None:
-        """Seconds that a loaded model stays unless it is used; None is until another needs the room."""
+        """The seconds until an idle model is unloaded; None is until another needs the room."""
         with self._changed:
             due = {other: at for at, other in self._due()}.get(name)
         return self._keep if due is None else max(0.0, due - monotonic())
 
     def close(self) -> None:
-        """Unload all, for good, from any thread; what runs ends with the reason ``closed``."""
+        """Unload all models. Running requests end with the reason ``closed``. Any thread may call it."""
         with self._changed:
             self._closed = True
             self._fail(self._users, Closed("the models are closed"))
@@ -142,7 +143,7 @@ class Models:
                 self._give()
 
     def _give(self) -> None:
-        """Give out what is loaded; while a load waits for room, only to those that it waits for."""
+        """Give loaded models to those that wait; while a load waits for room, only to those it waits for."""
         for user in self._waiting(self._models):
             may = not self._is_crowded or user.owner in self._owners()
             if may and user.set_running_or_notify_cancel():
@@ -160,12 +161,12 @@ class Models:
         self._changed.notify_all()
 
     def _idle(self) -> list[str]:
-        """Models that nobody uses, the least recently used first."""
+        """The idle models, the least recently used first."""
         used = {user.name for user in self._users if user.uses}
         return sorted(self._models.keys() - used, key=self._used_at.__getitem__)
 
     def _due(self) -> list[tuple[float, str]]:
-        """Models that nobody uses, and when each is to be unloaded, the first first."""
+        """The idle models with the time of their unloading, the earliest first."""
         keeps = [(name, self._keeps[name]) for name in self._idle()]
         return sorted((self._used_at[name] + keep, name) for name, keep in keeps if keep is not None)
 
@@ -173,7 +174,7 @@ class Models:
         return {user.owner for user in self._users if user.uses}
 
     def _work(self) -> None:
-        """Load what is asked for and unload what is not any more, until all is closed."""
+        """Load models that are wanted and unload idle ones, until :meth:`close`."""
         while not self._closed:
             with self._changed:
                 users, due = self._waiting(set(self.names) - self._models.keys()), self._due()
@@ -196,7 +197,7 @@ class Models:
             model = load(**arguments, progress=tell, ready=ready)
         except BaseException as error:  # noqa: BLE001 - raised where the model is waited for
             self.memory_bytes.pop(name, None)
-            with self._changed:  # who has come since a load was given up waits for the next
+            with self._changed:  # uses that came since a load failed wait for the next load
                 self._fail([] if isinstance(error, Closed) else self._waiting([name]), error)
         else:
             _LOG.info("%s was loaded in %.1f s", name, monotonic() - started)
@@ -241,14 +242,14 @@ class Models:
                 bundle.tokenizer = same.tokenizer
 
     def _has_room(self, needed: int) -> bool:
-        """Whether so much fits beside the others; whether it fits alone, the load sees."""
+        """Whether so much fits beside the others. The load itself checks whether it fits alone."""
         allowed = self._memory is None or sum(self.memory_bytes.values()) + needed <= self._memory
         return not self._models or (allowed and needed <= machine_memory().available)
 
     def _unload(self, name: str) -> None:
         with self._changed:
             if name not in self._idle() and not self._closed:
-                return  # somebody was faster
+                return  # another use was faster
             model = self._models.pop(name)
         try:
             model.close()
@@ -259,5 +260,5 @@ class Models:
 
 
 def _vocabulary(bundle: Bundle) -> tuple[object, ...]:
-    """What bundles have in common whose tokenizers are the same."""
+    """What bundles with the same tokenizer have in common."""
     return bundle.manifest.files.get(TOKENIZER), bundle.config.vocab_size, bundle.marks
