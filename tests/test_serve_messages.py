@@ -218,7 +218,7 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content is None; allowed: a text, or a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].type is 'image'; all"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is"),
-        ({"messages": [{"role": "assistant", "content": "I"}]}, "messages[0].role is 'assistant'; the last"),
+        ({"messages": [{"role": "assistant", "content": "I"}]}, "messages[0].role is 'assistant'; allowed"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop_sequences": "x"}, "stop_sequences is 'x'"),
     ],
