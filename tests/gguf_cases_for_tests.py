@@ -134,7 +134,7 @@ def converted(
 
 
 def _renamed(source: str, architecture: str) -> str:
-    names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "gemma4", "olmo2") else {})
+    names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "gemma4", "olmo2", "exaone4") else {})
     names |= _LIKE_ATTENTION if architecture == "qwen35" else {}
     *_, layer, kind = source.split(".", 3)
     if kind in _PARAMETERS:

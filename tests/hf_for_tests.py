@@ -128,6 +128,7 @@ _GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 }
+_POST_NORMED = ("olmo2", "olmo3", "exaone4")
 _OLDER = ("layer_types", "intermediate_size", "tie_word_embeddings", "block_auto_adjust_ff_dim")
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -158,6 +159,21 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "linear_num_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "exaone4": {
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "head_dim": 32,
+        "rope_scaling": _LLAMA3,
+        "rope_theta": 500.0,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "exaone4_window": {
+        "model_type": "exaone4",
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "sliding_window_pattern": "LLLG",
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full")],
+    },
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {
         "model_type": "olmo3",
@@ -179,6 +195,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "conv_L_cache": 4,
     },
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
+    "ministral3_long": {
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "rope_parameters": {
+            **_MINISTRAL3,
+            "factor": 8.0,
+            "original_max_position_embeddings": 12,
+            "llama_4_scaling_beta": 1.0,
+        },
+    },
     "gemma3": _GEMMA3,
     "gemma3_linear": {
         **_GEMMA3,
@@ -209,7 +235,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What ``config.json`` says beside the common facts, by the name of the golden."""
-NATIVE = ("qwen35", "qwen35_equal", "lfm2", "lfm2_keys", "gemma4", "gemma4_tied")
+NATIVE = ("ministral3_long", "qwen35", "qwen35_equal", "lfm2", "lfm2_keys", "gemma4", "gemma4_tied")
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
 
@@ -305,7 +331,7 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     heads = config["num_attention_heads"]
     head = config.get("head_dim", hidden // heads)
     query, kv = heads * head, config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {} if kind in ("olmo2", "olmo3") else {"input_layernorm": (hidden,)}
+    found: dict[str, tuple[int, ...]] = {} if kind in _POST_NORMED else {"input_layernorm": (hidden,)}
     found |= {
         "post_attention_layernorm": (hidden,),
         "self_attn.o_proj": (hidden, query),
@@ -319,11 +345,11 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             for name, rows in zip("qkv", (query * (2 if kind == "qwen3_5_text" else 1), kv, kv), strict=True)
         }
         found |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
-    if kind in ("qwen3", "gemma3_text", "qwen3_5_text"):
+    if kind in ("qwen3", "gemma3_text", "qwen3_5_text", "exaone4"):
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind == "gemma3_text":
         found["pre_feedforward_layernorm"] = (hidden,)
-    if kind in ("gemma3_text", "olmo2", "olmo3"):
+    if kind in ("gemma3_text", *_POST_NORMED):
         found["post_feedforward_layernorm"] = (hidden,)
     if kind in ("olmo2", "olmo3"):
         found |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}

@@ -1,7 +1,7 @@
 """The GGUF reader against the ``gguf`` package, which wrote the files."""
 
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -117,10 +117,26 @@ def test_the_base_of_rotations_that_no_key_states(tmp_path: Path) -> None:
             assert checkpoint.config.rope_theta == theta
 
 
-def test_a_context_that_is_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_that_know_no_positions_end_where_queries_grow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with GGUFCheckpoint(gguf_of("ministral3").write(tmp_path / "m.gguf")) as checkpoint:
-        assert checkpoint.config.context_length == 48
+        config = checkpoint.config
+        assert (config.context_length, config.query_step, config.query_growth) == (
+            96,
+            48,
+            pytest.approx(0.1),
+        )
+        checkpoint.end_where_queries_grow()
+        assert checkpoint.config == replace(config, context_length=48, query_step=0, query_growth=0.0)
     assert "m.gguf: exported for 48 tokens" in caplog.text and "up to 96" in caplog.text
+
+
+def test_a_granite_may_rotate_nothing(tmp_path: Path) -> None:
+    model = gguf_of("granite")
+    model.metadata["granite.rope.scaling.finetuned"] = False
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
+        assert checkpoint.config.unrotated_layers == (0, 1)
 
 
 @pytest.mark.parametrize(("pattern", "every", "window"), [(0, 0, 6), (1, 1, None), (3, 3, 6)])

@@ -68,6 +68,21 @@ def _delta_nets(value_heads: int) -> dict[str, Any]:
     return {f"ssm.{key}": value for key, value in facts.items()} | rope | {"full_attention_interval": 4}
 
 
+def _gemma4(layers: int, every: int, shared: int, mlp: int, wide: int) -> dict[str, Any]:
+    """The keys of Gemma 4 E: every so many layers see all, the last ``shared`` have no keys of their own."""
+    widths = {"key_length": 512, "value_length": 512, "key_length_swa": 256, "value_length_swa": 256}
+    facts = {f"attention.{key}": width for key, width in widths.items()} | {
+        "attention.sliding_window": 512,
+        "attention.shared_kv_layers": shared,
+        "attention.sliding_window_pattern": [(layer + 1) % every != 0 for layer in range(layers)],
+        "feed_forward_length": [wide if layer >= layers - shared else mlp for layer in range(layers)],
+        "embedding_length_per_layer_input": 256,
+        "final_logit_softcapping": 30.0,
+        "rope.freq_base_swa": 1e4,
+    }
+    return facts | {"rope.dimension_count": 512, "rope.dimension_count_swa": 256}
+
+
 SHAPES = {
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936, 1e6),
     "qwen3-1.7b": Shape("qwen3", 28, 2048, 6144, 16, 8, 128, 151_936, 1e6),
@@ -77,6 +92,10 @@ SHAPES = {
     "lfm2-1.2b": Shape("lfm2", 16, 2048, 8192, 32, 8, 64, 65_536, 1e6, _CONVOLVES),
     "gemma-3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262_144, 1e6, _LOCAL),
     "gemma-3-4b": Shape("gemma3", 34, 2560, 10_240, 8, 4, 256, 262_208, 1e6, _SCALED),
+    "gemma-4-e2b": Shape("gemma4", 35, 1536, 6144, 8, 1, 512, 262_144, 1e6, _gemma4(35, 5, 20, 6144, 12_288)),
+    "gemma-4-e4b": Shape(
+        "gemma4", 42, 2560, 10_240, 8, 2, 512, 262_144, 1e6, _gemma4(42, 6, 18, 10_240, 10_240)
+    ),
     "phi-4-mini": Shape("phi3", 32, 3072, 8192, 24, 8, 128, 200_064, 1e4, _LONG),
     "qwen3.5-0.8b": Shape("qwen35", 24, 1024, 3584, 8, 2, 256, 248_320, 1e7, _delta_nets(16)),
     "qwen3.5-4b": Shape("qwen35", 32, 2560, 9216, 16, 4, 256, 248_320, 1e7, _delta_nets(32)),
@@ -97,6 +116,12 @@ def tensors(shape: Shape) -> Tensors:
     yield f"{'token_embd' if shape.architecture == 'lfm2' else 'output'}_norm.weight", (shape.hidden,), "F32"
     if shape.architecture == "llama":
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
+    if shape.architecture == "gemma4":
+        width = shape.layers * shape.facts["embedding_length_per_layer_input"]
+        yield "per_layer_token_embd.weight", (shape.vocabulary, width), "Q4_K"
+        yield "per_layer_model_proj.weight", (width, shape.hidden), "Q8_0"
+        yield "per_layer_proj_norm.weight", (width // shape.layers,), "F32"
+        yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
     if shape.architecture == "phi3":
         for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
             yield name, (shape.facts["rope.dimension_count"] // 2,), "F32"
@@ -106,7 +131,10 @@ def tensors(shape: Shape) -> Tensors:
         linear = shape.architecture == "qwen35" and (layer + 1) % shape.facts["full_attention_interval"]
         kv_heads = shape.facts.get("attention.head_count_kv", [shape.kv_heads] * shape.layers)[layer]
         kind = _delta_net if linear else _layer if kv_heads else _convolution
-        for name, size, form in kind(shape, "Q6_K" if dear else "Q4_K"):
+        made = kind(shape, "Q6_K" if dear else "Q4_K")
+        if shape.architecture == "gemma4":
+            made = _gemma4_layer(shape, layer, "Q6_K" if dear else "Q4_K")
+        for name, size, form in made:
             yield f"blk.{layer}.{name}{_SUFFIXES.get(name, '.weight')}", size, form
 
 
@@ -142,6 +170,23 @@ def _layer(shape: Shape, dear: str) -> Tensors:
     yield from ((name, (hidden,), "F32") for name in norms)
     if shape.architecture in ("qwen3", "qwen35", "gemma3", "lfm2"):
         yield from ((name, (shape.head_dim,), "F32") for name in ("attn_q_norm", "attn_k_norm"))
+
+
+def _gemma4_layer(shape: Shape, layer: int, dear: str) -> Tensors:
+    facts, hidden = shape.facts, shape.hidden
+    head = 256 if facts["attention.sliding_window_pattern"][layer] else 512
+    mlp, inputs = facts["feed_forward_length"][layer], facts["embedding_length_per_layer_input"]
+    yield from (("attn_q", (shape.heads * head, hidden), "Q4_K"), ("attn_q_norm", (head,), "F32"))
+    if layer < shape.layers - facts["attention.shared_kv_layers"]:
+        yield from ((name, (shape.kv_heads * head, hidden), "Q4_K") for name in ("attn_k", "attn_v"))
+        yield "attn_k_norm", (head,), "F32"
+    yield "attn_output", (hidden, shape.heads * head), "Q4_K"
+    yield from ((name, (mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
+    yield "ffn_down", (hidden, mlp), dear
+    yield from (("inp_gate", (inputs, hidden), "Q8_0"), ("proj", (hidden, inputs), "Q8_0"))
+    norms = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "post_norm")
+    yield from ((name, (hidden,), "F32") for name in norms)
+    yield "layer_output_scale", (1,), "F32"
 
 
 def _convolution(shape: Shape, dear: str) -> Tensors:
@@ -230,12 +275,14 @@ def write(name: str, path: Path) -> None:
     writer.add_block_count(shape.layers)
     writer.add_context_length(32_768)
     writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.mlp)
+    if "feed_forward_length" not in shape.facts:
+        writer.add_feed_forward_length(shape.mlp)
     writer.add_head_count(shape.heads)
     if "attention.head_count_kv" not in shape.facts:
         writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
+    if "attention.key_length" not in shape.facts:
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.theta)
     for key, value in shape.facts.items():

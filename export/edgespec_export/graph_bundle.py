@@ -89,6 +89,8 @@ def _write(
     ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
     """
     with _open(source, options) as checkpoint:
+        if not options.native:
+            checkpoint.end_where_queries_grow()
         kept = settled[0] if checkpoint.head_tokens is None else checkpoint.head_tokens
         config = checkpoint.config
         write_texts(checkpoint, folder, options.chat_template)
@@ -149,6 +151,7 @@ def _ranges(
     if options.device is None:
         return None
     with open_aligned(source, options.alignment) as checkpoint:
+        checkpoint.end_where_queries_grow()
         return measure_ranges(checkpoint, options.calibration, folder / "ranges", progress)
 
 

@@ -39,6 +39,7 @@ def build_for_device(
     """Everything of a bundle for ``options.device``, in ``folder``; raises as ``export_model`` does."""
     assert options.device is not None and options.device != "cuda"
     with open_checkpoint(source) as checkpoint:
+        checkpoint.end_where_queries_grow()
         config = checkpoint.config
         graphs = planned(options.device, buckets_for(config.context_length, options.buckets))
         write_texts(checkpoint, folder, options.chat_template)

@@ -162,6 +162,13 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "granite": Family(
             name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
         ),
+        "exaone4": Family(
+            name="exaone4",
+            gguf="exaone4",
+            windowed=True,
+            fixed={"qk_norm": True, "pre_norms": False, "post_norms": True},
+            defaults={"rms_norm_eps": 1e-5},
+        ),
         "olmo2": _OLMO,
         "olmo3": _OLMO._replace(gguf="", theta=5e5, defaults={**_OLMO.defaults, "sliding_window": 4096}),
         "lfm2": Family(

@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -149,6 +150,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 "the record if it is out of date"
             )
         return digest.hexdigest()
+
+    def end_where_queries_grow(self) -> None:
+        """Shorten the context for graphs whose operators know no positions."""
+        step, stated = self.config.query_step, self.config.context_length
+        if step:
+            self.config = replace(self.config, context_length=step, query_growth=0.0, query_step=0)
+            self.warn_if_shorter(self.config, stated)
 
     def warn_if_shorter(self, config: ModelConfig, stated: int) -> None:
         """Say that an export holds fewer tokens than the files state."""

@@ -94,6 +94,7 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "rope_theta": "rope.freq_base",
         "rope_local_base_freq": "rope.freq_base_swa",
         "rotary_dim": "rope.dimension_count",
+        "rotates": f"{_SCALING}finetuned",
         "rope_type": f"{_SCALING}type",
         "factor": f"{_SCALING}factor",
         "original_max_position_embeddings": f"{_SCALING}original_context_length",
@@ -188,8 +189,6 @@ class GGUFCheckpoint(Checkpoint):
             raise UnsupportedModelError(f"{where} has values of another width than keys; not supported yet")
         if family.neighbours and config.rotary_dim is not None:
             raise UnsupportedModelError(f"{where} rotates only a part of each head; {family.gguf} does not")
-        if family.name == "granite" and not facts.boolean(f"{_SCALING}finetuned", default=True):
-            raise UnsupportedModelError(f"{where} rotates nothing ({_SCALING}finetuned); not supported yet")
         factors = self._taken("rope_factors")
         if factors and config.rope_factors:
             raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")

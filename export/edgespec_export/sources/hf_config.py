@@ -110,6 +110,12 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
         sliding = _sliding_layers(facts, family, layers)
         widths = gemma4.of_layers(facts, [window is None or not is_sliding for is_sliding in sliding])
     rope = _rope(facts, family, widths["head_dim"])
+    unrotated = _unrotated(facts, layers) if family.name == "smollm3" else ()
+    if family.name == "exaone4" and window is not None:  # then layers without one are not rotated
+        sliding = _sliding_layers(facts, family, layers)
+        unrotated = tuple(layer for layer, is_sliding in enumerate(sliding) if not is_sliding)
+    if not facts.boolean("rotates", default=True):
+        unrotated = tuple(range(layers))
     if window is not None and window >= rope["context_length"] and not family.pattern:
         window = None  # with a pattern, a window also says which layers have the local rotary embedding
     if window is None:
@@ -130,7 +136,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             num_heads=heads,
             norm_epsilon=facts.number("rms_norm_eps") / residual**2,
             **_mixers(facts, family, layers),
-            unrotated_layers=_unrotated(facts, layers) if family.name == "smollm3" else (),
+            unrotated_layers=unrotated,
             attention_scale=facts.positive("attention_multiplier", scale),
             embedding_scale=embedding / residual,
             sliding_window=window,
@@ -312,6 +318,12 @@ def _sliding_layers(facts: Facts, family: Family, layers: int) -> list[bool]:
                 f"{layers} layers"
             )
         return [known[kind] for kind in types]
+    stated = facts.value("sliding_window_pattern")
+    if family.name == "exaone4" and stated is not None:
+        if isinstance(stated, str) and stated and set(stated) <= {"L", "G"}:  # such as LLLG, over and over
+            return [stated[layer % len(stated)] == "L" for layer in range(layers)]
+        every = facts.integer("sliding_window_pattern")
+        return [every == 0 or (layer + 1) % every != 0 for layer in range(layers)]
     if family.pattern:
         pattern = facts.integer("sliding_window_pattern", family.pattern)
         return [pattern == 0 or (layer + 1) % pattern != 0 for layer in range(layers)]

@@ -65,8 +65,7 @@ def _llama3(scaling: Facts, theta: float, width: int, context: int) -> tuple[flo
 def _yarn(scaling: Facts, theta: float, width: int, context: int, original: int) -> dict[str, Any]:
     """Peng et al. 2024, "YaRN": as with llama3, but between two places among the frequencies.
 
-    Models whose queries grow beyond the original context (Ministral 3: ``llama_4_scaling_beta``) are exported
-    up to it, where their factor is 1: no operator of a graph knows a query's position.
+    Queries may grow beyond the original context (Ministral 3: ``llama_4_scaling_beta``).
     """
     original = scaling.integer(_ORIGINAL, original)
     factor = scaling.positive("factor", context / max(original, 1))
@@ -88,8 +87,10 @@ def _yarn(scaling: Facts, theta: float, width: int, context: int, original: int)
     if whole and all_of_it:
         magnitude = _yarn_magnitude(factor, whole) / _yarn_magnitude(factor, all_of_it)
     grows = scaling.number("llama_4_scaling_beta", 0.0)
-    return {
-        "context_length": min(context, original) if grows else max(context, int(factor * original)),
+    longest = max(context, int(factor * original))
+    growth = {"query_growth": grows, "query_step": original} if grows and original < longest else {}
+    return growth | {
+        "context_length": longest,
         "rope_factors": tuple(factors),
         "rope_magnitude": scaling.positive("attention_factor", magnitude),
     }

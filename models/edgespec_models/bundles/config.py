@@ -16,6 +16,7 @@ Architecture = Literal[
     "qwen3",
     "gemma3",
     "gemma4",
+    "exaone4",
     "phi3",
     "granite",
     "ministral3",
@@ -212,6 +213,8 @@ class ModelConfig(DecoderShape):
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
+        query_growth: queries at position p are multiplied by ``1 + query_growth * ln(1 + p // query_step)``.
+        query_step: positions up to which they do not grow; 0 where they never do.
         logit_cap: logits z become ``logit_cap * tanh(z / logit_cap)``; None where they stay as they are.
         normed_features: of a head: RMSNorm on what it reads of the target.
         normed_residual: of a head: attention adds to the normalized state.
@@ -254,6 +257,8 @@ class ModelConfig(DecoderShape):
     experts: Experts | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
+    query_growth: Annotated[float, within(0)] = 0.0
+    query_step: Annotated[int, within(0, 2**21)] = 0
     logit_cap: _Factor | None = None
     normed_features: bool = False
     normed_residual: bool = False

@@ -187,7 +187,9 @@ class _NativeDecoder(GraphDecoder):
     def more_of_attention(self, layer: Layer) -> dict[str, Any]:
         """Attributes that most graphs have no need of."""
         config = self.config
-        more = {"normed_values": 1} if config.normed_values else {}
+        more: dict[str, Any] = {"normed_values": 1} if config.normed_values else {}
+        if config.query_step:
+            more |= {"growth": float(config.query_growth), "growth_step": config.query_step}
         apart = layer.rope == "rope" and config.rotary_pairs is not None
         return more | ({"pair_distance": config.rotary_width // 2} if apart else {})
 
