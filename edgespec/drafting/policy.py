@@ -1,4 +1,4 @@
-"""One request's drafting: which source drafts, whether any does, and what is learned from every round."""
+"""The policy of one request: which source drafts, or none, and what every round teaches."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,50 +23,49 @@ from edgespec_runtimes.predictions import Predictions
 _SMOOTHING = 0.1
 _FORGETTING = 0.005
 _NOTICEABLE = 0.03
-_FIRST_LENGTH = 8  # tokens; a longer draft that is wrong from its beginning costs too much to be the first
+_FIRST_LENGTH = 8  # tokens; a longer first draft costs too much if it is wrong from its beginning
 
 
 @dataclass(slots=True)
 class _Choice:
-    """How a round's draft is chosen; kept until what came of it is known."""
+    """The choice of a round's draft, kept until its outcome is known."""
 
     limit: int = 0  # tokens of the draft
-    forced: Draft = NO_DRAFT  # by the grammar
-    tokens: Sequence[int] = ()  # that the sources go on behind: those that are committed, and forced ones
+    forced: Draft = NO_DRAFT  # the grammar's forced tokens
+    tokens: Sequence[int] = ()  # committed and forced tokens, behind which the sources go on
     most: int = 0  # tokens that the sources may propose
-    free: Draft = NO_DRAFT  # of the free source, as far as it is worth its rows
+    free: Draft = NO_DRAFT  # the free source's draft, as far as it is worth its rows
     model_s: float = 0.0  # seconds that the model took
-    promised: float | None = None  # the surplus of the model's draft, tokens; None where there is none
+    promised: float | None = None  # expected surplus of the model's draft in tokens; None without one
     reads: bool = False  # the model only read a piece of the prompt
 
 
 class Policy(Source):
-    """N-grams, which cost nothing, or the model, whichever is expected to gain more; or neither.
+    """Drafts with n-grams, which cost nothing, or with the model, whichever is expected to gain more, or not.
 
-    What the model drafted is continued by n-grams where the rows that takes are expected to pay. The pricing,
-    the guard and every source are told what rounds realised. Without a free source nothing is drafted: that
-    is plain decoding, which tells the pricing what passes cost all the same.
+    N-grams continue the model's draft if the additional rows are expected to pay. The pricing, the guard and
+    every source observe what rounds realised. Without a free source nothing is drafted. That is plain
+    decoding, from which the pricing still learns what passes cost.
 
-    The first round of a request is not priced, and drafted only with an ``opening``: a drafter that has a
-    prompt to read would delay the first token. A draft may be twice as long as what was accepted in the round
-    before it, and eight tokens in any case: so a copy that goes on is soon drafted in long pieces, and one
-    that is none has cost few rows.
+    The first round of a request is not priced. It is drafted only with an ``opening``, because a drafter with
+    a prompt to read would delay the first token. A draft may have eight tokens, or twice as many as the last
+    round accepted. So a copy that goes on is soon drafted in long pieces, and a wrong one costs few rows.
 
-    Under a grammar a token is forced where it is the only one allowed. It is certain to be accepted and costs
-    the row whose keys and values the target needs anyway; sources go on behind it. What they propose is cut
-    where the grammar forbids it, and continued there by what it forces instead.
+    A grammar forces a token if it allows no other. A forced token is certain to be accepted, and its row is
+    needed anyway; sources go on behind it. Their proposals are cut where the grammar forbids them, and
+    continued there by what it forces.
 
     Args:
-        free: a source whose proposals cost no time worth counting.
-        model: a source that takes time and prices its own drafts, a model or an app's own; None where such
+        free: a source whose proposals take no time worth counting.
+        model: a source that takes time and prices its own drafts, a model or an app's own. None if such
             drafts are not wanted or will not pay.
-        pricing: what verification costs; shared between requests, as is the guard.
-        guard: whether sources are asked now.
+        pricing: the costs of verification. Requests share it and the guard.
+        guard: decides whether sources are asked.
         constraint: the request's grammar.
-        opening: what the free source continues in the first round, perhaps nothing; None leaves that round
-            undrafted.
-        teaching: what else is told of the rounds; closed last.
-        remarks: where the reason of a pause is written at the end.
+        opening: a draft that the free source continues in the first round. None leaves that round without
+            drafts.
+        teaching: another observer of the rounds, which is closed last.
+        remarks: receive the reason of a pause at the end.
     """
 
     def __init__(
@@ -105,14 +104,14 @@ class Policy(Source):
         assert self._model is not None
         began = self._clock()
         self._model.take(predictions, passed)
-        # As if all requests shared the pass: none would begin to draft if it had to pay for all.
+        # As if all requests shared the pass: no request would draft if it had to pay for all of it.
         shared_s = passed.share_s * passed.requests / self._pricing.sequences
         self._go_on(self._model, self._clock() - began + shared_s)
 
     def observe(self, step: Step) -> None:
         choice, self._choice, passed = self._choice, _Choice(), step.target_pass
         step = replace(step, forced=len(choice.forced.tokens))
-        # What a piece of another's prompt adds to a pass is not known well.
+        # How much a piece of another request's prompt adds to a pass is not known well.
         if self._written and not passed.reads:
             rests = self._free is not None and not self._guard.allows
             self._judge_model(choice)
@@ -127,14 +126,14 @@ class Policy(Source):
             observer.observe(step)
 
     def close(self) -> None:
-        """The model is closed first, each in any case."""
+        """Close all sources, the model first, even if one fails."""
         self.remarks.speculation_off_reason = self.remarks.speculation_off_reason or self._guard.reason
         with ExitStack() as closing:
             for observer in self._observers:
                 closing.callback(observer.close)
 
     def _choose(self, choice: _Choice) -> None:
-        """Ask the free source, and the model where that is expected to gain more."""
+        """Ask the free source, and the model too if that is expected to gain more."""
         tokens, most = choice.tokens, min(choice.limit - len(choice.forced.tokens), self._longest)
         if self._free is None or most < 1 or not self._guard.allows:
             self._propose(NO_DRAFT)
@@ -156,7 +155,7 @@ class Policy(Source):
             self._go_on(self._model, self._clock() - began)
 
     def _go_on(self, model: Source, seconds: float) -> None:
-        """The model has drafted for so long; where its draft is complete, the round's is."""
+        """Go on after the model drafted for so many seconds. Its complete draft completes the round's."""
         choice, self.rows = self._choice, model.rows
         choice.model_s += seconds
         if self.rows is not None:
@@ -166,26 +165,26 @@ class Policy(Source):
             _, choice.promised = self._pricing.keep(draft.confidence)
         if not draft.tokens or self._free is None:
             self._propose(choice.free)
-        else:  # idle rows are filled, others if that pays
+        else:  # n-grams fill idle rows, and others if they pay
             draft = self._free.extend(choice.tokens, draft, choice.most)
             self._propose(draft.head(self._pricing.keep(draft.confidence)[0]))
 
     def _propose(self, draft: Draft) -> None:
-        """The round's draft is ``draft``, where there is no grammar."""
+        """Propose ``draft``, as far as a grammar allows it."""
         if self._constraint is not None:
             draft = self._constraint.fit(self._choice.forced, draft, self._choice.limit)
             draft = draft.head(self._pricing.keep(draft.confidence)[0])
         self.draft = draft
 
     def _judge_model(self, choice: _Choice) -> None:
-        """Was it worth asking the model?"""
+        """Learn whether it was worth asking the model."""
         if choice.promised is not None and self._has_read:  # the first time, it reads the prompt
             gain = choice.promised - self._pricing.rate * choice.model_s
             self._model_surplus += _SMOOTHING * (gain - self._model_surplus)
         self._has_read |= choice.promised is not None
 
     def _judge_round(self, choice: _Choice, step: Step) -> None:
-        """Is drafting worth its time? What is realised decides, and prices the time of rounds to come."""
+        """Learn from a round's gain whether drafting is worth its time; this prices later rounds."""
         # A source that is asked costs time whether it proposes or not. Once a request that is the
         # reading of the prompt, which says nothing about the rounds to come.
         drafted = len(step.draft.tokens) > step.forced or step.drafter_s > _NOTICEABLE * step.target_s
@@ -195,7 +194,7 @@ class Policy(Source):
         if reads_prompt or choice.reads:
             return
         self._pricing.observe_round(len(step.tokens), step.seconds)
-        if drafted:  # what a grammar forces would come without the sources too
+        if drafted:  # forced tokens would come without the sources too
             forced = min(step.forced, len(step.tokens) - 1)
             own_s = step.seconds - self._pricing.rows_seconds(forced)
             self._guard.observe(len(step.tokens) - forced, own_s)

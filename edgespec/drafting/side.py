@@ -1,4 +1,4 @@
-"""The drafter's half of a loaded model: what it keeps between requests, and its part in each of them."""
+"""The drafter's half of a loaded model: what it keeps between requests, and its part in each request."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -17,14 +17,14 @@ from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 
-if TYPE_CHECKING:  # a drafter that nothing teaches imports nothing of this
+if TYPE_CHECKING:  # only drafters that are taught need these
     from edgespec.learning.gains import Example, Table
     from edgespec.learning.layer_math import F32
     from edgespec.learning.trainer import Trainer
     from edgespec.learning.tuning import Tuning
 
 
-_PROMPT, _ANSWER = 256, 512  # tokens of a text to learn from, at most: its prompt's last, its answer's first
+_PROMPT, _ANSWER = 256, 512  # the most tokens of a text to learn from: the prompt's last, the answer's first
 _SHORTEST = 8  # answer
 _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
 _READING = 2.0  # times a token of plain decoding that reading a prompt may take
@@ -34,9 +34,9 @@ _GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays
 
 
 class Teaching(Observer):
-    """What one request teaches the drafter; training stands still until it has ended.
+    """The observer that teaches the drafter one request's answer. Training pauses until the request ends.
 
-    ``text_of`` makes of the answer a text to learn from, or None where that is not worth while.
+    ``text_of`` makes a text to learn from of the answer, or returns None if it is too short.
     """
 
     def __init__(self, trainer: "Trainer", text_of: "Callable[[Sequence[int]], Example | None]") -> None:
@@ -54,9 +54,9 @@ class Teaching(Observer):
 
 
 class DrafterSide:
-    """A drafter beside its target: a model that reads the text, or a head that reads the target's states.
+    """The drafter of a target: a model that reads the text, or a head that reads the target's states.
 
-    ``beside`` lets it draft on while the target's pass runs; None where both run on one device. ``trainer``
+    ``beside`` lets it draft on during the target's pass; it is None if both run on one device. ``trainer``
     teaches it what the target writes; None leaves it as it is.
     """
 
@@ -101,7 +101,7 @@ class DrafterSide:
         target_end: int | None,
         remarks: Remarks,
     ) -> tuple[Source | None, Observer | None]:
-        """What drafts in a new request, if its answer may be long enough, and what teaches the drafter.
+        """The source of a new request, if its answer may be long enough, and what teaches the drafter.
 
         ``prompt`` is ``tokens`` as the drafter is to read them, with the first of ``sessions``; the others
         are those of requests that are being answered. ``target_end`` is the target's token to propose where
@@ -145,34 +145,31 @@ class DrafterSide:
     def teaching(
         self, text_of: "Callable[[Sequence[int]], Example | None]" = lambda answer: None
     ) -> Observer | None:
-        """What a request teaches the drafter, nothing where that makes no text of the answer.
-
-        None where nothing trains the drafter.
-        """
+        """The observer that teaches the drafter a request's answer; None if nothing trains the drafter."""
         return None if self.trainer is None else Teaching(self.trainer, text_of)
 
     def stop(self) -> None:
-        """Wait for what an earlier request may have left running."""
+        """Wait for work that an earlier request may have left running."""
         if self._beside is not None:
             self._beside.stop()
 
     def forget(self) -> None:
-        """Nothing stays of texts that it read, but for what its KV caches hold."""
+        """Forget all texts that it read, except in its KV caches."""
         self._followers.forget()
         self._words.clear()
 
     def teach(self, trainer: "Trainer | None") -> None:
-        """Let ``trainer`` train it; what another one taught is put back. None leaves it as the bundle is."""
+        """Let ``trainer`` train the drafter, from the bundle's state. None undoes all training."""
         self.trainer, self._gains = trainer, None
         self._run_with({})
 
     @property
     def trainable(self) -> bool:
-        """Whether what training changes can be changed in a session that runs."""
+        """Whether the session can change the weights that training changes."""
         return self._tuned is not None
 
     def tuning(self, table: "Table | None") -> "Tuning":
-        """What trains it, beginning with what is known.
+        """The tuning of the drafter, which begins with a stored correction.
 
         Raises:
             EdgespecError: its weights cannot be read.
@@ -214,7 +211,7 @@ class DrafterSide:
         return Example(tuple(ids[first : start + _ANSWER]), start - first)
 
     def _tune(self, session: Session, prompt: Sequence[int]) -> None:
-        """Run with what training found, unless much of ``prompt`` would have to be read again for it."""
+        """Take over trained gains, unless much of ``prompt`` would have to be read again."""
         if self.trainer is not None:
             self._gains = self.trainer.take() or self._gains
         if self._gains is not None and session.shared_prefix(prompt) <= _REREAD:
@@ -228,7 +225,7 @@ class DrafterSide:
         self._caches.forget(self.session)  # which others computed
 
     def _offer(self, session: Session, others: Sequence[Session], prompt: Sequence[int]) -> None:
-        """Let a trimmed LM head write the words of the prompts too that are being answered."""
+        """Let a trimmed LM head also write the words of the prompts that are being answered."""
         if self.bundle.head_tokens is None:
             return
         words = {other: self._words[other] for other in others if other in self._words}
