@@ -225,7 +225,7 @@ NEEDS_TARGET: Final = (
 _EXPERTS = "mixtures of experts"
 _VISION = "images (M-RoPE, vision layers)"
 _STATES = "layers with a recurrent state (linear attention, state spaces)"
-_CAPPED = "capped logits"
+_CAPPED = "capped products of queries and keys"
 _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
     {
         "a dense Qwen3, such as Qwen3-4B": (
@@ -244,6 +244,11 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "Granite-3.3-2B": (_STATES, ("granitehybrid", "granitemoehybrid")),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
         "a Gemma 3": (_CAPPED, ("gemma2",)),
+        "an EAGLE-3 head": (
+            "drafters that attend to their target's cache",
+            ("gemma4-assistant", "gemma4_assistant", "gemma4_unified_assistant"),
+        ),
+        "a dense EXAONE 4": (_EXPERTS, ("exaone-moe", "exaone_moe")),
         "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),
         "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi")),
         "a Llama of its size": ("parallel sublayers", ("command-r", "cohere", "cohere2", "falcon")),
