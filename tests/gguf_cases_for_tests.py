@@ -9,7 +9,8 @@ from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
 from tests.hf_for_tests import CASES, Tensors, config_of, convolves, mlp_width, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-ARCHITECTURES |= {"qwen3_5_text": "qwen35", "gemma4_text": "gemma4"}
+ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "gemma4_text": "gemma4"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss"}
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
     case
@@ -66,7 +67,15 @@ _TENSORS = {
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "shared_head.norm": "nextn.shared_head_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "feed_forward.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
 }
+_EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _POST_NORMED = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -75,6 +84,7 @@ _POST_NORMED = {
 _LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 _PARAMETERS |= {"layer_scalar": "layer_output_scale.weight"}
+_PARAMETERS |= {"feed_forward.expert_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -100,6 +110,12 @@ _KEYS = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
     "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     "llama_4_scaling_beta": "attention.temperature_scale",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "num_dense_layers": "leading_dense_block_count",
 }
 
 
@@ -116,26 +132,81 @@ def converted(
     """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
     model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
-    if name == "qwen35":
+    tensors = _without_experts(model, tensors, kind)
+    if name.startswith("qwen35"):
         tensors = {source: _tiled(source, values, config) for source, values in tensors.items()}
     for source, stored in tensors.items():
         ordered = name in _ORDERED and source.endswith(("q_proj.weight", "k_proj.weight"))
         values = _ordered(stored, _head(config)) if ordered else stored
         taps = values.ndim == 3
         values = values[:, 0] if taps else values
-        if values.ndim == 2 and kind == "Q8_0" and not taps and "conv1d" not in source:
+        if values.ndim == 2 and kind == "Q8_0" and not taps and not source.endswith(_FLOATS):
             model.tensors[_renamed(source, name)] = kind, _q8_0(values)
         else:
-            less = name in ("gemma3", "qwen35") and not source.endswith("linear_attn.norm.weight")
+            less = name in ("gemma3", "qwen35", "qwen35moe") and not source.endswith(
+                "linear_attn.norm.weight"
+            )
             more = np.float32(less and source.endswith("norm.weight"))
+            values = values[0] if source.endswith("shared_expert_gate.weight") else values
             model.tensors[_renamed(source, name)] = "F32", values + more
     model.tensors |= {f"{n}.weight": ("F32", values) for n, values in _factors(config).items()}
     return model
 
 
+_FLOATS = (
+    "conv1d.weight",
+    "mlp.gate.weight",
+    "mlp.router.weight",
+    "feed_forward.gate.weight",
+    "shared_expert_gate.weight",
+)
+"""Matrices that llama.cpp's quantizer leaves as they are."""
+
+
+def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
+    """What is left of ``tensors`` when those of experts are in the file, all of a layer in one."""
+    rest, apart = Tensors(), dict[str, list[F32]]()
+    for source, values in tensors.items():
+        _, _, behind = source.partition(".experts.")
+        layer = f"blk.{source.split('.')[2]}" if behind else ""
+        if not behind:
+            rest[source] = values
+        elif behind.startswith(("gate_up_proj_", "down_proj_")):
+            _take_gpt_oss(model, layer, behind, tensors, source)
+        elif behind == "gate_up_proj":
+            gates, ups = np.split(values, 2, axis=1)
+            apart |= {f"{layer}.ffn_gate_exps": [*gates], f"{layer}.ffn_up_exps": [*ups]}
+        else:
+            part = _EXPERTS[behind.removesuffix(".weight").rpartition(".")[2]]
+            name = f"{layer}.ffn_{part}_exps"
+            apart.setdefault(name, []).extend(values if values.ndim == 3 else [values])
+    for name, experts in apart.items():
+        stacked = np.stack([_q8_0(each) if kind == "Q8_0" else each for each in experts])
+        model.tensors[f"{name}.weight"] = kind, stacked
+    return rest
+
+
+def _take_gpt_oss(model: TinyGGUF, layer: str, kind: str, tensors: Tensors, source: str) -> None:
+    """Put gpt-oss's experts into the file: rows of gates apart, codes of a block's halves in a byte."""
+    parts = ("gate", "up") if kind.startswith("gate_up") else ("down",)
+    for place, part in enumerate(parts):
+        if kind.endswith("_bias"):
+            model.tensors[f"{layer}.ffn_{part}_exps.bias"] = (
+                "F32",
+                tensors[source][:, place :: len(parts)].copy(),
+            )
+        elif kind.endswith("_blocks"):
+            pairs = tensors[source][:, place :: len(parts)]
+            scales = tensors[source.replace("_blocks", "_scales")][:, place :: len(parts), :, None]
+            codes = np.stack([pairs & 15, pairs >> 4], axis=-1)  # type: ignore[operator]
+            codes = codes.reshape(*pairs.shape[:3], 32)
+            raw = np.concatenate([scales, codes[..., :16] | codes[..., 16:] << 4], axis=-1).astype(np.uint8)
+            model.tensors[f"{layer}.ffn_{part}_exps.weight"] = "MXFP4", raw.reshape(*raw.shape[:2], -1)
+
+
 def _renamed(source: str, architecture: str) -> str:
     names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "gemma4", "olmo2", "exaone4") else {})
-    names |= _LIKE_ATTENTION if architecture == "qwen35" else {}
+    names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss")) else {}
     *_, layer, kind = source.split(".", 3)
     if kind in _PARAMETERS:
         return f"blk.{layer}.{_PARAMETERS[kind]}"
@@ -196,13 +267,15 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         del stated["original_max_position_embeddings"]
     facts = {key: stated[name] for name, key in _KEYS.items() if stated.get(name) is not None}
     head = _head(config)
+    if config["model_type"] == "gpt_oss":
+        facts["expert_feed_forward_length"] = config["intermediate_size"]
     if "head_dim" in config and config["model_type"] != "phi3":
         facts |= {"attention.key_length": head, "attention.value_length": head}
-    if config["model_type"] == "qwen3_5_text":
+    if config["model_type"].startswith("qwen3_5"):
         facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
     if config["model_type"] == "gemma4_text":
         facts |= _gemma4_facts(config)
-    if config["model_type"] == "lfm2":
+    if config["model_type"].startswith("lfm2"):
         kv, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])
         facts |= {
             "attention.head_count_kv": [0 if convolves(config, layer) else kv for layer in layers],
@@ -210,13 +283,13 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
             "feed_forward_length": mlp_width(config),
             "shortconv.l_cache": config["conv_L_cache"],
             "vocab_size": config["vocab_size"],
-        }
+        } | ({"expert_gating_func": 2} if "num_experts" in config else {})
     elif "layer_types" in config and config["model_type"] == "qwen3_5_text":
         facts["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
-    elif "layer_types" in config:
+    elif "layer_types" in config and config["model_type"] != "gpt_oss":
         windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
         facts["attention.sliding_window_pattern"] = windowed
-    if config["model_type"] not in ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3_text", "gemma4_text", "lfm2"):
+    if config["model_type"] not in _WITHOUT_ROTARY_DIM:
         facts["rope.dimension_count"] = int(head * stated.get("partial_rotary_factor", 1))
     if (kind := scaling.get("rope_type", scaling.get("type"))) in ("linear", "yarn"):
         facts |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}
@@ -246,6 +319,20 @@ def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:
         "final_logit_softcapping": config["final_logit_softcapping"],
         "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
     }
+
+
+_WITHOUT_ROTARY_DIM = (
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
+    "gemma4_text",
+    "lfm2",
+    "lfm2_moe",
+    "gpt_oss",
+)
 
 
 def _factors(config: Mapping[str, Any]) -> dict[str, F32]:

@@ -129,6 +129,12 @@ _GEMMA4 = {
     },
 }
 _POST_NORMED = ("olmo2", "olmo3", "exaone4")
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 _OLDER = ("layer_types", "intermediate_size", "tie_word_embeddings", "block_auto_adjust_ff_dim")
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -174,6 +180,26 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": "LLLG",
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full")],
     },
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 32, **_EXPERTS, "decoder_sparse_step": 1},
+    "qwen35_moe": {
+        **_QWEN35,
+        **_EXPERTS,
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 64,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "sliding_window": 6,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
+        "rope_parameters": {**_YARN, "rope_theta": 10000.0, "truncate": False},
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {
         "model_type": "olmo3",
@@ -193,6 +219,19 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "tie_embedding": True,
         "conv_L_cache": 4,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        **_EXPERTS,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
     },
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
     "ministral3_long": {
@@ -235,7 +274,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What ``config.json`` says beside the common facts, by the name of the golden."""
-NATIVE = ("ministral3_long", "qwen35", "qwen35_equal", "lfm2", "lfm2_keys", "gemma4", "gemma4_tied")
+NATIVE = tuple(
+    case
+    for case in CASES
+    if case.startswith(("ministral3_long", "qwen35", "lfm2", "gpt", "gemma4")) or "_moe" in case
+)
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
 
@@ -249,7 +292,7 @@ def config_of(case: str) -> dict[str, Any]:
 def convolves(config: Mapping[str, Any], layer: int) -> bool:
     """Whether a layer is a short convolution."""
     attention = config.get("full_attn_idxs")
-    if config["model_type"] != "lfm2" or attention is not None:
+    if config["model_type"] not in ("lfm2", "lfm2_moe") or attention is not None:
         return attention is not None and layer not in attention
     return bool(config["layer_types"][layer] == "conv")
 
@@ -269,7 +312,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, kind = config["hidden_size"], config["model_type"]
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        f"model.{'embedding_' * (kind == 'lfm2')}norm.weight": (hidden,),
+        f"model.{'embedding_' * kind.startswith('lfm2')}norm.weight": (hidden,),
     }
     if not config.get("tie_embedding", config["tie_word_embeddings"]):
         found["lm_head.weight"] = (config["vocab_size"], hidden)
@@ -280,14 +323,18 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         if is_delta_net(config, layer):
-            found |= {f"{prefix}{name}": shape for name, shape in _delta_net(config).items()}
-            continue
-        own = {"lfm2": _lfm2_layer, "gemma4_text": _gemma4_layer}.get(kind)
-        shaped = _layer(config) if own is None else own(config, layer)
+            shaped = _delta_net(config)
+        else:
+            own = {"lfm2": _lfm2_layer, "lfm2_moe": _lfm2_layer, "gemma4_text": _gemma4_layer}.get(kind)
+            named = _layer(config) if own is None else own(config, layer)
+            shaped = {f"{name}.weight": shape for name, shape in named.items()}
         if kind == "gemma4_text":
             found[f"{prefix}layer_scalar"] = (1,)
-        found |= {f"{prefix}{name}.weight": shape for name, shape in shaped.items()}
-        if kind == "qwen2":
+        if layer >= config.get("num_dense_layers", 0) and "num_experts_per_tok" in config:
+            shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
+            shaped |= _experts(config)
+        found |= {f"{prefix}{name}": shape for name, shape in shaped.items()}
+        if kind in ("qwen2", "gpt_oss"):
             rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
             found |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
     return found
@@ -295,9 +342,52 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def is_delta_net(config: Mapping[str, Any], layer: int) -> bool:
     """Whether ``layer`` of a Qwen3.5 is none of attention."""
-    if config["model_type"] != "qwen3_5_text":
+    if not config["model_type"].startswith("qwen3_5"):
         return False
     return (layer + 1) % int(config["full_attention_interval"]) != 0
+
+
+_DENSE = ("mlp.", "feed_forward.")
+
+
+def _gpt_oss_experts(hidden: int, count: int, width: int) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (4,)}
+    found |= {"mlp.router.weight": (count, hidden), "mlp.router.bias": (count,)}
+    for name, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+        found |= {
+            f"mlp.experts.{name}_proj_blocks": (count, rows, columns // 32, 16),
+            f"mlp.experts.{name}_proj_scales": (count, rows, columns // 32),
+            f"mlp.experts.{name}_proj_bias": (count, rows),
+        }
+    return found
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a layer has instead of an MLP, as the family's published files name it."""
+    hidden = config["hidden_size"]
+    if config["model_type"] == "gpt_oss":
+        return _gpt_oss_experts(hidden, config["num_local_experts"], config["intermediate_size"])
+    count, width = config["num_experts"], config["moe_intermediate_size"]
+    if config["model_type"] == "qwen3_5_moe_text":
+        shared = config["shared_expert_intermediate_size"]
+        found: dict[str, tuple[int, ...]] = {
+            "mlp.gate.weight": (count, hidden),
+            "mlp.experts.gate_up_proj": (count, 2 * width, hidden),
+            "mlp.experts.down_proj": (count, hidden, width),
+            "mlp.shared_expert_gate.weight": (1, hidden),
+            "mlp.shared_expert.gate_proj.weight": (shared, hidden),
+            "mlp.shared_expert.up_proj.weight": (shared, hidden),
+            "mlp.shared_expert.down_proj.weight": (hidden, shared),
+        }
+        return found
+    lfm2 = config["model_type"] == "lfm2_moe"
+    place = "feed_forward" if lfm2 else "mlp"
+    names = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
+    found = {f"{place}.gate.weight": (count, hidden)} | ({f"{place}.expert_bias": (count,)} if lfm2 else {})
+    for expert in range(count):
+        for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
+            found[f"{place}.experts.{expert}.{name}.weight"] = shape
+    return found
 
 
 def _delta_net(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -342,10 +432,10 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     else:
         found |= {
             f"self_attn.{name}_proj": (rows, hidden)
-            for name, rows in zip("qkv", (query * (2 if kind == "qwen3_5_text" else 1), kv, kv), strict=True)
+            for name, rows in zip("qkv", (query * (1 + kind.startswith("qwen3_5")), kv, kv), strict=True)
         }
         found |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
-    if kind in ("qwen3", "gemma3_text", "qwen3_5_text", "exaone4"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "exaone4"):
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind == "gemma3_text":
         found["pre_feedforward_layernorm"] = (hidden,)
@@ -397,7 +487,7 @@ def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, .
 
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     """The values of every tensor, float32."""
-    less = config["model_type"] in ("gemma3_text", "qwen3_5_text")  # store their norms' weights less 1
+    less = config["model_type"].startswith(("gemma3_text", "qwen3_5"))  # store their norms' weights less 1
     tensors = drawn(shapes(config), seed, norm=0 if less else 1)
     for name in tensors:
         if name.endswith(("linear_attn.norm.weight", "layer_scalar")):
@@ -407,6 +497,13 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
         elif name.endswith("linear_attn.out_proj.weight"):
             # What random keys give is small, and its normalization makes what rounding did as large.
             tensors[name] /= 8
+        elif name.endswith(("_blocks", "_scales")):
+            raw = np.random.PCG64(len(tensors[name].shape)).random_raw(tensors[name].size)
+            few = np.asarray(raw, np.uint64).reshape(tensors[name].shape) >> np.uint64(40)
+            codes = few % np.uint64(256) if name.endswith("_blocks") else few % np.uint64(3) + np.uint64(120)
+            tensors[name] = codes.astype(np.uint8)
+        elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight")):
+            tensors[name] *= 2 if "lfm2" in config["model_type"] else 4  # choices hang on no rounding
     return tensors
 
 
@@ -426,11 +523,11 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, norm: int = 1) -> Te
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]], dtype: str = "F32") -> Path:
-    """A safetensors file; floats that ``dtype`` cannot hold are cut off; int64 and bool stay."""
+    """A safetensors file; floats that ``dtype`` cannot hold are cut off; int64, uint8 and bool stay."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     chunks, at = [], 0
     for name, values in tensors.items():
-        form = {"int64": "I64", "bool": "BOOL"}.get(values.dtype.name, dtype)
+        form = {"int64": "I64", "bool": "BOOL", "uint8": "U8"}.get(values.dtype.name, dtype)
         data = _bytes(values, form)
         header[name] = {"dtype": form, "shape": list(values.shape), "data_offsets": [at, at + len(data)]}
         chunks.append(data)
@@ -444,7 +541,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]], dtype
 def _bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
     if dtype == "BF16":
         return (np.ascontiguousarray(values).view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
-    return values.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?"}[dtype]).tobytes()
+    return values.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?", "U8": "u1"}[dtype]).tobytes()
 
 
 def write_checkpoint(

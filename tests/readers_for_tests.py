@@ -170,7 +170,8 @@ def gguf(folder: Path) -> Reader:
 
     models = [tiny_gguf(architecture, "Q8_0", layers=1) for architecture in ARCHITECTURES]
     models += [
-        gguf_of(case, "Q8_0") for case in ("phi4", "granite", "ministral3", "gemma3_linear", "olmo3", "lfm2")
+        gguf_of(case, "Q8_0")
+        for case in ("phi4", "granite", "ministral3", "gemma3_linear", "olmo3", "lfm2", "lfm2_moe", "gpt_oss")
     ]
     models += [gguf_with_mtp()]
     other = seed(tiny_gguf("llama", "Q8_0", layers=1), **gemma4_metadata(size=380))

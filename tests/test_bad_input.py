@@ -192,9 +192,9 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "factors of another width": (wide("rope_freqs.weight"), Unsupported, r"m\.gguf: .*rope_factors"),
     "experts": (put("expert_count", 8), Unsupported, "expert_count is 8.*dense"),
     "experts of a known family": (
-        lambda m: setattr(m, "architecture", "qwen3moe"),
+        lambda m: setattr(m, "architecture", "qwen2moe"),
         Unsupported,
-        "'qwen3moe'.*mixtures of experts.*Qwen3-4B",
+        "'qwen2moe'.*mixtures of experts.*Qwen3-4B",
     ),
     "another vocabulary than the embedding's": (put("vocab_size", 7), ModelFileError, "7 tokens.* rows"),
     "values wider than keys": (heads_of(32, 64), Unsupported, "another width"),

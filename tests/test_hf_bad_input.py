@@ -32,7 +32,7 @@ from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoin
 from tests.tokenizers_for_tests import byte_level_json
 from tests.weights_for_tests import config_of_json
 
-_RICH = ("gemma3", "phi4", "granite", "ministral3", "qwen35", "lfm2_keys")
+_RICH = ("gemma3", "phi4", "granite", "ministral3", "qwen35", "lfm2_keys", "lfm2_moe", "gpt_oss")
 _YARN = tuple(CASES["ministral3"]["rope_parameters"])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -54,7 +54,7 @@ def refused(
         ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*--via optimum"),
         ({"model_type": "absent"}, "architecture ''"),
         ({"model_type": "mixtral"}, "'mixtral'.*mixtures of experts.*a dense Llama or Mistral is near"),
-        ({"num_local_experts": 8}, "num_local_experts is 8.*dense model of the family llama"),
+        ({"num_local_experts": 8}, "num_local_experts is 8.*no mixtures of experts of the family llama"),
         ({"model_type": "qwen3", "residual_multiplier": 0.5}, "residual_multiplier is 0.5; qwen3"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized already .fp8"),
@@ -125,12 +125,16 @@ def test_wrong_facts_of_single_families_are_named(tmp_path: Path) -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     case=st.sampled_from(
-        ["llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3", "qwen35", "lfm2"]
+        [
+            *("llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3", "qwen35"),
+            *("lfm2", "qwen3_moe", "qwen35_moe", "lfm2_moe", "gpt_oss"),
+        ]
     ),
     key=st.sampled_from(
         [
             *sorted({key for case in _RICH for key in config_of(case)}),
-            *("layer_types", "no_rope_layers", "text_config", *_YARN),
+            *("layer_types", "no_rope_layers", "text_config", "expert_gating_func", "mlp_only_layers"),
+            *("num_experts", "shared_expert_intermediate_size", *_YARN),
         ]
     ),
     value=st.sampled_from(

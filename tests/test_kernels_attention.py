@@ -16,7 +16,7 @@ from tests.kernels_for_tests import F64, graph, normed, same_bits, session, sets
 
 LANES = 16
 SEEDS = st.integers(0, 2**32 - 1)
-INPUTS = ("packed", "past_key", "past_value", "sequences", "cos", "sin", "query_gain", "key_gain")
+INPUTS = ("packed", "past_key", "past_value", "sequences", "cos", "sin", "query_gain", "key_gain", "sinks")
 OUTPUTS = {"y": TensorProto.FLOAT, "key": TensorProto.FLOAT16, "value": TensorProto.FLOAT16}
 F16 = npt.NDArray[np.float16]
 
@@ -34,6 +34,7 @@ class Layer:
     tables: tuple[F32, F32] | None = None  # cosines and sines, ``(positions, rotated / 2)``
     query_gain: F32 | None = None  # ``(head_dim,)``, as ``key_gain``
     key_gain: F32 | None = None
+    sinks: F32 | None = None  # ``(heads,)``
     gated: bool = False  # behind each query lies its gate
 
     @property
@@ -50,7 +51,7 @@ class Layer:
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
         one, tables = np.array([[0, cache.length, packed.shape[1]]], np.int64), self.tables or (None, None)
-        values = (packed, cache.keys, cache.values, one, *tables, self.query_gain, self.key_gain)
+        values = (packed, cache.keys, cache.values, one, *tables, self.query_gain, self.key_gain, self.sinks)
         return {name: value for name, value in zip(INPUTS, values, strict=True) if value is not None}
 
     def split(self, packed: F32) -> tuple[F64, F64, F32]:
@@ -100,8 +101,13 @@ class Layer:
         token = np.arange(keys.shape[1])
         seen = (token <= at) & (token > at - (self.window or 1 << 40))
         scores = np.where(seen, scores, -np.inf)
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        most = scores.max(axis=-1, keepdims=True)
+        if self.sinks is not None:
+            sinks = np.broadcast_to(self.sinks[:, None, None], most.shape)
+            scores, most = np.concatenate([scores, sinks], axis=-1), np.maximum(most, sinks)
+        shares = np.exp(scores - most)
         shares /= shares.sum(axis=-1, keepdims=True)
+        shares = shares[..., : keys.shape[1]]
         mixed: F64 = np.einsum("hqk,hkd->qhd", shares, values).reshape(1, queries.shape[1], -1)
         return mixed
 
@@ -186,12 +192,15 @@ def fixed_case(past: int, rows: int, capacity: int, *, seed: int = 0, **shape: A
     return make_case(rng, layer, past, rows, capacity)
 
 
-def make_layer(rng: np.random.Generator, positions: int, *, gains: bool = False, **shape: Any) -> Layer:
+def make_layer(
+    rng: np.random.Generator, positions: int, *, gains: bool = False, sinks: bool = False, **shape: Any
+) -> Layer:
     rotated, width = shape.get("rotated", 0), shape["head_dim"]
     angles = rng.uniform(-np.pi, np.pi, (positions, rotated // 2))
     tables = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)) if rotated else None
     query, key = rng.uniform(0.5, 1.5, (2, width)).astype(np.float32) if gains else (None, None)
-    return Layer(**shape, tables=tables, query_gain=query, key_gain=key)
+    lost = rng.normal(0, 3, shape["heads"]).astype(np.float32) if sinks else None
+    return Layer(**shape, tables=tables, query_gain=query, key_gain=key, sinks=lost)
 
 
 @st.composite
@@ -206,7 +215,7 @@ def cases(draw: st.DrawFn) -> Case:
     shape |= {"head_dim": head_dim, "window": draw(st.sampled_from([0, 0, 1, 5, 16, 40, 1000]))}
     shape |= {"rotated": draw(st.sampled_from([0, 2, head_dim // 2, head_dim]))}
     shape |= {"interleaved": draw(st.booleans()), "gains": draw(st.booleans())}
-    shape |= {"gated": draw(st.booleans())}
+    shape |= {"gated": draw(st.booleans()), "sinks": draw(st.booleans())}
     layer = make_layer(rng, past + rows + draw(st.integers(0, 5)), **shape)
     return make_case(rng, layer, past, rows, capacity)
 

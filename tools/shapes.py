@@ -4,7 +4,8 @@ A pass takes as long as with the published weights; what the model writes has no
 repository's root: ``python -m tools.shapes NAME... --into FOLDER``. Then, for example, ``edgespec export
 FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
 --bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``. ``NAME.head`` is an EAGLE-3 head of that model, with
-32,000 tokens; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf`` with its MTP layer.
+32,000 tokens; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf`` with its MTP layer. Models with
+experts have a quarter of their layers, so a pass takes a quarter of the time but for embedding and LM head.
 """
 
 from collections.abc import Iterator
@@ -83,6 +84,17 @@ def _gemma4(layers: int, every: int, shared: int, mlp: int, wide: int) -> dict[s
     return facts | {"rope.dimension_count": 512, "rope.dimension_count_swa": 256}
 
 
+def _experts(count: int, used: int, width: int, **more: Any) -> dict[str, Any]:
+    """The keys of layers of experts."""
+    facts = {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
+    return facts | more
+
+
+_SHARED = _experts(256, 8, 512, expert_shared_feed_forward_length=512)
+_SIGMOID = _experts(32, 4, 1792, expert_gating_func=2, leading_dense_block_count=1)
+_FEW_CONVOLVE = {"attention.head_count_kv": [8 * (layer in (2, 5)) for layer in range(6)]}
+_YARN = {"type": "yarn", "factor": 32.0, "original_context_length": 4096}
+_OSS = _experts(32, 4, 2880) | {f"rope.scaling.{key}": value for key, value in _YARN.items()}
 SHAPES = {
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936, 1e6),
     "qwen3-1.7b": Shape("qwen3", 28, 2048, 6144, 16, 8, 128, 151_936, 1e6),
@@ -99,6 +111,14 @@ SHAPES = {
     "phi-4-mini": Shape("phi3", 32, 3072, 8192, 24, 8, 128, 200_064, 1e4, _LONG),
     "qwen3.5-0.8b": Shape("qwen35", 24, 1024, 3584, 8, 2, 256, 248_320, 1e7, _delta_nets(16)),
     "qwen3.5-4b": Shape("qwen35", 32, 2560, 9216, 16, 4, 256, 248_320, 1e7, _delta_nets(32)),
+    "qwen3-30b-a3b": Shape("qwen3moe", 12, 2048, 6144, 32, 4, 128, 151_936, 1e6, _experts(128, 8, 768)),
+    "qwen3.5-35b-a3b": Shape("qwen35moe", 8, 2048, 512, 16, 2, 256, 248_320, 1e7, _delta_nets(32) | _SHARED),
+    "lfm2-8b-a1b": Shape(
+        "lfm2moe", 6, 2048, 7168, 32, 8, 64, 65_536, 1e6, _CONVOLVES | _FEW_CONVOLVE | _SIGMOID
+    ),
+    "gpt-oss-20b": Shape(
+        "gpt-oss", 6, 2880, 2880, 64, 8, 64, 201_088, 1.5e5, _OSS | {"attention.sliding_window": 128}
+    ),
     "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
 }
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
@@ -112,8 +132,11 @@ def tensors(shape: Shape) -> Tensors:
     if "nextn_predict_layers" in shape.facts:
         yield from _mtp(shape)
         return
-    yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q6_K"
-    yield f"{'token_embd' if shape.architecture == 'lfm2' else 'output'}_norm.weight", (shape.hidden,), "F32"
+    oss, lfm2 = shape.architecture == "gpt-oss", shape.architecture.startswith("lfm2")
+    yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
+    yield f"{'token_embd' if lfm2 else 'output'}_norm.weight", (shape.hidden,), "F32"
+    if shape.architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
+        yield "output.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     if shape.architecture == "llama":
         yield "rope_freqs.weight", (shape.head_dim // 2,), "F32"
     if shape.architecture == "gemma4":
@@ -128,17 +151,51 @@ def tensors(shape: Shape) -> Tensors:
     for layer in range(shape.layers):
         more = shape.layers // 8
         dear = layer < more or layer >= 7 * more or (layer - more) % 3 == 2
-        linear = shape.architecture == "qwen35" and (layer + 1) % shape.facts["full_attention_interval"]
+        linear = (
+            shape.architecture.startswith("qwen35") and (layer + 1) % shape.facts["full_attention_interval"]
+        )
         kv_heads = shape.facts.get("attention.head_count_kv", [shape.kv_heads] * shape.layers)[layer]
         kind = _delta_net if linear else _layer if kv_heads else _convolution
-        made = kind(shape, "Q6_K" if dear else "Q4_K")
+        rows, facts = kind(shape, "Q6_K" if dear else "Q4_K"), shape.facts
         if shape.architecture == "gemma4":
-            made = _gemma4_layer(shape, layer, "Q6_K" if dear else "Q4_K")
-        for name, size, form in made:
-            yield f"blk.{layer}.{name}{_SUFFIXES.get(name, '.weight')}", size, form
+            rows = _gemma4_layer(shape, layer, "Q6_K" if dear else "Q4_K")
+        elif "expert_count" in facts and layer >= facts.get("leading_dense_block_count", 0):
+            dense = ("ffn_gate", "ffn_up", "ffn_down")
+            rows = chain((row for row in rows if row[0] not in dense), _mixture(shape, dear))
+        for name, size, form in rows:
+            suffix = "" if name.endswith(".bias") else _SUFFIXES.get(name, ".weight")
+            yield f"blk.{layer}.{name}{suffix}", size, "Q8_0" if oss and form[0] == "Q" else form
 
 
 _SUFFIXES = {"ssm_a": "", "ssm_dt": ".bias"}
+
+
+def _mixture(shape: Shape, dear: bool) -> Tensors:
+    """Experts: the published file of gpt-oss has MXFP4, the others the mix of Q4_K_M."""
+    hidden, count, width = (
+        shape.hidden,
+        shape.facts["expert_count"],
+        shape.facts["expert_feed_forward_length"],
+    )
+    oss = shape.architecture == "gpt-oss"
+    down = "MXFP4" if oss else "Q6_K" if dear else "Q4_K"
+    yield "ffn_gate_inp", (count, hidden), "F32"
+    yield "ffn_gate_exps", (count, width, hidden), "MXFP4" if oss else "Q4_K"
+    yield "ffn_up_exps", (count, width, hidden), "MXFP4" if oss else "Q4_K"
+    yield "ffn_down_exps", (count, hidden, width), down
+    if oss:
+        biases = {"ffn_gate_inp": (count,), "ffn_gate_exps": (count, width), "ffn_up_exps": (count, width)}
+        biases |= {"ffn_down_exps": (count, hidden), "attn_output": (hidden,), "attn_q": (64 * shape.heads,)}
+        biases |= dict.fromkeys(("attn_k", "attn_v"), (64 * shape.kv_heads,))
+        yield from ((f"{name}.bias", size, "F32") for name, size in biases.items())
+        yield "attn_sinks", (shape.heads,), "F32"
+    if shape.architecture == "lfm2moe":
+        yield "exp_probs_b.bias", (count,), "F32"
+    if shape.architecture == "qwen35moe":
+        shared = shape.facts["expert_shared_feed_forward_length"]
+        yield "ffn_gate_inp_shexp", (hidden,), "F32"
+        yield from ((f"ffn_{part}_shexp", (shared, hidden), "Q8_0") for part in ("gate", "up"))
+        yield "ffn_down_shexp", (hidden, shared), "Q8_0"
 
 
 def _delta_net(shape: Shape, dear: str) -> Tensors:
@@ -159,16 +216,17 @@ def _layer(shape: Shape, dear: str) -> Tensors:
         yield "attn_qkv", (query + 2 * kv, hidden), "Q5_K"
         yield "ffn_up", (2 * shape.mlp, hidden), "Q4_K"
     else:
-        gates = shape.architecture == "qwen35"
+        gates = shape.architecture.startswith("qwen35")
         yield from (("attn_q", (query * (1 + gates), hidden), "Q4_K"), ("attn_k", (kv, hidden), "Q4_K"))
         yield "attn_v", (kv, hidden), dear
         yield from ((name, (shape.mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
     yield "attn_output", (hidden, query), "Q4_K"
     yield "ffn_down", (hidden, shape.mlp), dear
-    norms = ["attn_norm", "post_attention_norm" if shape.architecture == "qwen35" else "ffn_norm"]
+    behind = shape.architecture.startswith(("qwen35", "gpt-oss"))
+    norms = ["attn_norm", "post_attention_norm" if behind else "ffn_norm"]
     norms += ["post_attention_norm", "post_ffw_norm"] if shape.architecture == "gemma3" else []
     yield from ((name, (hidden,), "F32") for name in norms)
-    if shape.architecture in ("qwen3", "qwen35", "gemma3", "lfm2"):
+    if shape.architecture.startswith(("qwen3", "gemma3", "lfm2")):
         yield from ((name, (shape.head_dim,), "F32") for name in ("attn_q_norm", "attn_k_norm"))
 
 
@@ -225,12 +283,14 @@ def _mtp(shape: Shape) -> Tensors:
 
 def stored(size: tuple[int, ...], form: str) -> GGMLQuantizationType:
     """The format itself, or that which llama.cpp takes for rows without whole blocks of 256."""
-    odd = form != "F32" and size[1] % 256 and form != "Q8_0"
+    odd = form in ("Q4_K", "Q6_K") and size[-1] % 256
     return GGMLQuantizationType[{"Q4_K": "Q5_0", "Q6_K": "Q8_0"}[form] if odd else form]
 
 
 def weights(name: str, size: tuple[int, ...], kind: GGMLQuantizationType, seed: int) -> npt.NDArray[Any]:
-    """Floats are ones or less; else random blocks whose scales keep a product about as large as its input."""
+    """Routers are random, other floats ones or less; else random blocks whose scales keep a product small."""
+    if name.endswith("ffn_gate_inp.weight"):
+        return np.random.default_rng(seed).normal(0, size[-1] ** -0.5, size).astype(np.float32)
     if kind == GGMLQuantizationType.F32:
         return np.full(
             size, -1.0 if name.endswith("ssm_a") else 1 / size[-1] if len(size) > 1 else 1, np.float32
@@ -239,13 +299,16 @@ def weights(name: str, size: tuple[int, ...], kind: GGMLQuantizationType, seed: 
     raw = rng.integers(0, 256, (prod(size) // block, n_bytes), np.uint8)
     places, spread = _FACTORS[kind.name]
     for place in places:
-        raw[:, place : place + 2] = np.frombuffer(np.float16(spread / size[1] ** 0.5).tobytes(), np.uint8)
-    return raw.reshape(size[0], -1)
+        raw[:, place : place + 2] = np.frombuffer(np.float16(spread / size[-1] ** 0.5).tobytes(), np.uint8)
+    if kind == GGMLQuantizationType.MXFP4:
+        raw[:, 0] = 120
+    return raw.reshape(*size[:-1], -1)
 
 
 _FACTORS = {"Q4_K": ((0, 2), 0.004), "Q5_K": ((0, 2), 0.002), "Q6_K": ((208,), 0.0007)} | {
     "Q5_0": ((0,), 0.1),
     "Q8_0": ((0,), 0.012),
+    "MXFP4": ((), 0.0),
 }
 """Where a block has its float16 factors, and how large they are for an input of one."""
 
@@ -294,7 +357,7 @@ def write(name: str, path: Path) -> None:
     for tensor, size, kind in rows:
         block, n_bytes = GGML_QUANT_SIZES[kind]
         floats = kind == GGMLQuantizationType.F32
-        raw_shape = size if floats else (size[0], size[1] // block * n_bytes)
+        raw_shape = size if floats else (*size[:-1], size[-1] // block * n_bytes)
         dtype = np.dtype(np.float32 if floats else np.uint8)
         total = prod(raw_shape) * dtype.itemsize
         writer.add_tensor_info(tensor, raw_shape, dtype, total, None if floats else kind)

@@ -40,19 +40,25 @@ def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> 
 
 
 def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
-    """Weights of ``embedding``, ``attention`` or what stands for it, ``mlp``, ``lm_head``, ``other``."""
+    """Weights of ``embedding``, ``attention`` or what stands for it, ``mlp``, ``lm_head``, ``other``.
+
+    Of ``experts`` too where there are some.
+    """
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "inputs": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
     classes |= dict.fromkeys(("fuse", "embed_fuse"), "attention")
     nets = (f"delta_{part}" for part in ("qkv", "gate", "decay", "strength", "out"))
     classes |= dict.fromkeys(("conv_in", "conv_out", *nets), "attention")
-    classes |= dict.fromkeys(("gate", "up", "down", "input_gate", "input_out", "inputs_in"), "mlp")
+    classes |= dict.fromkeys(("input_gate", "input_out", "inputs_in"), "mlp")
+    for prefix, kind in (("", "mlp"), ("shared_", "mlp"), ("experts_", "experts")):
+        classes |= {f"{prefix}{part}": kind for part in ("gate", "up", "down")}
     for name in checkpoint.tensors:
         size = 1
         for dim in checkpoint.tensor(name).shape:
             size *= dim
-        counts[classes.get(name.rpartition(".")[2], "other")] += size
+        kind = classes.get(name.rpartition(".")[2], "other")
+        counts[kind] = counts.get(kind, 0) + size
     return counts | {"lm_head": lm_head}
 
 

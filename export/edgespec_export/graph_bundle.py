@@ -27,7 +27,7 @@ from edgespec_models.errors import ModelFileError, ParityError, RequestError
 from edgespec_models.graphs.plan import FULL, DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
-from edgespec_runtimes.cpu import open_cpu
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.memory import peak_memory_bytes
 
 
@@ -185,7 +185,7 @@ def _check_whole(
 ) -> tuple[bool, dict[str, Any] | None]:
     """The same of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
     progress(Progress("Checking", 0, 1, "step"))
-    with closing(open_cpu(bundle)) as session:
+    with closing(open_cpu(bundle, CpuOptions(huge_pages=False))) as session:
         row_exact, parity = session.self_test(), None
         if golden is not None:
             parity = check_parity(session_logits(session, golden, progress), golden, bundle.head_tokens)

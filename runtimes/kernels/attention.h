@@ -16,17 +16,19 @@ namespace edgespec {
 // A pass is of one or several sequences, whose rows follow each other. Each has a stretch of the cache of its own.
 // Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied. An
 // input of queries and keys has its values in the keys, as they are before their normalization. One of queries alone
-// attends to what another layer has written, and the node has no outputs of a cache.
+// attends to what another layer has written, and the node has no outputs of a cache. A head may have a sink, a score
+// beside those of the tokens, whose share goes to nothing.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
   static constexpr std::array kInputs = {ort::kFloat, ort::kFloat16, ort::kFloat16, ort::kInt64,
-                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kFloat};
+                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kFloat,
+                                         ort::kFloat};
   static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired,
                                                   ort::kRequired, ort::kOptional, ort::kOptional,
-                                                  ort::kOptional, ort::kOptional};
+                                                  ort::kOptional, ort::kOptional, ort::kOptional};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat16, ort::kFloat16};
-  enum Input : size_t { kPacked, kPastKey, kPastValue, kSequences, kCos, kSin, kQueryGain, kKeyGain };
+  enum Input : size_t { kPacked, kPastKey, kPastValue, kSequences, kCos, kSin, kQueryGain, kKeyGain, kSinks };
 
   Attention(const Info& info, const Host& host)
       : kernels_(host.kernels),
@@ -67,6 +69,7 @@ class Attention {
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
+    s.sinks = pass.vector(kSinks, heads_, "attention has another number of sinks than heads");
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
     const auto append_one = [&](int64_t i) { append(s, sequences[i / kv_heads_], i % kv_heads_); };
@@ -87,7 +90,7 @@ class Attention {
     const float* packed;
     int64_t width, query_step, value_step, capacity, pairs;  // pairs: of a head's channels, that turn
     bool gated, shared;
-    const float *cos, *sin, *query_gain, *key_gain;
+    const float *cos, *sin, *query_gain, *key_gain, *sinks;
     Half *keys, *values;
     float* y;
   };
@@ -201,15 +204,17 @@ class Attention {
       return s.packed + (rows.first + row_of(i)) * s.width + head_of(i) * s.query_step;
     };
     const Buffer<Span> spans(count);
-    const Buffer<float> vectors(count * head_dim_);
+    const Buffer<float> vectors(count * head_dim_), sinks(count);
     for (int64_t i = 0; i < count; i++) {
       const int64_t position = rows.past + row_of(i), limit = position + 1;
       spans.get()[i] = {window_ > 0 && limit > window_ ? limit - window_ : 0, limit};
       prepare(s, query(i), s.query_gain, position, scale_at(position), vectors.get() + i * head_dim_);
+      if (s.sinks != nullptr) sinks.get()[i] = s.sinks[head_of(i)];
     }
     Queries q{};
     q.spans = spans.get();
     q.count = count;
+    q.sinks = s.sinks == nullptr ? nullptr : sinks.get();
     q.vectors = vectors.get();
     const int64_t from = kv_head * s.capacity + rows.begin;
     q.keys = s.keys + from * head_dim_;

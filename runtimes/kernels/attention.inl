@@ -105,8 +105,8 @@ void with_count(int64_t count, const Run& run) {
   if constexpr (M > 1) with_count<M - 1>(count, run);
 }
 
-// A query's scores, of `count` tokens of which it sees `first` to `limit`, to shares.
-inline void soften(float* scores, int64_t count, int64_t first, int64_t limit) {
+// A query's scores, of `count` tokens of which it sees `first` to `limit`, to shares. A `sink` takes one that is lost.
+inline void soften(float* scores, int64_t count, int64_t first, int64_t limit, const float* sink) {
   const float lowest = -__builtin_inff();
   for (int64_t k = 0; k < first; k++) scores[k] = lowest;
   for (int64_t k = limit; k < count; k++) scores[k] = lowest;
@@ -115,7 +115,7 @@ inline void soften(float* scores, int64_t count, int64_t first, int64_t limit) {
     const F v = load(scores + k);
     most = v > most ? v : most;
   }
-  const float largest = largest_lane(most);
+  const float seen = largest_lane(most), largest = sink != nullptr && *sink > seen ? *sink : seen;
   F totals = {};
   for (int64_t k = 0; k < count; k += kLanes) {
     const F share = exponential(load(scores + k) - largest);
@@ -124,7 +124,12 @@ inline void soften(float* scores, int64_t count, int64_t first, int64_t limit) {
   }
   float lanes[kLanes];
   store(lanes, totals);
-  const float factor = 1.0f / add_lanes(lanes);
+  float total = add_lanes(lanes);
+  if (sink != nullptr) {
+    store(lanes, exponential(splat(*sink - largest)));
+    total = total + lanes[0];
+  }
+  const float factor = 1.0f / total;
   for (int64_t k = 0; k < count; k += kLanes) store(scores + k, load(scores + k) * factor);
 }
 
@@ -146,7 +151,8 @@ void attend(const Queries& q) {
   int64_t common = q.begin, common_end = q.end;
   for (int64_t i = 0; i < q.count; i++) {
     const Span& span = q.spans[i];
-    soften(q.scores + i * q.stride, end_tile * kLanes - q.begin, span.first - q.begin, span.limit - q.begin);
+    soften(q.scores + i * q.stride, end_tile * kLanes - q.begin, span.first - q.begin, span.limit - q.begin,
+           q.sinks == nullptr ? nullptr : q.sinks + i);
     common = span.first > common ? span.first : common;
     common_end = span.limit < common_end ? span.limit : common_end;
   }

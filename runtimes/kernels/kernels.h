@@ -53,6 +53,7 @@ struct Span {
 struct Queries {
   const Span* spans;    // (count): what each attends to
   int64_t count;
+  const float* sinks;   // (count): scores that no token has, which take shares too; null without
   float* vectors;       // (count, head_dim): rotated and scaled; then their shares of the values, summed
   const Half* keys;     // (capacity / 16, head_dim, 16)
   const Half* values;   // (capacity, head_dim)

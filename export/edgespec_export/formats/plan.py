@@ -8,6 +8,7 @@ quantization that the user chose takes the place of both.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from types import MappingProxyType
 from typing import Final
 
@@ -91,7 +92,7 @@ def plan_decoder(
         alone = ((form(source), [source]) for source in sources)
         groups = alone if native else groupby(sources, form)
         parts = tuple(_part(checkpoint, tuple(group), chosen) for chosen, group in groups)
-        return LinearSpec(checkpoint.tensor(sources[0]).shape[1], parts)
+        return LinearSpec(checkpoint.tensor(sources[0]).shape[-1], parts)
 
     lm_head = linear(("lm_head",))
     if head_tokens is not None:
@@ -114,7 +115,7 @@ def plan_decoder(
 
 def _part(checkpoint: Checkpoint, sources: tuple[str, ...], form: WeightFormat) -> LinearPart:
     biases = tuple(name for source in sources if (name := f"{source}_bias") in checkpoint.tensors)
-    rows = sum(checkpoint.tensor(name).shape[0] for name in sources)
+    rows = sum(checkpoint.tensor(name).n_rows for name in sources)
     return LinearPart(tuple(map(checkpoint.stored_name, sources)), rows, form, biases)
 
 
@@ -131,10 +132,10 @@ def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | Non
     elif (tiles := checkpoint.tiles_of(source)) is not None:
         name = tiles
     else:
-        weights = sum(tensor.shape[0] * tensor.shape[-1] for tensor in checkpoint.tensors.values())
+        weights = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
         unquantized = all(tensor.type in FLOATS for tensor in checkpoint.tensors.values())
         name = "Q4_1" if layers and unquantized and weights >= _LARGE else "Q8_0"
-    tile_bytes(name, *tensor.shape)  # refuses widths
+    tile_bytes(name, tensor.n_rows, tensor.shape[-1])  # refuses widths
     return replace(_ROUNDED.get(name, _INT8), tiles=name)
 
 
@@ -142,7 +143,7 @@ def _portable(
     checkpoint: Checkpoint, source: str, quantization: Quantization | None, largest: int
 ) -> WeightFormat:
     """A format of ONNX Runtime's operators, in blocks up to ``largest``."""
-    kind, columns = checkpoint.tensor(source).type, checkpoint.tensor(source).shape[1]
+    kind, columns = checkpoint.tensor(source).type, checkpoint.tensor(source).shape[-1]
     if quantization is not None:
         return quantization.format_of(source, kind, columns, checkpoint.config.num_layers)
     chosen = PORTABLE[kind]

@@ -175,9 +175,9 @@ def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -
             values = np.concatenate([checkpoint.values(source, row, row + 1) for row in wanted])
             written = _written(model, matrix, range(start, start + len(wanted)), rows)
             start += len(kept)
-            errors = matrix.decode(written, len(wanted), values.shape[1]) - values
+            errors = matrix.decode(written, len(wanted), tensor.shape[-1]) - values
             entry = totals.setdefault((tensor.type.name, matrix.format.name), np.zeros(3))
-            entry += len(kept) * tensor.shape[1], np.square(errors).sum(), np.square(values).sum()
+            entry += len(kept) * tensor.shape[-1], np.square(errors).sum(), np.square(values).sum()
     return [
         {
             "source": kind,
@@ -191,7 +191,7 @@ def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -
 
 def _kept(matrix: Stored, checkpoint: Checkpoint, source: str) -> Sequence[int]:
     """The rows of one of its sources that a matrix has."""
-    return range(checkpoint.tensor(source).shape[0]) if matrix.keep is None else matrix.keep.tolist()
+    return range(checkpoint.tensor(source).n_rows) if matrix.keep is None else matrix.keep.tolist()
 
 
 def _written(model: ir.Model, matrix: Stored, wanted: range, rows: int) -> Arrays:

@@ -127,21 +127,23 @@ def row_writer(
 def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> dict[str, int]:
     """Bytes of ``embedding``, ``attention`` or what stands in its place, ``mlp``, ``lm_head``, ``other``.
 
-    A ``tied`` matrix is counted as the LM head, since a pass reads all of it.
+    Those of ``experts`` too where there are some. A ``tied`` matrix is counted as the LM head, since a pass
+    reads all of it.
     """
     totals = dict.fromkeys(_CLASSES, 0)
     mixer = dict.fromkeys(("mixer", "fuse", "embed_fuse"), "attention")
     for name, value in parameters.items():
         assert value.const_value is not None
         parts = (mixer.get(part, part) for part in name.split("."))
-        kind = next((part for part in parts if part in totals), "other")
+        kind = next((part for part in parts if part in _CLASSES), "other")
         is_head = tied and name == "embedding.weight"
-        totals["lm_head" if is_head else kind] += value.const_value.nbytes
+        kind = "lm_head" if is_head else "experts" if ".experts_" in name else kind
+        totals[kind] = totals.get(kind, 0) + value.const_value.nbytes
     return totals
 
 
 def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[str, F32]]:
-    """Norms, biases, convolutions, decays and rotary tables: name in the graph, values."""
+    """Norms, biases, convolutions, decays, sinks, routers and rotary tables: name in the graph, values."""
     config = checkpoint.config
     for gain in gain_names(config):
         yield f"{graph_name(gain)}.weight", checkpoint.values(gain)
@@ -156,7 +158,24 @@ def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[
         if layer.mixer == "delta_net":
             heads = (f"{layer.name}.{kind}" for kind in ("delta_a", "delta_bias"))
             yield from ((graph_name(name), checkpoint.values(name).ravel()) for name in heads)
+        if config.sinks:
+            sinks = f"{layer.name}.sinks"
+            yield graph_name(sinks), checkpoint.values(sinks)
+        if layer.mlp == "experts":
+            yield from _routers(checkpoint, layer.name)
     yield from rotary_tables(config, config.context_length if plan.native else rotary_rows(config)).items()
+
+
+def _routers(checkpoint: Checkpoint, layer: str) -> Iterator[tuple[str, F32]]:
+    """What chooses experts, and the score of the one that all tokens share, which lies below."""
+    tensors, router = checkpoint.tensors, f"{layer}.router"
+    below = [name for name in (router, f"{layer}.shared_router") if name in tensors]
+    yield f"{graph_name(router)}.weight", np.concatenate([checkpoint.values(name) for name in below])
+    biases = {f"{router}_bias": f"{graph_name(router)}.bias"}
+    chosen = f"{layer}.selection_bias"
+    for name, parameter in (biases | {chosen: graph_name(chosen)}).items():
+        if name in tensors:
+            yield parameter, checkpoint.values(name)
 
 
 def _encoded(
@@ -177,8 +196,8 @@ def _encoded(
 
 def _rows(checkpoint: Checkpoint, source: str, matrix: Stored) -> Iterator[tuple[U8, int]]:
     """The rows that are kept, whole lanes of them at a time; and bytes read."""
-    (rows, columns), lanes = checkpoint.tensor(source).shape, matrix.lanes
-    step = max(lanes, _CHUNK_WEIGHTS // columns // lanes * lanes)
+    tensor, lanes = checkpoint.tensor(source), matrix.lanes
+    rows, step = tensor.n_rows, max(lanes, _CHUNK_WEIGHTS // tensor.shape[-1] // lanes * lanes)
     rest: U8 | None = None
     for start in range(0, rows, step):
         _, raw = checkpoint.read(source, start, min(start + step, rows))

@@ -28,9 +28,11 @@ class Family(NamedTuple):
         pattern: with a sliding window, every so many layers one sees all, where no file says which; the
             others have a rotary embedding of their own, never scaled. 0 where a window changes no rotation.
         local_theta: the base of that, where no file states it; 0 for the base of the others.
+        alike: layers rotate alike, whether they have a window or not, where there is a ``pattern``.
         neighbours: in GGUF files the rows of queries and keys are in the order for rotations of neighbouring
             elements.
         tensors: names of tensors in GGUF files that hold something else here than in other families.
+        experts: fields of :class:`Experts` that no file states; None where layers have none.
     """
 
     name: Architecture
@@ -41,8 +43,10 @@ class Family(NamedTuple):
     windowed: bool = False
     pattern: int = 0
     local_theta: float = 0.0
+    alike: bool = False
     neighbours: bool = False
     tensors: Mapping[str, str] = _NOTHING
+    experts: Mapping[str, Any] | None = None
 
 
 _OLMO: Final = Family(
@@ -87,6 +91,47 @@ _GEMMA4: Final = Family(
         },
     },
 )
+_QWEN35: Final = Family(
+    name="qwen35",
+    gguf="qwen35",
+    theta=1e7,
+    fixed={"qk_norm": True, "gated_attention": True},
+    tensors={
+        "attn_qkv.weight": "delta_qkv",
+        "attn_gate.weight": "delta_gate",
+        "post_attention_norm.weight": "mlp_norm",
+    },
+    defaults={
+        "vocab_size": 248_320,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+)
+_LFM2: Final = Family(
+    name="lfm2",
+    gguf="lfm2",
+    theta=1e6,
+    windowed=True,
+    fixed={"qk_norm": True},
+    defaults={
+        "vocab_size": 65_536,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+    },
+    tensors={"token_embd_norm.weight": "final_norm"},
+)
+_MIXED: Final = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_QWEN3: Final = Family(name="qwen3", gguf="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128})
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": Family(name="llama", gguf="llama", neighbours=True),
@@ -99,28 +144,21 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             defaults={"tie_word_embeddings": True},
         ),
         "qwen2": Family(name="qwen2", gguf="qwen2"),
-        "qwen3": Family(name="qwen3", gguf="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128}),
-        "qwen3_5_text": Family(
-            name="qwen35",
-            gguf="qwen35",
-            theta=1e7,
-            fixed={"qk_norm": True, "gated_attention": True},
-            tensors={
-                "attn_qkv.weight": "delta_qkv",
-                "attn_gate.weight": "delta_gate",
-                "post_attention_norm.weight": "mlp_norm",
-            },
+        "qwen3": _QWEN3,
+        "qwen3_moe": _QWEN3._replace(
+            gguf="qwen3moe", experts={}, defaults={**_QWEN3.defaults, **_MIXED, "norm_topk_prob": False}
+        ),
+        "qwen3_5_text": _QWEN35,
+        "qwen3_5_moe_text": _QWEN35._replace(
+            gguf="qwen35moe",
+            experts={"shared_gate": True},
             defaults={
-                "vocab_size": 248_320,
-                "head_dim": 256,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 32_768,
-                "partial_rotary_factor": 0.25,
-                "linear_conv_kernel_dim": 4,
-                "linear_key_head_dim": 128,
-                "linear_value_head_dim": 128,
-                "linear_num_key_heads": 16,
-                "linear_num_value_heads": 32,
+                **_QWEN35.defaults,
+                **_MIXED,
+                "num_key_value_heads": 2,
+                "num_experts": 256,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
             },
         ),
         "gemma3_text": Family(
@@ -169,23 +207,44 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             fixed={"qk_norm": True, "pre_norms": False, "post_norms": True},
             defaults={"rms_norm_eps": 1e-5},
         ),
+        "gpt_oss": Family(
+            name="gpt-oss",
+            gguf="gpt-oss",
+            theta=1.5e5,
+            windowed=True,
+            pattern=2,
+            alike=True,
+            fixed={"sinks": True},
+            experts={"biases": True, "clamped": True},
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "head_dim": 64,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072,
+                "sliding_window": 128,
+                "num_experts_per_tok": 4,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+            tensors={"post_attention_norm.weight": "mlp_norm"},
+        ),
         "olmo2": _OLMO,
         "olmo3": _OLMO._replace(gguf="", theta=5e5, defaults={**_OLMO.defaults, "sliding_window": 4096}),
-        "lfm2": Family(
-            name="lfm2",
-            gguf="lfm2",
-            theta=1e6,
-            windowed=True,
-            fixed={"qk_norm": True},
+        "lfm2": _LFM2,
+        "lfm2_moe": _LFM2._replace(
+            gguf="lfm2moe",
+            experts={"gating": "sigmoid"},
             defaults={
-                "vocab_size": 65_536,
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "max_position_embeddings": 128_000,
-                "tie_word_embeddings": True,
-                "conv_L_cache": 3,
+                **_LFM2.defaults,
+                "num_experts": 32,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1792,
+                "num_dense_layers": 2,
             },
-            tensors={"token_embd_norm.weight": "final_norm"},
         ),
         "ministral3": Family(
             name="ministral3",
@@ -230,9 +289,9 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
     {
         "a dense Qwen3, such as Qwen3-4B": (
             _EXPERTS,
-            ("qwen2moe", "qwen2_moe", "qwen3moe", "qwen3_moe", "olmoe", "deepseek2", "deepseek_v3"),
+            ("qwen2moe", "qwen2_moe", "olmoe", "deepseek2", "deepseek_v3"),
         ),
-        "a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text", "gpt-oss", "gpt_oss")),
+        "a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
         "a dense Granite, such as Granite-3.3-2B": (_EXPERTS, ("granitemoe", "granitemoeshared")),
         "Phi-4-mini": (_EXPERTS, ("phimoe",)),
         "Qwen3-4B": (
@@ -240,7 +299,6 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
             ("qwen3next", "qwen3_next", "mamba", "mamba2", "rwkv7"),
         ),
         "SmolLM3-3B": (_STATES, ("falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
-        "a dense LFM2": (_EXPERTS, ("lfm2moe", "lfm2_moe")),
         "Granite-3.3-2B": (_STATES, ("granitehybrid", "granitemoehybrid")),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
         "a Gemma 3": (_CAPPED, ("gemma2",)),

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, layers_of, outer_shapes, tensor_shapes
@@ -27,6 +28,7 @@ from edgespec_models.text.tokenizer import SpecialTokens
 MTP_LEFT_OUT: Final = MappingProxyType({"left_out": "mtp"})
 """What a bundle says where its source holds a drafter besides (:mod:`edgespec_export.sources.mtp`)."""
 _HASH_CHUNK = 1 << 24
+_NUMBER = "(0|[1-9][0-9]{0,5})"
 _LOG = logging.getLogger("edgespec")
 
 
@@ -126,7 +128,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             )
         if name == "final_norm":
             values = values * np.float32(self.logits_factor)
-        return values.reshape(-1, *tensor.shape[1:])
+        return values.reshape(-1, *tensor.shape[1:][-1:])
 
     def digest(self, progress: ProgressCallback) -> str:
         """SHA-256 (hex) of the bytes of :attr:`files`, one file after the other.
@@ -169,9 +171,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def split_stacked(self) -> None:
         """Take matrices that files hold in one tensor, under a product's name, for the rows that they are.
 
+        Those of experts, which files hold in many ways, are taken for one matrix.
+
         Raises:
-            ModelFileError: such a tensor has another shape, or its rows are there twice.
+            ModelFileError: such a tensor has another shape, or its rows are there twice or in part.
+            UnsupportedModelError: experts of a layer have different formats.
         """
+        self.tensors = one_below_the_other(self.tensors, self.config, self.path.name)
         shapes, tensors = tensor_shapes(self.config), dict(self.tensors)
         for name, stacked in self.tensors.items():
             layer, _, kind = name.rpartition(".")
@@ -184,11 +190,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     f"{self.path.name} has the rows of {stacked.name!r} in {tensors[twice].name!r} too; "
                     "download or convert it again"
                 )
-            self._check_shape(tensors.pop(name), (sum(parts.values()), self.config.hidden_size))
+            check_shape(tensors.pop(name), (sum(parts.values()), self.config.hidden_size), self.path.name)
             start = 0
             for part, rows in parts.items():
                 tensors[part] = stacked.rows(start, start := start + rows)
         self.tensors = tensors
+        if self.changes and self.config.experts is not None:
+            self.changes = MappingProxyType({})
+            _LOG.warning(
+                "%s: its MTP layer has experts and is left out; drafts come from elsewhere", self.path.name
+            )
 
     def check_shapes(self) -> None:
         """Compare ``tensors`` with what ``config`` asks for.
@@ -214,19 +225,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     f"{self.path.name} lacks a tensor for {name} ({config.architecture}); "
                     "download or convert it again"
                 )
-            self._check_shape(self.tensors[name], shape)
+            check_shape(self.tensors[name], shape, self.path.name)
         surplus = self.tensors.keys() - expected.keys()
         if surplus:
             names = ", ".join(sorted(self.tensors[name].name for name in surplus)[:3])
             raise UnsupportedModelError(
                 f"{self.path.name} has tensors a {config.architecture} model lacks: {names}"
-            )
-
-    def _check_shape(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape:
-            raise ModelFileError(
-                f"tensor {tensor.name!r} of {self.path.name} has shape {tensor.shape}; "
-                f"its metadata ask for {shape}. Download or convert it again."
             )
 
 
@@ -243,9 +247,13 @@ def own_name(name: str, layers: str, whole: Mapping[str, str], of_layer: Mapping
     """Edgespec's name of the tensor ``name``; None for those that are not listed.
 
     ``layers`` matches what stands before a layer's number. ``whole`` has the names outside layers, and
-    ``of_layer`` those behind the number.
+    ``of_layer`` those behind the number, with ``*`` for an expert's, which then ends edgespec's name.
     """
-    layer = re.fullmatch(layers + r"(0|[1-9][0-9]{0,5})\.(.+)", name)
-    if layer and layer[2] in of_layer:
+    layer = re.fullmatch(layers + rf"{_NUMBER}\.(.+)", name)
+    if layer is None:
+        return whole.get(name)
+    if layer[2] in of_layer:
         return f"layers.{layer[1]}.{of_layer[layer[2]]}"
-    return whole.get(name)
+    expert = re.fullmatch(rf"(.*experts\.){_NUMBER}(\..+)", layer[2])
+    own = expert and of_layer.get(f"{expert[1]}*{expert[3]}")
+    return f"layers.{layer[1]}.{own}.{expert[2]}" if expert and own else None

@@ -69,6 +69,22 @@ LAYER = {
     "proj.weight": "input_out",
     "post_norm.weight": "post_input_norm",
     "layer_output_scale.weight": "scale",
+    "ffn_gate_inp.weight": "router",
+    "exp_probs_b.bias": "selection_bias",
+    "ffn_gate_exps.weight": "experts_gate",
+    "ffn_up_exps.weight": "experts_up",
+    "ffn_gate_up_exps.weight": "experts_gate_up",
+    "ffn_down_exps.weight": "experts_down",
+    "ffn_gate_inp_shexp.weight": "shared_router",
+    "ffn_gate_shexp.weight": "shared_gate",
+    "ffn_up_shexp.weight": "shared_up",
+    "ffn_down_shexp.weight": "shared_down",
+    "ffn_gate_inp.bias": "router_bias",
+    "ffn_gate_exps.bias": "experts_gate_bias",
+    "ffn_up_exps.bias": "experts_up_bias",
+    "ffn_down_exps.bias": "experts_down_bias",
+    "attn_sinks.weight": "sinks",
+    "attn_output.bias": "o_bias",
 }
 _SCALING = "rope.scaling."
 _LAST: Final = 3  # llama.cpp's LLAMA_POOLING_TYPE_LAST
@@ -107,6 +123,13 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "attention_multiplier": "attention.scale",
         "conv_L_cache": "shortconv.l_cache",
         "logits_scaling": "logit_scale",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "num_dense_layers": "leading_dense_block_count",
+        "norm_topk_prob": "expert_weights_norm",
+        "routed_scaling_factor": "expert_weights_scale",
     }
 )
 """The facts of a ``config.json``, and the keys that state them here, behind the architecture's name."""
@@ -174,10 +197,11 @@ class GGUFCheckpoint(Checkpoint):
         if own.get("vocab_size", rows) != rows:
             raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
         own |= gemma4.in_words(own, self.tensors, where) if family.name == "gemma4" else {}
-        own |= {"vocab_size": rows, **self._scaling(own)} | _windows(own)
+        own |= {"vocab_size": rows, **self._scaling(own, family)} | _windows(own)
         if family.name == "qwen35":
             own |= _states(own, where)
         own |= _mixers(own) if family.name == "lfm2" else {}
+        own |= {} if family.experts is None else _experts(own)
         if family.name == "gemma3" and own.get("block_count") == _GEMMA3_27B_LAYERS:
             keys = Facts(own, where, _NAMES)
             heads = max(keys.integer("num_attention_heads"), 1)
@@ -199,7 +223,7 @@ class GGUFCheckpoint(Checkpoint):
                 **gemma4.turning(tuple(factors) or config.rope_factors),
             )
 
-    def _scaling(self, own: Mapping[str, object]) -> dict[str, object]:
+    def _scaling(self, own: Mapping[str, object], family: Family) -> dict[str, object]:
         """How rotary embeddings are scaled, in the words of a ``config.json``."""
         short, long = self._taken("short_factors"), self._taken("long_factors")
         factor = own.get(f"{_SCALING}factor", own.get("rope.scale_linear"))
@@ -218,6 +242,7 @@ class GGUFCheckpoint(Checkpoint):
         return {
             f"{_SCALING}type": kind,
             f"{_SCALING}factor": factor,
+            "truncate": family.name != "gpt-oss",
             "short_factor": short,
             "attention_factor": attention,
             "mscale": 1.0,
@@ -294,6 +319,13 @@ def _mixers(own: Mapping[str, object]) -> dict[str, object]:
         return {}
     counts, kinds = {*heads} - {0}, ["full_attention" if count else "conv" for count in heads]
     return {"attention.head_count_kv": counts.pop() if len(counts) == 1 else heads, "layer_types": kinds}
+
+
+def _experts(own: Mapping[str, object]) -> dict[str, object]:
+    """Experts in the words of a ``config.json``: one width, where a list has the same for all layers."""
+    key = "expert_feed_forward_length"
+    widths = own.get(key)
+    return {key: widths[0]} if isinstance(widths, list) and len(set(map(str, widths))) == 1 else {}
 
 
 def family_of(file: GGUFFile) -> Family:

@@ -14,6 +14,7 @@ import numpy as np
 
 from edgespec_export.sources.architectures import NEEDS_TARGET
 from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
+from edgespec_export.sources.experts import gpt_oss_tensors
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
@@ -74,6 +75,20 @@ LAYER = {
     "mlp.up_proj.weight": "up",
     "mlp.gate_up_proj.weight": "gate_up",
     "mlp.down_proj.weight": "down",
+    "mlp.gate.weight": "router",
+    "mlp.experts.*.gate_proj.weight": "experts_gate",
+    "mlp.experts.*.up_proj.weight": "experts_up",
+    "mlp.experts.*.down_proj.weight": "experts_down",
+    "mlp.experts.gate_up_proj": "experts_gate_up",
+    "mlp.experts.down_proj": "experts_down",
+    "mlp.shared_expert_gate.weight": "shared_router",
+    "mlp.shared_expert.gate_proj.weight": "shared_gate",
+    "mlp.shared_expert.up_proj.weight": "shared_up",
+    "mlp.shared_expert.down_proj.weight": "shared_down",
+    "mlp.router.weight": "router",
+    "mlp.router.bias": "router_bias",
+    "self_attn.sinks": "sinks",
+    "self_attn.o_proj.bias": "o_bias",
 }
 _POST_NORMED_LAYER = LAYER | {
     "post_attention_layernorm.weight": "post_attn_norm",
@@ -99,6 +114,13 @@ _LFM2_LAYER = {
     "feed_forward.w1.weight": "gate",
     "feed_forward.w3.weight": "up",
     "feed_forward.w2.weight": "down",
+    "feed_forward.gate.weight": "router",
+    "feed_forward.expert_bias": "selection_bias",
+    "feed_forward.experts.*.w1.weight": "experts_gate",
+    "feed_forward.experts.*.w3.weight": "experts_up",
+    "feed_forward.experts.*.w2.weight": "experts_down",
+    "feed_forward.experts.gate_up_proj": "experts_gate_up",
+    "feed_forward.experts.down_proj": "experts_down",
 }
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """What stands before the names of the text model's tensors, where there are others; and what would alone."""
@@ -201,9 +223,12 @@ class HFCheckpoint(Checkpoint):
         """Tensors by edgespec's names."""
         layers = _POST_NORMED_LAYER if self.config.post_norms else LAYER
         layers = _LFM2_LAYER if self.config.architecture == "lfm2" else layers
-        named: dict[str, Tensor] = {}
+        files = dict(stored)
+        named, taken = gpt_oss_tensors(files)
         unknown = []
-        for name, file in stored:
+        for name, file in files.items():
+            if name in taken:
+                continue
             own = own_name(self.alone(name), r"model\.layers\.", GLOBAL, layers)
             if own is not None:
                 named[own] = file.tensor(name)

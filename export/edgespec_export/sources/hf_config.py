@@ -8,6 +8,7 @@ from typing import Any
 
 from edgespec_export.sources import gemma4
 from edgespec_export.sources.architectures import FAMILIES, Family, unknown
+from edgespec_export.sources.experts import experts_of
 from edgespec_export.sources.rope import kind_of, scaled
 from edgespec_models.bundles.config import DeltaNet, Mixer, ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
@@ -38,7 +39,7 @@ def model_facts(facts: Facts) -> Facts:
         facts = text.over({key: facts.value(key) for key in facts.keys})
     family = _family(facts)
     if family.name == "lfm2":
-        facts = _lfm2_facts(facts)
+        facts = _lfm2_facts(facts, adjusted=family.experts is None)
     return facts.over({"rms_norm_eps": 1e-6, **family.defaults})
 
 
@@ -55,13 +56,16 @@ def head_facts(facts: Facts) -> Facts | None:
     return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
 
 
-def _lfm2_facts(facts: Facts) -> Facts:
-    """What the ``config.json`` of an LFM2 says, in the words of others; its older keys go before."""
+def _lfm2_facts(facts: Facts, *, adjusted: bool) -> Facts:
+    """What the ``config.json`` of an LFM2 says, in the words of others; its older keys go before.
+
+    ``adjusted``: whether its MLP has another width than is stated, where nothing says so.
+    """
     names = {"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"}
     changed = {name: facts.value(key) for name, key in names.items() if facts.value(key) is not None}
-    width = facts.integer("block_ff_dim", facts.integer("intermediate_size", 12_288))
+    width = facts.integer("block_ff_dim", facts.integer("intermediate_size", 12_288 if adjusted else 7168))
     multiplier = facts.value("block_ffn_dim_multiplier")
-    if facts.boolean("block_auto_adjust_ff_dim", default=True):
+    if facts.boolean("block_auto_adjust_ff_dim", default=adjusted):
         width = int(2 * width / 3)
         if multiplier is not None or "block_ffn_dim_multiplier" not in facts.keys:
             multiple = max(facts.integer("block_multiple_of", 256), 1)
@@ -125,13 +129,13 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
     grown = sqrt(max(hidden, 0)) if family.name in ("gemma3", "gemma4") else 1.0
     capped = facts.value("final_logit_softcapping") is not None
     embedding = _multiplier(facts, "embedding_multiplier", grown)
+    experts = experts_of(facts, family) or {"intermediate_size": facts.integer("intermediate_size")}
     residual = _residual_factor(facts, family)
     with naming(facts.where):
         return ModelConfig(
             architecture=family.name,
             vocab_size=facts.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=facts.integer("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             norm_epsilon=facts.number("rms_norm_eps") / residual**2,
@@ -146,6 +150,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             **_delta_nets(facts, family, layers),
             **family.fixed,
             **rope,
+            **experts,
         )
 
 
@@ -189,8 +194,9 @@ def _family(facts: Facts) -> Family:
 def _check_features(facts: Facts, family: Family) -> None:
     """Refuse what a plain model of ``family`` lacks."""
     keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
-    if any(facts.value(key) is not None for key in keys):
-        method = facts.section("quantization_config").text("quant_method", "an unknown method")
+    method = facts.section("quantization_config").text("quant_method", "an unknown method")
+    own = family.name == "gpt-oss" and method == "mxfp4"  # which it is published in
+    if not own and any(facts.value(key) is not None for key in keys):
         raise UnsupportedModelError(
             f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
             "itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
@@ -216,11 +222,11 @@ def _check_features(facts: Facts, family: Family) -> None:
             f"{facts.where} says that tokens see those behind them: it encodes texts and writes none. Use a "
             f"model of the family {family.name} that writes"
         )
-    for key in _EXPERTS:
+    for key in _EXPERTS if family.experts is None else ():
         if facts.value(key):
             raise UnsupportedModelError(
-                f"{facts.where}: {key} is {facts.value(key)!r}, and edgespec runs no mixtures of experts. "
-                f"Use a dense model of the family {family.name}."
+                f"{facts.where}: {key} is {facts.value(key)!r}, and edgespec runs no mixtures of experts of "
+                f"the family {family.name}. Use a dense model of it."
             )
 
 
@@ -358,12 +364,13 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     old_style = facts.section("rope_scaling")
     scaling = old_style if kind_of(old_style) != "default" else parameters
     original = facts.value("original_max_position_embeddings")
+    apart = family.pattern and not family.alike
     fields = {
         "rope_theta": theta,
         "rotary_dim": None if width == head_dim else width,
         "rotary_pairs": pairs,
         "context_length": context,
-        "rope_local_theta": local.positive("rope_theta", local_theta) if family.pattern else None,
+        "rope_local_theta": local.positive("rope_theta", local_theta) if apart else None,
     }
     if proportional:
         return fields

@@ -13,6 +13,7 @@ from typing import Final
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.experts import check_shape
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
 from edgespec_export.sources.heads import OTHER, Head
@@ -60,7 +61,7 @@ class _Layer(Head):
             del tensors["lm_head"]
         both = named.pop("both", None)
         if both is not None:
-            self._check_shape(both, (width, 2 * width))
+            check_shape(both, (width, 2 * width), self.path.name)
             tensors |= {"embed_fuse": both.columns(0, width), "fuse": both.columns(width, 2 * width)}
         self.fit({name: tensor for name, tensor in (tensors | named).items() if tensor is not None})
 

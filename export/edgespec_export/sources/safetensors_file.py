@@ -9,7 +9,7 @@ import json
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,15 @@ class SafetensorsFile:
         kind = _FORMATS[dtype]
         shape, offset = self._place(name, kind.block_bytes)
         return Tensor(name, shape, kind, self._file, offset)
+
+    def raw(self, name: str) -> tuple[tuple[int, ...], BinaryIO, int]:
+        """Of a tensor of single bytes the shape, the file, and where in it the bytes lie.
+
+        Raises:
+            ModelFileError: its entry is damaged, or its bytes lie beyond the file's end.
+        """
+        shape, offset = self._place(name, 1)
+        return shape, self._file, offset
 
     def integers(self, name: str, kinds: tuple[str, ...] = ("I8",)) -> npt.NDArray[Any]:
         """The tensor called ``name``, which must be one of ``names`` and of one of ``kinds``: I8, I32, I64.

@@ -23,6 +23,7 @@ Architecture = Literal[
     "olmo2",
     "lfm2",
     "qwen35",
+    "gpt-oss",
     "eagle3",
     "mtp",
 ]
@@ -209,6 +210,8 @@ class ModelConfig(DecoderShape):
             without one.
         delta: the heads of delta nets; None without one.
         gated_attention: what heads attend to is multiplied by the sigmoids of gates beside their queries.
+        sinks: heads have scores besides those of tokens, whose shares are lost (Xiao et al. 2024, arXiv
+            2309.17453), and the product behind them has a bias.
         experts: what layers have instead of an MLP; None where all have an MLP.
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
@@ -254,6 +257,7 @@ class ModelConfig(DecoderShape):
     conv_taps: Annotated[int, within(2, 16)] | None = None
     delta: DeltaNet | None = None
     gated_attention: bool = False
+    sinks: bool = False
     experts: Experts | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
@@ -297,6 +301,8 @@ class ModelConfig(DecoderShape):
             raise UnsupportedModelError(f"delta is {self.delta} and {nets} layers are delta_net; {both}")
         if self.experts is not None and self.post_norms:
             raise UnsupportedModelError("layers have experts and post_norms; edgespec has either")
+        if self.sinks and self.experts is None:
+            raise UnsupportedModelError("heads have sinks and layers no experts; edgespec has both, or none")
         for count in (self.num_kv_heads, self.local_kv_heads or 1):
             if self.num_heads % count:
                 raise UnsupportedModelError(

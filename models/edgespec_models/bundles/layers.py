@@ -64,7 +64,7 @@ _EMBED_QKV: Final = ("embed_q", "embed_k", "embed_v")
 
 _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        **dict.fromkeys(("qkv", "q", "k", "v", "o", "q_norm", "k_norm"), "attention."),
+        **dict.fromkeys(("qkv", "q", "k", "v", "o", "q_norm", "k_norm", "sinks"), "attention."),
         **dict.fromkeys(("embed_qkv", *_EMBED_QKV), "attention."),
         **dict.fromkeys(("conv_in", "conv", "conv_out"), "mixer."),
         **dict.fromkeys(("delta_in", "delta_out", "delta_norm", "delta_a", "delta_bias"), "mixer."),
@@ -212,6 +212,8 @@ def _attention_shapes(config: ModelConfig, layer: Layer) -> dict[str, tuple[int,
     if config.qk_norm:
         widths = (query, kv) if config.wide_qk_norm else (layer.head_dim,) * 2
         shapes |= {"q_norm": widths[:1]} | ({"k_norm": widths[1:]} if "k" in layer.projections else {})
+    if config.sinks:
+        shapes |= {"sinks": (config.num_heads,), "o_bias": (hidden,)}
     return shapes
 
 

@@ -7,8 +7,8 @@ numbers of 8 bits. Layouts: ggml ``ggml-common.h``; tests compare with the ``ggu
 package's own dequantization.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
 from types import MappingProxyType
@@ -79,7 +79,9 @@ TABLES: Final[Mapping[str, bytes]] = MappingProxyType(
 class Tensor:
     """One tensor of a file, or rows or columns of one: ``shape`` in row-major order, from ``offset`` on.
 
-    In each row of the file lie ``before`` columns before these, and ``behind`` behind them.
+    In each row of the file lie ``before`` columns before these, and ``behind`` behind them. Of the rows from
+    ``offset`` on every ``step``-th is the tensor's. Tensors of three dimensions are matrices, one behind the
+    other, and their rows are those of all.
     """
 
     name: str
@@ -89,15 +91,21 @@ class Tensor:
     offset: int
     before: int = 0
     behind: int = 0
+    step: int = 1
 
     @property
     def n_bytes(self) -> int:
         """Bytes in the file."""
         return prod(self.shape) // self.type.block * self.type.block_bytes
 
+    @property
+    def n_rows(self) -> int:
+        """How many rows there are; a vector counts as one."""
+        return prod(self.shape[:-1])
+
     def rows(self, start: int, stop: int) -> "Tensor":
         """Rows ``start`` to ``stop`` as a tensor of their own."""
-        offset = self.offset + start * (self.n_bytes // self.shape[0])
+        offset = self.offset + start * self.step * (self.n_bytes // self.shape[0])
         return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
 
     def columns(self, start: int, stop: int) -> "Tensor":
@@ -113,18 +121,89 @@ class Tensor:
     def read(self, start: int = 0, stop: int | None = None) -> U8:
         """Raw blocks of rows ``start`` to ``stop``: uint8 ``(rows, blocks per row, bytes per block)``.
 
-        A vector counts as one row. Read, not mapped: a mapped file would count as memory of the export.
+        Read, not mapped: a mapped file would count as memory of the export.
         """
         block, n_bytes = self.type.block, self.type.block_bytes
         per_row = (self.before + self.shape[-1] + self.behind) // block
-        stop = prod(self.shape[:-1]) if stop is None else stop
-        raw = np.empty((stop - start, per_row, n_bytes), np.uint8)
-        self.file.seek(self.offset + start * per_row * n_bytes)
-        if self.file.readinto(raw.data.cast("B")) != raw.nbytes:  # type: ignore[attr-defined]
-            raise ModelFileError(
-                f"{self.file.name} ended while tensor {self.name!r} was read; was it changed?"
-            )
+        raw = self._raw(start, stop, (self.file, self.offset), per_row * n_bytes)
+        raw = raw.reshape(-1, per_row, n_bytes)
         return np.ascontiguousarray(raw[:, self.before // block : per_row - self.behind // block])
+
+    def matrices(self) -> "list[Tensor]":
+        """Of a tensor of three dimensions, each matrix."""
+        count, *rest = self.shape
+        places = range(self.offset, self.offset + self.n_bytes, self.n_bytes // count)
+        return [replace(self, shape=tuple(rest), offset=offset) for offset in places]
+
+    def _raw(self, start: int, stop: int | None, place: tuple[BinaryIO, int], width: int) -> U8:
+        """Bytes of rows ``start`` to ``stop`` of those that lie at ``place`` and on, ``width`` bytes each."""
+        file, offset = place
+        stop = self.n_rows if stop is None else stop
+        lines = max((stop - start - 1) * self.step + 1, 0)
+        raw = np.empty((lines, width), np.uint8)
+        file.seek(offset + start * self.step * width)
+        if file.readinto(raw.data.cast("B")) != raw.nbytes:  # type: ignore[attr-defined]
+            raise ModelFileError(f"{file.name} ended while tensor {self.name!r} was read; was it changed?")
+        return raw[:: self.step]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Tensor):
+    """Matrices of one shape and format, wherever each lies, one below the other."""
+
+    parts: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Self:
+        """The stack of ``parts``, of one shape; UnsupportedModelError where one has another format."""
+        first = parts[0]
+        for part in parts:
+            if part.type != first.type:
+                raise UnsupportedModelError(
+                    f"tensor {part.name!r} is in {part.type.name}, and {first.name!r}, of another expert, in "
+                    f"{first.type.name}; allowed: one format for all experts of a layer"
+                )
+        shape = len(parts) * first.shape[0], first.shape[1]
+        return cls(first.name, shape, first.type, first.file, first.offset, parts=tuple(parts))
+
+    def read(self, start: int = 0, stop: int | None = None) -> U8:
+        """As of any tensor."""
+        rows = self.parts[0].shape[0]
+        stop = self.n_rows if stop is None else stop
+        places = range(start // rows, -(-stop // rows))
+        pieces = [
+            self.parts[at].read(max(start - at * rows, 0), min(stop - at * rows, rows)) for at in places
+        ]
+        return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBlocks(Tensor):
+    """MXFP4 as safetensors have it: exponents lie elsewhere, in a file from some byte on, and neighbours in a
+    byte of codes.
+    """
+
+    exponents: tuple[BinaryIO, int] = field(kw_only=True)
+
+    def every(self, step: int, first: int) -> Self:
+        """Of each matrix every ``step``-th row, from its row ``first`` on."""
+        count, rows, columns = self.shape
+        blocks = columns // self.type.block
+        return replace(
+            self,
+            shape=(count, rows // step, columns),
+            step=step,
+            offset=self.offset + first * blocks * 16,
+            exponents=(self.exponents[0], self.exponents[1] + first * blocks),
+        )
+
+    def read(self, start: int = 0, stop: int | None = None) -> U8:
+        """As of any tensor, in the order of GGUF files."""
+        blocks = self.shape[-1] // self.type.block
+        packed = self._raw(start, stop, (self.file, self.offset), blocks * 16).reshape(-1, blocks, 16)
+        exponents = self._raw(start, stop, self.exponents, blocks).reshape(-1, blocks, 1)
+        codes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(-1, blocks, 32)
+        return np.concatenate([exponents, codes[..., :16] | codes[..., 16:] << np.uint8(4)], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)

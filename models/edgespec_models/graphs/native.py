@@ -162,7 +162,7 @@ class _NativeDecoder(GraphDecoder):
         if config.qk_norm and not config.wide_qk_norm:
             of_keys = "k_norm" if "k" in layer.projections else "q_norm"  # no keys, no matter
             gains = [self.gain(f"{layer.name}.{norm}") for norm in ("q_norm", of_keys)]
-        own = layer.kv_layer == layer.index
+        own, sinks = layer.kv_layer == layer.index, f"{layer.name}.sinks"
         y, *new = self.node(
             "Attention",
             packed,
@@ -170,6 +170,7 @@ class _NativeDecoder(GraphDecoder):
             self.sequences,
             *tables,
             *gains,
+            *([self.parameter(graph_name(sinks), self.shapes[sinks])] if config.sinks else []),
             outputs=3 if own else 1,
             heads=config.num_heads,
             kv_heads=layer.kv_heads,
