@@ -100,7 +100,7 @@ def open_made(
     if isinstance(model, Path):
         if wanted.role == "drafter" and _is_head(model, source):
             wanted = replace(wanted, target=_checkpoint_for(model, target, progress))
-        name = name_of(model)
+        name = name_of(model, wanted.target)
         return _export(model, wanted.folder(name, mark_of(model)), name, wanted, progress)
     source = pull(model, progress=progress, notify=_LOG.warning)
     folder = wanted.folder(model.name, model.mark)
@@ -109,7 +109,7 @@ def open_made(
 
 def made_for(head: Path, target: Path, wanted: Wanted) -> Bundle | None:
     """The bundle of a head for the checkpoint ``target``, made earlier; None where there is none."""
-    return open_cached(replace(wanted, target=target).folder(name_of(head), mark_of(head)))
+    return open_cached(replace(wanted, target=target).folder(name_of(head, target), mark_of(head)))
 
 
 def checkpoint_of(reference: str | Path) -> Path | None:
@@ -203,9 +203,10 @@ def _check_config(folder: Path) -> None:
     read_config(Facts.read(folder / HF_CONFIG))
 
 
-def name_of(source: Path) -> str:
-    """What a checkpoint calls its model."""
-    return model_name(source) if source.is_dir() else stem_of(source)
+def name_of(source: Path, target: Path | None = None) -> str:
+    """What a checkpoint calls its model; with itself as ``target``, its MTP layer."""
+    name = model_name(source) if source.is_dir() else stem_of(source)
+    return f"{name}-mtp" if source == target else name
 
 
 def mark_of(source: Path) -> str:

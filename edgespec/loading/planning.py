@@ -123,7 +123,7 @@ def footprint(model: Found, role: Role, weights: str | None = None, target: Path
     if isinstance(model, Bundle):
         return footprint_of(model, exact_rows=role == "target")
     if isinstance(model, Path):
-        return _of_checkpoint(name_of(model), model, role, weights, target)
+        return _of_checkpoint(name_of(model, target), model, role, weights, target)
     if is_pulled(model):
         return _of_checkpoint(model.name, model_path(model), role, weights)
     size = model.size_bytes  # which stands for its weights, for an export keeps them as they are

@@ -54,9 +54,10 @@ class _Layer(Head):
         """Cut apart what multiplies embedding and state side by side, and check all."""
         self.config, width = self.base.config.mtp_layer, self.base.config.hidden_size
         embed, head = named.pop("embed", None), named.pop("lm_head", None)
-        tensors: dict[str, Tensor | None] = {"final_norm": named.get("target_norm")}
-        tensors["lm_head"] = named.pop("own_lm_head", embed if self.base.tied_head else head)
-        tensors["embed"] = named.pop("own_embed", embed)
+        tensors: dict[str, Tensor | None] = {
+            "lm_head": named.pop("own_lm_head", embed if self.base.tied_head else head),
+            "embed": named.pop("own_embed", embed),
+        }
         if tensors["lm_head"] is tensors["embed"]:
             del tensors["lm_head"]
         both = named.pop("both", None)
@@ -79,7 +80,7 @@ class GGUFLayer(_Layer, GGUFCheckpoint):
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
         self.path, self.files, self.base = path, tuple(parts_of(path)), target
-        self.model_name = f"{stem_of(path)}-mtp"
+        self.model_name = f"{stem_of(path)}-mtp" if path == target.path else stem_of(path)
         with ExitStack() as stack:
             stack.enter_context(target)
             file = open_parts(path, stack)
@@ -102,6 +103,8 @@ class GGUFLayer(_Layer, GGUFCheckpoint):
                     own = self._of_block(name, kind, layer)
                 if own is not None:
                     named[own] = tensor
+            if "target_norm" in named:
+                named.setdefault("final_norm", named["target_norm"])  # as llama.cpp has it
             self._complete(named)
             self.stack = stack.pop_all()
 
@@ -123,7 +126,7 @@ class HFLayer(_Layer, HFCheckpoint):
                     own = self._of_block(name, kind, hf_checkpoint.LAYER)
                 if own is not None:
                     named[own] = file.tensor(name)
-            if "both" not in named:
+            if not any(own.startswith("layers.") for own in named):
                 raise RequestError(f"{path} {_NONE}")
             self._complete(named)
             self.stack = opened.pop_all()
