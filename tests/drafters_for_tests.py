@@ -3,7 +3,9 @@
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from time import perf_counter
+from typing import Any
 
+from edgespec import Model
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Extending, Remarks, Source
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import Verifier
@@ -21,7 +23,7 @@ from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from tests.models_for_tests import answering
+from tests.models_for_tests import answering, runner_of
 from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
 from tests.toy import F32, NextLogits, Silent, ToySession, alone
 from tools import replay
@@ -32,6 +34,15 @@ QUICK = CostCurve({1: 1e-7})
 FREE = CostCurve({1: 1.0, 32: 1.0001})
 """Verification costs next to nothing, so everything likely enough is drafted."""
 GREEDY = SamplingParams()
+
+
+def draft_eagerly(model: Model) -> None:
+    """Drafting pays, whatever passes take."""
+    runner: Any = runner_of(model)
+    runner.pricing._curve = FREE
+    runner.pricing.observe_pass = runner.pricing.observe_round = lambda *told: None
+    if runner.side is not None:
+        runner.side.curve = QUICK
 
 
 @lru_cache

@@ -24,7 +24,7 @@ from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
-from tests.drafters_for_tests import FREE, QUICK
+from tests.drafters_for_tests import draft_eagerly
 from tests.kernels_for_tests import sets
 from tests.native_for_tests import edit_manifest, tiny_native
 from tests.several_for_tests import facts
@@ -187,10 +187,7 @@ def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any])
         wanted = [facts(model.generate(each, max_new_tokens=48, **options)) for each in prompts]
     for drafts in ("ngram", alike, bridged):
         with edgespec.load(target, drafts, options=load) as model:
-            if (side := model._runner.side) is not None:  # which pays, whatever its passes take
-                pricing: Any = model._runner.pricing
-                pricing._curve, side.curve = FREE, QUICK
-                pricing.observe_pass = pricing.observe_round = lambda *told: None
+            draft_eagerly(model)
             answers = [model.generate(each, max_new_tokens=48, **options) for each in prompts]
             assert [facts(each) for each in answers] == wanted
             drafted, accepted = (

@@ -17,7 +17,7 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
-from tests.drafters_for_tests import FREE, QUICK, read, step
+from tests.drafters_for_tests import draft_eagerly, read, step
 from tests.golden_heads_for_tests import (
     CASES,
     HEADS,
@@ -34,7 +34,6 @@ from tests.golden_heads_for_tests import (
     write_target,
 )
 from tests.heads_for_tests import F32, Reference
-from tests.models_for_tests import runner_of, side_of
 from tests.native_for_tests import tiny_native
 from tests.several_for_tests import Driven
 from tests.toy import tiny_bundle
@@ -183,13 +182,8 @@ def test_answers_with_a_head_are_those_without(pair: tuple[str, Path, Path]) -> 
     ways: list[RequestOptions] = [{"max_new_tokens": 40}, {"temperature": 0.9, "seed": 5}]
     prompts = "what is", "a longer prompt of several words", "x"
     with load(target, head) as model, load(target, None) as plain:
-        one, pricing, side = (
-            Driven(model),
-            cast(Any, runner_of(model).pricing),
-            cast(Any, side_of(model)),
-        )
-        pricing._curve, side.curve = FREE, QUICK  # which pays, whatever it takes
-        pricing.observe_pass = pricing.observe_round = lambda *told: None
+        draft_eagerly(model)
+        one = Driven(model)
         for options in ways:
             streams = [one.queue(model.stream(prompt, **options)) for prompt in prompts]
             one.run()
@@ -212,5 +206,5 @@ def test_a_head_is_made_at_first_use_and_opened_later(tmp_path: Path, home: Path
         load(model.target.path, head)
     with pytest.raises(RequestError, match=r"is a head for a target of .* use the head of this"):
         load(tiny_native(tmp_path / "other").path, made.path)
-    with pytest.raises(RequestError, match="gives out none"):
+    with pytest.raises(RequestError, match="has no such outputs"):
         load(tiny_bundle(tmp_path / "portable").bundle.path, made.path)

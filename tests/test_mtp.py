@@ -26,12 +26,11 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
 from tests import mtp_for_tests as mtp
-from tests.drafters_for_tests import FREE, QUICK, read, step
+from tests.drafters_for_tests import draft_eagerly, read, step
 from tests.gguf_cases_for_tests import gguf_of
 from tests.gguf_for_tests import TinyGGUF
 from tests.heads_for_tests import drafts_for
 from tests.hf_for_tests import VOCAB, write_safetensors
-from tests.models_for_tests import runner_of, side_of
 from tests.mtp_for_tests import LAYERS, Reference, streams_of
 from tests.several_for_tests import Driven
 
@@ -207,14 +206,6 @@ def _published() -> ModelConfig:
 # ---- Requests ----------------------------------------------------------------------------------------------
 
 
-def eager(model: edgespec.Model) -> Driven:
-    """Drafting pays, whatever it takes."""
-    pricing, side = cast(Any, runner_of(model).pricing), cast(Any, side_of(model))
-    pricing._curve, side.curve = FREE, QUICK
-    pricing.observe_pass = pricing.observe_round = lambda *told: None
-    return Driven(model)
-
-
 @pytest.mark.parametrize(
     "options", [{"max_new_tokens": 40}, {"max_new_tokens": 40, "temperature": 0.9, "seed": 5}]
 )
@@ -223,7 +214,8 @@ def test_answers_are_those_without(pair: tuple[Bundle, Bundle], options: Request
     prompts = "one two one two one two", "a longer prompt of several words", "x"
     target, head = (bundle.path for bundle in pair)
     with edgespec.load(target, head) as model, edgespec.load(target, None) as plain:
-        one, by_source = eager(model), dict[str, int]()
+        draft_eagerly(model)
+        one, by_source = Driven(model), dict[str, int]()
         for _ in range(2):
             streams = [one.queue(model.stream(text, **options)) for text in prompts]
             one.run()
@@ -250,12 +242,11 @@ def test_a_layer_that_is_mostly_right_is_mostly_accepted(tmp_path: Path) -> None
         edgespec.load(tmp_path / "target", tmp_path / "head") as model,
         edgespec.load(tmp_path / "target", None) as plain,
     ):
-        one = eager(model)
-        stream = one.queue(model.stream("one two", max_new_tokens=60))
-        one.run()
-        found = stream.result.stats.by_source["model"]
+        draft_eagerly(model)
+        answer = model.generate("one two", max_new_tokens=60)
+        found = answer.stats.by_source["model"]
         assert found.accepted > 0.5 * found.drafted > 2
-        assert stream.result.tokens == plain.generate("one two", max_new_tokens=60).tokens
+        assert answer.tokens == plain.generate("one two", max_new_tokens=60).tokens
 
 
 def test_the_layer_of_a_file_drafts_unasked(

@@ -22,6 +22,7 @@ from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows, Session
+from tests.drafters_for_tests import draft_eagerly
 from tests.gguf_cases_for_tests import gguf_of
 from tests.gguf_for_tests import F32
 from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
@@ -257,6 +258,7 @@ def test_drafts_do_not_change_what_is_written(bundle: Path, tmp_path: Path, aske
     other = tiny_native(tmp_path / "drafter", role="drafter").path
     for drafter in (None, "ngram", other):
         with edgespec.load(bundle, drafter, options=LoadOptions(threads=1)) as model:
+            draft_eagerly(model)
             answers.append(model.generate(prompt, max_new_tokens=40, stop_at_eos=False, **asked))
     assert answers[0].stats.new_tokens == 40 and answers[1].stats.drafted + answers[2].stats.drafted > 0
     assert answers[0].text == answers[1].text == answers[2].text

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, Model
-from tests.drafters_for_tests import FREE, QUICK
-from tests.models_for_tests import runner_of
+from tests.drafters_for_tests import draft_eagerly
 from tests.native_for_tests import tiny_native
 from tests.several_for_tests import Driven, facts
 
@@ -38,10 +37,7 @@ def driven(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> Iterator[
     drafter = pair[1] if request.param == "model" else "ngram"
     options = LoadOptions(threads=1, parallel=3, cache_bytes=200_000)
     one = Driven(edgespec.load(pair[0], drafter, options=options))
-    if (side := runner_of(one.model).side) is not None:  # which pays, whatever its passes take
-        pricing: Any = runner_of(one.model).pricing
-        pricing._curve, side.curve = FREE, QUICK
-        pricing.observe_pass = pricing.observe_round = lambda *told: None
+    draft_eagerly(one.model)
     yield one
     one.close()
 
