@@ -16,7 +16,7 @@ F32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[Any]
 
 ARCHITECTURES = ("llama", "qwen2", "gemma3", "olmo2")
-BLOCKS_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+BLOCKS_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_XXS", "IQ3_S")
 FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *BLOCKS_OF_256, "IQ4_NL", "MXFP4")
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, CONTEXT, WINDOW = 256, 256, 4, 2, 32, 640, 6
 
@@ -94,6 +94,8 @@ _BLOCKS = {
     "Q6_K": (210, 208, 6e-5, 0),
     "IQ4_NL": (18, 0, 9e-4, 0),
     "IQ4_XS": (136, 0, 5e-5, 0),
+    "IQ3_XXS": (98, 0, 3e-4, 0),
+    "IQ3_S": (110, 0, 5e-4, 0),
 }
 """Of formats that the ``gguf`` package does not write: bytes, where the scale is, its size, and that of
 minimums beside it, which lie among the codes."""

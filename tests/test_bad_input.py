@@ -246,7 +246,7 @@ def test_convolutions_that_contradict_each_other(
     [
         ("IQ1_S", 50, "Q2_K"),
         ("IQ2_XXS", 66, "Q2_K"),
-        ("IQ3_S", 110, "Q3_K_M"),
+        ("IQ2_S", 82, "Q2_K"),
         ("TQ1_0", 54, "Q2_K"),
         ("TQ2_0", 66, "Q2_K"),
         ("NVFP4", 144, "IQ4_NL or Q4_K_M"),

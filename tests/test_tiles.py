@@ -12,7 +12,7 @@ from edgespec_export.formats.rounding import round_matrix
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.files.blocks import F32, U8, Blocks, GGMLType, fields
+from edgespec_models.files.blocks import F32, U8, WITHIN, Blocks, GGMLType, fields
 from tests.kernels_for_tests import random_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -171,3 +171,12 @@ def test_what_a_format_cannot_hold() -> None:
             pack_blocks(name, round_matrix(values, form), values)
     with pytest.raises(UnsupportedModelError, match="288 columns has no whole blocks of Q4_K"):
         tile_bytes("Q4_K", 16, 288)
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_formats_that_others_hold_keep_their_values(name: str) -> None:
+    """In tiles of the other format, those of rows that make up no whole tile too."""
+    raw = random_blocks(np.random.default_rng(1), name, LANES + 3, 512)
+    tiles = pack(WITHIN[name], raw, GGMLType[name])
+    got = unpack_tiles(WITHIN[name], tiles, len(raw), 512)
+    np.testing.assert_array_equal(got, dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[name]))

@@ -22,7 +22,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import graph_name, layers_of, outer_shapes, products_of
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
-from edgespec_models.files.blocks import F32, FLOATS, U8, Blocks, GGMLType, unpack
+from edgespec_models.files.blocks import F32, FLOATS, U8, WITHIN, Blocks, GGMLType, unpack
 from edgespec_models.graphs.plan import (
     FULL,
     DecoderPlan,
@@ -123,8 +123,9 @@ def _tiles(checkpoint: Checkpoint, source: str, quantization: Quantization | Non
     """A format of edgespec's kernels."""
     tensor, config = checkpoint.tensor(source), checkpoint.config
     layers = source.rpartition(".")[2] not in (*_TABLES, "lm_head", *_EXACT)
-    if tensor.type.name in FORMATS and (quantization is None or source in _TABLES):
-        name = tensor.type.name
+    kept = WITHIN.get(tensor.type.name, tensor.type.name)
+    if kept in FORMATS and (quantization is None or source in _TABLES):
+        name = kept
     elif quantization is not None:
         name = quantization.block_format(
             "lm_head" if source in _TABLES else source, tensor.type, config.num_layers
@@ -214,8 +215,8 @@ class Stored:
             return encode_embedding(source, self.table)
         if not tiles:
             return encode_linear(source, self.format)
-        if kind.name == tiles:
-            return {"weight": pack(tiles, raw)}
+        if tiles == WITHIN.get(kind.name, kind.name):
+            return {"weight": pack(tiles, raw, kind)}
         values = source.values() if isinstance(source, Blocks) else source
         return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles]), values)}
 

@@ -44,17 +44,18 @@ _CODES: Final = MappingProxyType(
 _WITH_MINIMUMS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
 
 
-def pack(name: str, raw: U8) -> U8:
+def pack(name: str, raw: U8, source: GGMLType | None = None) -> U8:
     """Raw blocks of a GGUF file as tiles, without rounding.
 
     Args:
         name: the format, of :data:`~edgespec_models.bundles.weight_format.FORMATS`.
         raw: uint8 ``(rows, blocks, bytes)``; rows of zeros make up whole tiles.
+        source: their format, where it lies :data:`~edgespec_models.files.blocks.WITHIN` the other.
 
     Returns:
         Uint8 ``(bytes,)``.
     """
-    return _pack(name, fields(GGMLType[name], _whole(raw)))
+    return _pack(name, fields(GGMLType[name] if source is None else source, _whole(raw)))
 
 
 def pack_blocks(name: str, blocks: Blocks, values: F32 | None = None) -> U8:

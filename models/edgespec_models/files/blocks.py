@@ -7,9 +7,11 @@ numbers of 8 bits. Layouts: ggml ``ggml-common.h``; tests compare with the ``ggu
 package's own dequantization.
 """
 
+from base64 import b85decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cache
 from math import prod
 from types import MappingProxyType
 from typing import BinaryIO, Final, Self
@@ -55,7 +57,9 @@ class GGMLType(IntEnum):
     Q4_K = 12, 256, 144, 0, 2
     Q5_K = 13, 256, 176, 0, 2
     Q6_K = 14, 256, 210, 208, 1
+    IQ3_XXS = 18, 256, 98, 0, 1
     IQ4_NL = 20, 32, 18, 0, 1
+    IQ3_S = 21, 256, 110, 0, 1
     IQ4_XS = 23, 256, 136, 0, 1
     BF16 = 30, 1, 2
     MXFP4 = 39, 32, 17
@@ -73,6 +77,33 @@ TABLES: Final[Mapping[str, bytes]] = MappingProxyType(
     }
 )
 """The codes that a file's 4 bits choose from, by format."""
+
+WITHIN: Final[Mapping[str, str]] = MappingProxyType({"IQ3_XXS": "Q6_K", "IQ3_S": "Q5_K"})
+"""Formats whose blocks are read as those of another, which holds the same values in more bits."""
+
+_IQ3_XXS_GRID: Final = (
+    "00aPl0zhOAKnMhYECm333&0?T2n2*kD2j*-"
+    "gvc<7NF0C=K?o2f0FX%n&}|OTH4jj|0vO?dSVfAM9fn};2_W_d;JyMV;)Li{itw8Nc!!L5bAz}b76AklK`0i13>3kP9|05)2|$ub"
+    "2$YE-77+y$Q7I77T@V>TkeMx=8QGE{q7h*Vn5oi}>7x|66OaNxB0^*!f=DcaEF}UUrV5~-"
+    "N<^ZH45y0tp~?Xy5+yED2_%y3AriGB8U?6Y9jV%`Ct_l*sxqnSBc?jXt2!VsLqsxzXfZ>$HNyb33kb5yki82bHWLLplT|g-"
+    "CAQlRKO<f+E5fv^wzzZ8H?wcCyMRtatWLyqPeh!+l<h$j8BLVo%N&A3WSUB>a>4AQz<fu*{6td)98e9w+>Nx@RZUgZLDyXdR;B7y"
+    "<wDZ!7g)Vh*oKg82AE=wIPO-NVBXE?CZgqTZ)QF#<_DmD2LyD-RD6#R^jEQUR{{E8ZSkKfb0-4yFN*N@"
+)
+_IQ3_S_GRID: Final = (
+    "00IC&3IN~$KqLe}gbY9k0)VInzz_uhunzz<2S6AFfIJDn`~V0bgb09uNF<6#2!@F0g2=3i2sn#~T!0WE3J~D{P-"
+    "P5IDGHDc2+&ar5b*<0bpg<Q1{fuZSP6ufEr!_5i5L}ySowq4y?`KQ4qz$>piTiGasyx<1So=ls7j2eZi6VYk0{!Q=)(eVX9Dn71M"
+    "mZcID>$=ON_X0fq0jI0U#6sfDl0>7D1#QK?oFqEEvJe89~$&fm{#?AeIThkV%A+i42y>Fp)`Ak;&YU5k(qN<q(mH6wwhE5w#JKT@"
+    "o3Ao*4y}St*{G4Vc+6m6;uuA)*vvh7#d!6(Q0QVU`jp29{|mkm*j7X$u&!>lrcA5;<d#c}J4Duah}jk@)~30$?fv;2=UoC_=;{f@"
+    "m&+3?#xZCjzh`LR2q;94ErOAPPXBN@T7|NUDk~sLD{IN+Bo`;Ubc0Akyt45_K<9Jt@)wq#B{3T1lvyEvDL0p<3CZBH|#TY9!*WBO"
+    "+ca;)0@TO0Mb>r)nOcGD9vhD=Tt4Dmo{ux(}y17o-"
+    "CuHbbO7Lr5~iY&yeGIRo%BLwGa8AhrvjxJxLuix9DkT)oQyG*byQ(~U7xA+TG8vYTnXn+>xYalae2x7%VeW5zV2E;VBsIin)5Yeu"
+    "@OPPr@Ax9i6<Gb6S;3$(khumpfaL<mTP=tRUYK|~xx4B)~{WW<aN%FJ-XOtiujVL()+LX>Sm6!k@v9Y`D{##{-"
+    "+oGr@S0z@Q=PUI3p<f6_jD#fg4Nc0;(e5b(tbHjW<P(_4Pg%DW<@Kr_FS;ZjM4WQIbDAdhd&=n<Cl?`0gbyOYU&|T@-"
+    "9W~pXebOa@P^C^?B}Uw>HrH)aR6T>#y(DHvq+-"
+    "TwVTJ(Uj_B!*MQGMhYgSod)&b~VDd8TfXC_);E@J5J8tOI^Vt!}f2Y`MD2y}<caR-"
+    "!jhd}aAi1!b$@)v<{SH*Id4RcpP^xv)bUm|)ZW^kt#bgxqMH!pBM"
+)
+"""Magnitudes of four weights, three bits each, of all that a byte, or nine bits, may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +457,49 @@ def _mxfp4(raw: U8) -> Fields:
     return Fields(_flat(_pieces(raw[..., 1:], 4)), 12, 4, raw[..., 0], table=TABLES["MXFP4"])
 
 
+@cache
+def _quadruples(text: str) -> U8:
+    """What a grid says, in base 85: uint8 ``(names, 4)``, the lowest magnitude being 0."""
+    bits = np.unpackbits(np.frombuffer(b85decode(text), np.uint8))
+    packed: U8 = np.packbits(bits.reshape(-1, 4, 3), axis=-1)[..., 0] >> np.uint8(5)
+    return packed
+
+
+def _signed(magnitudes: U8, signs: U8, zero: int) -> U8:
+    """``zero`` and more, or less where a weight's bit in ``signs`` is set."""
+    negative = np.unpackbits(np.ascontiguousarray(signs), axis=-1, bitorder="little").astype(bool)
+    flat = magnitudes.reshape(len(magnitudes), -1)
+    return np.where(negative.reshape(flat.shape), np.uint8(zero) - flat, np.uint8(zero) + flat)
+
+
+def _iq3_xxs(raw: U8) -> Fields:
+    shape = raw.shape[:2]
+    levels = _quadruples(_IQ3_XXS_GRID)[raw[..., 2:66]]
+    magnitudes = np.where(
+        levels == 7, np.uint8(31), levels * np.uint8(4) + np.uint8(2)
+    )  # halves: 31 is 62 / 2
+    words = np.ascontiguousarray(raw[..., 66:]).view("<u4")
+    sevens = (words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32) & np.uint32(127)).astype(np.uint8)
+    odd = np.unpackbits(sevens[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & np.uint8(1)
+    signs = (sevens | odd << np.uint8(7)).reshape(*shape, 32)
+    steps = ((words >> np.uint32(28)) * 2 + 1).astype(np.int8)
+    factors = _half(raw, 0) * np.float16(0.5)
+    return Fields(_signed(magnitudes, signs, 32), 32, 6, factors, np.repeat(steps, 2, axis=-1))
+
+
+def _iq3_s(raw: U8) -> Fields:
+    ninth = np.unpackbits(np.ascontiguousarray(raw[..., 66:74]), axis=-1, bitorder="little")
+    names = raw[..., 2:66] | ninth.astype(np.uint16) << np.uint16(8)
+    magnitudes = _quadruples(_IQ3_S_GRID)[names] * np.uint8(2) + np.uint8(1)
+    steps = _pieces(raw[..., 106:, None], 4).reshape(*raw.shape[:2], 8) * np.uint8(2) + np.uint8(1)
+    factors = _half(raw, 0)
+    codes = _signed(magnitudes, raw[..., 74:106], 16)
+    return Fields(codes, 0, 5, factors, steps, factors * np.float16(16), steps)
+
+
 _READERS = {
+    GGMLType.IQ3_XXS: _iq3_xxs,
+    GGMLType.IQ3_S: _iq3_s,
     GGMLType.Q4_0: _q4_0,
     GGMLType.Q4_1: _q4_1,
     GGMLType.Q5_0: _q5_0,
