@@ -15,8 +15,9 @@ ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe", "gpt_oss": "gp
 GGUF_CASES = tuple(
     case
     for case, facts in CASES.items()
-    # GGUF cannot say: Mistral's window, which layers of SmolLM3 rotate, another attention scale of Gemma 3
-    if case not in ("mistral_window", "smollm3_list", "gemma3")
+    # GGUF cannot say: Mistral's window, which layers of SmolLM3 rotate, another attention scale of Gemma 3;
+    # there a dense Granite 4 is of the same architecture as a Granite 3
+    if case not in ("mistral_window", "smollm3_list", "gemma3", "granite4")
 )
 _ORDERED = ("llama", "smollm3", "granite", "mistral3", "eagle3")
 _TENSORS = {

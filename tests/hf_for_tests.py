@@ -165,6 +165,17 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "linear_num_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.05,
+        "logits_scaling": 3.0,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "nope",
+        "layer_types": ["full_attention"] * 2,
+    },
     "exaone4": {
         "model_type": "exaone4",
         "sliding_window": None,
@@ -435,6 +446,9 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             for name, rows in zip("qkv", (query * (1 + kind.startswith("qwen3_5")), kv, kv), strict=True)
         }
         found |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
+    if kind == "granitemoehybrid":
+        found = {name: shape for name, shape in found.items() if not name.startswith("mlp.")}
+        found |= {"shared_mlp.input_linear": (2 * mlp, hidden), "shared_mlp.output_linear": (hidden, mlp)}
     if kind in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "exaone4"):
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind == "gemma3_text":

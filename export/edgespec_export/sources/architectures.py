@@ -200,6 +200,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "granite": Family(
             name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
         ),
+        "granitemoehybrid": Family(name="granite", defaults={"attention_multiplier": 1.0}),
         "exaone4": Family(
             name="exaone4",
             gguf="exaone4",
@@ -299,7 +300,7 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
             ("qwen3next", "qwen3_next", "mamba", "mamba2", "rwkv7"),
         ),
         "SmolLM3-3B": (_STATES, ("falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
-        "Granite-3.3-2B": (_STATES, ("granitehybrid", "granitemoehybrid")),
+        "Granite-3.3-2B": (_STATES, ("granitehybrid",)),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
         "a Gemma 3": (_CAPPED, ("gemma2",)),
         "an EAGLE-3 head": (

@@ -75,6 +75,8 @@ LAYER = {
     "mlp.up_proj.weight": "up",
     "mlp.gate_up_proj.weight": "gate_up",
     "mlp.down_proj.weight": "down",
+    "shared_mlp.input_linear.weight": "gate_up",
+    "shared_mlp.output_linear.weight": "down",
     "mlp.gate.weight": "router",
     "mlp.experts.*.gate_proj.weight": "experts_gate",
     "mlp.experts.*.up_proj.weight": "experts_up",

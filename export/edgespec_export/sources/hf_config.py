@@ -40,6 +40,8 @@ def model_facts(facts: Facts) -> Facts:
     family = _family(facts)
     if family.name == "lfm2":
         facts = _lfm2_facts(facts, adjusted=family.experts is None)
+    if facts.value("model_type") == "granitemoehybrid":
+        facts = _granite4_facts(facts)
     return facts.over({"rms_norm_eps": 1e-6, **family.defaults})
 
 
@@ -54,6 +56,23 @@ def head_facts(facts: Facts) -> Facts | None:
     layer = facts.section("transformer_layer_config")
     stated = {key: part.value(key) for part in (facts, layer) for key in part.keys}
     return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
+
+
+def _granite4_facts(facts: Facts) -> Facts:
+    """What the ``config.json`` of a Granite 4 says, in the words of a Granite 3, which it is if dense."""
+    types = facts.value("layer_types") or facts.value("layers_block_type")
+    if not isinstance(types, list) or not {*map(str, types)} <= {"attention", "full_attention"}:
+        raise UnsupportedModelError(
+            f"{facts.where}: layer_types says that some layers have a recurrent state (Mamba-2), which "
+            "edgespec lacks; a dense Granite 4 without them, such as Granite-4.0-Micro, works"
+        )
+    stated = {key: facts.value(key) for key in facts.keys} | {
+        "layer_types": ["full_attention"] * len(types),
+        "intermediate_size": facts.integer("shared_intermediate_size", 1024),
+        "num_local_experts": facts.integer("num_local_experts", 8),
+        "rotates": facts.value("position_embedding_type") == "rope",
+    }
+    return Facts(stated, facts.where)
 
 
 def _lfm2_facts(facts: Facts, *, adjusted: bool) -> Facts:

@@ -298,9 +298,10 @@ def graph_name(name: str) -> str:
 
 
 def rotary_thetas(config: ModelConfig) -> dict[str, float]:
-    """The base of each pair of rotary tables, by the name that :attr:`Layer.rope` has for it."""
+    """The base of each pair of rotary tables that layers read, by the name :attr:`Layer.rope` has for it."""
     thetas = {"rope": config.rope_theta, "rope_local": config.rope_local_theta}
-    return {name: theta for name, theta in thetas.items() if theta is not None}
+    read = {layer.rope for layer in layers_of(config)}
+    return {name: theta for name, theta in thetas.items() if theta is not None and name in read}
 
 
 def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[np.float32]]:
