@@ -89,7 +89,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "one part less": (change("Linear", "parts", lambda parts: parts.rpartition(",")[0]), "more matrices"),
     "more tokens": (change("Embedding", "rows", lambda rows: rows + 16), BYTES),
     "a short tensor": (shorten, BYTES),
-    "more heads": (change("Attention", "heads", lambda heads: 2 * heads), "attention's input is not float32"),
+    "more heads": (change("Attention", "heads", lambda heads: 3 * heads), "attention's input is not float32"),
     "a wide next layer": (widen, "edgespec: a projection's input is not float32"),
     "no heads": (change("Attention", "heads", lambda heads: 0), "edgespec: attention heads"),
 }
