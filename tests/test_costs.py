@@ -19,9 +19,10 @@ from edgespec.measuring import costs
 from edgespec.measuring.costs import Costs, as_ranges, draft_gain, measure_costs
 from edgespec.measuring.report import render_costs
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import Experts
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
-from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, measure_cost
+from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, ExpertCosts, measure_cost
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth, peak_memory_bytes
 from tests.native_for_tests import tiny_native
@@ -59,6 +60,20 @@ def _run(bundle: Bundle, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["cost", str(bundle.path), "--threads", "1", *arguments])
 
 
+def test_a_pass_reads_the_experts_that_its_rows_use(tmp_path: Path) -> None:
+    """Tiny bundles say of themselves: 3,000 bytes a pass, to which experts are added here."""
+    experts = Experts(count=8, used=2, width=32)
+    bundle = tiny_native(tmp_path / "b", replace(LLAMA, experts=experts), "Q8_0").bundle
+    manifest = replace(bundle.manifest, bytes_by_class={"attention": 3000, "experts": 16_000})
+    bundle.manifest = manifest
+    shared = ExpertCosts(read_s=0.001, used=4, overlap=0.5)  # in two layers
+    measured = _costs(bundle, replace(CURVE, experts=shared))
+    assert measured.bytes_read(1) == 3000 + 16_000 * 2 / 8
+    assert measured.bytes_read(2) == 3000 + 6 * manifest.expert_bytes
+    assert measured.reading_s(2) == pytest.approx(0.009)
+    assert measured.to_json()["experts"] == {"used": 4, "overlap": 0.5, "us": pytest.approx(1000)}
+
+
 def test_the_roofline_from_its_definition(bundle: Bundle) -> None:
     """Tiny bundles say of themselves: 3,000 weights and bytes a pass."""
     manifest = bundle.manifest
@@ -66,7 +81,7 @@ def test_the_roofline_from_its_definition(bundle: Bundle) -> None:
     measured = _costs(bundle, bandwidth=3000 / 0.008)
     assert measured.operations_per_row == 6000
     assert measured.peak == pytest.approx(6000 * 16 / 0.040)
-    assert measured.reading_s == pytest.approx(0.008)
+    assert measured.reading_s(1) == measured.reading_s(8) == pytest.approx(0.008)
     assert measured.ridge == pytest.approx(0.008 / 0.0025)
     assert measured.bound_s(1) == measured.bound_s(3) == pytest.approx(0.008)
     assert measured.bound_s(8) == pytest.approx(0.020)

@@ -11,7 +11,9 @@ text is kept in a file, so that another policy is replayed in seconds. ANSWERS c
 target and drafter are on two devices, and the drafter goes on while the target verifies. ``--behind TOKENS``:
 prompts stand behind so many tokens of context, or behind several numbers in turn (``0,8000``). Along it
 passes get longer by ``--attention-us A,B``: A for a token of context, B for a token and row. ``edgespec cost
---json`` has both. With ``--blind`` prices know nothing of that.
+--json`` has both. With ``--blind`` prices know nothing of that. ``--experts US,USED,MEASURED,TEXT`` makes the
+target a mixture of experts: a row uses USED, each different one takes US microseconds. The pass times are of
+rows that overlap by MEASURED; those of the text overlap by TEXT, at random.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from edgespec.requests.results import Generation, GenerationStats
 from edgespec.requests.runner import Runner
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
-from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cost import CostCurve, ExpertCosts
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.discovery import place
 from edgespec_runtimes.graph_io import OwnModel
@@ -99,7 +101,10 @@ class Recorded:
     row_exact, compiled, takes_several, prompt_key, places = True, "", False, "", ANYWHERE
     experts_read = 0
 
-    def __init__(self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int]) -> None:
+    def __init__(
+        self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int], overlap: float
+    ) -> None:
+        self._overlap, self._router = overlap, np.random.default_rng(0)
         self.vocab_size, self._curve, self._clock, self._contexts = vocab_size, curve, clock, cycle(behind)
         self._behind = self._fresh = 0
         self._tokens: list[int] = []
@@ -168,8 +173,17 @@ class Recorded:
             at = len(self._tokens)
             if at < len(self._text):
                 logits[row, self._text[at]] = _SURE
-        self._clock.spend(self._curve.seconds(len(tokens), self.attended))
+        self._clock.spend(self._curve.seconds(len(tokens), self.attended) + self._routed_s(len(tokens)))
         return Predictions(logits)
+
+    def _routed_s(self, rows: int) -> float:
+        """Draw the experts of a pass; by how much longer they take than those that the curve has."""
+        costs = self._curve.experts
+        if costs is None:
+            return 0.0
+        new = (self._router.binomial(costs.used, (1.0 - self._overlap) ** row) for row in range(rows))
+        self.experts_read = int(sum(new))
+        return costs.read_s * (self.experts_read - costs.expected(rows))
 
 
 class Priced(OwnModel):
@@ -241,11 +255,18 @@ class Priced(OwnModel):
         return logits
 
 
-def curve_of(text: str, attention_us: str = "0,0") -> CostCurve:
-    """``1:38,2:48`` -> T(n); attention's microseconds for a token of context, and for one and a row."""
+def curve_of(text: str, attention_us: str = "0,0", experts: str = "") -> CostCurve:
+    """``1:38,2:48`` -> T(n); attention's microseconds for a token of context, and for one and a row.
+
+    ``experts`` is as of the command line.
+    """
     points = {int(n): float(ms) / 1e3 for n, ms in (item.split(":") for item in text.split(","))}
     context_s, row_context_s = (float(us) / 1e6 for us in attention_us.split(","))
-    return CostCurve(points, True, context_s, row_context_s)
+    costs = None
+    if experts:
+        read_us, used, overlap, _ = map(float, experts.split(","))
+        costs = ExpertCosts(read_us / 1e6, int(used), overlap)
+    return CostCurve(points, True, context_s, row_context_s, costs)
 
 
 @contextmanager
@@ -253,8 +274,9 @@ def replayed(
     target: Bundle, drafter: Bundle | None, args: argparse.Namespace
 ) -> Iterator[tuple[Model, Recorded]]:
     """A model whose clocks and target are made up."""
-    clock, curve = Clock(), curve_of(args.target_ms, args.attention_us)
-    session = Recorded(target.config.vocab_size, curve, clock, [int(n) for n in args.behind.split(",")])
+    clock, curve = Clock(), curve_of(args.target_ms, args.attention_us, args.experts)
+    behind, overlap = [int(n) for n in args.behind.split(",")], float(args.experts.rpartition(",")[2] or 1.0)
+    session = Recorded(target.config.vocab_size, curve, clock, behind, overlap)
     known = curve_of(args.target_ms) if args.blind else curve
     loaded = Loaded(Running(target, cast(Any, session), known, place(target)))
     beside = None
@@ -309,6 +331,7 @@ def main() -> None:
         ahead=False,
         behind="0",
         attention_us="0,0",
+        experts="",
         blind=False,
         memo=Path("replay.memo"),
     )

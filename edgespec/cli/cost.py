@@ -116,6 +116,11 @@ def _show(result: Mapping[str, Any]) -> None:
         if free > 1
         else "No second row is free: a pass over 2 takes over a tenth longer than one over 1."
     )
+    if (experts := result["experts"]) is not None:
+        say(
+            f"A row uses {experts['used']} experts in all layers. These tokens' rows share "
+            f"{experts['overlap']:.0%} of them; each different one takes {experts['us']:.0f} µs."
+        )
     for context in result["contexts"] if any(result["attention_us"].values()) else ():
         times = ", ".join(f"{rows}: {ms:.1f}" for rows, ms in context["ms"].items())
         say(f"Behind {context['tokens']:,} tokens a pass takes, by rows, {times} ms.")

@@ -72,15 +72,20 @@ class Costs:
         """Operations a second at best, over all measured passes."""
         return max(self.operations_per_row * n / t for n, t in self.curve.seconds_by_rows.items())
 
-    @property
-    def reading_s(self) -> float:
-        """Seconds that reading the weights once takes at the memory's full speed."""
-        return self.bundle.manifest.bytes_per_pass / self.bandwidth
+    def bytes_read(self, rows: int) -> float:
+        """Bytes of weights that a pass reads: of experts those that different tokens use."""
+        manifest, experts = self.bundle.manifest, self.curve.experts
+        more = 0.0 if experts is None else experts.expected(rows) - experts.used
+        return manifest.bytes_per_pass + more * manifest.expert_bytes
+
+    def reading_s(self, rows: int) -> float:
+        """Seconds that reading the weights of a pass once takes at the memory's full speed."""
+        return self.bytes_read(rows) / self.bandwidth
 
     @property
     def ridge(self) -> float:
         """Rows at which computing takes as long as reading the weights; below, memory is the bound."""
-        return self.reading_s * self.peak / self.operations_per_row
+        return self.reading_s(1) * self.peak / self.operations_per_row
 
     @property
     def free_rows(self) -> int:
@@ -90,7 +95,7 @@ class Costs:
 
     def bound_s(self, rows: int) -> float:
         """The roofline: seconds a pass over ``rows`` takes at the least."""
-        return max(self.reading_s, self.operations_per_row * rows / self.peak)
+        return max(self.reading_s(rows), self.operations_per_row * rows / self.peak)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; ``docs/json.md`` tells their meaning."""
@@ -114,12 +119,19 @@ class Costs:
                 "token": self.curve.context_s * 1e6,
                 "token_and_row": self.curve.row_context_s * 1e6,
             },
+            "experts": self._experts(),
             "contexts": [
                 self._context(tokens) for tokens in CONTEXTS if tokens <= self.bundle.config.context_length
             ],
             "free_drafts": [draft_gain(self.curve, acceptance, longest) for acceptance in ACCEPTANCE],
             "machine": describe_machine(),
         }
+
+    def _experts(self) -> dict[str, Any] | None:
+        costs = self.curve.experts
+        if costs is None:
+            return None
+        return {"used": costs.used, "overlap": costs.overlap, "us": costs.read_s * 1e6}
 
     def _context(self, tokens: int) -> dict[str, Any]:
         attended = self.bundle.config.attended(tokens)
@@ -132,10 +144,10 @@ class Costs:
             "ms": seconds * 1e3,
             "relative": seconds / self.curve.seconds(1),
             "ms_per_row": seconds * 1e3 / rows,
-            "gigabytes_per_second": self.bundle.manifest.bytes_per_pass / seconds / 1e9,
+            "gigabytes_per_second": self.bytes_read(rows) / seconds / 1e9,
             "gops": self.operations_per_row * rows / seconds / 1e9,
             "roofline_ms": self.bound_s(rows) * 1e3,
-            "bound": "memory" if rows <= self.ridge else "arithmetic",
+            "bound": "memory" if self.bound_s(rows) == self.reading_s(rows) else "arithmetic",
         }
 
 
