@@ -28,9 +28,9 @@ _PARTS = {
 """What llama.cpp's converter calls the tensors that lie in no layer."""
 
 
-def config(**facts: Any) -> dict[str, Any]:
-    """The ``config.json``."""
-    return {**config_of("qwen35"), "mtp_num_hidden_layers": 1, "eos_token_id": 2, **facts}
+def config(case: str = "qwen35", **facts: Any) -> dict[str, Any]:
+    """The ``config.json`` of a case of :mod:`tests.hf_for_tests`."""
+    return {**config_of(case), "mtp_num_hidden_layers": 1, "eos_token_id": 2, **facts}
 
 
 def layer_weights(facts: Mapping[str, Any], seed: int = 5) -> Tensors:
@@ -71,8 +71,9 @@ def gguf(kind: str = "Q8_0", **facts: Any) -> TinyGGUF:
         for part, theirs in _PARTS.items():
             renamed = renamed.replace(f"mtp.{part}.", f"model.layers.{LAYERS}.{theirs}.")
         named[renamed] = values
-    model = converted("qwen35", made, named, kind, tokens=VOCAB)
-    model.metadata |= {"qwen35.block_count": LAYERS + 1, "qwen35.nextn_predict_layers": 1}
+    name = "qwen35" if made["model_type"] == "qwen3_5_text" else "qwen35moe"
+    model = converted(name, made, named, kind, tokens=VOCAB)
+    model.metadata |= {f"{name}.block_count": LAYERS + 1, f"{name}.nextn_predict_layers": 1}
     return model
 
 
@@ -122,12 +123,32 @@ class Reference:
         x = np.concatenate(both[:: -1 if self.swapped else 1], axis=1) @ named["mtp.fc.weight"].T
         of = {name.removeprefix("mtp.layers.0."): values for name, values in named.items()}
         x = x + self.attended(self.norm(x, of["input_layernorm.weight"]), of)
-        y = self.norm(x, of["post_attention_layernorm.weight"])
-        gate = y @ of["mlp.gate_proj.weight"].T
-        y = gate / (1 + np.exp(-gate)) * (y @ of["mlp.up_proj.weight"].T)
-        x = x + y @ of["mlp.down_proj.weight"].T
+        x = x + self.mixed(self.norm(x, of["post_attention_layernorm.weight"]), of)
         head = named.get("lm_head.weight", named["model.embed_tokens.weight"])
         return x, self.norm(x, named["mtp.norm.weight"]) @ head.T
+
+    def mixed(self, x: Any, of: Mapping[str, F32]) -> Any:
+        """The MLP; or those of the experts that are most likely, by their shares, and the shared one."""
+
+        def mlp(gate: F32, up: F32, down: F32, rows: Any) -> Any:
+            gates = rows @ gate.T
+            return (gates / (1 + np.exp(-gates)) * (rows @ up.T)) @ down.T
+
+        names = ("gate", "up", "down")
+        if "num_experts" not in self.facts:
+            return mlp(*(of[f"mlp.{name}_proj.weight"] for name in names), x)
+        shares = np.exp(x @ of["mlp.gate.weight"].T)
+        shares /= shares.sum(-1, keepdims=True)
+        mixed, width = np.zeros_like(x), self.facts["moe_intermediate_size"]
+        for row, share in enumerate(shares):
+            chosen = np.argsort(-share)[: self.facts["num_experts_per_tok"]]
+            for expert in chosen:
+                both, down = of["mlp.experts.gate_up_proj"][expert], of["mlp.experts.down_proj"][expert]
+                mixed[row] += (
+                    share[expert] / share[chosen].sum() * mlp(both[:width], both[width:], down, x[row])
+                )
+        shared = mlp(*(of[f"mlp.shared_expert.{name}_proj.weight"] for name in names), x)
+        return mixed + shared / (1 + np.exp(-x @ of["mlp.shared_expert_gate.weight"].T))
 
     def attended(self, x: Any, of: Mapping[str, F32]) -> Any:
         """Gated attention: the gate of each head lies behind its query."""

@@ -94,6 +94,25 @@ def test_a_layer_of_a_file_computes_the_formula(pair: tuple[Bundle, Bundle]) -> 
         assert distance(target, head, wrong) > 3 * NEAR
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_layer_with_experts_computes_the_formula(tmp_path: Path, is_file: bool) -> None:
+    facts = mtp.config("qwen35_moe")
+    if is_file:
+        source = mtp.gguf(case="qwen35_moe").write(tmp_path / "m.gguf")
+    else:
+        source = mtp.write_hf(tmp_path / "m", case="qwen35_moe")
+    eight = None if is_file else Quantization(bits=8)
+    export_model(source, tmp_path / "target", options=ExportOptions(quantization=eight))
+    export_model(source, tmp_path / "head", options=drafts_for(source, quantization=eight))
+    assert distance(tmp_path / "target", tmp_path / "head", Reference(facts)) < NEAR
+    answers = []
+    for drafter in (None, tmp_path / "head"):
+        with edgespec.load(tmp_path / "target", drafter) as model:
+            draft_eagerly(model)
+            answers.append(model.generate("one two three", max_new_tokens=30, stop_at_eos=False))
+    assert answers[0].tokens == answers[1].tokens and answers[1].stats.by_source["model"].drafted > 5
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_layer_of_a_directory_computes_the_formula(tmp_path: Path, tied: bool) -> None:
     folder = mtp.write_hf(tmp_path / "m", tie_word_embeddings=tied)

@@ -104,8 +104,12 @@ def mtp_price(target: ModelConfig) -> float:
     """Of a step of the target's MTP layer, in weights that a pass of the target reads."""
 
     def weights(config: ModelConfig, rows: int) -> int:
-        matrices = {name: prod(shape) for name, shape in tensor_shapes(config).items() if name != "embed"}
-        return sum(matrices.values()) - (config.vocab_size - rows) * config.hidden_size
+        sizes = {name: prod(shape) for name, shape in tensor_shapes(config).items() if name != "embed"}
+        of_experts = sum(size for name, size in sizes.items() if ".experts_" in name)
+        unread = (config.vocab_size - rows) * config.hidden_size
+        if config.experts is not None:
+            unread += of_experts - of_experts * config.experts.used // config.experts.count
+        return sum(sizes.values()) - unread
 
     rows = target.vocab_size
     return weights(target.mtp_layer, min(rows, MTP_ROWS)) / weights(target, rows)

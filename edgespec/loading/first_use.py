@@ -90,6 +90,8 @@ def open_made(
     The target's own file stands for its MTP layer, where it has one.
     """
     source = None if target is None or wanted.role == "target" else checkpoint_of(target)
+    if source is not None and path.exists() and path.samefile(source):
+        path = source
     made = None if source is None or not path.exists() else made_for(path, source, wanted)
     if made is not None:
         return made

@@ -195,11 +195,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             for part, rows in parts.items():
                 tensors[part] = stacked.rows(start, start := start + rows)
         self.tensors = tensors
-        if self.changes and self.config.experts is not None:
-            self.changes = MappingProxyType({})
-            _LOG.warning(
-                "%s: its MTP layer has experts and is left out; drafts come from elsewhere", self.path.name
-            )
 
     def check_shapes(self) -> None:
         """Compare ``tensors`` with what ``config`` asks for.

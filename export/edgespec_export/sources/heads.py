@@ -16,6 +16,7 @@ import numpy.typing as npt
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.architectures import HEAD, Family
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
+from edgespec_export.sources.experts import one_below_the_other
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
@@ -70,7 +71,7 @@ class Head(Checkpoint):
 
     def fit(self, tensors: dict[str, Tensor]) -> None:
         """Have these tensors, which are checked, and the target's texts."""
-        self.tensors = tensors
+        self.tensors = one_below_the_other(tensors, self.config, self.path.name)
         self.take_texts(self.base)
         try:
             self.check_shapes()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
-from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.experts import check_shape
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
@@ -68,11 +68,12 @@ class _Layer(Head):
 
     def _of_block(self, name: str, kind: str, layer: Mapping[str, str]) -> str:
         """Edgespec's name of the tensor ``name``, which its layer calls ``kind``."""
-        if kind not in layer:
+        own = own_name(f"layers.0.{kind}", r"layers\.", {}, layer)
+        if own is None:
             raise UnsupportedModelError(
                 f"{self.path.name} has a tensor that edgespec has no use for in an MTP layer: {name!r}"
             )
-        return f"layers.0.{layer[kind]}"
+        return own
 
 
 class GGUFLayer(_Layer, GGUFCheckpoint):
