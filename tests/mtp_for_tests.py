@@ -130,13 +130,13 @@ class Reference:
     def mixed(self, x: Any, of: Mapping[str, F32]) -> Any:
         """The MLP; or those of the experts that are most likely, by their shares, and the shared one."""
 
-        def mlp(gate: F32, up: F32, down: F32, rows: Any) -> Any:
+        def mlp(rows: Any, gate: F32, up: F32, down: F32) -> Any:
             gates = rows @ gate.T
             return (gates / (1 + np.exp(-gates)) * (rows @ up.T)) @ down.T
 
         names = ("gate", "up", "down")
         if "num_experts" not in self.facts:
-            return mlp(*(of[f"mlp.{name}_proj.weight"] for name in names), x)
+            return mlp(x, *(of[f"mlp.{name}_proj.weight"] for name in names))
         shares = np.exp(x @ of["mlp.gate.weight"].T)
         shares /= shares.sum(-1, keepdims=True)
         mixed, width = np.zeros_like(x), self.facts["moe_intermediate_size"]
@@ -145,9 +145,9 @@ class Reference:
             for expert in chosen:
                 both, down = of["mlp.experts.gate_up_proj"][expert], of["mlp.experts.down_proj"][expert]
                 mixed[row] += (
-                    share[expert] / share[chosen].sum() * mlp(both[:width], both[width:], down, x[row])
+                    share[expert] / share[chosen].sum() * mlp(x[row], both[:width], both[width:], down)
                 )
-        shared = mlp(*(of[f"mlp.shared_expert.{name}_proj.weight"] for name in names), x)
+        shared = mlp(x, *(of[f"mlp.shared_expert.{name}_proj.weight"] for name in names))
         return mixed + shared / (1 + np.exp(-x @ of["mlp.shared_expert_gate.weight"].T))
 
     def attended(self, x: Any, of: Mapping[str, F32]) -> Any:
