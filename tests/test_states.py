@@ -279,6 +279,19 @@ def test_a_prompt_that_another_seat_holds_is_not_read_again() -> None:
     assert [ask(TEXT), ask(TEXT, at=1), ask([*TEXT, 7, 8], at=1)] == [400, 1, 2]
 
 
+def test_a_state_that_is_put_aside_and_lies_in_a_file_counts_once(tmp_path: Path) -> None:
+    ask = Asking(KvStore(1 << 20, BlockFiles(tmp_path)))
+    ask(TEXT)
+    ask.store.write_behind()
+    ask.store = KvStore(1 << 20, BlockFiles(tmp_path))
+    assert ask([*TEXT[:390], 1, 2, 3, 4, 5]) == 5
+    alone = Asking(KvStore(1 << 20))
+    alone(TEXT)
+    alone.store = KvStore(1 << 20)
+    alone.store.fetch(alone.sessions[0], [1])  # what is put aside
+    assert ask.store.nbytes == alone.store.nbytes > 0
+
+
 def test_states_of_a_private_text_stay_off_the_disk(tmp_path: Path) -> None:
     """Though a text that is kept there begins alike, and would go on from them."""
     store, session = KvStore(1 << 20, BlockFiles(tmp_path)), StatesModel(DELTA).session()

@@ -243,7 +243,7 @@ class KvStore:
         return {place: block for place, block in self._blocks.items() if place[:2] in befores}
 
     def _take_up(self, session: Session, tokens: Sequence[int], sources: "_Sources") -> int:
-        """Let ``session`` hold what is known of ``tokens``, if that is worth it; how many blocks reach."""
+        """Let ``session`` hold what is known of ``tokens``, if that is worth it; how far blocks are known."""
         places, shared = session.model.places, session.shared_prefix(tokens)
         first, held = shared // BLOCK, places.nearest(shared, session.stretch.behind)
         there = sources.end(first)
@@ -276,7 +276,7 @@ class KvStore:
         return there * BLOCK
 
     def _checkpoint_behind(self, session: Session, at: int, sources: "_Sources") -> "_Checkpoint | None":
-        """The one behind so many blocks, which is in memory then."""
+        """The one behind so many blocks, kept in memory unless the session has just left another there."""
         place, like = sources.checkpoint(at), session.view(0, 0)
         assert like is not None  # of models with states
         content: bytes | memoryview | None = sources.known.get(place)
@@ -284,7 +284,7 @@ class KvStore:
         if content is None and files is not None:
             size = _checkpoint_form(session, like).itemsize
             content = files.read(session.model.prompt_key, place.name, size)
-            if content is not None and self._make_room(size):
+            if content is not None and place not in self._blocks and self._make_room(size):
                 self._blocks[place] = bytes(content)
                 self.nbytes += size
         return None if content is None else _Checkpoint.read(content, session, like)
