@@ -51,7 +51,7 @@ def answers(
     running, temperature = deque[tuple[Prompt, Stream]](), request.get("temperature", 0.0)
     for prompt in prompts:
         options: RequestOptions = {**request, "seed": number_of(prompt.turns[0])}
-        Request.of(options)  # what is wrong with these is no prompt's fault
+        Request.of(options)  # raises for wrong options, which are no prompt's fault
         try:
             running.append((prompt, ask(model, prompt, options)))
         except (RequestError, TokenizerError):

@@ -27,7 +27,7 @@ _BEGIN = b'{"prompt": '
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a target answered to a prompt, the one message of a conversation.
+    """A target's answer to a prompt, which is the only message of its conversation.
 
     It is ``complete`` where the model itself ended the text; ``category`` is the prompt's.
     """

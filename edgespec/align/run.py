@@ -60,7 +60,7 @@ def split_texts(answers: Iterable[Answer], drafter: Bundle) -> tuple[list[Text],
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether the answer to ``prompt`` measures and is never trained on: its own words say so."""
+    """Whether ``prompt`` is held out for measuring; its text alone decides, so this never changes."""
     return number_of(prompt) % _HELD_OUT == 0
 
 

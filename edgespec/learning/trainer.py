@@ -47,7 +47,7 @@ class Trainer:
             return gains
 
     def lesson(self) -> Lesson | None:
-        """What was learned since the last call; None if nothing."""
+        """The lesson since the last call; None if nothing was learned."""
         with self._changed:
             lesson, self._lesson = self._lesson, None
             return lesson

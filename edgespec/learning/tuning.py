@@ -50,10 +50,10 @@ class Tuning:
         self.texts = 0
         """Texts learned from so far."""
         self.undone = 0
-        """How often gains were put back."""
+        """The number of times that gains were put back."""
 
     def lesson(self) -> Lesson | None:
-        """What was learned since the last call; None if nothing."""
+        """The lesson since the last call; None if nothing was learned."""
         if not self._tokens and not self._anew:
             return None
         now = self._state.copy()

@@ -273,7 +273,7 @@ def _by_other_recipes(folder: Path) -> list[Path]:
 
 
 def _short(name: str) -> str:
-    """As much of a file's name as leaves room for what is put around it: systems take 255 bytes."""
+    """Shorten a file's name to leave room for additions: systems allow 255 bytes."""
     text = os.fsencode(name).decode("utf-8", "replace")
     return text.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
 

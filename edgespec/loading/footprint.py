@@ -1,4 +1,4 @@
-"""What one model takes: memory for its weights, its KV cache and its passes; disk until it can be opened."""
+"""The memory that a model needs for weights, KV cache and passes, and the disk space to open it."""
 
 import logging
 from collections.abc import Sequence

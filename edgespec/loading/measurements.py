@@ -1,4 +1,4 @@
-"""What loading found out about a bundle on this machine, kept for the next load.
+"""Measurements that loading made of a bundle on this machine, kept for the next load.
 
 One small JSON file for each set of :class:`Conditions`, in ``measurements`` under ``EDGESPEC_HOME`` or the
 platform's cache folder. Deleting a file, or all of them, is safe: the next load measures again. Files that
@@ -82,7 +82,7 @@ class Measurement:
 
 
 def recall(conditions: Conditions) -> Measurement | None:
-    """What was measured under these conditions; None if nothing is known."""
+    """The measurement under these conditions; None if there is none."""
     path = conditions.path
     try:
         if path.stat().st_size > _LARGEST_FILE:
@@ -160,7 +160,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _fingerprint() -> dict[str, Any]:
-    """What the speed and the bits of a pass depend on, as JSON values.
+    """The conditions that decide the speed and the bits of a pass, as JSON values.
 
     ``features`` is a digest of the processor's instruction sets: virtual machines often hide its name.
     ``kernels`` is one of edgespec's own, so that an upgrade measures anew.

@@ -1,4 +1,4 @@
-"""How models are loaded: what an app may choose, checked when it is made."""
+"""Options for loading models, checked when they are made."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What models would take of this machine, before they are pulled, exported or loaded."""
+"""The memory and disk space that models would need here, before they are pulled, exported or loaded."""
 
 import shutil
 from collections.abc import Mapping

@@ -83,7 +83,7 @@ class RequestDecoding(Decoding):
 
     @property
     def progress(self) -> Record | None:
-        """How far a prompt is read that takes several passes; None for others."""
+        """The progress of a prompt that takes several passes; None for other prompts."""
         return None if self._progress is None else Record("", (), progress=self._progress)
 
     def advance(self, predictions: Predictions, passed: Passed) -> list[Record]:

@@ -1,4 +1,4 @@
-"""What a request may say, checked once, and its prompt as a model's tokens."""
+"""The options of a request, checked once, and its prompt as the model's tokens."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -175,12 +175,12 @@ class Runner:
         return decoding
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether there is memory for one more KV cache of so many tokens."""
+        """Whether there is enough memory for another KV cache of this many tokens."""
         return self.target.manifest.kept_bytes(tokens) <= machine_memory().available // _SHARE
 
     @property
     def embedder(self) -> "Embedder":
-        """What makes vectors of texts; RequestError where the model cannot."""
+        """The embedder of texts. Raises RequestError if the model has none."""
         if self._embedder is not None:
             return self._embedder
         if self.side is not None and self.side.bundle.config.is_head:
@@ -273,7 +273,7 @@ class Runner:
         return f"{reason}, the model's context, which holds the answer too; shorten it"
 
     def _policy(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:
-        """What drafts in a request."""
+        """The drafting policy of a request."""
         if self._reopens:
             self._where = self._placements()
         side, remarks = self.side, Remarks(placement=self._where)

@@ -54,7 +54,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 def must_call(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]
 ) -> Sequence[Mapping[str, Any]]:
-    """The tools one of which an answer has to call by ``choice``, in the form of OpenAI's chat API."""
+    """The tools of which ``choice`` requires one to be called; both have the form of OpenAI's chat API."""
     if choice in ("auto", "none"):
         return ()
     function = choice.get("function") if isinstance(choice, Mapping) else None
@@ -260,7 +260,7 @@ def _marked_values(tokenizer: Tokenizer) -> list[str]:
 
 
 def _in_turn(written: Mapping[str, str], required: Collection[str], comma: str) -> str:
-    """Arguments one after the other, of which those that are not ``required`` may be missing."""
+    """A sequence of arguments; only the ``required`` ones must be present."""
     keys = [*written]
 
     def behind(at: int) -> str:
@@ -281,7 +281,7 @@ def _in_turn(written: Mapping[str, str], required: Collection[str], comma: str) 
 
 
 def _held_by(function: Function) -> Callable[[Mapping[str, Any]], str]:
-    """What makes a rule of an argument's schema, which may refer to parts of the whole."""
+    """The function that makes a rule of an argument's schema, which may refer to the whole schema."""
     root = "#/$defs/parameters"
     whole = _prepared(function, root).grammar
     del whole["x-guidance"]
