@@ -111,6 +111,7 @@ SHAPES = {
     "phi-4-mini": Shape("phi3", 32, 3072, 8192, 24, 8, 128, 200_064, 1e4, _LONG),
     "qwen3.5-0.8b": Shape("qwen35", 24, 1024, 3584, 8, 2, 256, 248_320, 1e7, _delta_nets(16)),
     "qwen3.5-4b": Shape("qwen35", 32, 2560, 9216, 16, 4, 256, 248_320, 1e7, _delta_nets(32)),
+    "qwen3.5-9b": Shape("qwen35", 32, 4096, 12_288, 16, 4, 256, 248_320, 1e7, _delta_nets(32)),
     "qwen3-30b-a3b": Shape("qwen3moe", 12, 2048, 6144, 32, 4, 128, 151_936, 1e6, _experts(128, 8, 768)),
     "qwen3.5-35b-a3b": Shape("qwen35moe", 8, 2048, 512, 16, 2, 256, 248_320, 1e7, _delta_nets(32) | _SHARED),
     "lfm2-8b-a1b": Shape(
