@@ -1,4 +1,4 @@
-"""Who answers prompts: a target that answers many at once, or, where its graph cannot, with drafts.
+"""A target that answers prompts: many at once, or with drafts if its graph cannot do that.
 
 Both write the same answers: each is the one that :meth:`edgespec.Model.chat` gives.
 """
@@ -27,7 +27,7 @@ def answering(
     threads: int = 0,
     progress: ProgressCallback = ignore_progress,
 ) -> Iterator[Answering]:
-    """The target ``names[0]``, loaded as long as the context; with the drafter ``names[1]`` if that helps.
+    """Load the target ``names[0]`` for this context, with the drafter ``names[1]`` if that helps.
 
     Raises:
         EdgespecError: a model cannot be found, made or loaded.
@@ -46,7 +46,7 @@ def answers(
 ) -> Iterator[Answer | None]:
     """Answers of ``model`` to the first turns of ``prompts``; None for those that it cannot read.
 
-    They are asked with the options of ``request``, each with a seed of its own, which its text decides.
+    Every prompt has the options of ``request`` and a seed of its own, which its text decides.
     """
     running, temperature = deque[tuple[Prompt, Stream]](), request.get("temperature", 0.0)
     for prompt in prompts:
@@ -58,7 +58,7 @@ def answers(
             yield None
             continue
         running[-1][1].start()
-        # There is always one that waits.
+        # At least one prompt always waits.
         while running and (running[0][1].ended or len(running) > 2 * _AT_ONCE):
             yield _answer(*running.popleft(), temperature)
     while running:

@@ -45,20 +45,20 @@ Answering = Callable[[Sequence[Prompt]], Iterable[Answer | None]]
 
 
 def number_of(prompt: str) -> int:
-    """A number that is the prompt's own, from 0 to 2 ** 31 - 1: the same in every run and file."""
+    """A number of the prompt, from 0 to 2 ** 31 - 1, which is the same in every run and file."""
     return int.from_bytes(hashlib.sha256(prompt.encode(errors="replace")).digest()[:4]) >> 1
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers in a file; RequestError where it cannot be read, or a line is not of the form above."""
+    """The answers in a file. Raises RequestError if it is unreadable or a line is not of the form above."""
     return read_lines(Answer, path, 'Give one JSON object a line, with "prompt" and "text"')
 
 
 def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Prompt]:
-    """Those that the file at ``path`` has no answer to; what a run that was killed left half there goes.
+    """The prompts without an answer in the file at ``path``; a killed run's half-written line is removed.
 
     Raises:
-        RequestError: the file is not one of answers, or of those of another target.
+        RequestError: the file holds no answers, or another target's.
     """
     with writing(path):
         _drop_half_a_line(path)
@@ -77,9 +77,9 @@ def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Promp
 def write_answers(
     answering: Answering, prompts: Sequence[Prompt], path: Path, progress: ProgressCallback, *, target: str
 ) -> int:
-    """Have the prompts answered that ``path`` has no answer to; returns how many the model cannot read.
+    """Write answers to the prompts that have none in ``path``; return the number that the model cannot read.
 
-    Each answer is in the file as soon as it is there.
+    Each answer is written to the file as soon as it is complete.
 
     Raises:
         RequestError: the file is not one of this target's answers.
@@ -106,7 +106,7 @@ def _write(file: TextIO, answer: Answer) -> None:
 
 
 def _drop_half_a_line(path: Path) -> None:
-    """What a run that was killed had not written to its end."""
+    """Remove the last line if a killed run wrote only a part of it."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -118,7 +118,7 @@ def _drop_half_a_line(path: Path) -> None:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """While no other run writes answers to ``path``.
+    """Lock ``path``, so that no other run writes answers to it meanwhile.
 
     Raises:
         RequestError: another one does.

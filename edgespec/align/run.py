@@ -1,4 +1,4 @@
-"""From answers to an alignment file: texts in the drafter's tokens, training, and what it brought."""
+"""From answers to an alignment file: texts in the drafter's tokens, training, and the gain."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -21,7 +21,7 @@ _FEWEST = 10  # texts
 
 
 def torch_device(wanted: Literal["auto", "cpu", "cuda"], threads: int = 0) -> str:
-    """Where training runs, as PyTorch calls it, which is told to use so many threads; with 0 it decides.
+    """PyTorch's name of the device for training. PyTorch is set to this number of threads; with 0 it decides.
 
     ``auto`` is a GPU that PyTorch can use, or else the CPU.
 
@@ -76,12 +76,12 @@ def align(
 ) -> dict[str, Any]:
     """Train the drafter ``source`` and write its alignment to ``out``, a directory that exists.
 
-    ``device`` is as :func:`torch_device` says. ``facts`` are ``model``, ``target`` and ``licence``, as an
-    alignment tells of them. Returns what came of it as JSON values; docs/json.md lists the keys.
+    ``device`` is a name of :func:`torch_device`. ``facts`` are the ``model``, ``target`` and ``licence`` that
+    the alignment records. Returns the results as JSON values; docs/json.md lists the keys.
 
     Raises:
         RequestError: too few texts; or the directory holds a training run of other texts or options.
-        EdgespecError: whatever else keeps the drafter from being read, or the file from being written.
+        EdgespecError: the drafter cannot be read, or the file cannot be written, for another reason.
     """
     from edgespec_export.align.decoder import TorchDecoder
     from edgespec_export.align.training import count_right, train
@@ -99,7 +99,7 @@ def align(
         state = out / _STATE
         steps = train(decoder, kept, options, place=state, known=digest, device=device, progress=progress)
         changes = decoder.changes()
-        decoder.take(changes)  # rounded as they are kept
+        decoder.take(changes)  # which rounds them as the file keeps them
         after = count_right(decoder, held, device=device, progress=progress)
     tokens = sum(len(text.tokens) - text.start for text in kept)
     recipe = {name: str(value) for name, value in asdict(options).items()}

@@ -3,9 +3,9 @@
 Others have trained it (EAGLE-3, Li et al. 2025, arXiv 2503.01840), or it came with the model: its MTP layer
 (DeepSeek-AI 2024, arXiv 2412.19437).
 
-Row i of a head reads token i + 1 and the target's features of token i, and says what follows token i + 1.
-Behind its own drafts it reads the state that it wrote itself. So what a round has committed is read again
-once the target's features of it are there, and nothing that was drafted stays in the KV cache.
+Row i of a head reads token i + 1 and the target's features of token i, and predicts the token after i + 1.
+Behind its own drafts it reads the state that it wrote itself. So a round's committed tokens are read again
+when the target's features of them are known, and no drafts stay in the KV cache.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from edgespec_runtimes.predictions import Floats, Predictions, joined
 from edgespec_runtimes.session import Rows, Session
 
 MOST_READ = 128
-"""Tokens that are read at once, at most: of a prompt, and where drafting has paused."""
+"""The most tokens that are read at once, of a prompt or after a pause of drafting."""
 
 
 class HeadReader(Chain):
-    """Reads a text, whose prompt has ``length`` tokens, with a head's session.
+    """Reads a text with a head's session; the prompt has ``length`` tokens.
 
-    Where there is more to read than one pass takes, or no room for it, the head begins anew with the end of
-    the text.
+    If a pass cannot read all new tokens, or the context has no room for them, the head begins anew with the
+    end of the text.
     """
 
     def __init__(self, session: Session, curve: CostCurve, length: int) -> None:
@@ -42,7 +42,7 @@ class HeadReader(Chain):
         return self._latest
 
     def add_features(self, features: Floats, committed: int) -> None:
-        """Tell of so many new tokens, and of the target's features of what stands before the last of them."""
+        """Add this many new tokens, and the target's features of the tokens before the last of them."""
         self._length += committed
         if len(features) != committed:  # of the prompt, or of a text that the target had to read anew
             self._features, self._held, self._unread = None, 0, 0
@@ -57,7 +57,7 @@ class HeadReader(Chain):
         return self._held + self._unread + more <= self._session.capacity
 
     def read(self, text: Sequence[int]) -> None:
-        """What a grammar forces behind the text is read like drafts."""
+        """Read a text; tokens that a grammar forces behind it are read like drafts."""
         assert self._features is not None  # the target has read the text
         count, self._forced = self._unread, list(text[self._length :])
         tokens = text[self._length - count : self._length]

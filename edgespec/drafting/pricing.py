@@ -1,4 +1,4 @@
-"""What drafting costs and gains: :class:`Pricing` by what is expected, :class:`Guard` by what was realised.
+"""Costs and gains of drafting: :class:`Pricing` has the expected ones, :class:`Guard` the realised ones.
 
 A round that verifies k proposals commits 1 + sum of the products of acceptance probabilities and costs
 T(k + 1) plus the drafting. The rate (tokens per second) over many rounds is highest if each round takes
@@ -16,7 +16,7 @@ from edgespec.decoding.watch import Finding, Watch
 from edgespec_runtimes.cost import CostCurve
 
 STAKE: Final = 5.0
-"""Tokens that plain decoding may be ahead by."""
+"""The number of tokens by which plain decoding may be ahead."""
 
 _SMOOTHING = 0.03
 _MEMORY = 0.97
@@ -29,18 +29,18 @@ _LEAST_PIECE, _MOST_PIECE = 8, 128  # tokens
 
 
 class Pricing:
-    """Prices proposals for a target, whose measured T(n) every pass that it is told of refines.
+    """Prices proposals for a target. Every observed pass refines the measured T(n).
 
-    A pass may be that of several requests. ``sequences`` says of how many: each has a row in any case, and
-    proposals are priced behind these. Plain decoding gives all of them a token in T(sequences).
-    ``context`` is how many tokens a layer attends to, the mean of these requests: rows get dearer along it.
-    Of a mixture of experts rows are as dear as they use other experts, which passes tell of too.
+    Several requests may share a pass. ``sequences`` is their number: each has a row in any case, and
+    proposals are priced behind these rows. Plain decoding gives all of them a token in T(sequences).
+    ``context`` is the mean number of tokens that a layer attends to in these requests; more make rows dearer.
+    In a mixture of experts, rows cost more the more different experts they use, which passes report too.
     """
 
     def __init__(self, curve: CostCurve) -> None:
         self._curve, self.sequences, self.context = curve, 1, 0.0
-        self._scale = 1.0  # this moment's speed against the measured curve
-        self._shape: dict[int, float] = {}  # by rows: what the curve got wrong beyond that
+        self._scale = 1.0  # the present speed against the measured curve
+        self._shape: dict[int, float] = {}  # by rows: the curve's remaining error
         self._overlap = max(_NEIGHBOURS, curve.experts.overlap) if curve.experts else 1.0
         self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
@@ -58,37 +58,38 @@ class Pricing:
 
     @property
     def token_s(self) -> float:
-        """Seconds a token takes in plain decoding, now."""
+        """Present seconds of a token in plain decoding."""
         return self.pass_seconds(self.sequences) / self.sequences
 
     @property
     def plain_rate(self) -> float:
-        """Tokens per second of plain decoding, now."""
+        """Present tokens per second of plain decoding."""
         return 1.0 / self.token_s
 
     @property
     def rate(self) -> float:
-        """Tokens per second that time is worth: plain decoding's, or what rounds realise if that is more.
+        """Tokens per second that time is worth: plain decoding's rate, or that of the rounds if it is higher.
 
-        What they realise is kept as times plain decoding, since both get slower along a context.
+        The rate of rounds is kept as a multiple of plain decoding, because both get slower along a context.
         """
         gain = self._tokens / self._plain_tokens if self._plain_tokens else 0.0
         return self.plain_rate * max(1.0, gain)
 
     def keep(self, confidence: Iterable[float]) -> tuple[int, float]:
-        """How many proposals to verify: the prefix with the highest expected surplus over its cost.
+        """The number of proposals to verify: the prefix with the highest expected surplus over its cost.
 
         Args:
             confidence: for each proposal, the probability that it is accepted if those before it are.
 
         Returns:
-            The length, and the surplus: expected accepted tokens less those the time would yield otherwise.
+            The length, and the surplus: the expected accepted tokens less the tokens that the same time would
+            yield otherwise.
         """
         survivals = list(accumulate(confidence, mul))
         return self._best(survivals)
 
     def share(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        """How many proposals of each request to verify in a pass of all: those that promise most.
+        """The number of proposals of each request to verify in a pass of all: the most promising ones.
 
         A proposal is never more probable than those before it, so the best of all are beginnings of drafts.
         """
@@ -101,7 +102,7 @@ class Pricing:
     def piece(self, rows: int) -> int:
         """Tokens of a prompt to read beside ``rows`` of requests that are being answered.
 
-        The pass takes at most thrice what it would take without, so that the answers go on flowing.
+        The pass takes at most three times as long as without them, so that the answers go on flowing.
         """
         most, count = _FLOWING * self.pass_seconds(rows), _LEAST_PIECE
         while count < _MOST_PIECE and self.pass_seconds(rows + 2 * count) <= most:
@@ -121,7 +122,7 @@ class Pricing:
     def pays(self, survival: float, rows: int, drafting_s: float, *, typical: float = 0.0) -> bool:
         """Whether to draft on for a pass that has ``rows`` already: one more token, or several.
 
-        Several, since T(n) has steps: where two more rows cost what one does, one token alone may not pay.
+        T(n) has steps, so several are tried: if two more rows cost as much as one, one token may not pay.
 
         Args:
             survival: probability that the next token and all before it are accepted.
@@ -139,9 +140,9 @@ class Pricing:
         return False
 
     def observe_pass(self, rows: int, seconds: float, experts: int = 0) -> None:
-        """Tell of a target pass that took ``seconds``, and of its ``experts``; outliers count for little.
+        """Learn from a target pass that took ``seconds``, and from its ``experts``; outliers count little.
 
-        Each of the requests that share a pass tells of it.
+        Each of the requests that share a pass reports it.
         """
         expected, costs = self.pass_seconds(rows), self._curve.experts
         if costs is not None and rows > 1 and experts:
@@ -154,20 +155,20 @@ class Pricing:
         self._shape[rows] = self._shape.get(rows, 1.0) * factor
 
     def observe_round(self, committed: int, seconds: float) -> None:
-        """Tell of a whole round, drafting included."""
+        """Learn from a whole round, drafting included."""
         self._tokens = _MEMORY * self._tokens + committed
         self._plain_tokens = _MEMORY * self._plain_tokens + seconds * self.plain_rate
 
 
 class Guard:
-    """Pauses what is to save time when it loses time against plain decoding.
+    """Pauses a technique that should save time while it loses time against plain decoding.
 
-    Estimates can be wrong; what was realised cannot. A gain is what was committed less what plain decoding
-    would have committed in that time; :class:`Watch` tells bad luck from a loss. After a pause it is tried
-    again, and each failure doubles the pause.
+    Estimates can be wrong; realised times cannot. A gain is the number of committed tokens less the number
+    that plain decoding would have committed in that time. :class:`Watch` tells bad luck from a loss. After a
+    pause the technique is tried again, and each failure doubles the pause.
 
-    ``reason`` says why it was paused last; None while it pays. It begins with ``what``: what is watched, and
-    what that does.
+    ``reason`` says why it was paused last; it is None while it pays. It begins with ``what``, the subject and
+    verb of that sentence.
     """
 
     def __init__(self, pricing: Pricing, what: str = "rounds with drafts ran") -> None:
@@ -179,15 +180,15 @@ class Guard:
 
     @property
     def allows(self) -> bool:
-        """Whether to go on."""
+        """Whether the technique may be used."""
         return self._left == 0
 
     def rest(self) -> None:
-        """Tell of a round of a pause."""
+        """Count a round of a pause."""
         self._left = max(0, self._left - 1)
 
     def observe(self, committed: int, seconds: float) -> Finding | None:
-        """Tell of tokens that were committed and the time they took; returns what that shows, if anything."""
+        """Learn from committed tokens and their time; return the finding, if there is one."""
         self._tokens, self._seconds = self._tokens + committed, self._seconds + seconds
         finding = self._watch.observe(committed - seconds * self._pricing.plain_rate)
         if finding == "proved":
@@ -201,10 +202,9 @@ class Guard:
         return finding
 
     def observe_source(self, source: str, step: Step) -> Finding | None:
-        """Tell of a round, of which the proposals of one source are watched; pauses go by in rounds too.
+        """Learn from the proposals of one source in a round. Pauses are counted in rounds too.
 
-        What they brought is how many were accepted, what they cost is the time by which a pass is longer for
-        their rows.
+        Their gain is the number of accepted tokens. Their cost is the time that their rows add to the pass.
         """
         if not self.allows:
             self.rest()

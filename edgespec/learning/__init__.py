@@ -1,4 +1,4 @@
-"""Teaching a drafter what its target writes, on the user's machine: NumPy, no training framework.
+"""Training of a drafter on its target's answers, on the user's machine, with NumPy alone.
 
 It imports decoding alone, and the libraries below ``edgespec``.
 """

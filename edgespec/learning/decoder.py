@@ -1,4 +1,4 @@
-"""A drafter in NumPy: how wrong it is about a text, and how that depends on the gains of its normalizations.
+"""A drafter in NumPy: its loss on a text, and the gradient of that by the gains of its normalizations.
 
 Forward and backward through the layers of :class:`edgespec_models.bundles.layers.Decoder`, over the
 bundle's own weights. A layer's matrices are unpacked when they are needed and a layer's values are computed
@@ -28,7 +28,7 @@ _Back = Callable[[F32], Sequence[F32]]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a text was read.
+    """The result of reading a text.
 
     Attributes:
         loss: the mean of ``-log q(token)`` over the answer's tokens that the LM head can write.
@@ -84,7 +84,7 @@ class NumpyDecoder(Decoder):
         differentiate: bool,
         breathe: Callable[[], None] = lambda: None,
     ) -> Reading:
-        """Read ``tokens`` and compare what the drafter would have said from ``start`` on.
+        """Read ``tokens`` and compare the drafter's predictions from ``start`` on with them.
 
         Gains out of all proportion may give a loss and a gradient that are not finite; nothing warns of it.
 
@@ -145,8 +145,8 @@ class NumpyDecoder(Decoder):
                 yield self._weights.rows(part, start, start + _CHUNK)
 
     def _differentiable(self, part: Callable[[_Value], _Value], x: F32) -> tuple[F32, Callable[[F32], F32]]:
-        """What a part of the model makes of ``x``, and the way back: the derivative by ``x`` from that by the
-        result. It adds the derivatives by gains to theirs.
+        """The result of a part of the model for ``x``, and the way back, which turns the derivative by the
+        result into the derivative by ``x`` and adds up the derivatives by gains.
         """
         tape = self._tape = []
         start = _Value(x)
@@ -166,7 +166,7 @@ class NumpyDecoder(Decoder):
         return end.data, back
 
     def _step(self, data: F32, back: _Back, *inputs: _Value) -> _Value:
-        """What was computed of ``inputs``; ``back`` gives the derivatives by them."""
+        """A value computed from ``inputs``; ``back`` gives the derivatives by them."""
         value = _Value(data)
         if self._tape is not None:
             self._tape.append((value, inputs, back))
@@ -188,7 +188,7 @@ class NumpyDecoder(Decoder):
         return self._step(x.data + y.data, lambda by_y: (by_y, by_y), x, y)
 
     def product(self, name: str, x: _Value) -> _Value:
-        """With the matrix ``name``, unpacked for it."""
+        """The product with the matrix ``name``, which is unpacked for it."""
         matrix, bias = self._weights.matrix(graph_name(name)), self._weights.bias(graph_name(name))
         y = x.data @ matrix.T
         return self._step(y if bias is None else y + bias, lambda by_y: (by_y @ matrix,), x)

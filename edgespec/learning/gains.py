@@ -1,4 +1,4 @@
-"""What is trained, the gains of a drafter's normalizations, all in one vector; and what they learned.
+"""The gains of a drafter's normalizations, which training changes, in one vector; and lessons of training.
 
 They are few (35,000 in a model of 135 million weights), stand in the graph as floats whatever the format of
 the matrices, and cost a pass nothing. Tuning them alone recovers most of what tuning everything does (Zhao et
@@ -15,10 +15,10 @@ import numpy.typing as npt
 from edgespec.learning.layer_math import F32
 
 Table = npt.NDArray[np.float32]
-"""float32 ``(ROWS, gains)``: by how much gains differ from the bundle's, and the two means of Adam."""
+"""float32 ``(ROWS, gains)``: the differences of gains from the bundle's, and the two means of Adam."""
 
 ROWS = 3
-"""Of a table."""
+"""The number of rows of a table."""
 
 
 class Gains:
@@ -31,7 +31,7 @@ class Gains:
             self._places[name] = slice(at, at + gain.size)
             at += gain.size
         self.stored: F32 = np.concatenate([gain.ravel() for gain in stored.values()])
-        """As the bundle has them."""
+        """The gains of the bundle, which were not trained."""
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -57,10 +57,10 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What was learned since it was told last. Lessons of several programs add up.
+    """The training since the last lesson. Lessons of several programs add up.
 
-    ``anew`` begins from nothing, since what was known had turned out wrong. ``tokens`` are the committed
-    tokens that it was learned from.
+    ``anew`` begins from nothing, because earlier lessons had turned out wrong. ``tokens`` is the number of
+    committed tokens that were learned from.
     """
 
     change: Table
@@ -68,7 +68,7 @@ class Lesson:
     tokens: int = 0
 
     def after(self, earlier: "Lesson | None") -> "Lesson":
-        """Both, one after the other."""
+        """The sum of an earlier lesson and this one."""
         if earlier is None or self.anew:
             return self
         return Lesson(earlier.change + self.change, earlier.anew, earlier.tokens + self.tokens)

@@ -57,7 +57,7 @@ def rotate(heads: F32, cos: F32, sin: F32, *, interleaved: bool) -> F32:
 
 
 def visible(tokens: int, window: int | None) -> F32:
-    """What is added to scores ``(tokens, tokens)``: each sees itself and those before, ``window`` in all."""
+    """The mask for scores, ``(tokens, tokens)``: a token sees itself and earlier ones, ``window`` in all."""
     at = np.arange(tokens)
     ago = at[:, None] - at[None, :]
     seen = (ago >= 0) & (ago < (window or tokens))

@@ -59,12 +59,12 @@ class Trainer:
             self._show(tuning)
 
     def pause(self) -> None:
-        """A request begins."""
+        """Pause training, because a request begins."""
         with self._changed:
             self.busy += 1
 
     def resume(self) -> None:
-        """It has ended."""
+        """Resume training after the end of a request."""
         with self._changed:
             self.busy -= 1
             self._changed.notify_all()

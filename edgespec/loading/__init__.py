@@ -1,4 +1,4 @@
-"""From what a user names to open sessions whose passes have a price.
+"""Loading: a model's name or path becomes an open session whose passes have measured costs.
 
-Imports the packages below edgespec, and of edgespec nothing; drafting, requests and commands import it.
+It imports the packages below edgespec, and nothing of edgespec. Drafting, requests and commands import it.
 """

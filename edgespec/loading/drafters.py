@@ -1,9 +1,9 @@
-"""Which drafter ``"auto"`` is: the catalogue's for a file that it knows, else what promises most speed.
+"""The choice of ``"auto"``: the catalogue's drafter for a file that it knows, else the fastest expected one.
 
 A drafter's price is its bytes over the target's, since bytes are what passes on a CPU cost. How often
 guesses are right was measured for two kinds (docs/lab/drafters.md): of the target's family, and of another.
-Of heads that others have trained it is what they say; none was tried, so one drafts where it was pulled only.
-Of MTP layers, which come with a model, it is what users have measured (docs/sources.md).
+For heads that others have trained, their authors' figures count. None was tried here, so such a head drafts
+only if it was pulled. For MTP layers, which come with a model, users' measurements count (docs/sources.md).
 """
 
 import logging
@@ -23,17 +23,17 @@ _FAMILY, _OTHER = 0.84, 0.71
 """Right first guesses on Spec-Bench: of Qwen2.5-Coder-0.5B for the 1.5B, and of SmolLM2-135M for the same."""
 _MTP: Final = 0.77
 """Its powers are nearly 0.763, 0.623 and 0.459: how often the first, the first two and three are right."""
-_ROW: Final = 0.05  # of a pass over one row, what each further row adds
+_ROW: Final = 0.05  # of a one-row pass, which each further row adds
 _LONGEST: Final = 8
-_WORTH: Final = 1.2  # times plain decoding, below which a model's guesses are not worth its memory
+_WORTH: Final = 1.2  # times plain decoding; below that, a drafter model is not worth its memory
 _LOG: Final = logging.getLogger("edgespec")
 
 
 def choose(target: Bundle, reference: Reference) -> str:
-    """The drafter for ``target``, which ``reference`` named; the log says why, and what is missing.
+    """Choose the drafter for ``target``, which ``reference`` named. The log says why, and what is missing.
 
-    With a model that has a name it is fetched, like the model; for a file or folder of the user's own nothing
-    is fetched unasked.
+    For a model with a name the drafter is fetched, like the model. For a user's own file or folder nothing is
+    fetched without being asked for.
     """
     n_bytes = sum(file.size_bytes for file in target.manifest.files.values())
     provenance = target.manifest.provenance
@@ -68,7 +68,7 @@ def recommended(
     reference: str = "",
     layer: Path | None = None,
 ) -> tuple[str, float]:
-    """The best drafter for a target of so many bytes, and how many times as fast decoding should be with it.
+    """The best drafter for a target of this size in bytes, and the speedup of decoding expected from it.
 
     ``digest`` is the SHA-256 of the file that the target was made of, ``reference`` what named it, ``layer``
     where its MTP layer is.
@@ -101,7 +101,7 @@ def recommended(
 
 
 def mtp_price(target: ModelConfig) -> float:
-    """Of a step of the target's MTP layer, in weights that a pass of the target reads."""
+    """The price of a step of the target's MTP layer, as a share of the weights that a target's pass reads."""
 
     def weights(config: ModelConfig, rows: int) -> int:
         sizes = {name: prod(shape) for name, shape in tensor_shapes(config).items() if name != "embed"}
@@ -116,11 +116,11 @@ def mtp_price(target: ModelConfig) -> float:
 
 
 def expected_speed(guessed: float, price: float) -> float:
-    """Times plain decoding, with the best length of drafts (Leviathan et al. 2023, theorem 3.8).
+    """The speedup over plain decoding at the best length of drafts (Leviathan et al. 2023, theorem 3.8).
 
     Args:
         guessed: the probability that a guess is right.
-        price: of a drafter's step, in passes of the target; a further row costs a pass 0.05 more.
+        price: the price of a drafter's step, in passes of the target; each further row costs 0.05.
     """
     return max(
         (1 - guessed ** (length + 1)) / (1 - guessed) / (1 + length * (price + _ROW))

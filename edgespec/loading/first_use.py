@@ -1,4 +1,4 @@
-"""Models made at first use: pulled where they are named, exported into the cache, opened from there later."""
+"""Models made at first use: they are pulled, exported into the cache, and opened from there later."""
 
 import glob
 import hashlib
@@ -32,12 +32,12 @@ _LOG = logging.getLogger("edgespec")
 
 
 Found = Bundle | CatalogueEntry | Path
-"""What a reference names, as far as it is here: a bundle, or what one can be made from."""
+"""What a reference names on this machine: a bundle, or the source of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted(Checked):
-    """What a new export is for; of a head, the checkpoint of its ``target`` too."""
+    """The choices of a new export. A head also needs the checkpoint of its ``target``."""
 
     role: Role
     weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
@@ -45,7 +45,7 @@ class Wanted(Checked):
     target: Path | None = None
 
     def check(self) -> None:
-        """Raise RequestError if an export would, sooner: before anything is pulled for it."""
+        """Raise the RequestError that an export would raise, but before anything is pulled."""
         if self.weights is None or self.device is None or (self.weights, self.device) == ("portable", "cuda"):
             return
         raise RequestError(
@@ -53,10 +53,10 @@ class Wanted(Checked):
         )
 
     def folder(self, name: str, mark: str) -> Path:
-        """Where a model is cached; ``mark`` says which.
+        """The folder in which a model is cached; ``mark`` identifies its source.
 
-        The recipe is in the name, not in the bundle, so that two versions of edgespec on one machine do
-        not replace each other's.
+        The recipe is a part of the folder's name, not of the bundle, so that two versions of edgespec on one
+        machine do not replace each other's bundles.
         """
         kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
         if self.target is not None:
@@ -68,7 +68,7 @@ class Wanted(Checked):
 def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     """The bundle at ``path``, of the checkpoint there, or of the catalogue's entry ``name``.
 
-    Where that is not made yet, what it is made from: the checkpoint's path, or the entry.
+    If the bundle does not exist yet, return its source instead: the checkpoint's path, or the entry.
     """
     is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
@@ -85,9 +85,9 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
 def open_made(
     path: Path, name: str, wanted: Wanted, progress: ProgressCallback, target: str | None = None
 ) -> Bundle:
-    """The bundle that :func:`look_up` finds, made first if need be; a head for what ``target`` names.
+    """The bundle that :func:`look_up` finds, made first if it is missing. A head is made for ``target``.
 
-    The target's own file stands for its MTP layer, where it has one.
+    A target's own file also names its MTP layer, if it has one.
     """
     source = None if target is None or wanted.role == "target" else checkpoint_of(target)
     if source is not None and path.exists() and path.samefile(source):
@@ -110,12 +110,12 @@ def open_made(
 
 
 def made_for(head: Path, target: Path, wanted: Wanted) -> Bundle | None:
-    """The bundle of a head for the checkpoint ``target``, made earlier; None where there is none."""
+    """The earlier made bundle of a head for the checkpoint ``target``; None if there is none."""
     return open_cached(replace(wanted, target=target).folder(name_of(head, target), mark_of(head)))
 
 
 def checkpoint_of(reference: str | Path) -> Path | None:
-    """The checkpoint of a model that is here; None where there is none, as for bundles."""
+    """The checkpoint of a model on this machine; None if there is none, as for bundles."""
     path = Path(reference)
     if path.exists():
         return None if is_model(path) else path
@@ -125,7 +125,8 @@ def checkpoint_of(reference: str | Path) -> Path | None:
 def mtp_layer(target: DecoderShape, left_out: object, reference: str | Path) -> Path | None:
     """The file or directory with the MTP layer of ``target``, which ``reference`` names.
 
-    That is its own, where it has ``left_out`` one (:attr:`Manifest.provenance`), or a file beside it.
+    That is the target's own file if its export has ``left_out`` the layer (:attr:`Manifest.provenance`), or a
+    file beside it.
     """
     source = checkpoint_of(reference) if target.architecture == "qwen35" else None
     if source is None or left_out == "mtp" or source.is_dir():
@@ -142,7 +143,7 @@ def _is_head(source: Path, target: Path | None) -> bool:
 
 
 def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) -> Path:
-    """What the target was made from: its head's export takes tokens and matrices from there."""
+    """The checkpoint that the target was made from. Its head's export reads tokens and matrices there."""
     source = None if target is None else locate(target, progress)[0]
     if source is None or is_model(source):
         raise RequestError(
@@ -153,14 +154,14 @@ def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) 
 
 
 def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | None:
-    """What an export for ``device`` merges into the weights; nothing for NPUs, which settle formats."""
+    """The alignment that an export for ``device`` merges into the weights; None for NPUs."""
     return entry.alignment.path if entry.alignment is not None and device in (None, "cuda") else None
 
 
 def locate(
     source: str, progress: ProgressCallback, notify: Callable[[str], None] = _LOG.warning
 ) -> tuple[Path, CatalogueEntry | None]:
-    """The checkpoint's file or directory, pulled if need be, and the catalogue's entry that it is of."""
+    """The checkpoint's file or directory, pulled if it is missing, and its entry in the catalogue."""
     path = Path(source)
     if path.exists():
         return path, None
@@ -206,13 +207,13 @@ def _check_config(folder: Path) -> None:
 
 
 def name_of(source: Path, target: Path | None = None) -> str:
-    """What a checkpoint calls its model; with itself as ``target``, its MTP layer."""
+    """The name of a checkpoint's model; if ``target`` is the same file, the name of its MTP layer."""
     name = model_name(source) if source.is_dir() else stem_of(source)
     return f"{name}-mtp" if source == target else name
 
 
 def mark_of(source: Path) -> str:
-    """Changes when the source does."""
+    """A text that changes when the source does."""
     beside = [*source.glob("*/config.json"), *source.glob("*/*.jinja")]
     listed = parts_of(source) if source.is_file() else [*source.iterdir(), *beside]
     files = sorted(file for file in listed if file.is_file())
@@ -222,7 +223,7 @@ def mark_of(source: Path) -> str:
 
 
 def open_cached(folder: Path) -> Bundle | None:
-    """The bundle there; None where there is none that this version reads."""
+    """The bundle in ``folder``; None if there is none, or none that this version reads."""
     if not (folder / MANIFEST).is_file():
         return None
     try:
@@ -266,7 +267,7 @@ def _export(
 
 
 def _by_other_recipes(folder: Path) -> list[Path]:
-    """Bundles like ``folder``; those of before there were recipes have no number."""
+    """Bundles like ``folder`` of other recipes. The oldest bundles have no recipe number."""
     stem = folder.name.rpartition(_RECIPE_MARK)[0]
     alike = [folder.with_name(stem), *folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")]
     return sorted(path for path in alike if path != folder and (path / MANIFEST).is_file())
@@ -279,5 +280,5 @@ def _short(name: str) -> str:
 
 
 def _naming(progress: ProgressCallback, name: str) -> ProgressCallback:
-    """Two models may be exported in turn; each stage says whose it is."""
+    """Add the model's name to each stage, because two models may be exported in turn."""
     return lambda report: progress(replace(report, stage=f"{report.stage} {name}"))

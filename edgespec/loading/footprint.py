@@ -17,8 +17,8 @@ from edgespec_runtimes.session import KV_STEP
 State = Literal["here", "to be exported", "to be pulled"]
 
 Verdict = Literal["fits", "from disk", "no"]
-"""Whether all has room; whether it has but for weights, which are read from the disk again and again, slowly;
-or not even so."""
+"""``fits``: everything fits. ``from disk``: everything but the weights fits, which are then read from the
+disk again and again, slowly. ``no``: not even that fits."""
 
 _PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/apps.md)
 _LOG = logging.getLogger("edgespec")
@@ -48,7 +48,7 @@ class CacheSize:
     buckets: tuple[int, ...] = ()
 
     def room(self, tokens: int) -> int:
-        """Tokens of room that a session makes for a text of ``tokens``, or for the longest there can be."""
+        """Tokens of room that a session makes for a text of ``tokens``, at most the context's length."""
         wanted = min(tokens, self.longest)
         if self.buckets:
             return next(bucket for bucket in self.buckets if bucket >= wanted)
@@ -77,7 +77,7 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What one model takes.
+    """The memory and disk space that one model needs.
 
     Attributes:
         name: The model's name.
@@ -105,7 +105,7 @@ class Footprint:
     device: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The footprint as plain JSON values."""
         values = asdict(self)
         del values["cache"]
         return {
@@ -119,7 +119,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What models take with a text of some length.
+    """The memory that models need with a text of some length.
 
     Attributes:
         tokens: The length of the text.
@@ -136,7 +136,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a target and its drafter take, and what this machine has.
+    """The memory and disk space that a target and its drafter need, and that this machine has.
 
     Attributes:
         target: The target.
@@ -166,7 +166,7 @@ class Plan:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest text that fits in memory; 0 where none does."""
+        """Tokens of the longest text that fits in memory; 0 if none fits."""
         least, most = 0, self.target.cache.longest
         while least < most:
             middle = (least + most + 1) // 2
@@ -174,7 +174,7 @@ class Plan:
         return least
 
     def fit(self, tokens: int) -> Fit:
-        """What a text of ``tokens`` takes, of as many of the drafter's, as far as its context goes."""
+        """The fit of a text of ``tokens``; the drafter's has as many, at most its context's length."""
         here = [model for model in self.models if model.device != "cuda"]  # a GPU has memory of its own
         kv = sum(model.cache.bytes(tokens) for model in here)
         base = self.program_bytes + sum(model.working_bytes for model in self.models)
@@ -195,7 +195,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, sizes in bytes."""
+        """The plan as plain JSON values, with sizes in bytes."""
         return {
             "target": self.target.to_json(),
             "drafter": None if self.drafter is None else self.drafter.to_json(),
@@ -211,7 +211,7 @@ class Plan:
 
 
 def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
-    """What a bundle takes; ``exact_rows`` as in :class:`edgespec_runtimes.cpu.CpuOptions`."""
+    """The footprint of a bundle; ``exact_rows`` is as in :class:`edgespec_runtimes.cpu.CpuOptions`."""
     manifest = bundle.manifest
     by_class = manifest.bytes_by_class
     return Footprint(
@@ -238,7 +238,7 @@ def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:
 
 
 def _shares_cache(bundle: Bundle) -> bool:
-    """Whether a foreign graph writes its cache in place, as attention does that takes it whole.
+    """Whether a foreign graph writes its cache in place. Attention that takes the whole cache does so.
 
     A load tries it out (:class:`edgespec_runtimes.graph_io.ForeignModel`); this is read from the header.
     """
@@ -250,7 +250,7 @@ def _shares_cache(bundle: Bundle) -> bool:
 
 
 def plan_of(target: Bundle, drafter: Bundle | None) -> Plan:
-    """What both take beside this program, which runs already, and what this machine has now."""
+    """The plan for both models beside this program, which runs already, on this machine now."""
     second = None if drafter is None else footprint_of(drafter, exact_rows=False)
     return Plan(footprint_of(target, exact_rows=True), second, machine_memory(), 0, program_bytes=0)
 
@@ -259,7 +259,7 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
     """``options`` under which models can be loaded here: weights stay mapped where copies have no room.
 
     Raises:
-        DeviceError: they cannot, not even with a short text; says what they take.
+        DeviceError: they do not fit even with a short text; the message says what they need.
     """
     made = plan_of(target, drafter)
     verdict = made.fit(KV_STEP).verdict

@@ -2,9 +2,9 @@
 
 One small JSON file for each set of :class:`Conditions`, in ``measurements`` under ``EDGESPEC_HOME`` or the
 platform's cache folder. Deleting a file, or all of them, is safe: the next load measures again. Files that
-are damaged, of another format or of other conditions are taken for missing, and written anew; a folder that
-cannot be written costs the time of measuring, and a warning. Files are replaced whole, so that processes
-that load at the same time may read and write them as they like: the last one's stays.
+are damaged, of another format or of other conditions count as missing, and are written anew. If the folder
+cannot be written, there is a warning, and every load measures. Files are replaced whole, so processes that
+load at the same time do not disturb each other: the last one's file stays.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ from edgespec_runtimes.cpu import CpuOptions, default_threads, library_digest
 from edgespec_runtimes.ort import ort
 
 _PACKAGES = ("edgespec", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
-_FORMAT = 3  # 1 may hold times that fall: a machine under load; 2 has no contexts
+_FORMAT = 3  # format 1 may hold falling times of a machine under load; format 2 has no contexts
 _LARGEST_FILE = 1 << 16
 _LOG = logging.getLogger("edgespec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a measurement depends on.
+    """The conditions that a measurement depends on.
 
     ``device`` is ``cpu``, or name and version of another; ``options`` say how many threads. ``machine`` is
     processor, cores, system, the version of ONNX Runtime and the kernels' library.
@@ -51,7 +51,7 @@ class Conditions:
 
     @classmethod
     def of(cls, bundle: Bundle, options: CpuOptions, device: str = "cpu") -> "Conditions":
-        """Those of ``bundle`` run with ``options`` on ``device`` here."""
+        """The conditions of ``bundle`` on this machine, run with ``options`` on ``device``."""
         return cls(
             bundle=bundle.digest,
             device=device,
@@ -68,7 +68,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was found.
+    """The results of a measurement.
 
     Attributes:
         row_exact: the session's self-test: it can roll back, and passes give the same bits for any number
@@ -134,7 +134,7 @@ def discard(conditions: Conditions) -> None:
 
 
 def _parsed(value: Any, conditions: Conditions) -> Measurement:
-    """Raises one of the errors that bad JSON values raise if ``value`` is no such measurement."""
+    """Parse a measurement of these conditions. Bad values raise what JSON values may raise."""
     if value["format"] != _FORMAT or value["conditions"] != asdict(conditions):
         raise ValueError("of another format or other conditions")
     points = {int(rows): float(seconds) for rows, seconds in value["seconds_by_rows"].items()}
@@ -153,7 +153,7 @@ def _parsed(value: Any, conditions: Conditions) -> Measurement:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What figures were measured on, as JSON values; nothing that names a person or host."""
+    """The machine that figures were measured on, as JSON values that name no person or host."""
     packages = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     memory = {"memory_bytes": psutil.virtual_memory().total, "python": platform.python_version()}
     return {**_hardware(), **memory, "packages": packages}
@@ -163,7 +163,7 @@ def _fingerprint() -> dict[str, Any]:
     """The conditions that decide the speed and the bits of a pass, as JSON values.
 
     ``features`` is a digest of the processor's instruction sets: virtual machines often hide its name.
-    ``kernels`` is one of edgespec's own, so that an upgrade measures anew.
+    ``kernels`` is a digest of edgespec's kernels, so that an upgrade measures anew.
     """
     kernels = library_digest()
     return {**_hardware(), "features": _features(), "onnxruntime": ort.__version__, "kernels": kernels}
@@ -187,7 +187,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    """The processor's marketing name, else what the platform module knows."""
+    """The processor's marketing name, or the platform module's name for it."""
     name = ""
     with suppress(OSError, subprocess.SubprocessError):
         name = _cpu_name_of_system()
@@ -209,7 +209,7 @@ def _cpu_name_of_system() -> str:
 
 
 def _features() -> str:
-    """Differs where instruction sets do; of systems that do not list them, what the platform module knows."""
+    """A text that differs between instruction sets, or the platform module's name where none are listed."""
     listed = ""
     with suppress(OSError):
         listed = _cpuinfo("flags", "Features") if sys.platform == "linux" else ""
@@ -217,7 +217,7 @@ def _features() -> str:
 
 
 def _cpuinfo(*names: str) -> str:
-    """Linux's first line of one of ``names`` about its processors; empty where there is none."""
+    """The first line under one of ``names`` in Linux's list of processors; empty if there is none."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in names:

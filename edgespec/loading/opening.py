@@ -1,9 +1,9 @@
-"""From what a user names to a bundle on disk, and from bundles to running models whose passes have a price.
+"""Opening: a name or path becomes a bundle on disk, and bundles become running models with measured costs.
 
 Models open side by side. Sessions copy or repack their weights, which holds no lock of Python's; the
-tokenizers, which take as long and hold it, load meanwhile. What was found at an earlier load
-(:mod:`.measurements`) is not found out again: not whether sessions on the CPU can roll back, and T(n) takes
-a few passes instead of dozens.
+tokenizers, which take as long and hold it, load meanwhile. Measurements of an earlier load
+(:mod:`.measurements`) are used again: sessions on the CPU are not tested again for whether they can roll
+back, and T(n) takes a few passes instead of dozens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,17 +35,17 @@ from edgespec_runtimes.session import Session
 NGRAM = "ngram"
 """Names the drafter that is no model."""
 Reference = Annotated[str | Path, length(1, 4096)]
-"""What names a model or a file; systems know no longer paths."""
+"""A model's name, or a path; no system has longer paths."""
 DRAFTER_READING_ROWS = 32
-"""Reading a prompt costs a drafter per token what it costs in a pass of this size."""
+"""The rows of the pass that tells how long a drafter takes to read a token of a prompt."""
 
 _DRAFTER_ROWS = (1, 2, DRAFTER_READING_ROWS)
-_RECHECKED_ROWS = 8  # at most: a load should not wait for passes over more
+_RECHECKED_ROWS = 8  # at most, because passes over more rows would delay the load
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A model that runs, and what its passes cost.
+    """A running model and the costs of its passes.
 
     ``placed`` is where it was to run, and why. ``remembered`` says whether the curve is an earlier load's,
     checked, or was measured now.
@@ -59,7 +59,7 @@ class Running:
 
     @property
     def placement(self) -> Placement:
-        """Where it runs now, and why: opening a longer bucket may change the reason."""
+        """Where the model runs now, and why. Opening a longer bucket may change the reason."""
         return self.placed.opened(self.session)
 
 
@@ -82,7 +82,7 @@ def open_model(
     target: Reference | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Bundle:
-    """Open the bundle ``reference`` names, making it first if need be.
+    """Open the bundle that ``reference`` names; make it first if it does not exist.
 
     Args:
         reference: a bundle's directory, one that onnxruntime-genai's builder, mobius or Optimum wrote, a
@@ -99,7 +99,7 @@ def open_model(
         DownloadError: what was named cannot be pulled.
         RequestError: weights that are not known, or for a device that leaves no choice.
         StorageError: the cache cannot be written.
-        EdgespecError: whatever else keeps the model from being pulled, exported or opened.
+        EdgespecError: the model cannot be pulled, exported or opened for another reason.
     """
     path = Path(reference)
     try:
@@ -127,7 +127,7 @@ def open_model(
 
 
 def check_target(bundle: Bundle) -> None:
-    """See that ``bundle`` can be a target."""
+    """Raise an error if ``bundle`` cannot be a target."""
     if bundle.manifest.role == "drafter":
         raise RequestError(
             f"{bundle.path} was exported as a drafter, which may lack tokens; export the model with the role "
@@ -136,7 +136,7 @@ def check_target(bundle: Bundle) -> None:
 
 
 def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
-    """The layers of ``target`` whose states are read: by a head, whose shapes have to fit, or for vectors."""
+    """The layers of ``target`` whose states a head reads, after a check of its shapes, or embeddings need."""
     made = target.config
     if drafter is None or not drafter.config.is_head:
         return (made.num_layers,) if target.embeds else ()
@@ -165,7 +165,7 @@ def open_pair(
     options: CpuOptions,
     placements: tuple[Placement | None, Placement | None] = (None, None),
 ) -> Loaded:
-    """Load a target and its drafter; whatever goes wrong, neither stays loaded.
+    """Load a target and its drafter. After an error, neither stays loaded.
 
     ``options`` are the target's; the drafter's are the same, without exact rows. Without ``placements`` the
     bundles say where they run.
@@ -194,7 +194,7 @@ def open_one(
     *,
     progress: ProgressCallback = ignore_progress,
 ) -> Running:
-    """Load one model; its curve has a point for each of ``rows`` that its context has room for."""
+    """Load one model. Its curve has a point for each number of ``rows`` that fits in its context."""
     with _closed_on_failure() as opened:
         return _open(bundle, options, opened)(rows, progress)
 
@@ -216,10 +216,10 @@ def _closed_on_failure() -> Iterator[list[Session]]:
 
 
 def placed(bundle: Bundle, wanted: str = AUTO) -> Placement:
-    """Where ``bundle`` is to run; devices are looked for only if the CPU is not plainly it.
+    """The placement of ``bundle``. Devices are searched only if the choice is not plainly the CPU.
 
     Raises:
-        DeviceError: what is wanted is not known, cannot be had, or cannot run this bundle.
+        DeviceError: the wanted device is unknown or missing, or it cannot run this bundle.
     """
     if wanted == AUTO and bundle.manifest.graph_kind == "dynamic":
         return Placement(PROCESSOR, "the bundle was made for the CPU")
@@ -229,7 +229,7 @@ def placed(bundle: Bundle, wanted: str = AUTO) -> Placement:
 
 
 def conditions_of(bundle: Bundle, options: CpuOptions, device: Device | None = None) -> Conditions:
-    """What measurements of ``bundle`` depend on; without a device, on the one it would be opened on."""
+    """The conditions of ``bundle``'s measurements. Without a device they are for the one it would open on."""
     if bundle.manifest.graph_kind == "dynamic":
         return Conditions.of(bundle, options)
     return Conditions.of(bundle, options, (device or placed(bundle).device).identity)
@@ -275,7 +275,7 @@ def _curve(
     known: Measurement | None,
     progress: ProgressCallback,
 ) -> tuple[CostCurve, bool]:
-    """The earlier curve if it still holds, which is said, else a new one, kept unless in doubt."""
+    """The earlier curve if it still holds, and whether it does; else a new one, kept unless in doubt."""
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
         curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
         if curve is not None:

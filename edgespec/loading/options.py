@@ -56,7 +56,7 @@ class LoadOptions(Checked):
     chat_template: Path | None = None
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:
-        """What a session on the CPU is told of them."""
+        """The options of a session on the CPU."""
         threads = self.threads
         if self.battery_threads is not None:
             battery = getattr(psutil, "sensors_battery", lambda: None)()  # not on every system

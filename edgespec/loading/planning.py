@@ -36,11 +36,11 @@ def plan(
     context: Annotated[int, within(1)] | None = None,
     weights: str | None = None,
 ) -> Plan:
-    """What a target and its drafter would take of this machine; nothing is pulled, exported or loaded.
+    """Plan the memory and disk space of a target and its drafter; nothing is pulled, exported or loaded.
 
     Args:
-        target: as :func:`edgespec.load` takes it; a model of the hub (``hf:``) has to be pulled before. Of
-            models of the catalogue that are not here the file's size stands for the weights.
+        target: as :func:`edgespec.load` takes it; a model of the hub (``hf:``) has to be pulled before.
+            If a model of the catalogue is not here, its file's size counts as its weights.
         drafter: the same; ``"auto"``, ``"ngram"`` and None as :func:`edgespec.load` takes them.
         context: tokens of a text to plan for besides 2,048, 8,192, 32,768 and the model's whole context.
         weights: policy of exports, as in :class:`edgespec.LoadOptions`.
@@ -79,7 +79,7 @@ def plan(
 
 
 def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
-    """What :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
+    """Find what :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
     path: Path | None = Path(reference)
     named = on_hub(str(reference))
     if named is not None:
@@ -93,7 +93,7 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
 
 
 def recommended(target: Found, export_bytes: int, reference: str = "", *, portable: bool = False) -> str:
-    """What ``"auto"`` would be, were it here: by the bundle, the catalogue, or the file and its export."""
+    """The drafter that ``"auto"`` would choose, by the bundle, the catalogue, or the file and its export."""
 
     def layer(shape: DecoderShape, facts: Mapping[str, str]) -> Path | None:
         return None if portable else first_use.mtp_layer(shape, facts.get("left_out"), reference)
@@ -119,15 +119,15 @@ def recommended(target: Found, export_bytes: int, reference: str = "", *, portab
 
 
 def footprint(model: Found, role: Role, weights: str | None = None, target: Path | None = None) -> Footprint:
-    """What the model takes that :func:`look_up` found; ``weights`` as there. A head has a ``target``."""
+    """The footprint of a model of :func:`look_up`, with the same ``weights``. A head has a ``target``."""
     if isinstance(model, Bundle):
         return footprint_of(model, exact_rows=role == "target")
     if isinstance(model, Path):
         return _of_checkpoint(name_of(model, target), model, role, weights, target)
     if is_pulled(model):
         return _of_checkpoint(model.name, model_path(model), role, weights)
-    size = model.size_bytes  # which stands for its weights, for an export keeps them as they are
-    assert model.shape is not None  # which _shape_of has seen
+    size = model.size_bytes  # as its weights, because an export keeps them as they are
+    assert model.shape is not None  # as _shape_of has checked
     shape, kind = model.shape, _kept_type(weights)
     layers = (keys_and_values(at, shape.kv_heads, shape.head_dim, kind) for at in range(shape.layers))
     kept = tuple(chain.from_iterable(layers))
@@ -137,7 +137,7 @@ def footprint(model: Found, role: Role, weights: str | None = None, target: Path
 def _of_checkpoint(
     name: str, source: Path, role: Role, weights: str | None, target: Path | None = None
 ) -> Footprint:
-    """A checkpoint that is here: what its export will be."""
+    """The footprint of the export of a checkpoint on this machine."""
     from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.open import is_head, open_checkpoint
 
@@ -178,7 +178,7 @@ def _planned(
     by_class: Mapping[str, int],
     disk: tuple[int, int],
 ) -> Footprint:
-    """What an export for the CPU will take; ``disk`` are bytes to download and to write."""
+    """The footprint of an export for the CPU; ``disk`` has the bytes to download and to write."""
     (config, kept), (role, weights) = model, wanted
     native = _is_native(weights)
     tables = sum(by_class.get(name, 0) for name in ("embedding", "other"))

@@ -1,4 +1,4 @@
-"""How much faster is it here, and is the output the same? Benches, audits, costs, and their reports.
+"""Benches, audits and costs, with their reports: how much faster it is here, and whether the output is equal.
 
-Imports what an app imports; nothing imports it but the command line and alignment.
+It imports what an app imports. Only the command line and alignment import it.
 """

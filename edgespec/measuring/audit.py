@@ -1,4 +1,4 @@
-"""Is the output the same with speculation? Equality of answers, and a test of the distribution of tokens.
+"""Audits of losslessness: equality of answers, and a test of the distribution of tokens.
 
 Answers: every prompt is answered plain and speculatively, greedily or sampled with equal seeds; the token
 lists must be equal. Behind a first difference two answers are different texts, so it counts once: the flip
@@ -174,7 +174,7 @@ def _problems_of_sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _first_difference(prompt: str, plain: Sequence[int], speculative: Sequence[int]) -> dict[str, Any] | None:
-    """Where a speculative answer left the plain one; a token is None where an answer had ended."""
+    """The first difference between two answers; a token is None if its answer had ended."""
     for at, (a, b) in enumerate(zip_longest(plain, speculative)):
         if a != b:
             return {"prompt": prompt, "position": at, "plain": a, "speculative": b}

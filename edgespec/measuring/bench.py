@@ -1,4 +1,4 @@
-"""How much faster is it on this machine? Prompts, answered plain and speculatively in turn.
+"""The bench: prompts are answered plain and speculatively in turn, and the times compared.
 
 The bench is an ordinary user of :class:`edgespec.engine.Model`. Plain decoding is the same loop of the
 same model without drafts. The two take turns prompt by prompt, and which goes first alternates, so a
@@ -98,7 +98,7 @@ def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first:
 def summarize(
     model: "Model", pairs: Sequence[Pair], options: BenchOptions, *, complete: bool = True
 ) -> dict[str, Any]:
-    """All figures as JSON values; docs/json.md lists the keys, which stay. What was not measured is null."""
+    """All figures as JSON values; docs/json.md lists the keys, which stay. Unmeasured figures are null."""
     plain = [pair.plain.stats for pair in pairs]
     speculative = [pair.speculative.stats for pair in pairs]
     sides = {"plain": plain, "speculative": speculative}
@@ -135,7 +135,7 @@ def speedup(pairs: Sequence[Pair], figure: str = "tokens_per_second") -> float |
 
 
 def mbsu(tau: float, gamma: float, c: float) -> float:
-    """Memory-bound speedup, tau / (c * gamma + 1): what reading weights alone would allow.
+    """Memory-bound speedup, tau / (c * gamma + 1): the speedup if passes only took the time to read weights.
 
     Args:
         tau: committed tokens per target pass.
@@ -269,7 +269,7 @@ def _sums(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Extremes and quartiles (linear between values); None of nothing."""
+    """Extremes and quartiles (linear between values); None without values."""
     if not values:
         return None
     q1, middle, q3 = quantiles([*values, *values] if len(values) == 1 else values, n=4, method="inclusive")

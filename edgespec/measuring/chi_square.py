@@ -1,4 +1,4 @@
-"""Two samples of outcomes: could one distribution have made both? Pearson's chi-square test.
+"""Pearson's chi-square test of whether two samples of outcomes may come from one distribution.
 
 The statistic for samples of unequal size is that of Press et al., Numerical Recipes (3rd ed.), section 14.3.
 """

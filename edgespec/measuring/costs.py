@@ -1,4 +1,4 @@
-"""What verification costs on this machine: T(n) of one model beside the machine's roofline.
+"""The costs of verification on this machine: T(n) of one model beside the machine's roofline.
 
 A pass over n rows reads every weight once and multiplies each n times, so it takes at least
 ``max(bytes / bandwidth, 2 * weights * n / peak)`` (Williams et al. 2009, "Roofline"). Bandwidth is what numpy
@@ -20,7 +20,7 @@ from edgespec_runtimes.memory import memory_bandwidth
 
 ACCEPTANCE = (0.5, 0.7, 0.9)
 CONTEXTS = (2000, 8000)
-"""Tokens of context that pass times are told behind."""
+"""The lengths of context, in tokens, for which times of passes are shown."""
 
 _FORMAT = 1
 _CONTEXT_ROWS = 8
@@ -28,7 +28,7 @@ _FREE = 1.1  # a pass that takes a tenth longer than a single row's counts as fr
 
 
 def draft_gain(curve: CostCurve, acceptance: float, longest: int) -> dict[str, Any]:
-    """What proposals that cost nothing to make, such as n-grams, gain if so many of them are accepted.
+    """The gain of proposals that cost nothing to make, such as n-grams, at a given acceptance rate.
 
     Equation 1 of Leviathan et al. 2023 over T(n), for every draft length from 0 to ``longest``; between
     measured points T(n) is interpolated. Best is the length with most tokens per second.
@@ -48,7 +48,7 @@ def draft_gain(curve: CostCurve, acceptance: float, longest: int) -> dict[str, A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """T(n) of a model and what bounds it.
+    """T(n) of a model and its bounds.
 
     ``remembered`` says whether the curve is an earlier one, checked, or was measured now. ``bandwidth`` are
     bytes a second that memory delivers to as many threads: what numpy reads, or what passes do if that is
@@ -73,7 +73,7 @@ class Costs:
         return max(self.operations_per_row * n / t for n, t in self.curve.seconds_by_rows.items())
 
     def bytes_read(self, rows: int) -> float:
-        """Bytes of weights that a pass reads: of experts those that different tokens use."""
+        """Bytes of weights that a pass reads; only the experts that its tokens use are read."""
         manifest, experts = self.bundle.manifest, self.curve.experts
         more = 0.0 if experts is None else experts.expected(rows) - experts.used
         return manifest.bytes_per_pass + more * manifest.expert_bytes
@@ -94,11 +94,11 @@ class Costs:
         return max(n for n in self.curve.seconds_by_rows if n < min(dear, default=n + 1))
 
     def bound_s(self, rows: int) -> float:
-        """The roofline: seconds a pass over ``rows`` takes at the least."""
+        """The roofline: the least seconds that a pass over ``rows`` can take."""
         return max(self.reading_s(rows), self.operations_per_row * rows / self.peak)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; ``docs/json.md`` tells their meaning."""
+        """The costs as plain JSON values; ``docs/json.md`` explains them."""
         manifest, longest = self.bundle.manifest, max(self.curve.seconds_by_rows) - 1
         return {
             "format": _FORMAT,
@@ -169,7 +169,7 @@ def measure_costs(
     fresh: bool = False,
     progress: ProgressCallback = ignore_progress,
 ) -> Costs:
-    """Load a model and find out what its passes cost; what was confirmed is kept for later loads.
+    """Load a model and measure the costs of its passes. Confirmed costs are kept for later loads.
 
     A drafter's passes need no exact rows (``options``). Passes over more rows than the model's context
     has are left out. ``fresh`` forgets what earlier loads found out.

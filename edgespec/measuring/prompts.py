@@ -1,4 +1,4 @@
-"""Prompts to measure and audit with: the built-in ones, files of the same form, and how one is asked.
+"""Prompts for benches and audits: the built-in ones, and files of the same form.
 
 A file holds one JSON object a line (JSON Lines, UTF-8):
 
@@ -30,7 +30,7 @@ _Text = Annotated[str, length(1)]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a user asks: ``turns``, at least one, are the messages of one conversation."""
+    """A user's messages in one conversation: ``turns``, at least one."""
 
     id: _Text
     category: _Text
@@ -44,7 +44,7 @@ def builtin_prompts() -> tuple[Prompt, ...]:
 
 
 def load_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Read a file of prompts; RequestError where it cannot be read, holds none, or a line is another."""
+    """Read a file of prompts; RequestError if it is unreadable or empty, or a line has another form."""
     prompts = tuple(read_lines(Prompt, path, _REMEDY))
     if not prompts:
         raise RequestError(f"{path} holds no prompt. {_REMEDY}.")
@@ -75,7 +75,7 @@ def select(prompts: Sequence[Prompt], limit: int | None) -> tuple[Prompt, ...]:
 
 
 def ask(model: "Model", prompt: Prompt, options: "RequestOptions") -> "Stream":
-    """The answer to the prompt's first turn: as chat, or as plain text where the model has no template."""
+    """Ask the prompt's first turn, as chat, or as plain text if the model has no template."""
     text = prompt.turns[0]
     if model.target.chat_template is None:
         return model.stream(text, **options)

@@ -11,7 +11,7 @@ _FORMAT = 1
 
 
 def render_report(result: Mapping[str, Any]) -> str:
-    """The page for what :func:`edgespec.measuring.bench.summarize` returned, or the same read from JSON.
+    """The page of a result of :func:`edgespec.measuring.bench.summarize`, which may come from JSON.
 
     Raises:
         RequestError: ``result`` is not of that form.
@@ -20,7 +20,7 @@ def render_report(result: Mapping[str, Any]) -> str:
 
 
 def render_costs(result: Mapping[str, Any]) -> str:
-    """The page for what :meth:`edgespec.measuring.costs.Costs.to_json` returned, or the same read from JSON.
+    """The page of a result of :meth:`edgespec.measuring.costs.Costs.to_json`, which may come from JSON.
 
     Raises:
         RequestError: ``result`` is not of that form.
@@ -49,7 +49,7 @@ def _source(template: str) -> str:
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
-    """The headline: what a user wants to know first."""
+    """The headline, with the speedup or its absence."""
     ratio = result.get("speedup", {}).get("overall")
     if ratio is None:
         return "Nothing was measured"
