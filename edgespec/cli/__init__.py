@@ -72,7 +72,7 @@ class _LazyGroup(TyperGroup):
         except EdgespecError as error:
             fail(error)
         except OSError as error:
-            # What Windows says of a pipe that nobody reads any more; of a name that is none, it has the name.
+            # Windows reports a pipe without a reader so. An error about a bad name carries that name.
             if sys.platform == "win32" and error.errno == errno.EINVAL and error.filename is None:
                 raise BrokenPipeError(errno.EPIPE, error.strerror) from error
             raise
@@ -120,9 +120,9 @@ def main() -> None:
 
 
 def _clean_up_when_ended() -> None:
-    """Signals that end a process on the spot end it by an exception, so that it puts away what is unfinished.
+    """Turn signals that end a process into an exception, so that unfinished work is tidied up.
 
-    What somebody has asked to be ignored, as nohup does, stays ignored.
+    Signals that are ignored already, as nohup does, stay ignored.
     """
     for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):  # no system has all of them
         number = getattr(signal, name, None)

@@ -110,7 +110,7 @@ def align(
         require("aligning", "align", "torch")
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    # What may be wrong is found now, not when the target has answered for hours.
+    # Mistakes are found now, not after the target has answered for hours.
     names, place = (target, drafter), answers or out / "answers.jsonl"
     options = TrainingOptions(rank, rate, passes, batch_tokens, seed)
     facts = _facts(names, licence)
@@ -142,7 +142,7 @@ def _tell(place: Path, count: int, as_json: bool) -> None:
 
 
 def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
-    """The drafter's, which is to be trained."""
+    """The checkpoint of the drafter to train."""
     from edgespec.loading.first_use import locate
     from edgespec_export.sources.open import open_checkpoint
     from edgespec_models.bundles.foreign import is_model
@@ -157,7 +157,7 @@ def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
 
 
 def _prompts(files: list[Path] | None, recorded: list[Path] | None) -> "list[Prompt]":
-    """What the target is to be asked."""
+    """The prompts for the target."""
     from edgespec.measuring.prompts import Prompt, load_prompts
     from edgespec_export.graphs.calibration import shipped_prompts
 
@@ -174,7 +174,7 @@ def _answered(
     answering: "AbstractContextManager[Answering]",
     progress: "ProgressCallback",
 ) -> "list[Answer]":
-    """What ``target`` answered: now, and in earlier runs."""
+    """The answers of ``target``, of this run and of earlier ones."""
     from edgespec.align.answers import alone, read_answers, unanswered, write_answers
 
     with alone(place):
@@ -187,7 +187,7 @@ def _answered(
 
 
 def _facts(names: tuple[str, str], licence: str) -> dict[str, str]:
-    """What the file tells of target and drafter."""
+    """The facts about target and drafter for the file."""
     from edgespec_models.downloads.catalog import entries
 
     if len(licence) > _LONGEST_LICENCE:

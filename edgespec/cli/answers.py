@@ -1,4 +1,4 @@
-"""Answers on the terminal: streamed text, then a line of what they cost."""
+"""Answers on the terminal: streamed text, then a line with their cost."""
 
 import sys
 from collections import Counter
@@ -29,7 +29,7 @@ _MARKS: Final = {
     "history": "bold underline magenta",
     "grammar": "reverse green",
 }
-"""How text of each source looks, also without colours; the target's own text is plain."""
+"""The style of each source's text, visible also without colours; the target's own text is plain."""
 _PATIENCE_S: Final = 0.5
 
 
@@ -100,7 +100,7 @@ def _records(stream: "Stream") -> "Iterator[Record]":
 
 
 def _behind_prompt(stream: "Stream") -> "Iterator[Record]":
-    """The stream's records. While a long prompt is read, a bar shows how far."""
+    """The stream's records. While a long prompt is read, a bar shows the progress."""
     with ExitStack() as shown:
         draw = None
         for record in stream.records():
@@ -121,7 +121,7 @@ def _print(console: "Console", pieces: list[Piece]) -> None:
 
 
 def sources_line(answer: "Generation") -> "Text":
-    """How many tokens each source gave, in the style of its mark."""
+    """The number of tokens from each source, in the style of its mark."""
     from rich.text import Text
 
     counts = Counter(token.source for token in answer.records)
@@ -141,7 +141,7 @@ def answer_json(answer: "Generation") -> dict[str, Any]:
 
 
 def stats_line(stats: "GenerationStats") -> str:
-    """What an answer cost, in one line."""
+    """The cost of an answer, in one line."""
     parts = [
         f"{stats.new_tokens} tokens",
         f"{stats.tokens_per_s:.1f} tokens/s",

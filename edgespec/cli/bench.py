@@ -160,7 +160,7 @@ def _what_next() -> None:
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    """Print the speedup by category, then what lies behind it."""
+    """Print the speedup by category, then the figures behind it."""
     models = result["models"]
     say(f"\n{models['name']} with {models['drafter_name'] or 'no drafter'}\n", style="bold")
     output().print(_speed_table(result))

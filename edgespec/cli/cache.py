@@ -1,4 +1,4 @@
-"""``edgespec cache``: prompts that were read and are kept on disk, and how to be rid of them."""
+"""``edgespec cache``: shows and deletes the prompts that are kept on disk."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 

@@ -67,7 +67,7 @@ def chat(
 
 
 class _Chat:
-    """A conversation that can begin anew, what its last answer was, and how answers are shown."""
+    """A conversation that can begin anew, its last answer, and the way that answers are shown."""
 
     def __init__(self, begin: "Callable[[], Conversation]", tokenizer: "Tokenizer") -> None:
         self.begin, self.tokenizer, self.conversation = begin, tokenizer, begin()

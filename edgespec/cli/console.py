@@ -1,4 +1,4 @@
-"""What all commands share: where messages and results go, progress bars, and how a failure ends the program.
+"""The console that all commands share: results, messages, progress bars and the end after a failure.
 
 Results go to standard output; progress, notes and errors go to standard error, so that output can be
 piped.
@@ -56,7 +56,7 @@ def fail(error: BaseException | str) -> NoReturn:
 
 
 def allow_any_text() -> None:
-    """Characters that standard output cannot encode become question marks instead of errors."""
+    """Let characters that standard output cannot encode become question marks instead of errors."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")
@@ -102,7 +102,7 @@ def figure_table(*columns: str, names: int = 1) -> "Table":
 
 
 def amount(report: Progress) -> str:
-    """How far a stage is: ``1.2 MB of 98.4 MB``, ``3 of 24 layers``."""
+    """The progress of a stage: ``1.2 MB of 98.4 MB``, ``3 of 24 layers``."""
     parts = [size(n) if report.unit == "B" else f"{n:,}" for n in (report.done, report.total) if n]
     return " of ".join(parts or ["0"]) + ("" if report.unit == "B" else f" {report.unit}")
 

@@ -1,4 +1,4 @@
-"""``edgespec cost``: what does verification cost on this machine?"""
+"""``edgespec cost``: the cost of verification on this machine."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ _GAINS = {
     "speedup": "{speedup:.2f}x",
     "lengths that pay": "{paying}",
 }
-"""Columns, and what stands in them."""
+"""Columns, and the figures in them."""
 
 
 def cost(

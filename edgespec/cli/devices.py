@@ -1,4 +1,4 @@
-"""``edgespec devices``: what models can run on here, and what is missing for the rest."""
+"""``edgespec devices``: the devices that models can run on here, and what others lack."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

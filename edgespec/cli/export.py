@@ -1,4 +1,4 @@
-"""``edgespec export``: a checkpoint in, a bundle out."""
+"""``edgespec export``: makes a bundle of a checkpoint."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -247,7 +247,7 @@ def _buckets(value: str | None) -> tuple[int, ...]:
 
 
 def _quantization(bits: str | None, mixed: str | None) -> "Quantization | None":
-    """What the options say, the rest by default; None where there are none."""
+    """The settings of the options, others by default; None without any of these options."""
     from edgespec_export.formats.quantization import Quantization
 
     options = {"bits": None if bits is None else int(bits), "mixed": mixed}

@@ -1,4 +1,4 @@
-"""``edgespec history``: what was learned from answers, how to take it along or get rid of it."""
+"""``edgespec history``: shows, moves and deletes what was learned from answers."""
 
 from dataclasses import asdict
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""``edgespec inspect``: what a bundle says of itself."""
+"""``edgespec inspect``: shows the facts that a bundle holds about itself."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +54,7 @@ def inspect(
 
 
 def show_report(report: Mapping[str, Any]) -> None:
-    """Print what an export measured: parity, what formats cost, sizes, time and memory."""
+    """Print an export's measurements: parity, the errors of formats, sizes, time and memory."""
     if not report:
         output().print("The bundle has no export report.")
         return

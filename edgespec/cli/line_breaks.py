@@ -20,7 +20,7 @@ _PARTS: Final = re.compile(r"\n|[^\S\n]+|[\u1100-\U0010ffff]|[^\s\u1100-\U0010ff
 
 
 class LineBreaks:
-    """Takes pieces of text and returns what can be printed: a word is held until it has ended.
+    """Takes pieces of text and returns the printable part: a word is held back until it has ended.
 
     ``width`` is asked at every word, so text that comes after the window changed has the new width. A word
     that is longer than a line is left to the terminal, so that it can be copied.
@@ -32,7 +32,7 @@ class LineBreaks:
         self._may_break = False
 
     def push(self, piece: Piece) -> list[Piece]:
-        """What of the text so far can be printed now."""
+        """The part of the text so far that can be printed now."""
         if not piece.breaks:
             return [*self.finish(), self._printed(piece)]
         printed = list[Piece]()
@@ -57,7 +57,7 @@ class LineBreaks:
         return printed
 
     def finish(self) -> list[Piece]:
-        """What is held: the word has ended, or no more text comes."""
+        """The word that is held back, because it has ended or no more text comes."""
         printed = self._ended()
         printed += [self._printed(piece) for piece in self._spaces]
         self._spaces = []

@@ -24,7 +24,7 @@ _OPEN: Final = re.compile(r" {0,8}(?:`{0,2}|```.*|#{0,6}|[-*+]|\d{1,3}[.)]?)")
 
 
 class MarkdownStream:
-    """Takes text in parts of any length and returns what can be shown, in pieces of one style.
+    """Takes text in parts of any length and returns the text that can be shown, in pieces of one style.
 
     Marks (``**``, backquotes, a heading's ``#``) are left out, and bullets become dots. A mark that is not
     closed ends with its line. Only marks that are not complete yet are held back.
@@ -34,7 +34,7 @@ class MarkdownStream:
         self._line, self._shown, self._in_fence = "", 0, False
 
     def push(self, text: str) -> list[Piece]:
-        """What ``text`` adds to what is shown."""
+        """The pieces that can be shown after ``text``."""
         *ended, rest = text.split("\n")
         pieces = list[Piece]()
         for part in ended:
@@ -42,7 +42,7 @@ class MarkdownStream:
         return pieces + self._more(rest, ended=False)
 
     def finish(self) -> list[Piece]:
-        """What is still held back: no more text comes."""
+        """The pieces that are still held back, because no more text comes."""
         return self._more("", ended=True)
 
     def _more(self, text: str, *, ended: bool) -> list[Piece]:

@@ -123,7 +123,7 @@ def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
 
 
 def _describe_hub(name: str, model: "HubName") -> dict[str, object]:
-    """A model of the hub as JSON, with the keys of :func:`_describe` that are known of it."""
+    """A model of the hub as JSON, with those keys of :func:`_describe` that are known for it."""
     from edgespec_models.downloads.download import pulled_place
 
     place = pulled_place(name)
@@ -131,7 +131,7 @@ def _describe_hub(name: str, model: "HubName") -> dict[str, object]:
 
 
 def _describe(entry: "CatalogueEntry") -> dict[str, object]:
-    """An entry as JSON: what a user may want to know, and where the file lies (None: not pulled)."""
+    """An entry as JSON, with the path of its file (None if it is not pulled)."""
     from edgespec_models.downloads.download import is_pulled, model_path
 
     return {

@@ -1,4 +1,4 @@
-"""``edgespec plan``: what models would take of this machine, before anything is loaded."""
+"""``edgespec plan``: the memory and disk space that models would need, before anything is loaded."""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -1,4 +1,4 @@
-"""``edgespec verify``: is the output really the same?"""
+"""``edgespec verify``: tests that the output is really the same."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

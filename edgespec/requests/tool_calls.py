@@ -40,7 +40,7 @@ def format_of(source: str) -> "Form | None":
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """See that ``tools`` are functions as OpenAI's chat API has them."""
+    """Raise RequestError if ``tools`` are not functions as in OpenAI's chat API."""
     for at, tool in enumerate(tools):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -85,7 +85,7 @@ class Calls(Compilable):
     answer: Compilable | None = None
 
     def grammar(self) -> Grammar:
-        """For llguidance."""
+        """The grammar as text for llguidance."""
         functions = [tool["function"] for tool in self.tools]
         schemas, length = dict[str, PreparedSchema](), 0
         for function in functions:
@@ -162,7 +162,7 @@ def _quoted(text: str) -> str:
 
 
 def _prepared(function: Function, root: str = "#") -> PreparedSchema:
-    """The schema of a function's arguments, which are an object; RequestError where it is no JSON."""
+    """The schema of a function's arguments, which are an object; RequestError if it is no JSON."""
     parameters = table(function.get("parameters")) or {"additionalProperties": False}
     if "$ref" not in parameters:
         parameters = {"type": "object", **parameters}
@@ -180,7 +180,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 def _in_json(function: Function, key: str = "arguments") -> str:
     schemas = {"name": {"const": function["name"]}, key: _prepared(function, f"#/properties/{key}").grammar}
-    options = schemas[key].pop("x-guidance")  # which have to stand outermost
+    options = schemas[key].pop("x-guidance")  # because these have to stand outermost
     whole = {"type": "object", "properties": schemas, "required": [*schemas], "additionalProperties": False}
     return _json({"x-guidance": options, **whole})
 
@@ -230,7 +230,7 @@ def _in_marks(function: Function) -> str:
 
 
 def _is_plain(summed: Mapping[str, Any]) -> bool:
-    """Whether all that is allowed is written as in JSON."""
+    """Whether all allowed values are written as in JSON."""
     return kinds_of(summed) <= _PLAIN and bool(kinds_of(summed)) and not allowed_values(summed)
 
 
@@ -296,12 +296,12 @@ def _held_by(function: Function) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _is_free(summed: Mapping[str, Any]) -> bool:
-    """Whether an argument may be a text, which between tags may be any; see :func:`summary`."""
+    """Whether an argument may be a text; between tags any text is allowed. See :func:`summary`."""
     return not allowed_values(summed) and "string" in (kinds_of(summed) or {"string"})
 
 
 def _unheld_in_xml(function: Function) -> list[Unheld]:
-    """What calls between tags do not hold of a schema: bounds of texts, and what is said of all arguments."""
+    """The parts of a schema that calls between tags ignore: bounds of texts, and rules for all arguments."""
     parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
     for name, schema in properties_of(parameters).items():
         if _is_free(summary(parameters, schema)):
@@ -322,14 +322,14 @@ def _unheld_in_marks(function: Function) -> list[Unheld]:
 
 
 def _unheld_of_all(function: Function) -> list[Unheld]:
-    """What rules of single arguments do not hold: what is said of all of them."""
+    """The parts of a schema that rules of single arguments ignore: those about all arguments."""
     parameters = table(function.get("parameters"))
     return [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a model writes calls.
+    """The form in which a model writes calls.
 
     Attributes:
         name: of the form.
@@ -394,4 +394,4 @@ FORMS: Final = (
     Form("functools", r"functools\[", _LISTS, ("functools[", ", ", "]")),
     Form("llama3", _SHOWS_BARE, ("<|python_tag|>",), ("", None, ""), partial(_in_json, key="parameters")),
 )
-"""The forms; of those that a template shows, the first is its."""
+"""The known forms. A template's form is the first that it shows."""

@@ -1,8 +1,8 @@
 """Requests' bodies: JSON of bounded size that arrives in bounded time, in OpenAI's words and in edgespec's.
 
-A field that changes the answer and that edgespec lacks is refused, as is a field that nobody knows, so that
-no client takes its effect for granted. Fields that cannot change an answer are taken and named in the log:
-those below of the type :data:`typing.Any`, and any whose name says so. docs/server.md has the table.
+Unknown fields are refused, and so are fields that would change the answer in a way that edgespec lacks. So no
+client relies on an effect that is missing. Fields that cannot change an answer are accepted and logged: those
+of the type :data:`typing.Any`, and any whose name says so. docs/server.md has the table.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _EFFORTS: Mapping[str, bool | int | Literal["high"]] = {"none": False, "minimal": 256, "xhigh": "high"}
 _THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort")
 _MOST = 2**31 - 1  # tokens
-_HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # of characters, perhaps of whole ones
+_HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, perhaps of whole ones
 _LARGE = 64 << 10  # bytes of a body; smaller ones are read at once, whatever waits for threads
 _ASIDE = re.compile(
     r"user|store|betas?|prediction|priority|service_tier|inference_geo|id_slot|stream_options"
@@ -35,13 +35,13 @@ _ASIDE = re.compile(
     r"|(.*_)?cache_(control|key|options|prompt|retention|salt)|max_tool_calls|web_search_options"
     r"|keep_alive|num_(batch|ctx|gpu|keep|thread)|main_gpu|numa|use_(mlock|mmap)|low_vram|f16_kv"
 )
-"""Names of fields that say who asks, how it is billed or kept, what tools that run elsewhere may do, or how a
-server is to spend memory and threads."""
+"""Names of fields about the user, billing, storage, tools that run elsewhere, or a server's memory and
+threads."""
 UNUSED = logging.getLogger("edgespec.serve.unused")
-"""Is told of what was taken and not used, at each request; :class:`Once` leaves out repetitions."""
-_OF_PAGES = frozenset({"origin", "sec-fetch-site"})  # what browsers say beside a page's body
-_OF_PROGRAMS = ("", "application/x-www-form-urlencoded")  # what some send with JSON, as curl -d does
-_CLOSE = {"Connection": "close"}  # what is still on its way would be read as the next request
+"""Receives the names of unused fields of each request; :class:`Once` leaves out repetitions."""
+_OF_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send with a page's body
+_OF_PROGRAMS = ("", "application/x-www-form-urlencoded")  # some send JSON so, as curl -d does
+_CLOSE = {"Connection": "close"}  # else the rest of the body would be read as the next request
 
 
 class Once(logging.Filter):
@@ -52,7 +52,7 @@ class Once(logging.Filter):
         self._told, self._most = set[str](), most
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether this was not told before."""
+        """Whether this message is new and within the limit."""
         before, message = len(self._told), record.getMessage()
         if before < self._most:
             self._told.add(message)
@@ -69,7 +69,7 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen, and with which help; values that None stands for are the model's defaults."""
+    """Options of sampling and drafting; None stands for the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -86,13 +86,13 @@ class Sampling:
     prompt_cache: bool | None = None
 
     def of(self, kind: Any) -> dict[str, Any]:
-        """The fields of ``kind``, which this is one of, for a body of another kind."""
+        """The fields of ``kind``, a base class of this body, for a body of another kind."""
         return {body_field.name: getattr(self, body_field.name) for body_field in fields(kind)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body(Sampling):
-    """What most requests for answers share."""
+    """The fields that most requests for answers share."""
 
     model: str
     stream: bool = False
@@ -101,7 +101,7 @@ class Body(Sampling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Common(Body):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     stream_options: StreamOptions = field(default_factory=StreamOptions)
     max_tokens: Annotated[int, within(1, _MOST)] | None = None
@@ -111,7 +111,7 @@ class _Common(Body):
     return_progress: bool = False  # llama.cpp's
 
     def options(self) -> RequestOptions:
-        """What the model is asked for, besides the prompt."""
+        """The options of the request to the model, without the prompt."""
         usual = {body_field.name: body_field.default for body_field in fields(self)}
         stated = {name: value for name, value in self.of(self).items() if value != usual[name]}
         stated.pop("max_tokens", None)
@@ -120,12 +120,12 @@ class _Common(Body):
         return cast(RequestOptions, {name: stated[name] for name in known if stated[name] is not None})
 
     def words(self) -> dict[str, str]:
-        """The client's names of options, by those that errors of a model have."""
+        """The client's names of options, by the names in a model's errors."""
         is_short = self.repetition_penalty is None and self.repeat_penalty is not None
         return {"repetition_penalty": "repeat_penalty"} if is_short else {}
 
     def _in_other_words(self) -> dict[str, Any]:
-        """Options that are called, or said, in another way here."""
+        """Options that have another name or form here."""
         biases = None if self.logit_bias is None else _by_token(self.logit_bias)
         seed = None if self.seed in (None, -1) else self.seed  # front ends say -1 for none
         repeated = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
@@ -175,13 +175,13 @@ class ChatBody(_Common):
         return _Common.words(self) | thinking | {"template_args": "chat_template_kwargs"}
 
     def _thinking(self) -> bool | int | str | None:
-        """Whether the model is to think, or how hard; a number of tokens goes before an effort."""
+        """Whether or how hard the model thinks; a number of tokens takes precedence over an effort."""
         effort = self.reasoning_effort and _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
         numbers = (self.thinking_budget, self.thinking_budget_tokens)
         return next((number for number in numbers if number is not None), effort)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages, less what is null in them: clients send back the answers that they were given."""
+        """The messages without null fields, which clients send back from earlier answers."""
         return [
             {key: value for key, value in message.items() if value is not None} for message in self.messages
         ]
@@ -252,7 +252,7 @@ class InfillFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfillBody(Body):
-    """Body of llama.cpp's ``POST /infill``: what its plug-ins for editors send."""
+    """Body of llama.cpp's ``POST /infill``, as its plug-ins for editors send it."""
 
     model: str = ""
     input_prefix: str
@@ -270,14 +270,14 @@ class InfillBody(Body):
     t_max_prompt_ms: Any = None
 
     def completion(self, model: str) -> "CompletionBody":
-        """What a completion asks for."""
+        """The options of a completion."""
         shared = self.of(Body) | {"model": self.model or model, "prompt": "", "stop": self.stop}
         return CompletionBody(**shared, max_tokens=None if self.n_predict < 0 else self.n_predict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetBody:
-    """Body of ``POST /edgespec/history/forget``: one of both."""
+    """Body of ``POST /edgespec/history/forget``, with exactly one of its fields."""
 
     text: str | None = None
     everything: bool = False
@@ -288,16 +288,16 @@ class ForgetBody:
 
 
 async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
-    """What a request carries, of the form ``cls``; a large one is parsed in a thread, which takes seconds.
+    """The body of a request, of the form ``cls``. A large one takes seconds, so a thread parses it.
 
     Raises:
         Problem: it is too long (413), too slow (408), not said to be JSON (415), or not a JSON object (400).
-        RequestError: what is wrong with the first field that is.
+        RequestError: a field is wrong; the message is about the first one.
         ClientDisconnect: the client left.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_page = any(name in request.headers for name in _OF_PAGES)
-    if kind != "application/json" and (is_page or kind not in _OF_PROGRAMS):  # pages need no leave for others
+    if kind != "application/json" and (is_page or kind not in _OF_PROGRAMS):  # any page may send others
         raise Problem(415, f"the Content-Type is {kind!r:.80}; send application/json", headers=_CLOSE)
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise Problem(415, f"the body is compressed ({coding!r:.80}); send it as it is", headers=_CLOSE)
@@ -327,7 +327,7 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def parse(cls: type[T], body: Mapping[str, Any], where: str = "the request") -> T:
-    """A request of the form ``cls``; null is no field. RequestError for the first field that is wrong."""
+    """A request of the form ``cls``; null counts as missing. RequestError for the first wrong field."""
     kind: Any = cls
     values = {name: value for name, value in body.items() if value is not None}
     known = {known_field.name: known_field.type for known_field in fields(kind)}
@@ -359,7 +359,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def _unread(value: object) -> str:
-    """Where the first text is that no tokenizer reads, and why none does; empty where there is none."""
+    """The place of the first text that no tokenizer reads, and the reason; empty if there is none."""
     if isinstance(value, str):
         return lone_surrogate(value)
     parts = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
@@ -374,7 +374,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") -> list[Mapping[str, Any]]:
-    """The tools of the type ``kind``; others run elsewhere, or take no JSON, and no model is shown them."""
+    """The tools of the type ``kind``. Others run elsewhere or take no JSON; models do not see them."""
     kinds = [tool.get("type") or kind for tool in tools]
     for other in {shown(tool_kind) for tool_kind in kinds if tool_kind != kind}:
         UNUSED.info("requests have tools of the type %s, which no model here is shown", other)
@@ -382,14 +382,14 @@ def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") 
 
 
 def response_format(wanted: Mapping[str, Any], name: str = "response_format") -> ResponseFormat | None:
-    """The form of an answer, in the words of ``name``; None is a text. RequestError for what is not known."""
+    """The form of an answer, from the field ``name``; None is a text. RequestError for unknown forms."""
     wanted = {key: value for key, value in wanted.items() if value is not None}
     kind, within = wanted.get("type"), wanted.get("json_schema")
     known = {"type"} if kind == "text" else {"type", "json_schema", "schema", "strict", "name", "description"}
     parts = wanted if within is None else within  # Responses and Messages have its fields beside the type
     schema = parts.get("schema") if isinstance(parts, Mapping) else None
     unknown = [*(wanted.keys() - known), *(parts.keys() - known if isinstance(parts, Mapping) else ())]
-    unknown += ["schema"] * (within is not None and "schema" in wanted)  # of two one would be dropped
+    unknown += ["schema"] * (within is not None and "schema" in wanted)  # one of two schemas would be dropped
     if not unknown and kind == "text":
         return None
     if not unknown and kind == "json_object" and schema is None and within is None:
