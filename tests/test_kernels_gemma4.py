@@ -156,6 +156,9 @@ def test_a_layers_inputs_times_their_gate() -> None:
         np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(Exception, match="does not fit the inputs"):
         session(gate_graph(feeds, 3)).run(None, feeds)
+    twice = {"x": np.concatenate([x, x]), "inputs": inputs}
+    with pytest.raises(Exception, match="does not fit the inputs"):
+        session(gate_graph(twice, 0)).run(None, twice)
 
 
 def test_logits_end_softly() -> None:

@@ -284,7 +284,7 @@ struct Attended {
 void attend(const Kernels& kernels, Random& random, const Attended& a, Results& results) {
   const int64_t tokens = a.past + a.rows, capacity = (tokens + kLanes - 1) / kLanes * kLanes;
   const int64_t count = a.heads * a.rows;
-  const std::vector<float> vectors = random.reals(count * a.head_dim);
+  const std::vector<float> vectors = random.reals(count * a.head_dim), sinks = random.reals(count, 8.0f);
   std::vector<Half> keys = halves(random.reals(capacity * a.head_dim, 4.0f));
   std::vector<Half> values = halves(random.reals(capacity * a.head_dim));
   for (int64_t token = tokens; token < capacity; token++)  // what lies there has no part in the answer
@@ -302,6 +302,7 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     Queries q{};
     q.spans = spans.data() + first;
     q.count = last - first;
+    q.sinks = a.rows % 2 ? sinks.data() + first : nullptr;
     q.vectors = y.data();
     q.keys = keys.data();
     q.values = values.data();

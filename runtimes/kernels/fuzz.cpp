@@ -122,13 +122,14 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t sequences = 1 + choices.below(3);
   const Shape cache = {1, kv_heads, capacity * sequences, head_dim};
   const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
-  const int64_t queries = heads * (1 + choices.below(2));  // with gates or without
-  const Shape shapes[] = {{1, sequences * rows, (queries + 2 * kv_heads) * head_dim}, cache, cache,
-                          {sequences, 3}, rotation, rotation, {head_dim}, {head_dim}};
+  // Queries, keys and values; with gates; queries and keys; queries alone.
+  const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
+  const Shape shapes[] = {{1, sequences * rows, packed[choices.below(4)] * head_dim}, cache, cache,
+                          {sequences, 3}, rotation, rotation, {head_dim}, {head_dim}, {heads}};
   const uint8_t left_out = choices.byte();
-  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kFloat, kFloat, kFloat, kFloat};
-  for (int i = 0; i < 8; i++)
-    node.inputs.push_back(i > 3 && left_out >> i & 1 ? nullptr : made(choices, types[i], shapes[i]));
+  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kFloat, kFloat, kFloat, kFloat, kFloat};
+  for (int i = 0; i < 9; i++)
+    node.inputs.push_back(i > 3 && left_out >> (i - 4) & 1 ? nullptr : made(choices, types[i], shapes[i]));
   std::vector<int64_t> said;
   for (int64_t i = 0; i < sequences; i++) {
     said.push_back(choices.number(i * capacity));
@@ -141,6 +142,10 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
                   {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},
                   {"window", choices.number(choices.below(2) ? choices.below(64) : 0)}};
   node.reals = {{"scale", choices.below(2) ? 0.25f : 1.0f}, {"epsilon", 1e-5f}};
+  if (choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
+  if (choices.below(2)) node.numbers["normed_values"] = 1;
+  if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
+  if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
 }
 
 void fill_delta(Choices& choices, OrtKernelInfo& node) {
@@ -218,6 +223,33 @@ void fill_lookups(Choices& choices, OrtKernelInfo& node) {
   node.texts = {{"format", broken(choices, kFormats[format].name)}};
 }
 
+void fill_layer_inputs(Choices& choices, OrtKernelInfo& node) {
+  const int64_t part = 32 * (1 + choices.below(8)), width = 256 * (1 + choices.below(2));
+  const int64_t format = choices.below(kFormatCount), rows = 1 + choices.below(50);
+  std::vector<int64_t> tokens(static_cast<size_t>(choices.below(6)));
+  for (int64_t& each : tokens) each = choices.number(choices.byte() % rows);
+  const auto count = static_cast<int64_t>(tokens.size());
+  node.inputs = {made(choices, kInt64, {1, count}), made(choices, kUint8, {size_of(format, rows, width)}),
+                 made(choices, kFloat, {1, count, width}), made(choices, kFloat, {part})};
+  set_numbers(node, 0, tokens);
+  node.numbers = {{"width", choices.number(width)}, {"rows", choices.number(rows)}, {"part", choices.number(part)}};
+  node.reals = {{"factor", 0.5f}, {"epsilon", 1e-5f}};
+  node.texts = {{"format", broken(choices, kFormats[format].name)}};
+}
+
+void fill_input_gate(Choices& choices, OrtKernelInfo& node) {
+  const int64_t layers = 1 + choices.below(4), part = 1 + choices.below(70), rows = choices.below(7);
+  node.inputs = {made(choices, kFloat, {1, rows, part}), made(choices, kFloat, {1, rows, layers * part})};
+  node.numbers = {{"layer", choices.number(choices.below(static_cast<int>(layers)))}};
+  node.texts = {{"gate", broken(choices, choices.below(2) ? "gelu" : "silu")}};
+}
+
+void fill_cap(Choices& choices, OrtKernelInfo& node) {
+  const int64_t columns = choices.rarely() ? 8000 + 2 * choices.byte() : 1 + choices.byte();
+  node.inputs = {made(choices, kFloat, {1, choices.below(9), columns})};
+  node.reals = {{"most", choices.rarely() ? 0.0f : 0.5f}};
+}
+
 void fill_experts(Choices& choices, OrtKernelInfo& node) {
   const int64_t experts = 1 + choices.below(6), used = 1 + choices.below(static_cast<int>(experts));
   const int64_t inputs = 256, width = 32 * (1 + choices.below(3)), rows = choices.below(7);
@@ -249,10 +281,11 @@ OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
   const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
   Choices choices(data, size);
   OrtKernelInfo node;
-  node.op = static_cast<size_t>(choices.below(7));
+  node.op = static_cast<size_t>(choices.below(10));
   *set = sets[choices.below(6)];
   void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups,
-                                                    fill_delta,  fill_convolution, fill_experts};
+                                                    fill_delta,  fill_convolution, fill_experts,
+                                                    fill_layer_inputs, fill_input_gate, fill_cap};
   fill[node.op](choices, node);
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;

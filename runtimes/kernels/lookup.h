@@ -111,8 +111,9 @@ class InputGate {
   void run(const Pass& pass) const {
     const Tensor x = pass.input(0), all = pass.input(1);
     const bool typed = x.type == ort::kFloat && all.type == ort::kFloat;
-    const bool shaped = typed && x.shape.size() == 3 && all.shape.size() == 3 && x.shape[1] == all.shape[1];
-    require(shaped && layer_ >= 0 && layer_ < kMost && (layer_ + 1) * x.last() <= all.last(),
+    const bool shaped = typed && x.shape.size() == 3 && all.shape.size() == 3 && x.shape[0] == 1 &&
+                        all.shape[0] == 1 && x.shape[1] == all.shape[1];
+    require(shaped && layer_ >= 0 && layer_ < kMost && x.last() <= all.last() / (layer_ + 1),
             "a layer's gate does not fit the inputs of all layers");
     const int64_t part = x.last(), step = all.last();
     auto* y = pass.output<float>(0, x.shape);
