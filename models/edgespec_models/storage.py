@@ -1,4 +1,4 @@
-"""Where edgespec keeps files, and how they come to be there: whole or not at all.
+"""The folders of edgespec's files. A file is written there whole or not at all.
 
 What lasts lies below ``EDGESPEC_HOME``, or in the platform's folders. A file or a folder is written beside
 its place, then renamed. Names of temporary files name their process, so that what killed programs left can be
@@ -38,27 +38,27 @@ def home() -> Path:
 
 
 def models_dir() -> Path:
-    """Where pulled checkpoints lie."""
+    """The folder of pulled checkpoints."""
     return home() / "models"
 
 
 def bundles_dir() -> Path:
-    """Where bundles exported on first use lie."""
+    """The folder of bundles that were exported on first use."""
     return home() / "bundles"
 
 
 def measurements_dir() -> Path:
-    """Where it is kept what models cost on this machine. May be deleted at any time."""
+    """The folder of measured costs of models on this machine. It may be deleted at any time."""
     return home() / "measurements"
 
 
 def prompts_dir() -> Path:
-    """Where keys and values of prompts lie, from which prompts can be read. May be deleted at any time."""
+    """The folder of prompts' keys and values, which reveal the prompts. It may be deleted at any time."""
     return home() / "prompt-cache"
 
 
 def histories_dir() -> Path:
-    """Where histories lie: no cache, since no download brings them back."""
+    """The folder of histories. It is no cache, because no download brings them back."""
     override = os.environ.get("EDGESPEC_HOME")
     base = home() if override else platformdirs.user_data_path("edgespec", appauthor=False)
     return base / "histories"

@@ -1,4 +1,4 @@
-"""What a pass costs on this machine: T(n), measured, and measured curves checked again later."""
+"""The cost of a pass on this machine: T(n), measured, and measured curves checked again later."""
 
 import math
 from bisect import bisect_left

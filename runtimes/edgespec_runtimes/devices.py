@@ -159,7 +159,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What ``load(device=...)`` takes."""
+        """The name of the device for ``load(device=...)``."""
         return self.kind.name
 
     @property

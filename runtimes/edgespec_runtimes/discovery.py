@@ -40,7 +40,7 @@ _KINDS_OF_GRAPHS: Mapping[GraphKind, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class FoundHardware:
-    """What a provider found: its name, the kind and vendor of hardware, ONNX Runtime's own handle."""
+    """A device that a provider found: its name, kind and vendor of hardware, and ONNX Runtime's handle."""
 
     provider: str
     hardware: Hardware
@@ -60,7 +60,7 @@ class Runtime:
         return _register(module)
 
     def found(self) -> Sequence[FoundHardware]:
-        """What all known providers found."""
+        """The devices that all known providers found."""
         hardware = [
             FoundHardware(d.ep_name, d.device.type.name, d.device.vendor, d) for d in ort.get_ep_devices()
         ]

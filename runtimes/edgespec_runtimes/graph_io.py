@@ -1,4 +1,4 @@
-"""How a pass of any number of tokens fills a graph's inputs and reads its outputs.
+"""Passes over any number of tokens: filling a graph's inputs and reading its outputs.
 
 Sessions know tokens. What a graph is called with is in :mod:`graph_contract`; here that is
 bound to memory, run, and read.

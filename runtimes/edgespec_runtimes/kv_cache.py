@@ -70,7 +70,7 @@ def refuse_states(layout: Sequence[KeptTensor]) -> None:
 class KVBuffers(ABC):
     """The KV cache of a model, for one sequence or, in numpy's memory, several.
 
-    What is not overridden is of graphs that read and write one buffer of full capacity for each tensor.
+    The default methods are for graphs that read and write one buffer of full capacity per tensor.
     """
 
     def __init__(self, layout: Sequence[KeptTensor]) -> None:

@@ -27,7 +27,7 @@ KEPT = 128  # tokens, whose features are kept beside those of the last pass
 
 
 class Predictions:
-    """What a model says behind each token of a pass; valid until the session's next one.
+    """A model's predictions behind each token of a pass, valid until the session's next pass.
 
     ``logits`` are float32 ``(rows, head_rows)``.
 

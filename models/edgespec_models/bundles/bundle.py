@@ -58,7 +58,7 @@ _DIGEST = "sha256"
 
 
 def _marks(sources: Mapping[str, str]) -> frozenset[str]:
-    """What chat templates write around turns."""
+    """The texts that chat templates write around turns."""
     if not sources:
         return frozenset()
     from edgespec_models.text.tokenizer_files import written_marks  # few bundles have further templates
@@ -100,7 +100,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What ``edgespec.json`` holds.
+    """The contents of ``edgespec.json``.
 
     Attributes:
         weights: the export's policy, such as ``exact``.
@@ -158,7 +158,7 @@ class Manifest:
 
     @property
     def made_for(self) -> ExportDevice | None:
-        """What ``edgespec export --device`` made the bundle for; None is the CPU."""
+        """The device of ``edgespec export --device``; None is the CPU."""
         return self.device if self.static is None else self.static.device
 
     @property

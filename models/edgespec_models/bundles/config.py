@@ -7,7 +7,7 @@ from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.schema import check_fields, length, within
 
 FloatType = Literal["float32", "float16"]
-"""What a graph of any shape computes in."""
+"""The number types that a graph of any shape computes in."""
 Architecture = Literal[
     "llama",
     "mistral",
@@ -116,7 +116,7 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """What is convolved: queries, keys and values."""
+        """The convolved channels: queries, keys and values."""
         return 2 * self.keys + self.values
 
 

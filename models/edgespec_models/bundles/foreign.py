@@ -9,7 +9,7 @@ _OPTIMUM_GRAPHS = ("model.onnx", "onnx/model.onnx")
 
 
 def is_model(folder: Path) -> bool:
-    """Whether ``folder`` is something to open rather than to export."""
+    """Whether ``folder`` is a model that can be opened without an export."""
     marks = (MANIFEST, GENAI)
     return any((folder / name).is_file() for name in marks) or _optimum_graph(folder) is not None
 

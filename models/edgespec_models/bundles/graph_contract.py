@@ -86,7 +86,7 @@ class Pass:
 
 
 ROWS: Final = "logits_rows"
-"""Graphs with this input write logits of the rows that it names; others write those of all rows."""
+"""The input that names the rows whose logits a graph writes; graphs without it write the logits of all."""
 
 INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
     {
@@ -109,7 +109,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
 CHANGING: Final = frozenset(
     {"input_ids", "sequences", "places", "seqlens_k", "total_sequence_length", ROWS, "features", "states"}
 )
-"""Those of edgespec's graphs that hold something else in another pass over as many tokens."""
+"""Inputs of edgespec's graphs whose values differ between passes over equally many tokens."""
 
 
 NEW_STATES: Final = "new_states"
@@ -120,13 +120,13 @@ EXPERTS_READ: Final = "experts_read"
 
 
 def stream_name(layer: int) -> str:
-    """What edgespec's graphs call the residual stream that enters ``layer``, one more for what leaves it."""
+    """The name of the residual stream that enters ``layer``; ``layer + 1`` names the one that leaves."""
     return f"layers.{layer}.stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphTensors:
-    """What a graph of any shape calls its inputs and outputs.
+    """The names of inputs and outputs in a graph of any shape.
 
     Attributes:
         inputs: what the graph calls each of :data:`INPUTS`, by its name there; of a foreign one those it has.

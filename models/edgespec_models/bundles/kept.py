@@ -92,7 +92,7 @@ def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple
 
 
 def last_inputs(layer: int, channels: int, taps: int) -> KeptTensor:
-    """What a convolution over tokens has read last: a ring, where token t is row t modulo the length."""
+    """The last inputs of a convolution over tokens: a ring, in which token t is row t modulo the length."""
     return KeptTensor(
         input=f"past_inputs.{layer}",
         output=f"present_inputs.{layer}",
@@ -103,7 +103,7 @@ def last_inputs(layer: int, channels: int, taps: int) -> KeptTensor:
 
 
 def block_ends(layer: int, channels: int, taps: int) -> KeptTensor:
-    """What it has read before the end of each block: these rows do not lie in the ring."""
+    """The inputs of a convolution before the end of each block; these rows do not lie in the ring."""
     return KeptTensor(
         input=f"past_ends.{layer}",
         output=f"present_ends.{layer}",

@@ -276,7 +276,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kept_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
-    """What a sequence keeps, layer by layer, in a graph of any shape that edgespec builds."""
+    """The tensors that a sequence keeps, layer by layer, in a graph of any shape that edgespec builds."""
     kept = list[KeptTensor]()
     for layer in layers_of(config):
         if layer.mixer == "short_conv":
@@ -375,7 +375,7 @@ class Decoder(ABC):
             return self.scaled(x, f"{layer.name}.scale") if self.config.scaled_layers else x
 
     def attention(self, layer: Layer, x: Any) -> Any:
-        """What attention adds to the stream."""
+        """The output of attention, which is added to the stream."""
         with self.scope("attention", "Attention"):
             return self.product(f"{layer.name}.o", self.attended(layer, x))
 
@@ -402,7 +402,7 @@ class Decoder(ABC):
         raise NotImplementedError
 
     def gated_mlp(self, layer: Layer, x: Any) -> Any:
-        """What the MLP adds to the stream."""
+        """The output of the MLP, which is added to the stream."""
         with self.scope("mlp", "MLP"):
             return self.product(f"{layer.name}.down", self.gated(layer, x))
 
@@ -419,7 +419,7 @@ class Decoder(ABC):
         return x
 
     def post_norm(self, y: Any, name: str) -> Any:
-        """What a sublayer adds, normalized."""
+        """The output of a sublayer, normalized."""
         return self.norm(y, name)
 
     @abstractmethod

@@ -22,7 +22,7 @@ _Shape = tuple[str, int, int]  # format, rows, columns
 
 
 class StoredWeights:
-    """What the graph of a bundle multiplies by, whose operators are edgespec's own.
+    """The weights of a bundle whose graph has edgespec's own operators.
 
     Names are the graph's, such as ``layers.3.attention.qkv`` (:func:`edgespec_models.graphs.build_native`).
 

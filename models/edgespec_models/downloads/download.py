@@ -21,7 +21,7 @@ from edgespec_models.storage import models_dir, replacing
 
 
 def model_path(entry: CatalogueEntry) -> Path:
-    """Where the model's file lies once it is pulled."""
+    """The path of the model's file once it is pulled."""
     return models_dir() / entry.filename
 
 

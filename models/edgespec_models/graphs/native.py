@@ -195,7 +195,7 @@ class _NativeDecoder(GraphDecoder):
         return more | ({"pair_distance": config.rotary_width // 2} if apart else {})
 
     def delta_net(self, layer: Layer, x: _Product) -> _Product:
-        """What a gated delta net adds to the stream."""
+        """The output of a gated delta net, which is added to the stream."""
         net, name, shapes = self.config.delta, layer.name, self.shapes
         assert net is not None  # which a config with such a layer has
         conv, a, bias = (f"{name}.{kind}" for kind in ("conv", "delta_a", "delta_bias"))
@@ -220,7 +220,7 @@ class _NativeDecoder(GraphDecoder):
         return self.product(f"{name}.delta_out", y)
 
     def short_conv(self, layer: Layer, x: _Product) -> _Product:
-        """What a short convolution adds to the stream."""
+        """The output of a short convolution, which is added to the stream."""
         taps, width = self.shapes[f"{layer.name}.conv"][1], self.config.hidden_size
         y, *new = self.node(
             "ShortConv",
@@ -237,7 +237,7 @@ class _NativeDecoder(GraphDecoder):
         return self.product(f"{layer.name}.conv_out", y)
 
     def experts(self, layer: Layer, x: _Product) -> _Product:
-        """What a mixture of experts adds to the stream."""
+        """The output of a mixture of experts, which is added to the stream."""
         experts, name = self.config.experts, layer.name
         if experts is None or not experts.shared_width:
             return partial(self.mixture, x, name)

@@ -49,7 +49,7 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a graph computes in.
+    """The number types that a graph computes in.
 
     Attributes:
         activations: projections, attention and the KV cache.

@@ -20,7 +20,7 @@ _TAIL: Final = 24  # tokens that hold a prompt's last tag, and the space around 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What a model writes around its thoughts.
+    """The tags that a model writes around its thoughts.
 
     ``response`` begins the text behind them, or is empty. ``switch`` is the variable of the chat template
     that turns thinking on and off, ``effort`` that for ``low``, ``medium`` or ``high``; None without one.
@@ -36,7 +36,7 @@ class Tags:
     channels: bool = False
 
     def told(self, thinking: bool | int | str) -> dict[str, Any]:
-        """What the chat template is told where a request says so; a bound of thoughts is a low effort."""
+        """The chat template's variables for ``thinking``; a bound of tokens counts as low effort."""
         told = dict[str, Any]()
         if self.switch is not None:
             told[self.switch] = bool(thinking)
@@ -47,7 +47,7 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in an answer: what stands there, and bytes of which is not known yet what they are.
+    """A place in an answer: its stage, and held bytes that may still become a tag.
 
     Only the beginning of an answer holds thoughts: a tag that comes later is text. ``opened`` and ``closed``
     are the tag and space behind it.
@@ -59,17 +59,17 @@ class Place:
 
     @property
     def thinks(self) -> bool:
-        """Whether it is within the tags."""
+        """Whether the place is within the tags."""
         return self.stage in ("opened", "thoughts")
 
     @property
     def has_text(self) -> bool:
-        """Whether what comes is text."""
+        """Whether the text of the answer has begun."""
         return self.stage in ("closed", "text")
 
     @property
     def held_text(self) -> bytes:
-        """What is text of that which is held, where nothing follows."""
+        """The part of the held bytes that is text if the answer ends here."""
         return b"" if self.thinks else self.held if self.stage == "before" else self.held.lstrip()
 
     def read_token(self, token: int, tokenizer: Tokenizer) -> tuple["Place", bytes, bytes]:
