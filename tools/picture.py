@@ -1,8 +1,8 @@
-"""Draw ``docs/figures/speed.svg`` and write the tables of the documents, all from ``docs/figures.json``.
+"""Draw ``docs/figures/speed.svg`` and write the table of ``README.md``, both from ``docs/figures.json``.
 
-Run ``python -m tools.picture`` when a figure has changed; a test compares what it would write with the files.
-In a document the text between ``<!-- figures: table -->`` (or ``verdict``) and ``<!-- figures: end -->`` is
-replaced. The words are in ``figures.json`` too: its ``table`` and ``verdict`` name figures in braces.
+Run ``python -m tools.picture`` when a figure has changed; a test compares its output with the files. In
+``README.md`` the text from ``<!-- figures: table -->`` to ``<!-- figures: end -->`` is replaced. Its words
+are in ``figures.json`` too: the ``table`` there names figures in braces.
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 _ROOT: Final = Path(__file__).parents[1]
-_PAGES: Final = ("README.md", "docs/benchmarks.md")
 _END: Final = "<!-- figures: end -->"
 _WIDTH, _HEIGHT, _TOP, _BOTTOM = 960, 380, 76, 316
 _LEFT, _RIGHT = 64, 348  # of the lines; their names follow on the right
@@ -23,8 +22,11 @@ def drawn(root: Path = _ROOT) -> dict[Path, str]:
     """What the tool writes: file -> content."""
     docs = root / "docs"
     figures = json.loads(_read(docs / "figures.json"))
-    pages = {root / name: _filled(_read(root / name), figures) for name in _PAGES}
-    return {docs / "figures" / "speed.svg": _picture(figures, _read(docs / "figures" / "style.css")), **pages}
+    readme = root / "README.md"
+    return {
+        docs / "figures" / "speed.svg": _picture(figures, _read(docs / "figures" / "style.css")),
+        readme: _filled(_read(readme), figures),
+    }
 
 
 def main() -> None:
@@ -46,17 +48,11 @@ def _read(path: Path) -> str:
 
 
 def _filled(page: str, figures: Mapping[str, Any]) -> str:
-    """The page with its table and verdict, where it has places for them."""
+    """The page with its table."""
     rows = [f"| {what.format(**figures)} | {value.format(**figures)} |" for what, value in figures["table"]]
-    texts = {
-        "table": "\n".join(["| what was measured | edgespec |", "|---|---|", *rows]),
-        "verdict": " ".join(figures["verdict"]).format(**figures),
-    }
-    for name, text in texts.items():
-        before, begin, rest = page.partition(f"<!-- figures: {name} -->\n")
-        if begin:
-            page = f"{before}{begin}{text}\n{_END}{rest.partition(_END)[2]}"
-    return page
+    before, begin, rest = page.partition("<!-- figures: table -->\n")
+    table = "\n".join(["| what was measured | edgespec |", "|---|---|", *rows])
+    return f"{before}{begin}{table}\n{_END}{rest.partition(_END)[2]}"
 
 
 def _picture(figures: Mapping[str, Any], style: str) -> str:
