@@ -27,12 +27,12 @@ from edgespec.loading import measurements, opening
 from edgespec.requests import runner
 from edgespec_runtimes import cost
 from edgespec_runtimes.predictions import Predictions
-from tests.downloads_for_tests import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
+from tests.kit.downloads import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-    from tests.serving_for_tests import ServedModel
+    from tests.kit.serving import ServedModel
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -70,7 +70,7 @@ def own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def model() -> "ServedModel":
     """What a server's tests serve; some have another of their own."""
-    from tests.serving_for_tests import ServedModel  # which needs the extra "server"
+    from tests.kit.serving import ServedModel  # which needs the extra "server"
 
     return ServedModel()
 
@@ -78,7 +78,7 @@ def model() -> "ServedModel":
 @pytest.fixture
 def url(model: "ServedModel") -> Iterator[str]:
     """Where it is served."""
-    from tests.serving_for_tests import serving
+    from tests.kit.serving import serving
 
     with serving(model.as_model()) as url:
         yield url

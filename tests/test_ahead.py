@@ -14,7 +14,7 @@ from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement, State, run_at_once
-from tests.drafters_for_tests import (
+from tests.kit.drafters import (
     PROMPT,
     VOCAB,
     Timed,
@@ -26,7 +26,7 @@ from tests.drafters_for_tests import (
     reader_of,
     stream_of,
 )
-from tests.toy import markov_logits, round_of
+from tests.kit.toy import markov_logits, round_of
 from tools.replay import Clock, lane
 
 

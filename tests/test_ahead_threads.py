@@ -21,7 +21,7 @@ from edgespec.drafting.reading import Reader
 from edgespec.requests.request import Request, RequestOptions
 from edgespec.requests.stream import Stream
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import (
+from tests.kit.drafters import (
     GREEDY,
     PROMPT,
     QUICK,
@@ -36,8 +36,8 @@ from tests.drafters_for_tests import (
     stream_of,
     tokenizer,
 )
-from tests.models_for_tests import side_of
-from tests.toy import (
+from tests.kit.models import side_of
+from tests.kit.toy import (
     COLUMNS,
     F32,
     INT4,

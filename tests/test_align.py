@@ -25,7 +25,7 @@ from edgespec_models.downloads.catalog import CatalogueAlignment, entries, find
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
 from edgespec_models.files.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_models.progress import ignore_progress
-from tests.gguf_for_tests import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
+from tests.kit.gguf import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
 
 ORIGIN = Origin("drafter", "0" * 64, "target", 1234, 0.5, 0.625, {"rank": "2"}, "Apache-2.0")
 

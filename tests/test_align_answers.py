@@ -28,8 +28,8 @@ from edgespec_models.downloads.catalog import find
 from edgespec_models.errors import DoesNotFit, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
 from edgespec_runtimes.cpu import open_cpu
-from tests.fake_model import FakeModel
-from tests.gguf_for_tests import tiny_gguf
+from tests.kit.fake_model import FakeModel
+from tests.kit.gguf import tiny_gguf
 from tools import first_guesses
 
 ASKED = RequestOptions(max_new_tokens=7, temperature=0.8)

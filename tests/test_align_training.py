@@ -24,12 +24,12 @@ from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import Progress, ignore_progress
-from tests.fake_model import FakeModel
-from tests.gguf_for_tests import ARCHITECTURES, HIDDEN, reference_weights, tiny_gguf
-from tests.hf_for_tests import PORTABLE, ROWS, TOKENS
+from tests.kit.fake_model import FakeModel
+from tests.kit.gguf import ARCHITECTURES, HIDDEN, reference_weights, tiny_gguf
+from tests.kit.hf import PORTABLE, ROWS, TOKENS
+from tests.kit.toy import TinyModel
 from tests.test_graphs import reference_logits
 from tests.test_hf_export import checkpoint, distance
-from tests.toy import TinyModel
 
 OPTIONS = TrainingOptions(rank=4, rate=0.01, batch_tokens=64)
 

@@ -26,11 +26,11 @@ from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import GREEDY, Timed, model_of, plain
-from tests.learning_for_tests import AtOnce
-from tests.models_for_tests import side_of
-from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA, ToySession, decode, markov_logits
+from tests.kit.drafters import GREEDY, Timed, model_of, plain
+from tests.kit.learning import AtOnce
+from tests.kit.models import side_of
+from tests.kit.native import tiny_native
+from tests.kit.toy import LLAMA, ToySession, decode, markov_logits
 from tools.replay import Clock
 
 VOCAB = 12

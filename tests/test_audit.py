@@ -16,7 +16,7 @@ from edgespec.measuring.chi_square import ChiSquare, pool_rare, survival, two_sa
 from edgespec.measuring.prompts import Prompt
 from edgespec.requests.request import RequestOptions
 from edgespec_models.errors import RequestError
-from tests.fake_model import FakeModel
+from tests.kit.fake_model import FakeModel
 
 PROMPTS = (Prompt("p1", "x", ("first",)), Prompt("p2", "y", ("second",)))
 

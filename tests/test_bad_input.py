@@ -20,8 +20,8 @@ from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.errors import EdgespecError, ModelFileError, StorageError, TokenizerError
 from edgespec_models.errors import UnsupportedModelError as Unsupported
 from edgespec_models.progress import Progress
-from tests.gguf_cases_for_tests import gguf_of
-from tests.gguf_for_tests import HIDDEN, TinyGGUF, tiny_gguf
+from tests.kit.gguf import HIDDEN, TinyGGUF, tiny_gguf
+from tests.kit.gguf_cases import gguf_of
 
 Edit = Callable[[TinyGGUF], object]
 

@@ -16,7 +16,7 @@ from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
 from edgespec_models.storage import check_writable, write_text
-from tests.fake_model import PLAIN_STEP_S, FakeModel
+from tests.kit.fake_model import PLAIN_STEP_S, FakeModel
 
 PROMPTS = (
     Prompt("w1", "writing", ("write", "later turn")),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edgespec_models.files.blocks import U8, Blocks, GGMLType, largest, unpack
-from tests.gguf_for_tests import F32, FORMATS, random_raw
+from tests.kit.gguf import F32, FORMATS, random_raw
 
 QUANTIZED = [kind for kind in GGMLType if kind.block > 1]
 HALVES = {kind: range(kind.factors_at, kind.factors_at + 2 * kind.factors, 2) for kind in QUANTIZED}

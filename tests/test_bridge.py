@@ -10,8 +10,8 @@ from edgespec.drafting.bridge import ByteBridge, IdentityBridge, encode_after, s
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.kv_cache import shared_length
-from tests.drafters_for_tests import tokenizer
-from tests.tokenizers_for_tests import CORPUS, sentencepiece_json
+from tests.kit.drafters import tokenizer
+from tests.kit.tokenizers import CORPUS, sentencepiece_json
 
 KINDS = ("byte", "small byte", "sentencepiece", "prefixed")
 PAIRS = list(permutations(KINDS, 2))

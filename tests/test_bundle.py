@@ -23,9 +23,9 @@ from edgespec_models.bundles.bundle import (
 )
 from edgespec_models.errors import BundleError, RequestError, TokenizerError, UnsupportedModelError
 from edgespec_runtimes.cpu import open_cpu
-from tests.native_for_tests import Edit, edit_manifest
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import LLAMA, tiny_bundle
+from tests.kit.native import Edit, edit_manifest
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import LLAMA, tiny_bundle
 
 
 def npy(header: str) -> bytes:

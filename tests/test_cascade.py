@@ -13,8 +13,8 @@ from edgespec.drafting.reading import Reader
 from edgespec.requests.turns import step_shares
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Rows
-from tests.drafters_for_tests import draft_of, model_of, read, step
-from tests.toy import ToySession, markov_logits
+from tests.kit.drafters import draft_of, model_of, read, step
+from tests.kit.toy import ToySession, markov_logits
 
 VOCAB = 12
 NEXT = markov_logits(3, VOCAB)

@@ -18,12 +18,12 @@ from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import ends_of_generation
-from tests.calls_for_tests import DO, REST, joined, reader_of
-from tests.serving_for_tests import ask, named_events, serving
-from tests.templates_for_tests import HARMONY
-from tests.thoughts_for_tests import speaking
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, ToySession
+from tests.kit.calls import DO, REST, joined, reader_of
+from tests.kit.serving import ask, named_events, serving
+from tests.kit.templates import HARMONY
+from tests.kit.thoughts import speaking
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import F32, ToySession
 
 CONTROL = (
     *("<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>"),

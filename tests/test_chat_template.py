@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}

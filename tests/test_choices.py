@@ -29,8 +29,8 @@ from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from edgespec_runtimes.session import Rows, Session
-from tests.drafters_for_tests import GREEDY, model_of
-from tests.toy import (
+from tests.kit.drafters import GREEDY, model_of
+from tests.kit.toy import (
     F32,
     GEMMA,
     INT4,

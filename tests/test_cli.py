@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 import edgespec.engine
 from edgespec.cli import COMMANDS, app
 from edgespec_models.downloads import catalog
-from tests.downloads_for_tests import CONTENT, FROM_HUB, Hub
-from tests.fake_model import FakeModel, FakeStream
-from tests.gguf_for_tests import tiny_gguf
+from tests.kit.downloads import CONTENT, FROM_HUB, Hub
+from tests.kit.fake_model import FakeModel, FakeStream
+from tests.kit.gguf import tiny_gguf
 
 Use = Callable[[FakeModel], list[tuple[Any, ...]]]
 pytestmark = pytest.mark.usefixtures("consoles")

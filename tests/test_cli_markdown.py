@@ -16,9 +16,9 @@ from edgespec.cli import answers, chat
 from edgespec.cli import console as cli_console
 from edgespec.cli.line_breaks import LineBreaks, Piece
 from edgespec.cli.markdown import CODE, FENCE, HEADING, STRONG, MarkdownStream
-from tests.models_for_tests import toy_model, toy_tokenizer
-from tests.serving_for_tests import Clocked, drafting_model
-from tests.toy import F32
+from tests.kit.models import toy_model, toy_tokenizer
+from tests.kit.serving import Clocked, drafting_model
+from tests.kit.toy import F32
 
 MARK = "\x1b[4;34m"
 """Underlined and blue: of the drafter."""

@@ -29,9 +29,9 @@ from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
 from edgespec_runtimes.discovery import Runtime, open_on, resolve
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import StaticModel, open_static
-from tests.gguf_for_tests import tiny_gguf
-from tests.machines_for_tests import EMULATING
-from tests.models_for_tests import runner_of
+from tests.kit.gguf import tiny_gguf
+from tests.kit.machines import EMULATING
+from tests.kit.models import runner_of
 
 X_ELITE = CHIPS["snapdragon-x-elite"]
 OPTIONS = ExportOptions(device="npu-qnn", buckets=(64,), chip=X_ELITE.name)

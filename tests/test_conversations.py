@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from edgespec import DoesNotFit, LoadOptions, RequestError
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
-from tests.models_for_tests import queue_of, runner_of, side_of, toy_model, toy_session
+from tests.kit.models import queue_of, runner_of, side_of, toy_model, toy_session
+from tests.kit.toy import KV_BYTES
 from tests.test_threads import held, slow_session
-from tests.toy import KV_BYTES
 
 NEW = 12
 SYSTEM = "You answer in as few words as you can, and never in verse. " * 3

@@ -24,12 +24,12 @@ from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
-from tests.drafters_for_tests import draft_eagerly
-from tests.kernels_for_tests import sets
-from tests.native_for_tests import edit_manifest, tiny_native
-from tests.several_for_tests import facts
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, LLAMA
+from tests.kit.drafters import draft_eagerly
+from tests.kit.kernels import sets
+from tests.kit.native import edit_manifest, tiny_native
+from tests.kit.several import facts
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import F32, LLAMA
 
 LFM2 = replace(
     LLAMA,

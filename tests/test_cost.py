@@ -14,8 +14,8 @@ from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost, rec
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from tests.native_for_tests import tiny_native
-from tests.toy import F32, LLAMA, ToySession, markov_logits
+from tests.kit.native import tiny_native
+from tests.kit.toy import F32, LLAMA, ToySession, markov_logits
 
 READING = 2
 """Passes in which a toy reads the tokens that others are timed behind."""

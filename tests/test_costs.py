@@ -25,9 +25,9 @@ from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, ExpertCosts, measure_cost
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth, peak_memory_bytes
-from tests.native_for_tests import tiny_native
+from tests.kit.native import tiny_native
+from tests.kit.toy import LLAMA
 from tests.test_report import Page
-from tests.toy import LLAMA
 
 CURVE = CostCurve({1: 0.010, 2: 0.0105, 4: 0.011, 8: 0.020, 16: 0.040})
 """Bound by memory up to 4 rows, by arithmetic from 8 on."""

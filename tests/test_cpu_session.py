@@ -17,10 +17,10 @@ from edgespec_runtimes.kv_cache import SharedCache
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from tests.machines_for_tests import X86
-from tests.native_for_tests import tiny_native
-from tests.sessions_for_tests import KINDS, ONE_THREAD, TOKENS, opened
-from tests.toy import COLUMNS, GEMMA, INT4, LLAMA, tiny_bundle
+from tests.kit.machines import X86
+from tests.kit.native import tiny_native
+from tests.kit.sessions import KINDS, ONE_THREAD, TOKENS, opened
+from tests.kit.toy import COLUMNS, GEMMA, INT4, LLAMA, tiny_bundle
 
 _PATH = os.pathsep.join(sys.path)
 

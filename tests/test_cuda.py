@@ -33,12 +33,12 @@ from edgespec_runtimes.discovery import Runtime, devices, place, resolve
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.session import Session
-from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, reference_weights, tiny_gguf
-from tests.machines_for_tests import PLAIN, SNAPDRAGON, WORKSTATION
-from tests.sessions_for_tests import ON_CPU, ONE_THREAD, alike, steps
+from tests.kit.gguf import ARCHITECTURES, TinyGGUF, reference_weights, tiny_gguf
+from tests.kit.machines import PLAIN, SNAPDRAGON, WORKSTATION
+from tests.kit.sessions import ON_CPU, ONE_THREAD, alike, steps
+from tests.kit.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
+from tests.kit.weights import random_blocks
 from tests.test_graphs import reference_logits
-from tests.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
-from tests.weights_for_tests import random_blocks
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 TOLERANCE = {"F32": 5e-3, "Q8_0": 5e-3, "Q4_K": 6e-2}

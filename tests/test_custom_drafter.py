@@ -16,9 +16,9 @@ from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.custom import Custom
 from edgespec_models.errors import RequestError
-from tests.drafters_for_tests import draft_of, plain
-from tests.native_for_tests import tiny_native
-from tests.toy import ToySession, decode, markov_logits
+from tests.kit.drafters import draft_of, plain
+from tests.kit.native import tiny_native
+from tests.kit.toy import ToySession, decode, markov_logits
 
 VOCAB = 30
 NEXT = markov_logits(2, VOCAB)

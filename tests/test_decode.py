@@ -19,11 +19,11 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from tests.drafters_for_tests import GREEDY, model_of, policy_of, tokenizer
-from tests.machines_for_tests import X86
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import CORPUS
-from tests.toy import (
+from tests.kit.drafters import GREEDY, model_of, policy_of, tokenizer
+from tests.kit.machines import X86
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import CORPUS
+from tests.kit.toy import (
     COLUMNS,
     GEMMA,
     LLAMA,

@@ -20,8 +20,8 @@ from edgespec_runtimes import discovery
 from edgespec_runtimes.devices import KINDS
 from edgespec_runtimes.discovery import Runtime, devices, export_for, place, resolve
 from edgespec_runtimes.ort import ort
-from tests.machines_for_tests import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine
-from tests.toy import tiny_bundle
+from tests.kit.machines import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine
+from tests.kit.toy import tiny_bundle
 
 QNN = StaticGraphs(
     device="npu-qnn", verify=(1, 4), prefill=64, buckets=(128,), activations="uint16", masked=-50.0

@@ -21,11 +21,11 @@ import edgespec
 from edgespec.cli import app
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
-from tests import models_for_tests
-from tests.models_for_tests import VOCAB, toy_model, toy_session
-from tests.serving_for_tests import serving
-from tests.templates_for_tests import HERMES
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit import models
+from tests.kit.models import VOCAB, toy_model, toy_session
+from tests.kit.serving import serving
+from tests.kit.templates import HERMES
+from tests.kit.tokenizers import byte_level_json
 from tools import picture, tables
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,7 @@ def fill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models have tokens to fill in the middle."""
     marks = ("<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
     tokenizer = Tokenizer.from_json(byte_level_json(specials=marks), vocab_size=VOCAB)
-    monkeypatch.setattr(models_for_tests, "toy_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(models, "toy_tokenizer", lambda: tokenizer)
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)

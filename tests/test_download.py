@@ -20,7 +20,7 @@ from edgespec_models.downloads.hub_http import within
 from edgespec_models.downloads.index import _bytes_under, _joined
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress
-from tests.downloads_for_tests import (
+from tests.kit.downloads import (
     BOTH,
     CONTENT,
     CUTS,

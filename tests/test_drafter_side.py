@@ -18,8 +18,8 @@ from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
 from edgespec_runtimes.kv_store import KvStore
-from tests.drafters_for_tests import draft_of
-from tests.models_for_tests import toy_bundle, toy_session
+from tests.kit.drafters import draft_of
+from tests.kit.models import toy_bundle, toy_session
 
 EOS = 3
 QUICK = CostCurve({1: 1e-6})

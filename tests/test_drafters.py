@@ -11,7 +11,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.downloads.catalog import entries, hub_heads, hub_names
 from edgespec_models.downloads.hub import on_hub
-from tests.toy import tiny_bundle
+from tests.kit.toy import tiny_bundle
 
 
 def shape(architecture: str, vocabulary: int) -> DecoderShape:

@@ -20,13 +20,13 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle, Embedding
 from edgespec_models.errors import BundleError, Cancelled, Closed, DoesNotFit, EdgespecError, RequestError
-from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
-from tests.hf_for_tests import EMBEDDED, EMBEDDERS, config_of, weights, write_checkpoint, write_safetensors
-from tests.models_for_tests import queue_of, runner_of
-from tests.native_for_tests import edit_manifest, tiny_native
-from tests.several_for_tests import Driven
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import until
+from tests.kit.gguf_cases import GGUF_CASES, gguf_of
+from tests.kit.hf import EMBEDDED, EMBEDDERS, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.models import queue_of, runner_of
+from tests.kit.native import edit_manifest, tiny_native
+from tests.kit.several import Driven
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import until
 
 GOLDEN = Path(__file__).parent / "golden_hf/vectors.npz"
 LAST = {"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True, "include_prompt": True}

@@ -12,8 +12,8 @@ from edgespec_export.formats.plan import PORTABLE
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.files.blocks import F32, Blocks, GGMLType, unpack
 from edgespec_models.graphs.plan import EmbeddingSpec
-from tests.gguf_for_tests import FORMATS, random_raw
-from tests.toy import COLUMNS, FLOAT, INT4, INT8
+from tests.kit.gguf import FORMATS, random_raw
+from tests.kit.toy import COLUMNS, FLOAT, INT4, INT8
 
 ROWS, COLUMNS_COUNT = 8, 768
 EXACT = ("F32", "F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4")

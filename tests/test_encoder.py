@@ -18,8 +18,8 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.text.encoder import Encoder
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import LLAMA, tiny_bundle
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
+from tests.kit.toy import LLAMA, tiny_bundle
 
 BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 NO_CHUNK = {"type": "FixedLength", "length": 0}

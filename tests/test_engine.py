@@ -17,10 +17,10 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.session import Session
-from tests.models_for_tests import runner_of, side_of
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import sentencepiece_json
-from tests.toy import LLAMA, QWEN
+from tests.kit.models import runner_of, side_of
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import sentencepiece_json
+from tests.kit.toy import LLAMA, QWEN
 
 PROMPT = "def add(a, b):"
 OPTIONS = LoadOptions(threads=1)

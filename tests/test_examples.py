@@ -17,10 +17,10 @@ import pytest
 
 import edgespec
 from edgespec_models.text.tokenizer import Tokenizer
-from tests import models_for_tests
-from tests.models_for_tests import VOCAB, Gated, toy_model, toy_session, toy_tokenizer
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import ToySession
+from tests.kit import models
+from tests.kit.models import VOCAB, Gated, toy_model, toy_session, toy_tokenizer
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import ToySession
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 FACTS = (
@@ -86,10 +86,10 @@ def test_an_editors_lines_are_filled_or_told_why_not(
     ]
     for has_marks in (True, False):
         if has_marks:
-            monkeypatch.setattr(models_for_tests, "toy_tokenizer", lambda: tokenizer)
+            monkeypatch.setattr(models, "toy_tokenizer", lambda: tokenizer)
         monkeypatch.setattr(sys, "stdin", StringIO("".join(f"{json.dumps(each)}\n" for each in asked)))
         run("fill_for_editor.py")
-        monkeypatch.setattr(models_for_tests, "toy_tokenizer", toy_tokenizer)
+        monkeypatch.setattr(models, "toy_tokenizer", toy_tokenizer)
         first, second = map(json.loads, capsys.readouterr().out.splitlines())
         assert (first["id"], second["id"]) == (7, 8) and "max_lines is 0" in second["error"]
         assert first["text"] if has_marks else "toy has no tokens for fills" in first["error"]

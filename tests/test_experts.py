@@ -19,9 +19,9 @@ from edgespec_models.graphs.decoder import build_decoder
 from edgespec_runtimes.cost import CostCurve, ExpertCosts, measure_cost, measure_experts, recheck_cost
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session
-from tests.native_for_tests import tiny_native
-from tests.toy import INT8, LLAMA
-from tests.weights_for_tests import tiny_plan
+from tests.kit.native import tiny_native
+from tests.kit.toy import INT8, LLAMA
+from tests.kit.weights import tiny_plan
 
 EXPERTS = Experts(count=12, used=3, width=32, dense_layers=1)
 CONFIG = replace(LLAMA, architecture="qwen3", num_layers=3, rope_interleaved=False, experts=EXPERTS)

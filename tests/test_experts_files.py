@@ -17,10 +17,10 @@ from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
-from tests.gguf_cases_for_tests import gguf_of
-from tests.gguf_for_tests import TinyGGUF
-from tests.hf_for_tests import Tensors, config_of, weights, write_checkpoint, write_safetensors
-from tests.native_for_tests import tiny_native
+from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import gguf_of
+from tests.kit.hf import Tensors, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.native import tiny_native
 
 GATE, UP, DOWN = (f"blk.0.ffn_{name}_exps" for name in ("gate", "up", "down"))
 

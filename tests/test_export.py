@@ -19,10 +19,10 @@ from edgespec_models.files.blocks import WITHIN
 from edgespec_models.progress import Progress
 from edgespec_models.storage import move, own_name
 from edgespec_runtimes.cpu import open_cpu
-from tests.gguf_for_tests import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
-from tests.machines_for_tests import X86
+from tests.kit.gguf import ARCHITECTURES, CONTEXT, FORMATS, TinyGGUF, reference_weights, tiny_gguf
+from tests.kit.machines import X86
+from tests.kit.toy import TinyModel
 from tests.test_graphs import reference_logits
-from tests.toy import TinyModel
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
 NEVER_A_PROCESS = 2**22 + 1

@@ -22,12 +22,12 @@ from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.downloads_for_tests import REPOSITORY, Hub
-from tests.foreign_for_tests import write_genai, write_optimum
-from tests.gguf_for_tests import tiny_gguf
-from tests.hf_for_tests import VOCAB, config_of, weights, write_checkpoint, write_safetensors
-from tests.sentencepiece_for_tests import trained
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+from tests.kit.downloads import REPOSITORY, Hub
+from tests.kit.foreign import write_genai, write_optimum
+from tests.kit.gguf import tiny_gguf
+from tests.kit.hf import VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.sentencepiece import trained
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
 
 Json = dict[str, Any]
 TURNS = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"

@@ -18,9 +18,9 @@ from edgespec.requests.request import Hole, Request
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from tests.models_for_tests import toy_bundle, toy_model
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import F32, NextLogits, ToySession, script_logits
+from tests.kit.models import toy_bundle, toy_model
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
+from tests.kit.toy import F32, NextLogits, ToySession, script_logits
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 GEMMA = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>")

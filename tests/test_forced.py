@@ -15,9 +15,9 @@ from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.measuring.chi_square import pool_rare, two_samples
-from tests.drafters_for_tests import GREEDY, draft_of, model_of, policy_of, tokenizer
-from tests.formats_for_tests import NEW, PROMPT, accepts, formats, written
-from tests.toy import Deaf, RandomDrafter, Silent, ToySession, markov_logits
+from tests.kit.drafters import GREEDY, draft_of, model_of, policy_of, tokenizer
+from tests.kit.formats import NEW, PROMPT, accepts, formats, written
+from tests.kit.toy import Deaf, RandomDrafter, Silent, ToySession, markov_logits
 
 SPEED = JsonSchema(
     {

@@ -22,7 +22,7 @@ from edgespec_models.bundles.foreign_bundle import ForeignBundle
 from edgespec_models.bundles.kept import types_of
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.files.onnx_header import Node, Tensor, read_header
-from tests.foreign_for_tests import (
+from tests.kit.foreign import (
     CONTEXT,
     EOS,
     GRAPH,
@@ -38,7 +38,7 @@ from tests.foreign_for_tests import (
     write_genai,
     write_optimum,
 )
-from tests.toy import tiny_bundle
+from tests.kit.toy import tiny_bundle
 
 Json = dict[str, Any]
 GENAI = "genai_config.json"

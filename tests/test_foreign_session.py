@@ -16,7 +16,7 @@ from edgespec_runtimes import graph_io
 from edgespec_runtimes.graph_io import ForeignModel
 from edgespec_runtimes.kv_cache import GrowingCache, SharedCache
 from edgespec_runtimes.ort import ort
-from tests.foreign_for_tests import (
+from tests.kit.foreign import (
     GRAPH,
     KV_HEADS,
     LAYERS,
@@ -27,9 +27,9 @@ from tests.foreign_for_tests import (
     write_optimum,
     write_written_out,
 )
-from tests.machines_for_tests import X86
-from tests.sessions_for_tests import FOREIGN_EXACT, FOREIGN_OTHER, KINDS, ONE_THREAD, TOKENS, opened
-from tests.toy import F32
+from tests.kit.machines import X86
+from tests.kit.sessions import FOREIGN_EXACT, FOREIGN_OTHER, KINDS, ONE_THREAD, TOKENS, opened
+from tests.kit.toy import F32
 
 CONCAT = ForeignSpec(attention="concat")
 TOLERANCE = 2e-2  # of logits up to 17: float16 attention, which on ARM was off by 0.011

@@ -14,7 +14,7 @@ from time import perf_counter
 import pytest
 
 import edgespec
-from tests.gguf_for_tests import tiny_gguf
+from tests.kit.gguf import tiny_gguf
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "one two one two one"

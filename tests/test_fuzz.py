@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec_models.errors import EdgespecError, ModelFileError
-from tests.readers_for_tests import READERS, allowed, table
+from tests.kit.readers import READERS, allowed, table
 
 KEPT = sorted((Path(__file__).parent / "fuzz").glob("*/*"))
 NUMBERS: list[Any] = [None, True, 0, -1, 7, 2**31, 10**400, 1.5, 1e308]

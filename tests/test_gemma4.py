@@ -28,10 +28,10 @@ from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
-from tests.gguf_cases_for_tests import gguf_of
-from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.gguf_cases import gguf_of
+from tests.kit.hf import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import byte_level_json
 
 ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 33])
 CASES = ("gemma4", "gemma4_tied")

@@ -15,8 +15,8 @@ from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.models_for_tests import answering
-from tests.toy import Silent, ToySession, settle
+from tests.kit.models import answering
+from tests.kit.toy import Silent, ToySession, settle
 
 NAMES = ["free", "learner", "model"]
 

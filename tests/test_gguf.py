@@ -12,9 +12,9 @@ from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.errors import ModelFileError
-from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
-from tests.gguf_for_tests import FORMATS, tiny_gguf
-from tests.hf_for_tests import config_of, write_checkpoint
+from tests.kit.gguf import FORMATS, tiny_gguf
+from tests.kit.gguf_cases import GGUF_CASES, gguf_of
+from tests.kit.hf import config_of, write_checkpoint
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -17,7 +17,7 @@ from edgespec_export.sources.gguf_tokenizer import chat_templates, special_token
 from edgespec_export.sources.pre_tokenizers import CUTS, SAMPLES
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import (
+from tests.kit.tokenizers import (
     CORPUS,
     SPACE_SIGN,
     byte_level_json,

@@ -17,8 +17,8 @@ from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
-from tests.drafters_for_tests import draft_eagerly, read, step
-from tests.golden_heads_for_tests import (
+from tests.kit.drafters import draft_eagerly, read, step
+from tests.kit.golden_heads import (
     CASES,
     HEADS,
     HIDDEN,
@@ -33,10 +33,10 @@ from tests.golden_heads_for_tests import (
     write_head,
     write_target,
 )
-from tests.heads_for_tests import F32, Reference
-from tests.native_for_tests import tiny_native
-from tests.several_for_tests import Driven
-from tests.toy import tiny_bundle
+from tests.kit.heads import F32, Reference
+from tests.kit.native import tiny_native
+from tests.kit.several import Driven
+from tests.kit.toy import tiny_bundle
 
 
 @pytest.mark.parametrize("case", CASES)

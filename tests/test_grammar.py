@@ -25,7 +25,7 @@ from edgespec.decoding.grammar import (
 )
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
 
 BYTE = Tokenizer.from_json(byte_level_json(), vocab_size=410)
 PIECES = Tokenizer.from_json(sentencepiece_json())

@@ -20,9 +20,9 @@ from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.ort import ort
-from tests.native_for_tests import tiny_native
-from tests.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
-from tests.weights_for_tests import config_of_json, random_blocks
+from tests.kit.native import tiny_native
+from tests.kit.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
+from tests.kit.weights import config_of_json, random_blocks
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

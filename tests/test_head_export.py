@@ -20,9 +20,9 @@ from edgespec_models.bundles.kept import types_of
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.onnx_header import read_header
-from tests import heads_for_tests as heads
-from tests.gguf_for_tests import tiny_gguf
-from tests.heads_for_tests import (
+from tests.kit import heads as heads
+from tests.kit.gguf import tiny_gguf
+from tests.kit.heads import (
     DRAFTED,
     F32,
     HIDDEN,
@@ -34,9 +34,9 @@ from tests.heads_for_tests import (
     Running,
     export,
 )
-from tests.hf_for_tests import weights
-from tests.toy import LLAMA
-from tests.weights_for_tests import config_of_json
+from tests.kit.hf import weights
+from tests.kit.toy import LLAMA
+from tests.kit.weights import config_of_json
 
 IDS = [5, 17, 300, 17, 5, 260, 3, 3, 90, 41]
 READ = 6  # of these have features

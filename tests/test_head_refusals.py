@@ -11,9 +11,9 @@ import pytest
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
-from tests import heads_for_tests as heads
-from tests.gguf_for_tests import random_raw, tiny_gguf
-from tests.heads_for_tests import DRAFTED, TOKENS, Head, export
+from tests.kit import heads as heads
+from tests.kit.gguf import random_raw, tiny_gguf
+from tests.kit.heads import DRAFTED, TOKENS, Head, export
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
-from tests.drafters_for_tests import read, step
-from tests.models_for_tests import VOCAB, printable, toy_bundle, toy_model
-from tests.toy import F32, NextLogits, ToySession, markov_logits
+from tests.kit.drafters import read, step
+from tests.kit.models import VOCAB, printable, toy_bundle, toy_model
+from tests.kit.toy import F32, NextLogits, ToySession, markov_logits
 
 LAW = printable(markov_logits(0, VOCAB, scale=4.0))
 PROMPTS = ["the quick brown fox", "x", "a document of many words, " * 5]

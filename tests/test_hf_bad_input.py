@@ -28,9 +28,9 @@ from edgespec_models.errors import (
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_models.text.tokenizer_files import TokenizerFiles
-from tests.hf_for_tests import CASES, VOCAB, config_of, weights, write_checkpoint, write_safetensors
-from tests.tokenizers_for_tests import byte_level_json
-from tests.weights_for_tests import config_of_json
+from tests.kit.hf import CASES, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.weights import config_of_json
 
 _RICH = ("gemma3", "phi4", "granite", "ministral3", "qwen35", "lfm2_keys", "lfm2_moe", "gpt_oss")
 _YARN = tuple(CASES["ministral3"]["rope_parameters"])

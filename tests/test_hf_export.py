@@ -27,9 +27,9 @@ from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session
-from tests.drafters_for_tests import GREEDY
-from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
-from tests.hf_for_tests import (
+from tests.kit.drafters import GREEDY
+from tests.kit.gguf_cases import GGUF_CASES, gguf_of
+from tests.kit.hf import (
     CASES,
     CONTEXT,
     F32,
@@ -43,8 +43,8 @@ from tests.hf_for_tests import (
     write_checkpoint,
     write_safetensors,
 )
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import RandomDrafter, Silent, decode
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import RandomDrafter, Silent, decode
 
 GOLDEN = Path(__file__).parent / "golden_hf"
 FLOATS = ExportOptions(weights="portable")

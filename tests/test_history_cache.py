@@ -14,8 +14,8 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import MAX_N, Delta, Index, Match, Memory, Snapshot
 from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage, Tally
-from tests.histories_for_tests import cut
-from tests.toy import Silent, round_of
+from tests.kit.histories import cut
+from tests.kit.toy import Silent, round_of
 
 # Ids whose big-endian bytes end in zeros, and the largest there are.
 tokens = st.sampled_from([0, 1, 2, 255, 256, 65535, 2**31 - 2])

@@ -29,8 +29,8 @@ from edgespec.learning.gains import ROWS, Example, Gains, Lesson
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
 from edgespec_models.errors import RequestError, StorageError
-from tests.histories_for_tests import OTHERS, SCOPE, delta_of, merge, passage_of, stored, used
-from tests.learning_for_tests import AtOnce
+from tests.kit.histories import OTHERS, SCOPE, delta_of, merge, passage_of, stored, used
+from tests.kit.learning import AtOnce
 
 SMALL = DrafterKey("d", "small")
 WIDTH, SHAPE = 4, (ROWS, 4)

@@ -15,7 +15,7 @@ from edgespec.history.manage import containing
 from edgespec.history.passages import LEAD, Entry, Passage
 from edgespec.history.store import Learned, Scope
 from edgespec_models.errors import RequestError
-from tests.histories_for_tests import SCOPE, cut, learn, tokenizer, used
+from tests.kit.histories import SCOPE, cut, learn, tokenizer, used
 
 SENTENCES = [
     f"Sentence number {n} says that {n} times two is {2 * n}, as everybody knows. " for n in range(40)

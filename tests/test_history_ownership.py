@@ -21,7 +21,7 @@ from edgespec.history import History, database
 from edgespec.history.database import APPLICATION, look
 from edgespec.history.store import Store
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
-from tests.histories_for_tests import SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
+from tests.kit.histories import SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="modes, pipes and devices are a matter of POSIX")
 pytestmark = pytest.mark.usefixtures("consoles", "own_home")

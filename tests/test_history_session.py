@@ -21,8 +21,8 @@ from edgespec.loading import opening
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
-from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA, Silent, ToySession, decode
+from tests.kit.native import tiny_native
+from tests.kit.toy import LLAMA, Silent, ToySession, decode
 
 PROMPT = "def add(a, b):"
 OTHER_PROMPT = "x = 1"

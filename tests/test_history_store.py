@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from edgespec.history import database
 from edgespec.history.memory import Delta, Match, Memory, Snapshot
 from edgespec.history.store import Store
-from tests.histories_for_tests import OTHERS, SCOPE, cut, delta_of, merge, passage_of, stored, text_of
-from tests.kills_for_tests import kill_writers
+from tests.kit.histories import OTHERS, SCOPE, cut, delta_of, merge, passage_of, stored, text_of
+from tests.kit.kills import kill_writers
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POSIX")
 

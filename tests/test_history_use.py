@@ -15,9 +15,9 @@ from edgespec.history.passages import Passage
 from edgespec.history.store import Store
 from edgespec.history.use import HistoryUse, Writer
 from edgespec_models.errors import StorageError
-from tests import histories_for_tests
-from tests.histories_for_tests import OTHERS, SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
-from tests.toy import until
+from tests.kit import histories
+from tests.kit.histories import OTHERS, SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
+from tests.kit.toy import until
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on. " * 3
 RENAMES = pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be renamed")
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokens() -> list[int]:
-    return histories_for_tests.tokenizer().encode(TEXT)
+    return histories.tokenizer().encode(TEXT)
 
 
 def _proposes(use: HistoryUse, tokens: list[int]) -> bool:

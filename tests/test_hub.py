@@ -19,10 +19,10 @@ from edgespec_models.downloads.catalog import hub_names
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.progress import Progress
-from tests.downloads_for_tests import REPOSITORY, Hub
-from tests.gguf_for_tests import tiny_gguf
-from tests.hf_for_tests import config_of, write_checkpoint
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.downloads import REPOSITORY, Hub
+from tests.kit.gguf import tiny_gguf
+from tests.kit.hf import config_of, write_checkpoint
+from tests.kit.tokenizers import byte_level_json
 
 NAME = f"hf:{REPOSITORY}"
 SAFETENSORS = HubReference(REPOSITORY)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from tests.native_for_tests import tiny_native
+from tests.kit.native import tiny_native
 
 UNUSED = (
     *("edgespec.history", "edgespec.learning", "edgespec.loading.first_use", "edgespec.requests.tool_calls"),

@@ -11,10 +11,10 @@ from edgespec.decoding.loop import Verifier
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session
-from tests.drafters_for_tests import GREEDY, model_of, plain
-from tests.models_for_tests import VOCAB, printable, toy_model, toy_session
-from tests.native_for_tests import tiny_native
-from tests.toy import F32, NextLogits, RandomDrafter, ToySession, decode, markov_logits
+from tests.kit.drafters import GREEDY, model_of, plain
+from tests.kit.models import VOCAB, printable, toy_model, toy_session
+from tests.kit.native import tiny_native
+from tests.kit.toy import F32, NextLogits, RandomDrafter, ToySession, decode, markov_logits
 
 TOKENS = st.integers(0, VOCAB - 1)
 LOGGED = 12

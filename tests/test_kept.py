@@ -18,9 +18,9 @@ from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
 from edgespec_runtimes.cpu import open_cpu
-from tests.native_for_tests import edit_manifest, native_plan, tiny_native
-from tests.toy import FLOAT, LLAMA, tiny_bundle
-from tests.weights_for_tests import tiny_plan
+from tests.kit.native import edit_manifest, native_plan, tiny_native
+from tests.kit.toy import FLOAT, LLAMA, tiny_bundle
+from tests.kit.weights import tiny_plan
 
 KEY = KeptTensor(input="k", output="k+", per="token", shape=(2, 16), type="float16")
 KEPT = (

@@ -13,8 +13,8 @@ from onnx import TensorProto
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import FORMATS
 from edgespec_models.files.blocks import GGMLType
-from tests.gguf_for_tests import F32
-from tests.kernels_for_tests import Linear, everywhere, graph, random_blocks, same_bits, session, sets
+from tests.kit.gguf import F32
+from tests.kit.kernels import Linear, everywhere, graph, random_blocks, same_bits, session, sets
 from tests.test_blocks import HALVES
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from tests.gguf_for_tests import F32
-from tests.kernels_for_tests import F64, graph, normed, same_bits, session, sets
+from tests.kit.gguf import F32
+from tests.kit.kernels import F64, graph, normed, same_bits, session, sets
 
 LANES = 16
 SEEDS = st.integers(0, 2**32 - 1)

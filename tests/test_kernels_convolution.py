@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from edgespec_models.bundles.kept import BLOCK, LOGGED
-from tests.kernels_for_tests import everywhere, graph, same_bits, session
+from tests.kit.kernels import everywhere, graph, same_bits, session
 from tests.test_kernels_refusals import cases_of, refuse
 
 F32 = npt.NDArray[np.float32]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.deltas_for_tests import LOGGED, Kept, Net, Sequence, make_net, make_text, run_in_place
-from tests.gguf_for_tests import F32
-from tests.kernels_for_tests import same_bits, session, sets
+from tests.kit.deltas import LOGGED, Kept, Net, Sequence, make_net, make_text, run_in_place
+from tests.kit.gguf import F32
+from tests.kit.kernels import same_bits, session, sets
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 18, 19, 20, 33, 40])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.experts_for_tests import Mixture, make_feeds, make_mixture
-from tests.kernels_for_tests import everywhere, same_bits, session, sets
+from tests.kit.experts import Mixture, make_feeds, make_mixture
+from tests.kit.kernels import everywhere, same_bits, session, sets
 from tests.test_kernels_refusals import refuse
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from edgespec_models.bundles.tiles import pack
-from tests.gguf_for_tests import F32
-from tests.kernels_for_tests import everywhere, graph, random_blocks, same_bits, session
+from tests.kit.gguf import F32
+from tests.kit.kernels import everywhere, graph, random_blocks, same_bits, session
 from tests.test_kernels import dequantized
 from tests.test_kernels_attention import Cache, Layer, make_layer
 

@@ -13,8 +13,8 @@ from edgespec_models.errors import DeviceError
 from edgespec_runtimes import cpu
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
-from tests.kernels_for_tests import EPSILON, graph, model_of, node_of, random_blocks, same_bits, session, sets
-from tests.machines_for_tests import X86
+from tests.kit.kernels import EPSILON, graph, model_of, node_of, random_blocks, same_bits, session, sets
+from tests.kit.machines import X86
 
 
 def test_the_best_instructions_are_the_first_this_processor_has() -> None:

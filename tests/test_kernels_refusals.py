@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto
 
 from edgespec_models.bundles.weight_format import FORMATS, tile_bytes
-from tests.deltas_for_tests import INPUTS as DELTA
-from tests.deltas_for_tests import Kept, make_net
-from tests.kernels_for_tests import graph, session
+from tests.kit.deltas import INPUTS as DELTA
+from tests.kit.deltas import Kept, make_net
+from tests.kit.kernels import graph, session
 
 Arrays = dict[str, npt.NDArray[Any]]
 Attributes = dict[str, Any]

@@ -11,9 +11,9 @@ from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.kv_store import KvStore
-from tests.models_for_tests import toy_session
-from tests.prompts_for_tests import SIZE, Showing, request, sizes, text
-from tests.toy import KV_BYTES, ToySession
+from tests.kit.models import toy_session
+from tests.kit.prompts import SIZE, Showing, request, sizes, text
+from tests.kit.toy import KV_BYTES, ToySession
 
 LEAST = 4
 """Tokens that are worth a copy."""

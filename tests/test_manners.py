@@ -21,10 +21,10 @@ import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestError
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, _LowPriority, open_cpu
-from tests.models_for_tests import Gated, queue_of, runner_of, slow_session, toy_model
-from tests.native_for_tests import tiny_native
-from tests.sessions_for_tests import ONE_THREAD
-from tests.toy import LLAMA, until
+from tests.kit.models import Gated, queue_of, runner_of, slow_session, toy_model
+from tests.kit.native import tiny_native
+from tests.kit.sessions import ONE_THREAD
+from tests.kit.toy import LLAMA, until
 
 PROMPT, NEW = "the quick brown fox", 24
 TOKENS = [(i * 31) % 400 for i in range(40)]

@@ -14,7 +14,7 @@ from edgespec.loading import measurements
 from edgespec.loading.measurements import Conditions, Measurement, discard, recall, remember
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads
-from tests.toy import tiny_bundle
+from tests.kit.toy import tiny_bundle
 
 HERE = Conditions(
     bundle="0123456789abcdef",

@@ -15,11 +15,11 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.discovery import resolve
-from tests.gguf_for_tests import tiny_gguf
-from tests.machines_for_tests import PLAIN
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import until
+from tests.kit.gguf import tiny_gguf
+from tests.kit.machines import PLAIN
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import until
 from tools import cuda_table, replay, try_clients
 
 

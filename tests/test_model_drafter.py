@@ -15,9 +15,9 @@ from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import FREE, VOCAB, draft_of, model_of, read, reader_of, step
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import F32, NextLogits, ToySession, markov_logits, round_of
+from tests.kit.drafters import FREE, VOCAB, draft_of, model_of, read, reader_of, step
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
+from tests.kit.toy import F32, NextLogits, ToySession, markov_logits, round_of
 
 SURE = Guess(0, 1.0, open=False)
 

@@ -16,8 +16,8 @@ import edgespec
 from edgespec.models import PLANNED_TOKENS, Models
 from edgespec_models.errors import Closed, DeviceError, EdgespecError, RequestError
 from edgespec_models.progress import Progress
-from tests.native_for_tests import tiny_native
-from tests.toy import until
+from tests.kit.native import tiny_native
+from tests.kit.toy import until
 
 BYTES = {"a": 10, "b": 20, "c": 30, "d": 40}
 OPTIONS = edgespec.LoadOptions(threads=1, prompt_cache_bytes=0)

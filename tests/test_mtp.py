@@ -25,14 +25,14 @@ from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
-from tests import mtp_for_tests as mtp
-from tests.drafters_for_tests import draft_eagerly, read, step
-from tests.gguf_cases_for_tests import gguf_of
-from tests.gguf_for_tests import TinyGGUF
-from tests.heads_for_tests import drafts_for
-from tests.hf_for_tests import VOCAB, write_safetensors
-from tests.mtp_for_tests import LAYERS, Reference, streams_of
-from tests.several_for_tests import Driven
+from tests.kit import mtp as mtp
+from tests.kit.drafters import draft_eagerly, read, step
+from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import gguf_of
+from tests.kit.heads import drafts_for
+from tests.kit.hf import VOCAB, write_safetensors
+from tests.kit.mtp import LAYERS, Reference, streams_of
+from tests.kit.several import Driven
 
 NEAR = 0.03
 """Of the deviation: activations in 8 bits. What differs in kind is beyond."""

@@ -9,7 +9,7 @@ import pytest
 from edgespec_models.bundles.bundle import GRAPH, Bundle
 from edgespec_models.errors import BundleError
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from tests.native_for_tests import Edit, edit_graph, edit_manifest, tiny_native
+from tests.kit.native import Edit, edit_graph, edit_manifest, tiny_native
 
 DATA = f"{GRAPH}.data"
 

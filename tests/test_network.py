@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA
+from tests.kit.native import tiny_native
+from tests.kit.toy import LLAMA
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs the system's filter of calls")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offline(folder: Path, way: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-X", "utf8", "-m", "tests.offline_for_tests", str(folder), way]
+    command = [sys.executable, "-X", "utf8", "-m", "tests.kit.offline", str(folder), way]
     return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
 
 

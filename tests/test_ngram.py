@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
 from edgespec.drafting.ngram import ContextTree, Match, NgramDrafter
-from tests.toy import round_of
+from tests.kit.toy import round_of
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 

@@ -12,10 +12,10 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import open_cpu
-from tests.gguf_for_tests import tiny_gguf
-from tests.native_for_tests import tiny_native
+from tests.kit.gguf import tiny_gguf
+from tests.kit.native import tiny_native
+from tests.kit.toy import GEMMA, LLAMA, TinyModel
 from tests.test_graphs import CONFIGS, reference_logits
-from tests.toy import GEMMA, LLAMA, TinyModel
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 387, 18, 5, 17, 301, 4, 77, 6]
 START = 8

@@ -13,7 +13,7 @@ import edgespec
 from edgespec.cli import app
 from edgespec_export.optimum import export_with_optimum
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
-from tests.foreign_for_tests import ForeignSpec, write_optimum, write_written_out
+from tests.kit.foreign import ForeignSpec, write_optimum, write_written_out
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a shebang line")
 
@@ -21,8 +21,8 @@ STAND_IN = f"""#!{sys.executable}
 import json, os, shutil, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from tests.foreign_for_tests import ForeignSpec, write_optimum
-from tests.foreign_for_tests import write_written_out
+from tests.kit.foreign import ForeignSpec, write_optimum
+from tests.kit.foreign import write_written_out
 arguments = sys.argv[1:]
 assert arguments[:3] == ["export", "onnx", "--model"]
 assert arguments[4:6] == ["--task", "text-generation-with-past"]

@@ -20,7 +20,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_models import storage
 from edgespec_models.errors import RequestError
 from edgespec_models.storage import move
-from tests.gguf_for_tests import tiny_gguf
+from tests.kit.gguf import tiny_gguf
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

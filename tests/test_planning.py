@@ -28,12 +28,12 @@ from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.memory import MachineMemory, machine_memory
 from edgespec_runtimes.static import open_static
-from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum, write_written_out
-from tests.gguf_for_tests import tiny_gguf
-from tests.hf_for_tests import config_of, write_checkpoint
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import GEMMA, INT8, tiny_bundle
+from tests.kit.foreign import ForeignSpec, write_genai, write_optimum, write_written_out
+from tests.kit.gguf import tiny_gguf
+from tests.kit.hf import config_of, write_checkpoint
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import GEMMA, INT8, tiny_bundle
 
 
 def _exported(folder: Path) -> None:

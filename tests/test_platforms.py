@@ -27,10 +27,10 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import DownloadError, EdgespecError, RequestError
 from edgespec_models.storage import write_text
-from tests.downloads_for_tests import FROM_HUB, Hub, assert_whole
-from tests.gguf_for_tests import tiny_gguf
-from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA
+from tests.kit.downloads import FROM_HUB, Hub, assert_whole
+from tests.kit.gguf import tiny_gguf
+from tests.kit.native import tiny_native
+from tests.kit.toy import LLAMA
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="a matter of POSIX systems")
 ENCODINGS = ("ascii", "cp1252", "cp932", "utf-8")
@@ -174,7 +174,7 @@ PROGRAM = """
 import signal, time
 import edgespec_export.graph_bundle as exporting
 import edgespec_models.downloads.catalog as catalog
-from tests.downloads_for_tests import BOTH
+from tests.kit.downloads import BOTH
 
 catalog.entries = lambda: {"toy": BOTH}
 

@@ -12,9 +12,9 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.requests.request import Request
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import VOCAB, Timed, draft_of, policy_of
-from tests.models_for_tests import answering
-from tests.toy import Deaf, markov_logits, round_of
+from tests.kit.drafters import VOCAB, Timed, draft_of, policy_of
+from tests.kit.models import answering
+from tests.kit.toy import Deaf, markov_logits, round_of
 from tools.replay import Clock
 
 FLAT = CostCurve({1: 1.0, 16: 1.001})

@@ -13,8 +13,8 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import ParityError
 from edgespec_runtimes.cpu import open_cpu
-from tests.gguf_for_tests import tiny_gguf
-from tests.toy import COLUMNS, FLOAT, GEMMA, INT8, LLAMA, tiny_bundle
+from tests.kit.gguf import tiny_gguf
+from tests.kit.toy import COLUMNS, FLOAT, GEMMA, INT8, LLAMA, tiny_bundle
 
 TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])
 

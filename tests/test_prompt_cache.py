@@ -26,11 +26,11 @@ from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
-from tests.native_for_tests import tiny_native
-from tests.prompts_for_tests import KEY, SIZE, Showing, disk_full, request, sizes, text
-from tests.sessions_for_tests import ONE_THREAD, TOKENS, passes
+from tests.kit.native import tiny_native
+from tests.kit.prompts import KEY, SIZE, Showing, disk_full, request, sizes, text
+from tests.kit.sessions import ONE_THREAD, TOKENS, passes
+from tests.kit.toy import GEMMA, LLAMA
 from tests.test_export import NEVER_A_PROCESS
-from tests.toy import GEMMA, LLAMA
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POSIX")
 
@@ -252,7 +252,7 @@ def test_threads_of_several_models_may_share_the_folder(folder: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills are POSIX's")
 @pytest.mark.parametrize(("kind", "kills", "most"), [("blocks", 40, 500), ("states", 20, 100)])
 def test_killed_processes_leave_nothing_wrong(folder: Path, kind: str, kills: int, most: int) -> None:
-    command = [sys.executable, "-m", "tests.prompts_for_tests", str(folder), str(kills), kind]
+    command = [sys.executable, "-m", "tests.kit.prompts", str(folder), str(kills), kind]
     said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     killed, found, left = map(int, re.findall(r"\d+", said))
     assert killed == kills and found > most and left == 0

@@ -13,11 +13,11 @@ import pytest
 from edgespec import LoadOptions
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
-from tests.models_for_tests import queue_of, runner_of, side_of, toy_model
-from tests.native_for_tests import tiny_native
-from tests.prompts_for_tests import LONG, SIZE, disk_full, keyed, request, sizes, text
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import LLAMA, settle, until
+from tests.kit.models import queue_of, runner_of, side_of, toy_model
+from tests.kit.native import tiny_native
+from tests.kit.prompts import LONG, SIZE, disk_full, keyed, request, sizes, text
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import LLAMA, settle, until
 
 
 def test_a_new_process_finds_prompt_and_answer(own_prompts: Path) -> None:

@@ -9,11 +9,11 @@ from edgespec import Choice, Generation, Model
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes.kv_cache import shared_length
-from tests.models_for_tests import runner_of, toy_model
-from tests.prompts_for_tests import keyed
-from tests.templates_for_tests import HERMES, TOOLS
-from tests.thoughts_for_tests import QWEN3
-from tests.toy import settle
+from tests.kit.models import runner_of, toy_model
+from tests.kit.prompts import keyed
+from tests.kit.templates import HERMES, TOOLS
+from tests.kit.thoughts import QWEN3
+from tests.kit.toy import settle
 
 SYSTEM = {"role": "system", "content": "You answer in as few words as you can, and never in verse. " * 6}
 Ask = Callable[..., Generation]

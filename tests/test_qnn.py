@@ -21,9 +21,9 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.discovery import open_on, resolve
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import open_static
-from tests.gguf_for_tests import F32, tiny_gguf
-from tests.sessions_for_tests import ON_CPU, ONE_THREAD, TOKENS
-from tests.toy import tiny_bundle
+from tests.kit.gguf import F32, tiny_gguf
+from tests.kit.sessions import ON_CPU, ONE_THREAD, TOKENS
+from tests.kit.toy import tiny_bundle
 
 WITH_PLUGIN = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime_qnn") is None,

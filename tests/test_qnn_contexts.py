@@ -16,9 +16,9 @@ from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.discovery import Runtime, resolve
 from edgespec_runtimes.static import StaticModel, open_static
-from tests.sessions_for_tests import ONE_THREAD, TOKENS
+from tests.kit.sessions import ONE_THREAD, TOKENS
+from tests.kit.toy import tiny_bundle
 from tests.test_qnn import PROMPT, WITH_PLUGIN, made
-from tests.toy import tiny_bundle
 
 pytestmark = WITH_PLUGIN
 CHIP = "snapdragon-x-elite"

@@ -9,7 +9,7 @@ from edgespec_export.formats.quantization import Mixed, Quantization
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
 from edgespec_models.files.blocks import GGMLType
-from tests.gguf_for_tests import tiny_gguf
+from tests.kit.gguf import tiny_gguf
 from tests.test_export import exported, logits_error
 
 

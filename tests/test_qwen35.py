@@ -22,12 +22,12 @@ from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows, Session
-from tests.drafters_for_tests import draft_eagerly
-from tests.gguf_cases_for_tests import gguf_of
-from tests.gguf_for_tests import F32
-from tests.hf_for_tests import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
-from tests.models_for_tests import runner_of
-from tests.native_for_tests import tiny_native
+from tests.kit.drafters import draft_eagerly
+from tests.kit.gguf import F32
+from tests.kit.gguf_cases import gguf_of
+from tests.kit.hf import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.models import runner_of
+from tests.kit.native import tiny_native
 
 ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 20, 33])
 

@@ -13,7 +13,7 @@ from edgespec_export.graphs.ranges import LARGEST_FLOAT16, ActivationRanges, mea
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.progress import ignore_progress
-from tests.gguf_for_tests import TinyGGUF, tiny_gguf
+from tests.kit.gguf import TinyGGUF, tiny_gguf
 
 
 def measured(model: TinyGGUF, folder: Path) -> ActivationRanges:

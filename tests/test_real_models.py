@@ -14,8 +14,8 @@ from edgespec_models.bundles.bundle import Role
 from edgespec_models.downloads.catalog import find
 from edgespec_models.downloads.download import pull
 from edgespec_runtimes.cpu import open_cpu
-from tests.drafters_for_tests import GREEDY, model_of
-from tests.toy import Silent, decode
+from tests.kit.drafters import GREEDY, model_of
+from tests.kit.toy import Silent, decode
 
 pytestmark = pytest.mark.models
 

@@ -27,7 +27,7 @@ from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import FULL, Precision
-from tests.gguf_for_tests import FORMATS, tiny_gguf
+from tests.kit.gguf import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
     ("target", None, 13): "22a77d8c9640f718",

@@ -11,7 +11,7 @@ from edgespec.measuring.bench import BenchOptions, measure, summarize
 from edgespec.measuring.prompts import Prompt
 from edgespec.measuring.report import render_report
 from edgespec_models.errors import RequestError
-from tests.fake_model import FakeModel
+from tests.kit.fake_model import FakeModel
 
 
 class Page(HTMLParser):

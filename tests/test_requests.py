@@ -19,11 +19,11 @@ from edgespec_runtimes import cpu
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
-from tests.calls_for_tests import joined
-from tests.native_for_tests import tiny_native
-from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS, showing
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import LLAMA
+from tests.kit.calls import joined
+from tests.kit.native import tiny_native
+from tests.kit.templates import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS, showing
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import LLAMA
 
 PROMPT = "def add(a, b):"
 ASK = [{"role": "user", "content": "What is 1 + 2?"}]

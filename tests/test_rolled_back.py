@@ -21,9 +21,9 @@ from edgespec.history.use import HistoryUse
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from edgespec_runtimes.cost import CostCurve
-from tests.drafters_for_tests import PROMPT, VOCAB, Timed, plain
-from tests.models_for_tests import answering
-from tests.toy import markov_logits, round_of
+from tests.kit.drafters import PROMPT, VOCAB, Timed, plain
+from tests.kit.models import answering
+from tests.kit.toy import markov_logits, round_of
 from tools.replay import Clock
 
 CURVE = CostCurve({1: 1.0, 17: 5.0})

@@ -27,8 +27,8 @@ from edgespec.decoding.sampling import (
 )
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
-from tests.rows_for_tests import changed
-from tests.toy import RandomDrafter, Silent, ToySession, decode, markov_logits
+from tests.kit.rows import changed
+from tests.kit.toy import RandomDrafter, Silent, ToySession, decode, markov_logits
 
 rows = st.lists(st.integers(-40, 40), min_size=2, max_size=30).map(
     lambda values: np.array(values, dtype=np.float32) / 4

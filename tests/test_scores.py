@@ -16,11 +16,11 @@ from edgespec.cli import app
 from edgespec.requests.results import Generation
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from tests.models_for_tests import VOCAB, printable, runner_of, toy_model
-from tests.native_for_tests import tiny_native
-from tests.serving_for_tests import ask, events, serving
-from tests.several_for_tests import Driven
-from tests.toy import F32, ToySession, markov_logits
+from tests.kit.models import VOCAB, printable, runner_of, toy_model
+from tests.kit.native import tiny_native
+from tests.kit.serving import ask, events, serving
+from tests.kit.several import Driven
+from tests.kit.toy import F32, ToySession, markov_logits
 
 TEXT = "/v1/completions"
 LONG = "a naïve document of many words 日本 " * 4

@@ -12,8 +12,8 @@ import pytest
 from edgespec_models.bundles.bundle import GRAPH, Bundle, FileRecord
 from edgespec_models.errors import BundleError
 from edgespec_runtimes.cpu import open_cpu
-from tests.native_for_tests import edit_manifest, keep_weights_at, tiny_native
-from tests.toy import LLAMA
+from tests.kit.native import edit_manifest, keep_weights_at, tiny_native
+from tests.kit.toy import LLAMA
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "security.md"

@@ -14,9 +14,9 @@ from edgespec_export.sources.hf_tokenizer import to_tokenizer_json
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.hf_for_tests import config_of, write_checkpoint
-from tests.sentencepiece_for_tests import trained
-from tests.tokenizers_for_tests import CORPUS
+from tests.kit.hf import config_of, write_checkpoint
+from tests.kit.sentencepiece import trained
+from tests.kit.tokenizers import CORPUS
 
 KINDS = ("bpe", "unigram")
 TEXTS = (*CORPUS, "", " ", "a", "   runs   of spaces ", "<s>[INST] x </s>", "Ω unseen ✓", "line\nbreak\ttab")

@@ -20,9 +20,9 @@ from edgespec.history.manage import History
 from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
-from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import SOURCES, ServedModel, ask, events, question, said, serving
-from tests.toy import until
+from tests.kit.models import toy_model, toy_session
+from tests.kit.serving import SOURCES, ServedModel, ask, events, question, said, serving
+from tests.kit.toy import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HARD = 'naïve 😀 日本語 \u0000 \\ "quotes" \u2028'
@@ -363,7 +363,7 @@ import sys
 import tomllib
 from edgespec.cli import app
 import edgespec.models
-from tests.serving_for_tests import ServedModel
+from tests.kit.serving import ServedModel
 
 class Closing(ServedModel):
     def close(self): print("closed", flush=True)

@@ -14,9 +14,9 @@ from edgespec.engine import Model
 from edgespec.loading.options import LoadOptions
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
-from tests.models_for_tests import VOCAB, Gated, printable, queue_of, toy_model
-from tests.serving_for_tests import ServedModel, ask, events, serving
-from tests.toy import ToySession, markov_logits, until
+from tests.kit.models import VOCAB, Gated, printable, queue_of, toy_model
+from tests.kit.serving import ServedModel, ask, events, serving
+from tests.kit.toy import ToySession, markov_logits, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = "a document of many words " * 4

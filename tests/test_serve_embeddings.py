@@ -18,10 +18,10 @@ import edgespec
 from edgespec import LoadOptions, Model
 from edgespec.serve.options import ServeOptions
 from edgespec_models.schema import read
-from tests.models_for_tests import queue_of
-from tests.native_for_tests import edit_manifest, tiny_native
-from tests.serving_for_tests import ask, serving
-from tests.toy import until
+from tests.kit.models import queue_of
+from tests.kit.native import edit_manifest, tiny_native
+from tests.kit.serving import ask, serving
+from tests.kit.toy import until
 
 PATH = "/v1/embeddings"
 TEXTS = ["def add(a, b):", "the quick brown fox " * 20, "x"]

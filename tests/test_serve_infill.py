@@ -8,10 +8,10 @@ import pytest
 
 from edgespec.requests.fill import fill_tokens
 from edgespec.requests.request import Hole, Request
-from tests.models_for_tests import toy_model
-from tests.serving_for_tests import ServedModel, ServedStream, ask, events, serving
+from tests.kit.models import toy_model
+from tests.kit.serving import ServedModel, ServedStream, ask, events, serving
+from tests.kit.toy import ToySession
 from tests.test_fill import QWEN, bundle_of, ending, with_marks
-from tests.toy import ToySession
 
 PATH = "/infill"
 EDITOR = {  # as llama.vim and llama.vscode send it

@@ -17,11 +17,11 @@ from edgespec.serve.options import ServeOptions
 from edgespec.serve.responses import Kept, ResponsesBody
 from edgespec_models.errors import Busy, Closed, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
-from tests.calls_for_tests import reader_of
-from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving, tokenizer
-from tests.templates_for_tests import HERMES
-from tests.toy import until
+from tests.kit.calls import reader_of
+from tests.kit.models import toy_model, toy_session
+from tests.kit.serving import ServedModel, ask, named_events, open_stream, serving, tokenizer
+from tests.kit.templates import HERMES
+from tests.kit.toy import until
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -16,9 +16,9 @@ from edgespec.history.manage import History
 from edgespec.loading.options import LoadOptions
 from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
-from tests.models_for_tests import Gated, queue_of, toy_model, toy_session
-from tests.serving_for_tests import ask, drafting_model, events, open_stream, said, serving
-from tests.toy import settle, until
+from tests.kit.models import Gated, queue_of, toy_model, toy_session
+from tests.kit.serving import ask, drafting_model, events, open_stream, said, serving
+from tests.kit.toy import settle, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NEW = 24

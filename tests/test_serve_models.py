@@ -23,10 +23,10 @@ from edgespec.serve.options import ServeOptions
 from edgespec.serve.server import Server
 from edgespec_models.errors import EdgespecError
 from edgespec_models.progress import Progress, ProgressCallback
-from tests.native_for_tests import tiny_native
-from tests.serving_for_tests import ServedModel, ask, events, open_stream, question, said, serving_models
+from tests.kit.native import tiny_native
+from tests.kit.serving import ServedModel, ask, events, open_stream, question, said, serving_models
+from tests.kit.toy import until
 from tests.test_serve_infill import Filling
-from tests.toy import until
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, dict[str, object]] = {

@@ -20,12 +20,12 @@ from edgespec.serve.ollama import MANAGING, OllamaChatBody, OllamaReply
 from edgespec.serve.options import ServeOptions
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import Busy, Closed, EdgespecError, RequestError
-from tests.models_for_tests import toy_model, toy_session
-from tests.native_for_tests import edit_manifest, tiny_native
-from tests.serving_for_tests import Reply, ServedModel, ask, open_stream, serving, serving_models, tokenizer
-from tests.templates_for_tests import HERMES
+from tests.kit.models import toy_model, toy_session
+from tests.kit.native import edit_manifest, tiny_native
+from tests.kit.serving import Reply, ServedModel, ask, open_stream, serving, serving_models, tokenizer
+from tests.kit.templates import HERMES
+from tests.kit.toy import until
 from tests.test_serve_infill import Filling
-from tests.toy import until
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 BOTH = pytest.mark.parametrize("path", [CHAT, GENERATE])

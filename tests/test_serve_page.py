@@ -20,11 +20,11 @@ from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy
 from edgespec_models.progress import Progress as LoadProgress
 from edgespec_models.progress import ProgressCallback
-from tests.histories_for_tests import learn
-from tests.models_for_tests import Gated, toy_model
-from tests.pages_for_tests import ask, enter, style
-from tests.serving_for_tests import SOURCES, ServedModel, serving, serving_models, tokenizer
-from tests.toy import until
+from tests.kit.histories import learn
+from tests.kit.models import Gated, toy_model
+from tests.kit.pages import ask, enter, style
+from tests.kit.serving import SOURCES, ServedModel, serving, serving_models, tokenizer
+from tests.kit.toy import until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

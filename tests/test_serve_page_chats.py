@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.pages_for_tests import ask
-from tests.serving_for_tests import ServedModel, serving
-from tests.thoughts_for_tests import QWEN3, scripted
-from tests.toy import until
+from tests.kit.pages import ask
+from tests.kit.serving import ServedModel, serving
+from tests.kit.thoughts import QWEN3, scripted
+from tests.kit.toy import until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route

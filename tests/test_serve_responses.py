@@ -13,10 +13,10 @@ from edgespec.serve.problems import Problem
 from edgespec.serve.responses import Kept
 from edgespec_models.errors import Busy, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
-from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import ServedModel, ask, named_events, open_stream, serving
-from tests.templates_for_tests import HERMES
-from tests.toy import until
+from tests.kit.models import toy_model, toy_session
+from tests.kit.serving import ServedModel, ask, named_events, open_stream, serving
+from tests.kit.templates import HERMES
+from tests.kit.toy import until
 
 PATH = "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

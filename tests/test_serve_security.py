@@ -13,7 +13,7 @@ from edgespec.cli import serve as serve_command
 from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec.serve.security import SCRIPTS
 from edgespec_models.errors import EdgespecError, RequestError
-from tests.serving_for_tests import ServedModel, ask, question, serving
+from tests.kit.serving import ServedModel, ask, question, serving
 
 CHAT = "/v1/chat/completions"
 KEY = "a-key-of-this-test"

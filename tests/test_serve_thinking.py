@@ -11,9 +11,9 @@ import typer
 from edgespec.cli import options
 from edgespec.cli.answers import answer_json, stream_as_markdown, stream_to_terminal
 from edgespec.serve.bodies import ChatBody, parse
-from tests.serving_for_tests import ask, events, serving
-from tests.templates_for_tests import TOOLS
-from tests.thoughts_for_tests import ASK, QWEN3, scripted
+from tests.kit.serving import ask, events, serving
+from tests.kit.templates import TOOLS
+from tests.kit.thoughts import ASK, QWEN3, scripted
 
 
 @pytest.fixture

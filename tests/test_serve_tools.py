@@ -16,9 +16,9 @@ from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import Record, TokenRecord
 from edgespec.serve.bodies import response_format
 from edgespec_models.text.chat_template import ChatTemplate
-from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import ask, events, named_events, question, said, serving, tokenizer
-from tests.templates_for_tests import HERMES
+from tests.kit.models import toy_model, toy_session
+from tests.kit.serving import ask, events, named_events, question, said, serving, tokenizer
+from tests.kit.templates import HERMES
 
 CHAT = "/v1/chat/completions"
 WEATHER: Any = {

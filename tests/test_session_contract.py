@@ -14,9 +14,9 @@ from edgespec_runtimes.kv_cache import GrowingCache, Move, SharedCache
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.ort import ort, ort_state
 from edgespec_runtimes.static import StaticModel
-from tests.machines_for_tests import X86
-from tests.models_for_tests import toy_session
-from tests.sessions_for_tests import (
+from tests.kit.machines import X86
+from tests.kit.models import toy_session
+from tests.kit.sessions import (
     EXACT_ON_X86,
     KINDS,
     NATIVE,

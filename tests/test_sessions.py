@@ -19,8 +19,8 @@ from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.cuda import open_cuda
 from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
 from edgespec_runtimes.session import Session
-from tests.native_for_tests import tiny_native
-from tests.toy import INT4, LLAMA, tiny_bundle
+from tests.kit.native import tiny_native
+from tests.kit.toy import INT4, LLAMA, tiny_bundle
 
 OPTIONS = CpuOptions(threads=1)
 Bundles = dict[str, Bundle]

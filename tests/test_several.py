@@ -12,8 +12,8 @@ from edgespec import Model
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Stage
-from tests.models_for_tests import queue_of, runner_of
-from tests.several_for_tests import (
+from tests.kit.models import queue_of, runner_of
+from tests.kit.several import (
     LONG,
     PROMPTS,
     Driven,
@@ -25,7 +25,7 @@ from tests.several_for_tests import (
     several,
     stream,
 )
-from tests.toy import settle
+from tests.kit.toy import settle
 
 
 def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, Model
-from tests.drafters_for_tests import draft_eagerly
-from tests.native_for_tests import tiny_native
-from tests.several_for_tests import Driven, facts
+from tests.kit.drafters import draft_eagerly
+from tests.kit.native import tiny_native
+from tests.kit.several import Driven, facts
 
 PROMPTS = ("def add(a, b):", "def add(a, b, c):\n    return", "x", "one two three " * 12)
 

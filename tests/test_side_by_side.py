@@ -20,9 +20,9 @@ from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Rows, Session
-from tests.gguf_for_tests import tiny_gguf
-from tests.native_for_tests import tiny_native
-from tests.toy import tiny_bundle
+from tests.kit.gguf import tiny_gguf
+from tests.kit.native import tiny_native
+from tests.kit.toy import tiny_bundle
 
 CHUNKS = CpuOptions(threads=1, prefill_chunk=5)
 """So that a prompt is read in several passes."""

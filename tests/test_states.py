@@ -19,9 +19,9 @@ from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.states import Places
-from tests.drafters_for_tests import GREEDY
-from tests.states_for_tests import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel
-from tests.toy import F32, RandomDrafter, decode
+from tests.kit.drafters import GREEDY
+from tests.kit.states import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel
+from tests.kit.toy import F32, RandomDrafter, decode
 
 KINDS = pytest.mark.parametrize("kept", [CONVOLUTION, DELTA], ids=["convolution", "delta"])
 TOKENS = st.integers(0, VOCAB - 1)

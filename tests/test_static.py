@@ -33,11 +33,11 @@ from edgespec_runtimes.cpu import open_cpu, open_graph
 from edgespec_runtimes.discovery import resolve
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import cheapest_passes, open_static
-from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
-from tests.machines_for_tests import PLAIN
-from tests.native_for_tests import edit_manifest
-from tests.sessions_for_tests import ON_CPU, ONE_THREAD, alike, steps
-from tests.toy import LLAMA
+from tests.kit.gguf import ARCHITECTURES, tiny_gguf
+from tests.kit.machines import PLAIN
+from tests.kit.native import edit_manifest
+from tests.kit.sessions import ON_CPU, ONE_THREAD, alike, steps
+from tests.kit.toy import LLAMA
 
 QNN = ExportOptions(device="npu-qnn", buckets=(64,))
 CHIP = "snapdragon-x-elite"

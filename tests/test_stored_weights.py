@@ -12,10 +12,10 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from tests.foreign_for_tests import ForeignSpec, write_genai
-from tests.gguf_for_tests import tiny_gguf
-from tests.native_for_tests import keep_weights_at, tiny_native
-from tests.toy import GEMMA, LLAMA, QWEN, tiny_bundle
+from tests.kit.foreign import ForeignSpec, write_genai
+from tests.kit.gguf import tiny_gguf
+from tests.kit.native import keep_weights_at, tiny_native
+from tests.kit.toy import GEMMA, LLAMA, QWEN, tiny_bundle
 
 DATA = f"{GRAPH}.data"
 PROJECTIONS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")

@@ -12,10 +12,10 @@ from edgespec import AnyJson, Choice, JsonSchema, LoadOptions, Model, Regex
 from edgespec.drafting.pricing import Pricing
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.formats_for_tests import accepts
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import sentencepiece_json
-from tests.toy import LLAMA
+from tests.kit.formats import accepts
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import sentencepiece_json
+from tests.kit.toy import LLAMA
 
 PROMPT = "def add(a, b):"
 LOAD = LoadOptions(threads=1)

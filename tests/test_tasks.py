@@ -7,9 +7,9 @@ import pytest
 
 from edgespec import Closed, RequestError
 from edgespec.requests.results import Record
-from tests.models_for_tests import queue_of, toy_model, toy_session
+from tests.kit.models import queue_of, toy_model, toy_session
+from tests.kit.toy import F32, settle
 from tests.test_threads import NEW, PROMPTS, alone, busy, held, slow_session
-from tests.toy import F32, settle
 
 
 def test_async_for_gives_the_text_and_the_records() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.native_for_tests import tiny_native
-from tests.toy import LLAMA
+from tests.kit.native import tiny_native
+from tests.kit.toy import LLAMA
 
 _VARIABLE = "ORT_DISABLE_TELEMETRY"
 _RUN = """

@@ -8,7 +8,7 @@ from edgespec.requests.answer_reading import TextStream
 from edgespec.requests.request import Request
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
 
 
 @lru_cache

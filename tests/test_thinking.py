@@ -21,9 +21,9 @@ from edgespec.requests.results import FinishReason, Record, TokenRecord
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.drafters_for_tests import GREEDY, draft_of, model_of, policy_of
-from tests.formats_for_tests import NEW, PROMPT, accepts, written
-from tests.thoughts_for_tests import (
+from tests.kit.drafters import GREEDY, draft_of, model_of, policy_of
+from tests.kit.formats import NEW, PROMPT, accepts, written
+from tests.kit.thoughts import (
     GRANITE,
     MAGISTRAL,
     NONE,
@@ -35,7 +35,7 @@ from tests.thoughts_for_tests import (
     ends,
     kinds,
 )
-from tests.toy import F32, RandomDrafter, Silent, ToySession, markov_logits
+from tests.kit.toy import F32, RandomDrafter, Silent, ToySession, markov_logits
 
 # ---- telling thoughts from text --------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 import pytest
 
 from edgespec import Choice, RequestError
-from tests.templates_for_tests import TOOLS
-from tests.thoughts_for_tests import ANSWER, ASK, GRANITE, HEAD, MAGISTRAL, NONE, QWEN3, R1, kinds, scripted
+from tests.kit.templates import TOOLS
+from tests.kit.thoughts import ANSWER, ASK, GRANITE, HEAD, MAGISTRAL, NONE, QWEN3, R1, kinds, scripted
 
 OPENED = ANSWER.removeprefix("<think>\n")  # behind a prompt that opens the thoughts
 

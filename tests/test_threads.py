@@ -23,8 +23,8 @@ from edgespec.requests.results import Generation, Record, nothing
 from edgespec.requests.ticket import Ticket
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
-from tests.models_for_tests import Gated, queue_of, runner_of, toy_model, toy_session
-from tests.toy import F32, ToySession, settle, until
+from tests.kit.models import Gated, queue_of, runner_of, toy_model, toy_session
+from tests.kit.toy import F32, ToySession, settle, until
 
 NEW = 24
 PROMPTS = ("the quick brown fox", "jumps over", "a lazy dog, and so on")

@@ -13,7 +13,7 @@ from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.files.blocks import F32, U8, WITHIN, Blocks, GGMLType, fields
-from tests.kernels_for_tests import random_blocks
+from tests.kit.kernels import random_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDED = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
+from tests.kit.tokenizers import CORPUS, byte_level_json, sentencepiece_json
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.calls_for_tests import (
+from tests.kit.calls import (
     DO,
     PIECES,
     REST,
@@ -31,8 +31,8 @@ from tests.calls_for_tests import (
     reader_of,
     texts,
 )
-from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.templates import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
+from tests.kit.tokenizers import byte_level_json
 
 CONTROL = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>"
 TOKENIZER = Tokenizer.from_json(byte_level_json(specials=CONTROL))

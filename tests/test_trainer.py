@@ -15,7 +15,7 @@ from edgespec.learning.layer_math import F32
 from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
 from edgespec_models.errors import UnsupportedModelError
-from tests.toy import until
+from tests.kit.toy import until
 
 SOON = 30.0  # seconds that nothing here comes near
 Step = Callable[[Callable[[], None]], None]

@@ -17,10 +17,10 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.session import Session
-from tests.models_for_tests import runner_of, side_of
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import sentencepiece_json
-from tests.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle, until
+from tests.kit.models import runner_of, side_of
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import sentencepiece_json
+from tests.kit.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle, until
 
 PROMPT = "def add(a, b):"
 LONG = "the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on. " * 3

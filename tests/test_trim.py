@@ -26,10 +26,10 @@ from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
-from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
-from tests.native_for_tests import tiny_native
-from tests.tokenizers_for_tests import CORPUS, byte_level_json, sentencepiece_json
-from tests.toy import LLAMA
+from tests.kit.gguf import ARCHITECTURES, TinyGGUF, tiny_gguf
+from tests.kit.native import tiny_native
+from tests.kit.tokenizers import CORPUS, byte_level_json, sentencepiece_json
+from tests.kit.toy import LLAMA
 
 TOKENIZERS = {
     name: Tokenizer.from_json(text())

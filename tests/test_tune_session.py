@@ -15,9 +15,9 @@ from edgespec_models.errors import RequestError
 from edgespec_models.files.onnx_header import read_header
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.session import Session
-from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
-from tests.native_for_tests import tiny_native
-from tests.toy import F32, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
+from tests.kit.foreign import ForeignSpec, write_genai, write_optimum
+from tests.kit.native import tiny_native
+from tests.kit.toy import F32, GEMMA, INT4, LLAMA, TinyModel, tiny_bundle
 
 TOKENS = [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63]
 

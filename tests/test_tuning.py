@@ -12,8 +12,8 @@ from edgespec.learning.tuning import Tuning
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from tests.native_for_tests import tiny_native
-from tests.toy import GEMMA, LLAMA
+from tests.kit.native import tiny_native
+from tests.kit.toy import GEMMA, LLAMA
 
 STRANGE = Example((5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 390, 18, 5, 17, 301, 4, 77, 6), 6)
 """Nothing that a random model would write."""

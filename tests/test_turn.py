@@ -16,9 +16,9 @@ from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generati
 from edgespec.requests.stream import Stream
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.kv_cache import Stretch
-from tests.models_for_tests import VOCAB, queue_of, runner_of, toy_bundle, toy_model
-from tests.several_for_tests import LAW, LONG, NEW, OTHER, PROMPTS, Driven, Own, alone, facts
-from tests.toy import F32, KV_BYTES, NextLogits, ToyModel
+from tests.kit.models import VOCAB, queue_of, runner_of, toy_bundle, toy_model
+from tests.kit.several import LAW, LONG, NEW, OTHER, PROMPTS, Driven, Own, alone, facts
+from tests.kit.toy import F32, KV_BYTES, NextLogits, ToyModel
 
 MANY = 1 << 62
 PASS_BROKE, NO_MEMORY = "a pass broke", "not enough memory"

@@ -18,7 +18,7 @@ from edgespec.decoding.sampling import SamplingParams, distribution
 from edgespec.measuring.chi_square import survival
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.predictions import Predictions
-from tests.rows_for_tests import changed
+from tests.kit.rows import changed
 
 VOCAB = 12
 LENGTH = 3

@@ -1,6 +1,6 @@
 """Reference drafts of tiny EAGLE-3 heads (arXiv 2503.01840): `python -m tools.head_references`.
 
-Needs torch and transformers. Writes the models of ``tests/golden_heads_for_tests.py`` into a temporary
+Needs torch and transformers. Writes the models of ``tests/kit/golden_heads.py`` into a temporary
 folder and stores in ``tests/golden_heads/NAME.npz`` what two others make of them: the paper as this file has
 it in float32, over transformers' hidden states, and llama.cpp of the files in Q8_0, by a program that
 ``--llama-drafts EXE`` names. That runs ``common_speculative`` of the type ``draft-eagle3`` with p_min 0 and
@@ -42,9 +42,9 @@ import transformers
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tests import golden_heads_for_tests as heads
-from tests.hf_for_tests import VOCAB
-from tests.tokenizers_for_tests import CORPUS
+from tests.kit import golden_heads as heads
+from tests.kit.hf import VOCAB
+from tests.kit.tokenizers import CORPUS
 from tools.make_hf_golden import convert, differences
 
 LENGTHS = (8, 12, 17, 24, 31, 40)

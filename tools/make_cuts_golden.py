@@ -26,8 +26,8 @@ from tokenizers import decoders, pre_tokenizers  # noqa: TID251 - its alphabet o
 
 from edgespec_export.sources.gguf_tokenizer import byte_level_cuts
 from edgespec_export.sources.pre_tokenizers import CUTS
-from tests.gguf_for_tests import tiny_gguf
-from tests.tokenizers_for_tests import CUT, cut_by
+from tests.kit.gguf import tiny_gguf
+from tests.kit.tokenizers import CUT, cut_by
 from tools.arguments import arguments
 
 _BORDER = "<|border|>"

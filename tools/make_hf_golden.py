@@ -1,6 +1,6 @@
 """Reference logits of tiny Hugging Face models: `python -m tools.make_hf_golden`.
 
-Needs torch and transformers. Writes the checkpoints that ``tests/hf_for_tests.py`` describes into a temporary
+Needs torch and transformers. Writes the checkpoints that ``tests/kit/hf.py`` describes into a temporary
 folder, lets transformers read them, and stores ``config.json`` and the logits of some positions in
 ``tests/golden_hf/NAME.npz``, and in ``vectors.npz`` what comes out of some at the last token of some texts,
 which is how models embed. With ``--llama-cpp DIR``, llama.cpp's sources, it lets their converter make a
@@ -23,10 +23,10 @@ import transformers
 from gguf import GGUFReader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.gguf_cases_for_tests import GGUF_CASES, gguf_of
-from tests.gguf_for_tests import TinyGGUF
-from tests.hf_for_tests import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import GGUF_CASES, gguf_of
+from tests.kit.hf import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
+from tests.kit.tokenizers import byte_level_json
 
 OUT = Path(__file__).parents[1] / "tests/golden_hf"
 

@@ -19,8 +19,8 @@ from time import perf_counter, process_time
 from typing import Any
 from urllib.request import Request, urlopen
 
-from tests.models_for_tests import toy_model, toy_session
-from tests.serving_for_tests import serving
+from tests.kit.models import toy_model, toy_session
+from tests.kit.serving import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 JSON = {"Content-Type": "application/json"}

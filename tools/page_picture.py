@@ -12,7 +12,7 @@ from playwright.sync_api import sync_playwright
 from PySide6.QtGui import QImage
 
 import edgespec
-from tests.serving_for_tests import serving
+from tests.kit.serving import serving
 
 ROOT = Path(__file__).parents[1]
 QUESTION = """Write a docstring for this function. Reply with the whole function.

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.hf_for_tests import config_of, write_checkpoint
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.hf import config_of, write_checkpoint
+from tests.kit.tokenizers import byte_level_json
 
 ROOT = Path(__file__).resolve().parent.parent
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"

@@ -18,8 +18,8 @@ import pytest
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.download import is_pulled, pull
-from tests.downloads_for_tests import CONTENT, FROM_HUB, assert_whole, running_hub
-from tests.gguf_for_tests import tiny_gguf
+from tests.kit.downloads import CONTENT, FROM_HUB, assert_whole, running_hub
+from tests.kit.gguf import tiny_gguf
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.utime"}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -27,7 +27,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 def killed(work: str, folder: Path, number: int) -> bool:
     """Do ``work`` in a process that is killed before its ``number``-th change; whether it came so far."""
-    command = [sys.executable, "-m", "tests.killed_for_tests", work, str(folder), str(number)]
+    command = [sys.executable, "-m", "tests.kit.killed", work, str(folder), str(number)]
     return subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
 
 

@@ -27,8 +27,8 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.devices import KINDS, Device, Placement
 from edgespec_runtimes.kv_store import KvStore
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, KV_BYTES, NextLogits, ToySession, markov_logits
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import F32, KV_BYTES, NextLogits, ToySession, markov_logits
 
 VOCAB = 404
 TEMPLATE = (

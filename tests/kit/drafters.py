@@ -23,9 +23,9 @@ from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from tests.models_for_tests import answering, runner_of
-from tests.tokenizers_for_tests import byte_level_json, sentencepiece_json
-from tests.toy import F32, NextLogits, Silent, ToySession, alone
+from tests.kit.models import answering, runner_of
+from tests.kit.tokenizers import byte_level_json, sentencepiece_json
+from tests.kit.toy import F32, NextLogits, Silent, ToySession, alone
 from tools import replay
 
 VOCAB = 50

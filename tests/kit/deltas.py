@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto
 
-from tests.gguf_for_tests import F32
-from tests.kernels_for_tests import F64, graph
+from tests.kit.gguf import F32
+from tests.kit.kernels import F64, graph
 
 LOGGED = 16
 INPUTS = ("packed", "state", "log", "ring", "sequences", "places", "weights", "a", "bias", "gain")

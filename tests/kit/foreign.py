@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.tokenizers import byte_level_json
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS, CONTEXT = 404, 64, 4, 2, 16, 2, 640
 GRAPH = "model.onnx"

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.gguf_cases_for_tests import converted
-from tests.gguf_for_tests import TinyGGUF
-from tests.hf_for_tests import F32, VOCAB, Tensors, config_of, drawn, shapes, weights, write_safetensors
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import converted
+from tests.kit.hf import F32, VOCAB, Tensors, config_of, drawn, shapes, weights, write_safetensors
+from tests.kit.tokenizers import byte_level_json
 
 LAYERS = 4
 """Of the model without its MTP layer, which is block 4 of GGUF files."""
@@ -29,7 +29,7 @@ _PARTS = {
 
 
 def config(case: str = "qwen35", **facts: Any) -> dict[str, Any]:
-    """The ``config.json`` of a case of :mod:`tests.hf_for_tests`."""
+    """The ``config.json`` of a case of :mod:`tests.kit.hf`."""
     return {**config_of(case), "mtp_num_hidden_layers": 1, "eos_token_id": 2, **facts}
 
 

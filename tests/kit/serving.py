@@ -30,11 +30,11 @@ from edgespec.serve.server import Server
 from edgespec_models.errors import EdgespecError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
-from tests.calls_for_tests import reader_of
-from tests.models_for_tests import VOCAB, printable, toy_model
-from tests.templates_for_tests import HERMES
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, ToySession, markov_logits
+from tests.kit.calls import reader_of
+from tests.kit.models import VOCAB, printable, toy_model
+from tests.kit.templates import HERMES
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import F32, ToySession, markov_logits
 
 SOURCES = ("target", "model", "ngram", "history")
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from edgespec.serve.app import App
-from tests.templates_for_tests import TOOLS
+from tests.kit.templates import TOOLS
 
 CHATS: list[dict[str, Any]] = [
     {"stream": True, "temperature": 0.7, "seed": 1, "logprobs": True, "top_logprobs": 2},

@@ -1,12 +1,12 @@
-"""The tiny checkpoints of :mod:`tests.hf_for_tests` as the GGUF files that llama.cpp's converter makes."""
+"""The tiny checkpoints of :mod:`tests.kit.hf` as the GGUF files that llama.cpp's converter makes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tests.gguf_for_tests import F32, Raw, TinyGGUF, tokenizer_facts
-from tests.hf_for_tests import CASES, Tensors, config_of, convolves, mlp_width, weights
+from tests.kit.gguf import F32, Raw, TinyGGUF, tokenizer_facts
+from tests.kit.hf import CASES, Tensors, config_of, convolves, mlp_width, weights
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "gemma4_text": "gemma4"}

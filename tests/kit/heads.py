@@ -12,10 +12,10 @@ import numpy.typing as npt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import GRAPH, Bundle
-from tests.gguf_for_tests import TinyGGUF, random_raw, tokenizer_facts
-from tests.hf_for_tests import config_of, write_checkpoint
-from tests.kernels_for_tests import session
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.gguf import TinyGGUF, random_raw, tokenizer_facts
+from tests.kit.hf import config_of, write_checkpoint
+from tests.kit.kernels import session
+from tests.kit.tokenizers import byte_level_json
 
 F32 = npt.NDArray[np.float32]
 LAYERS, VOCAB, DRAFTED, CONTEXT = 8, 320, 96, 64
@@ -161,7 +161,7 @@ WIDE_MLP, WIDE_DIM = 256, 32
 
 
 def gguf_head(kind: str, seed: int = 0, **facts: Any) -> TinyGGUF:
-    """A random head as llama.cpp's converter writes it, of :func:`tests.gguf_for_tests.tiny_gguf`'s width."""
+    """A random head as llama.cpp's converter writes it, of :func:`tests.kit.gguf.tiny_gguf`'s width."""
     rng, query, kv = np.random.default_rng(seed), HEADS * WIDE_DIM, KV_HEADS * WIDE_DIM
     keys = {
         "block_count": 1,

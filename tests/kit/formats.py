@@ -12,7 +12,7 @@ from edgespec.decoding.draft import Source, Step
 from edgespec.decoding.grammar import AnyJson, Choice, Constraint, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
-from tests.toy import ToySession, decode
+from tests.kit.toy import ToySession, decode
 
 _WORDS = ("name", "age", "the lazy dog", "na\u00efve", 'a "quote"', "\u65e5\u672c", "\U0001f600", "x\ny")
 

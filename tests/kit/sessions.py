@@ -16,10 +16,10 @@ from edgespec_runtimes.cuda import DeviceCache, open_cuda
 from edgespec_runtimes.devices import CPU, Device
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import open_static
-from tests.foreign_for_tests import ForeignSpec, write_genai, write_written_out
-from tests.gguf_for_tests import ARCHITECTURES, tiny_gguf
-from tests.native_for_tests import tiny_native
-from tests.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, WIDE, tiny_bundle
+from tests.kit.foreign import ForeignSpec, write_genai, write_written_out
+from tests.kit.gguf import ARCHITECTURES, tiny_gguf
+from tests.kit.native import tiny_native
+from tests.kit.toy import COLUMNS, F32, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, WIDE, tiny_bundle
 
 ON_CPU = Device(CPU, "ready")
 ONE_THREAD = CpuOptions(threads=1)

@@ -19,9 +19,9 @@ from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.files.blocks import GGMLType
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
-from tests.gguf_for_tests import random_raw
-from tests.toy import LLAMA, TinyModel, write_bundle
-from tests.weights_for_tests import fill_others
+from tests.kit.gguf import random_raw
+from tests.kit.toy import LLAMA, TinyModel, write_bundle
+from tests.kit.weights import fill_others
 
 F32 = npt.NDArray[np.float32]
 Edit = Callable[[Any], object]

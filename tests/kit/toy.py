@@ -35,8 +35,8 @@ from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import LoadedModel, Rows, Session
-from tests.tokenizers_for_tests import byte_level_json
-from tests.weights_for_tests import filled, tiny_plan
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.weights import filled, tiny_plan
 
 F32 = npt.NDArray[np.float32]
 NextLogits = Callable[[Sequence[int]], F32]

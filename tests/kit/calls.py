@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from edgespec.requests.call_reading import CallReader
 from edgespec.requests.results import CallPart, ToolCall
 from edgespec.requests.tool_calls import format_of
-from tests.templates_for_tests import SHOWN
+from tests.kit.templates import SHOWN
 
 Call = tuple[str, dict[str, Any]]
 Write = Callable[[Sequence[Call]], str]

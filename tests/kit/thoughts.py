@@ -14,9 +14,9 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Tags
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from tests.models_for_tests import toy_model
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import F32, ToySession
+from tests.kit.models import toy_model
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import F32, ToySession
 
 ASK = [{"role": "user", "content": "1 + 2?"}]
 CONTROL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

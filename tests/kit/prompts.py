@@ -1,6 +1,6 @@
 """A session whose keys and values show what they were computed from, and processes with it that are killed.
 
-`python -m tests.prompts_for_tests FOLDER KILLS KIND` kills as many as one likes; with the kind ``states``
+`python -m tests.kit.prompts FOLDER KILLS KIND` kills as many as one likes; with the kind ``states``
 they write states at the ends of prompts, too.
 """
 
@@ -20,9 +20,9 @@ import numpy.typing as npt
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.kv_store import KvStore
-from tests.models_for_tests import toy_session
-from tests.states_for_tests import DELTA, VOCAB, StatesModel
-from tests.toy import ToySession
+from tests.kit.models import toy_session
+from tests.kit.states import DELTA, VOCAB, StatesModel
+from tests.kit.toy import ToySession
 
 KEY: Final = "toy-0123456789abcdef"
 WIDE: Final = 512

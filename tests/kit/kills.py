@@ -81,7 +81,7 @@ def promised(writer: int, lines: Sequence[str], killed_at: float, slack_s: float
 
 
 def _start(path: Path, writer: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(Path(__file__)), str(path), str(writer)]
+    command = [sys.executable, "-m", "tests.kit.kills", str(path), str(writer)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 

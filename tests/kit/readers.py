@@ -45,21 +45,21 @@ from edgespec_models.errors import (
 from edgespec_models.files.onnx_header import read_header
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.asgi_for_tests import check_answer, requests
-from tests.calls_for_tests import WRITERS
-from tests.foreign_for_tests import ForeignSpec, write_genai, write_optimum
-from tests.gguf_cases_for_tests import gguf_of
-from tests.gguf_for_tests import ARCHITECTURES, TinyGGUF, tiny_gguf
-from tests.hf_for_tests import CASES, config_of, shapes
-from tests.histories_for_tests import SCOPE, delta_of, passage_of, text_of
-from tests.models_for_tests import TEMPLATE as CHAT
-from tests.models_for_tests import toy_model, toy_session, toy_tokenizer
-from tests.mtp_for_tests import gguf as gguf_with_mtp
-from tests.sentencepiece_for_tests import trained
-from tests.serving_for_tests import models_of
-from tests.templates_for_tests import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
-from tests.tokenizers_for_tests import byte_level_json, gemma4_metadata, sentencepiece_json
-from tests.toy import tiny_bundle
+from tests.kit.asgi import check_answer, requests
+from tests.kit.calls import WRITERS
+from tests.kit.foreign import ForeignSpec, write_genai, write_optimum
+from tests.kit.gguf import ARCHITECTURES, TinyGGUF, tiny_gguf
+from tests.kit.gguf_cases import gguf_of
+from tests.kit.hf import CASES, config_of, shapes
+from tests.kit.histories import SCOPE, delta_of, passage_of, text_of
+from tests.kit.models import TEMPLATE as CHAT
+from tests.kit.models import toy_model, toy_session, toy_tokenizer
+from tests.kit.mtp import gguf as gguf_with_mtp
+from tests.kit.sentencepiece import trained
+from tests.kit.serving import models_of
+from tests.kit.templates import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
+from tests.kit.tokenizers import byte_level_json, gemma4_metadata, sentencepiece_json
+from tests.kit.toy import tiny_bundle
 
 CHECKPOINT = (ModelFileError, UnsupportedModelError, TokenizerError)
 HOLE = 1 << 22  # bytes of weights, all zero, which take no room

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
-from tests.tokenizers_for_tests import byte_level_json, gguf_metadata
+from tests.kit.tokenizers import byte_level_json, gguf_metadata
 
 F32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[Any]

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.gguf_cases_for_tests import converted
-from tests.gguf_for_tests import TinyGGUF
-from tests.hf_for_tests import VOCAB, Tensors, config_of, drawn, weights, write_safetensors
-from tests.tokenizers_for_tests import byte_level_json
+from tests.kit.gguf import TinyGGUF
+from tests.kit.gguf_cases import converted
+from tests.kit.hf import VOCAB, Tensors, config_of, drawn, weights, write_safetensors
+from tests.kit.tokenizers import byte_level_json
 
-GOLDEN = Path(__file__).parent / "golden_heads"
+GOLDEN = Path(__file__).parents[1] / "golden_heads"
 CASES: Mapping[str, tuple[str, bool]] = {
     "llama": ("llama", False),
     "qwen3": ("qwen3", False),

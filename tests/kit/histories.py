@@ -10,8 +10,8 @@ from edgespec.history.passages import Cutter, Passage
 from edgespec.history.store import Scope, Store
 from edgespec.history.use import HistoryUse, open_use
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.tokenizers_for_tests import byte_level_json
-from tests.toy import round_of
+from tests.kit.tokenizers import byte_level_json
+from tests.kit.toy import round_of
 
 SCOPE = Scope("target", "digest", "mail")
 OTHERS = (Scope("other", "digest", "mail"), Scope("target", "other", "mail"), Scope("target", "digest"))

@@ -9,8 +9,8 @@ from typing import Any, cast
 from edgespec import Drafter, LoadOptions, Model
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
-from tests.models_for_tests import VOCAB, printable, queue_of, runner_of, toy_model
-from tests.toy import F32, ToySession, markov_logits
+from tests.kit.models import VOCAB, printable, queue_of, runner_of, toy_model
+from tests.kit.toy import F32, ToySession, markov_logits
 
 LONG = "a document of many words, " * 5
 PROMPTS = ("the quick brown fox", "the quick brown dog", "x", LONG, LONG + "and a question")

@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.files.blocks import F32, U8, Blocks, GGMLType, unpack
-from tests.kernels_for_tests import EPSILON, F64, graph, normed, random_blocks, rounded, weights_of
+from tests.kit.kernels import EPSILON, F64, graph, normed, random_blocks, rounded, weights_of
 
 Floats = npt.NDArray[Any]
 NAMES = ("x", "gain", "residual", "shared", "router", "router_bias", "bias", "down_bias", "selection")

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import sentencepiece
 
-from tests.tokenizers_for_tests import CORPUS
+from tests.kit.tokenizers import CORPUS
 
 
 @lru_cache
