@@ -18,19 +18,15 @@ from edgespec.align.answering import answers as answers_of
 from edgespec.align.answers import Answer, alone, read_answers, unanswered, write_answers
 from edgespec.align.run import split_texts
 from edgespec.cli import app
-from edgespec.drafting.model import context_tokens
 from edgespec.measuring.prompts import Prompt
 from edgespec.requests.request import RequestOptions
-from edgespec_export.align.settings import Text
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.catalog import find
 from edgespec_models.errors import DoesNotFit, RequestError, StorageError
 from edgespec_models.progress import ignore_progress
-from edgespec_runtimes.cpu import open_cpu
 from tests.kit.fake_model import FakeModel
 from tests.kit.gguf import tiny_gguf
-from tools import first_guesses
 
 ASKED = RequestOptions(max_new_tokens=7, temperature=0.8)
 PROMPTS = tuple(Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", (f"question {i}",)) for i in range(12))
@@ -142,24 +138,6 @@ def test_texts_are_as_the_drafter_reads_them(tmp_path: Path) -> None:
     for text in kept:
         written = tokenizer.decode(text.tokens[text.start :])
         assert answers[written].category == text.category
-
-
-@pytest.mark.parametrize("trim", ["full", 320])
-def test_first_guesses_are_what_the_logits_say(tmp_path: Path, trim: Any) -> None:
-    options = ExportOptions(role="drafter", trim=trim)
-    export_model(tiny_gguf("gemma3", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "d", options=options)
-    bundle = Bundle(tmp_path / "d")
-    prompt, session = [5, 17, 300, 2, 41, 17], open_cpu(bundle)
-    if bundle.head_tokens is not None:
-        session.model.offer(context_tokens(prompt, bundle.tokenizer, bundle.head_tokens))
-    ids = list(prompt)
-    for _ in range(70):  # what it writes itself, one pass a token
-        best = session.predict_next(ids).best(0)
-        ids.append(best if session.model.head_tokens is None else int(session.model.head_tokens[best]))
-    assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 70
-    ids[-1] += 1
-    assert first_guesses.count(session, bundle, Text(tuple(ids), len(prompt))) == 69
-    session.close()
 
 
 def _align(*options: str) -> Any:

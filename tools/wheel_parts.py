@@ -30,7 +30,10 @@ LINKED = {
 
 
 def add_parts(wheel: Path) -> None:
-    """Write the list into ``wheel``, in place; its time is ``SOURCE_DATE_EPOCH``, if that is set."""
+    """Write the list into ``wheel``, in place; its time is ``SOURCE_DATE_EPOCH``, if that is set.
+
+    Unpacking compares every file with RECORD: of the wheel as it was, and as it is then.
+    """
     tool = (sys.executable, "-m", "wheel")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run((*tool, "unpack", wheel, "--dest", folder), check=True, capture_output=True)
@@ -39,6 +42,8 @@ def add_parts(wheel: Path) -> None:
         sboms.mkdir()
         (sboms / "edgespec.cdx.json").write_text(listed(unpacked, wheel.name), encoding="utf-8", newline="\n")
         subprocess.run((*tool, "pack", unpacked, "--dest", wheel.parent), check=True, capture_output=True)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run((*tool, "unpack", wheel, "--dest", folder), check=True, capture_output=True)
 
 
 def listed(unpacked: Path, name: str) -> str:

@@ -138,10 +138,6 @@ class Table:
             },
         }
 
-    def _in_category(self, row: Row, category: str) -> dict[str, Any]:
-        gain = self.ratios(row.name, row.plain, category)
-        return {"total": self.speed(row.name, category), "gain": gain}
-
 
 def tables(summary: Mapping[str, Mapping[str, Any]], kl: Mapping[str, float | None]) -> str:
     """Two tables in Markdown: the rows, and their speeds by category where there are several."""
