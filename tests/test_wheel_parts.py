@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -18,7 +17,7 @@ pytest.importorskip("wheel", reason=WHY)
 INFO = "toy-1.0.dist-info"
 
 
-def wheel(folder: Path, tag: str, changed: Mapping[str, str] | None = None) -> Path:
+def wheel(folder: Path, tag: str, changed: dict[str, str] | None = None) -> Path:
     """A sound wheel, but for the files that are ``changed`` behind RECORD's back."""
     files = {
         "toy/head.safetensors": "",
