@@ -325,7 +325,7 @@ def test_the_signature_and_the_docs_show_the_options(model: Model) -> None:
         assert parameters["temperature"].kind is inspect.Parameter.KEYWORD_ONLY
     assert "seed: int | None = None" in str(inspect.signature(Model.generate))
     docs = (Path(__file__).parents[1] / "docs" / "options.md").read_text(encoding="utf-8").splitlines()
-    documented = {name for line in docs if line[:3] == "| `" for name in line.split("|")[1].split("`")}
+    documented = {name for line in docs if line[:3] == "- `" for name in line.split(":")[0].split("`")}
     assert RequestOptions.__annotations__.keys() <= documented
 
 

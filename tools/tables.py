@@ -1,4 +1,4 @@
-"""Write ``docs/options.md`` and the tables of ``docs/json.md`` from the code.
+"""Write ``docs/options.md`` and the lists of ``docs/json.md`` from the code.
 
 Run ``python -m tools.tables`` when an option or a key has changed; a test compares its output with the files.
 Names, defaults and ranges are those of the dataclasses, descriptions those of their docstrings, and names on
@@ -7,7 +7,7 @@ the command line and over HTTP those of the commands and of the requests' bodies
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Final
@@ -49,9 +49,10 @@ _FIELDS: Final = {
 }
 _INTRODUCTION: Final = (
     "# Options\n"
-    "Every option of a request, of a load and of the server: its default, what is allowed, and its name in "
-    "Python, on the command line and over HTTP. `python -m tools.tables` writes this page from the code. "
-    "Examples are in [requests.md](requests.md), [apps.md](apps.md) and [server.md](server.md).\n"
+    "Every option of a request, of a load and of the server. In parentheses: the default, the allowed "
+    "values, the option of the command line, and the field over HTTP (*HTTP* alone: the name is the same). "
+    "`python -m tools.tables` writes this page from the code. Examples are in [requests.md](requests.md), "
+    "[apps.md](apps.md) and [server.md](server.md).\n"
 )
 _LOAD: Final = (
     "`edgespec.load(..., options=edgespec.LoadOptions(NAME=VALUE))`. `edgespec.load` itself takes the two "
@@ -76,7 +77,7 @@ _WORDS: Final = (
     (r"a (list|table)\b.*", r"a \1"),
     (r"^a text out of ", ""),
 )
-"""What annotations allow, in the words of the tables."""
+"""What annotations allow, in the words of the lists."""
 
 
 def drawn(docs: Path = _DOCS) -> dict[Path, str]:
@@ -93,24 +94,22 @@ def main() -> None:
 
 def _options() -> str:
     asking = {**_flags(generate), **_flags(chat)}
-    request = ("option", "default", "allowed", "command line", "HTTP", "what it does")
-    load = ("option", "default", "allowed", "command line", "what it does")
     sections = [
         _INTRODUCTION,
         "## Of a request",
         "Keyword arguments of `generate`, `chat`, `fill`, `stream` and their like.\n",
-        _table(request, _requests(asking)),
+        *_requests(asking),
         "\n## Of a load",
         _LOAD,
-        _table(load, _loads(asking | _flags(serve))),
+        *_loads(asking | _flags(serve)),
         "\n## Of the server",
         "`edgespec serve` takes these, and the options of a load above.\n",
-        _table(("option", "default", "what it does"), _server()),
+        *_server(),
     ]
     return "\n".join(sections) + "\n"
 
 
-def _requests(flags: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
+def _requests(flags: Mapping[str, str]) -> Iterable[str]:
     words = {**_described(Request), **_described(SamplingParams)}
     ranges = {**allowed(Request), **allowed(SamplingParams)}
     defaults = {**_defaults(Request), **_defaults(SamplingParams)}
@@ -119,23 +118,29 @@ def _requests(flags: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
         if name == "max_tokens":  # the second name of max_new_tokens
             continue
         shown = "`max_new_tokens`, `max_tokens`" if name == "max_new_tokens" else f"`{name}`"
-        http = _FIELDS.get(name, name if name in bodies else "")
-        flag = _code(flags.get(name, ""))
-        yield shown, defaults[name], _short(ranges[name]), flag, _code(http), words[name]
+        http = f"HTTP {_code(_FIELDS[name])}" if name in _FIELDS else "HTTP" if name in bodies else ""
+        facts = defaults[name], _short(ranges[name]), _code(flags.get(name, "")), http
+        yield _item(shown, facts, words[name])
 
 
-def _loads(flags: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
+def _loads(flags: Mapping[str, str]) -> Iterable[str]:
     ranges, defaults = allowed(LoadOptions), _defaults(LoadOptions)
     for name, words in _described(LoadOptions).items():
-        yield f"`{name}`", defaults[name], _short(ranges[name]), _code(flags.get(name, "")), words
+        yield _item(f"`{name}`", (defaults[name], _short(ranges[name]), _code(flags.get(name, ""))), words)
 
 
-def _server() -> Iterable[tuple[str, ...]]:
+def _server() -> Iterable[str]:
     shared = {*LOADING, *PROMPTS, "max_waiting", "parallel"}
     for option in _parameters(serve):
         if option.name not in shared:
             default = "" if option.default is None else f"`{option.default}`"
-            yield f"`{option.opts[0]}`", default, option.help or ""
+            yield _item(f"`{option.opts[0]}`", (default,), option.help or "")
+
+
+def _item(name: str, facts: Iterable[str], words: str) -> str:
+    """A line of a list."""
+    known = "; ".join(fact for fact in facts if fact)
+    return f"- {name} ({known}): {words}" if known else f"- {name}: {words}"
 
 
 def _parameters(command: Callable[..., None]) -> list[Any]:
@@ -183,22 +188,17 @@ def _code(text: str) -> str:
     return ", ".join(f"`{part}`" for part in text.split(", ")) if text else ""
 
 
-def _table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [columns, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    head, *others = (f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
-    return "\n".join([head, "|---" * len(columns) + "|", *others])
-
-
 def _filled(page: str) -> str:
     for name, rows in _keys().items():
         before, begin, rest = page.partition(f"<!-- generated: {name} -->\n")
         if begin:
-            page = f"{before}{begin}{_table(('key', 'meaning'), rows)}\n{_END}{rest.partition(_END)[2]}"
+            listed = "".join(f"- {key}: {meaning}\n" for key, meaning in rows)
+            page = f"{before}{begin}{listed}{_END}{rest.partition(_END)[2]}"
     return page
 
 
 def _keys() -> dict[str, list[tuple[str, str]]]:
-    """Tables of keys, by name: each key of an object in JSON, and what the dataclass says of it."""
+    """Lists of keys, by name: each key of an object in JSON, and what the dataclass says of it."""
     model = Footprint(
         name="",
         state="here",

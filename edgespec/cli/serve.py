@@ -83,8 +83,8 @@ def serve(
         typer.Option(
             min=0.001,
             metavar="GB",
-            help="The memory that all models may take, as 'edgespec plan' counts it. Idle models make room "
-            "for others. Default: what this machine has.",
+            help="Gigabytes of memory that all models may take, as 'edgespec plan' counts them. Idle models "
+            "make room for others. Default: the machine's memory.",
         ),
     ] = None,
     keep: Annotated[
@@ -92,7 +92,7 @@ def serve(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Unload a model that no request has used for so long. Default: never.",
+            help="Unload a model after this many seconds without a request. Default: never.",
         ),
     ] = None,
 ) -> None:
