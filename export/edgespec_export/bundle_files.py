@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from edgespec_export.journal import JOURNAL
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileRecord, Manifest
@@ -84,9 +85,14 @@ def describe(
             "edgespec": version("edgespec"),
             **checkpoint.changes,
         },
-        files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},
+        files={file.name: FileRecord.of(file) for file in _files(folder)},
         **facts,
     )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of the bundle, which go with it to its place."""
+    return sorted(file for file in folder.iterdir() if file.name != JOURNAL)
 
 
 def finish(
@@ -108,7 +114,7 @@ def finish(
         **facts,
         "bytes": {
             "source": source_bytes,
-            "bundle": sum(file.stat().st_size for file in folder.iterdir()),
+            "bundle": sum(file.stat().st_size for file in _files(folder)),
             "by_class": dict(manifest.bytes_by_class),
         },
         "seconds": perf_counter() - started,

@@ -31,8 +31,10 @@ def export_model(
 
     An EAGLE-3 head, or a model's MTP layer, becomes a drafter for the target that ``options`` name.
 
-    The bundle appears at ``out`` when it is complete and has passed its checks, or not at all. Returns its
-    report (:func:`edgespec_export.bundle_files.finish`).
+    The bundle appears at ``out`` when it is complete and has passed its checks, or not at all. Stopped by
+    KeyboardInterrupt or SystemExit, or killed, an export for CPUs or CUDA leaves large weights in a hidden
+    folder beside ``out``, and the same call goes on there. Returns its report
+    (:func:`edgespec_export.bundle_files.finish`).
 
     Raises:
         ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported: damaged, or of

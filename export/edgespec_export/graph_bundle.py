@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from edgespec_export.graphs.ranges import ActivationRanges, measure_ranges, prec
 from edgespec_export.graphs.trim import Tokens, keep_frequent, plan_trim
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.options import ExportOptions
+from edgespec_export.recipe import RECIPES
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, Bundle, Manifest
@@ -97,7 +99,12 @@ def _write(
         digest, plan = checkpoint.digest(progress), _plan(checkpoint, options, settled)
         if kept is not None:
             np.save(folder / HEAD_TOKENS, kept)
-        model, by_class = write_graph(checkpoint, plan, folder, progress)
+        made_of = {
+            "source": f"{digest} {dict(checkpoint.changes)}",
+            "version of edgespec": f"{version('edgespec')}, recipe {RECIPES[options.device]}",
+            "set of options": repr(replace(options, overwrite=False)),
+        }
+        model, by_class = write_graph(checkpoint, plan, folder, progress, made_of)
         losses = measure_losses(plan, checkpoint, model)
         rows = config.vocab_size if kept is None else len(kept)
         activations = plan.precision.activations

@@ -1,16 +1,20 @@
 """Where an export is built, and how it comes to its place: complete, or not at all."""
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from secrets import token_hex
-from stat import S_IMODE
+from stat import S_IMODE, S_ISDIR
 
+from edgespec_export.journal import DATA_FILE, JOURNAL
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.storage import leftovers, move, own_name
 
 _OLD = "-old"
+_LOG = logging.getLogger("edgespec")
 
 
 def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
@@ -46,25 +50,48 @@ def staging(out: Path) -> Iterator[Path]:
     """A folder beside ``out`` to build in, which nobody else may enter. At the end it comes to its place.
 
     A directory that is there is replaced. After an error nothing is left, nor are the parents of ``out`` that
-    had to be made, unless something came into them.
+    had to be made, unless something came into them. What is stopped or killed leaves its weights, if they
+    have a :class:`Journal`, to the next that builds for ``out``.
     """
     with _parents(out):
         prefix = f".{out.name}.partial-"
-        for stale in leftovers(out.parent, prefix):
-            if stale.name.endswith(_OLD) and not out.exists():
-                move(stale, out)  # what a killed export had only begun to replace
-            else:
-                shutil.rmtree(stale, ignore_errors=True)
         folder = out.with_name(f"{own_name(prefix)}{token_hex(4)}")
+        stopped = f"{prefix}stopped-"
+        stale = [*leftovers(out.parent, prefix), *out.parent.glob(f"{escape(stopped)}*")]
         try:
             folder.mkdir(mode=0o755)
             narrowed = S_IMODE(folder.stat().st_mode)  # by the umask
             folder.chmod(narrowed & 0o700)
+            for left in stale:
+                if left.name.endswith(_OLD) and not out.exists():
+                    move(left, out)  # what a killed export had only begun to replace
+                else:
+                    _take_over(left, folder)
             yield folder
+            (folder / JOURNAL).unlink(missing_ok=True)
             folder.chmod(narrowed)
             _place(folder, out)
+        except (KeyboardInterrupt, SystemExit):
+            if (folder / JOURNAL).is_file():
+                left = out.with_name(f"{stopped}{token_hex(4)}")
+                move(folder, left)
+                _LOG.warning("what is converted stays in %s; the same export goes on there", left)
+            raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _take_over(stale: Path, folder: Path) -> None:
+    """Move to ``folder`` the weights that an export can go on with, and delete the rest.
+
+    Of two processes that come here at once, one begins anew.
+    """
+    with suppress(OSError):
+        facts = stale.lstat()
+        ours = S_ISDIR(facts.st_mode) and facts.st_uid == folder.stat().st_uid  # others could plant weights
+        for name in (JOURNAL, DATA_FILE) if ours and not (folder / DATA_FILE).exists() else ():
+            move(stale / name, folder / name)
+    shutil.rmtree(stale, ignore_errors=True)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from edgespec_export.export import export_model
+from edgespec_export.graphs import writer
+from edgespec_export.journal import DATA_FILE
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.download import is_pulled, pull
 from tests.kit.downloads import CONTENT, FROM_HUB, assert_whole, running_hub
@@ -47,16 +49,19 @@ def work_until(work: Callable[[], object], number: int) -> None:
 
 
 def kill_exports(folder: Path, times: int) -> None:
-    """An export leaves a sound bundle, the old one or none."""
+    """An export leaves a sound bundle, the old one or none, and what the next goes on with."""
+    writer.JOURNALED_BYTES = 0
     source, out = tiny_gguf("llama", "Q4_K").write(folder / "m.gguf"), folder / "bundles" / "out"
     out.parent.mkdir()
+    expected = b""
     for _ in range(times):
-        killed("export", folder, random.randrange(30))
-        if out.exists():
-            Bundle(out, verify_digests=True)
-        else:
+        killed("export", folder, random.randrange(50))
+        if not out.exists():
             export_model(source, out)
         Bundle(out, verify_digests=True)
+        weights = (out / DATA_FILE).read_bytes()
+        expected = expected or weights
+        assert weights == expected
         left = {path.name for path in out.parent.iterdir() if not path.name.endswith(".lock")}
         assert left == {out.name}, left
         shutil.rmtree(out)
@@ -79,6 +84,7 @@ def kill_downloads(folder: Path, times: int) -> None:
 
 
 if __name__ == "__main__":
+    writer.JOURNALED_BYTES = 0
     kind, place, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     works = {
         "export": lambda: export_model(place / "m.gguf", place / "bundles" / "out"),

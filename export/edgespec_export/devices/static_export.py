@@ -20,7 +20,7 @@ import onnx_ir as ir
 from edgespec_export.devices.static_weights import WeightFile, write_static_weights
 from edgespec_export.graphs.parity import Golden, check_parity, compare
 from edgespec_export.graphs.pieces import PIECE_BYTES
-from edgespec_export.graphs.writer import DATA_FILE
+from edgespec_export.journal import DATA_FILE
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import StaticInputs

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec_export.graphs.writer import DATA_FILE, allocate, bytes_by_class, row_writer
+from edgespec_export.graphs.writer import allocate, bytes_by_class, row_writer
+from edgespec_export.journal import DATA_FILE
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import Layer, graph_name, layer_shapes, layers_of

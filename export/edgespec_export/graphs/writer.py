@@ -7,9 +7,11 @@ small pool of threads (numpy releases the interpreter's lock) and written in ord
 import errno
 import os
 import shutil
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +21,7 @@ import onnx_ir as ir
 
 from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
+from edgespec_export.journal import DATA_FILE, Journal
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH, Role
 from edgespec_models.bundles.config import MTP_ROWS
@@ -30,7 +33,8 @@ from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback
 
-DATA_FILE = "model.onnx.data"
+JOURNALED_BYTES = 1 << 28
+"""Weights of so many bytes have a journal. What takes less is soon made again."""
 _CHUNK_WEIGHTS = 1 << 20
 _IN_FLIGHT = 4
 _LARGEST = 1e15  # no model has such weights, and their squares are finite still
@@ -39,33 +43,70 @@ _CLASSES = ("embedding", "attention", "mlp", "lm_head", "other")
 
 
 def write_graph(
-    checkpoint: Checkpoint, plan: DecoderPlan, folder: Path, progress: ProgressCallback
+    checkpoint: Checkpoint,
+    plan: DecoderPlan,
+    folder: Path,
+    progress: ProgressCallback,
+    made_of: Mapping[str, str] | None = None,
 ) -> tuple[ir.Model, dict[str, int]]:
     """Write the graph of ``plan`` and its weights to ``folder``; returns it, and bytes by class.
+
+    Where ``made_of`` says what the weights depend on, besides ``plan``, large ones have a journal, and go on
+    behind what lies in ``folder``.
 
     Raises:
         ModelFileError: weights that are not finite numbers, or cannot be read.
         OSError: the disk has no room for them.
     """
-    model, matrices = _build(checkpoint, plan), stored(plan)
+    model, matrices, data = _build(checkpoint, plan), stored(plan), folder / DATA_FILE
     parameters, size = allocate(model, folder)
-    sources = [source for matrix in matrices for source in matrix.sources]
-    total, done = sum(checkpoint.tensor(source).n_bytes for source in sources), 0
-    with (folder / DATA_FILE).open("wb") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        write = row_writer(file, parameters)
+    n_bytes = [sum(checkpoint.tensor(source).n_bytes for source in matrix.sources) for matrix in matrices]
+    total, finished, stage, journal = sum(n_bytes), 0, "Exporting", None
+    data.touch()
+    with data.open("r+b") as file, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+
+        def whole(matrix: Stored) -> int:
+            tensors = (_tensor(value) for n, value in parameters.items() if n.startswith(f"{matrix.prefix}."))
+            return _checksum(file, tensors)
+
+        if made_of is not None and size >= JOURNALED_BYTES:
+            journal = Journal(folder, {**made_of, "layout": _layout(plan, parameters)})
+            known = journal.read()
+            while finished < len(known[: len(matrices)]) and known[finished] == whole(matrices[finished]):
+                finished += 1
+                progress(Progress("Checking what is finished", finished, len(known), "matrix"))
+            journal.write(known[:finished])
+        if finished:
+            stage += f", going on at {100 * sum(n_bytes[:finished]) // total} %"
+        else:
+            file.truncate(0)
+        for tensor in map(_tensor, parameters.values()):
+            end = (tensor.offset or 0) + tensor.nbytes
+            file.seek(end)
+            file.write(bytes(-end % _PAGE))  # no checksum covers what lies between weights
+        write, done = row_writer(file, parameters), sum(n_bytes[:finished])
         for name, values in _small_tensors(checkpoint, plan):
             write(name, values)
-        for matrix in matrices:
+        progress(Progress(stage, done, total))
+        for matrix in matrices[finished:]:
             for arrays, read in _encoded(checkpoint, matrix, pool):
                 for name, array in arrays.items():
                     write(f"{matrix.prefix}.{name}", array)
                 done += read
-                progress(Progress("Exporting", done, total))
+                progress(Progress(stage, done, total))
+            if journal is not None:
+                journal.add(whole(matrix))
         file.truncate(size)
         file.flush()
         os.fsync(file.fileno())
     ir.save(model, folder / GRAPH)
     return model, bytes_by_class(parameters, tied=plan.tied)
+
+
+def _layout(plan: DecoderPlan, parameters: Mapping[str, ir.Value]) -> str:
+    """Names the formats and places of all weights: SHA-256, in hex."""
+    places = [(name, _tensor(value).offset, _tensor(value).nbytes) for name, value in parameters.items()]
+    return sha256(repr((plan, places)).encode()).hexdigest()
 
 
 def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
@@ -99,7 +140,7 @@ def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], int]:
             DATA_FILE, at, int(n_bytes), value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
         )
         at += int(n_bytes)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + _taken(folder / DATA_FILE)
     if free < at:  # before minutes of writing
         raise OSError(errno.ENOSPC, f"the weights take {at:,} bytes, {free:,} are free")
     return parameters, at
@@ -111,9 +152,8 @@ def row_writer(
     """A function that writes rows of a parameter to its place, behind those that are there, in its type."""
     at, types = dict[str, int](), dict[str, np.dtype[Any]]()
     for name, value in parameters.items():
-        tensor = value.const_value
-        assert isinstance(tensor, ir.ExternalTensor) and tensor.offset is not None
-        at[name], types[name] = tensor.offset, tensor.dtype.numpy()
+        tensor = _tensor(value)
+        at[name], types[name] = tensor.offset or 0, tensor.dtype.numpy()
 
     def write(name: str, rows: npt.NDArray[np.generic]) -> None:
         rows = np.ascontiguousarray(rows, types[name])
@@ -122,6 +162,32 @@ def row_writer(
         at[name] += rows.nbytes
 
     return write
+
+
+def _tensor(parameter: ir.Value) -> ir.ExternalTensor:
+    """Where :func:`allocate` has placed it."""
+    assert isinstance(parameter.const_value, ir.ExternalTensor)
+    return parameter.const_value
+
+
+def _checksum(file: BinaryIO, tensors: Iterable[ir.ExternalTensor]) -> int:
+    """CRC-32 of the bytes of ``tensors`` in the weights file; of fewer bytes where it ends before."""
+    total = 0
+    for tensor in tensors:
+        file.seek(tensor.offset or 0)
+        left = tensor.nbytes
+        while left and (chunk := file.read(min(left, _CHUNK_WEIGHTS))):
+            total, left = zlib.crc32(chunk, total), left - len(chunk)
+    return total
+
+
+def _taken(path: Path) -> int:
+    """Bytes of the disk that a file takes; 0 where there is none."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return 0
+    return int(getattr(facts, "st_blocks", -(-facts.st_size // 512))) * 512
 
 
 def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> dict[str, int]:
