@@ -329,7 +329,7 @@ def _class_of(match: Match) -> str:
 
 
 def _prior(match: Match) -> float:
-    """The prior, fitted on replayed answers of two targets to the calibration texts (docs/lab/history.md)."""
+    """The prior, fitted on replayed answers of two targets to the calibration texts."""
     if match.count == 1:
         return match.length**2 / (match.length**2 + 6.0)
     return match.share**2 * match.length / (match.length + 1.0)
