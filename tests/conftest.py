@@ -23,8 +23,8 @@ from hypothesis import settings
 
 from edgespec import engine
 from edgespec.cli.console import errors, output
-from edgespec.loading import measurements, opening
-from edgespec.requests import runner
+from edgespec.loading import opening
+from edgespec_models.storage import bundles_dir, models_dir
 from edgespec_runtimes import cost
 from edgespec_runtimes.predictions import Predictions
 from tests.kit.downloads import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from tests.kit.serving import ServedModel
 
+REAL_MODELS = (models_dir(), bundles_dir())
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
@@ -42,29 +43,44 @@ settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_stored_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For fixtures that load models once for several tests."""
-    folder = tmp_path_factory.mktemp("measurements")
+def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """EDGESPEC_HOME of fixtures that load models once for several tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measurements, "measurements_dir", lambda: folder)
-        patch.setattr(runner, "prompts_dir", lambda: folder / "prompt-cache")
+        patch.setenv("EDGESPEC_HOME", str(_with_real_models(tmp_path_factory.mktemp("home"))))
         yield
 
 
 @pytest.fixture(autouse=True)
-def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for what this test measures; another test, on another clock, does not see it."""
-    folder = tmp_path.with_name(f"{tmp_path.name}-measurements")
-    monkeypatch.setattr(measurements, "measurements_dir", lambda: folder)
-    return folder
+def own_home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that EDGESPEC_HOME names: another test, on another clock, sees nothing of it.
+
+    It does not exist yet, but for tests of real models: it has links to the user's.
+    """
+    home = tmp_path.with_name(f"{tmp_path.name}-home")
+    if request.node.get_closest_marker("models"):
+        _with_real_models(home)
+    monkeypatch.setenv("EDGESPEC_HOME", str(home))
+    return home
 
 
-@pytest.fixture(autouse=True)
-def own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _with_real_models(home: Path) -> Path:
+    home.mkdir(exist_ok=True)
+    for folder in REAL_MODELS:
+        if folder.is_dir():
+            (home / folder.name).symlink_to(folder)
+    return home
+
+
+@pytest.fixture
+def own_measurements(own_home: Path) -> Path:
+    """The folder for what this test measures."""
+    return own_home / "measurements"
+
+
+@pytest.fixture
+def own_prompts(own_home: Path) -> Path:
     """The folder of this test's prompt cache."""
-    folder = tmp_path.with_name(f"{tmp_path.name}-prompts")
-    monkeypatch.setattr(runner, "prompts_dir", lambda: folder)
-    return folder
+    return own_home / "prompt-cache"
 
 
 @pytest.fixture
@@ -96,13 +112,6 @@ def own_consoles() -> Iterator[None]:
 def consoles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide ones."""
     monkeypatch.setenv("COLUMNS", "200")
-
-
-@pytest.fixture
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that EDGESPEC_HOME names; it does not exist yet."""
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

@@ -286,7 +286,6 @@ def test_where_none_can_be_it_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("own_home")
 def test_a_drafter_of_the_catalogue_has_its_alignment(
     tmp_path: Path, source: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,9 +112,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place of its own; passes are free, so what is drafted does not depend on this machine."""
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: FLAT)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
@@ -122,7 +121,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
     monkeypatch.setattr("edgespec.learning.trainer.Trainer.offer", AtOnce.offer)
-    return tmp_path / "home"
+    return own_home
 
 
 _policy = Policy.__init__

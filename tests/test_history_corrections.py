@@ -219,7 +219,6 @@ def _learned(*arguments: str) -> Result:
     return result
 
 
-@pytest.mark.usefixtures("own_home")
 def test_it_is_shown_in_words() -> None:
     merge(History("me").path, _lesson(1.0, tokens=12_345), delta_of(passage_of(1)))
     shown = _learned("show", "me").stdout

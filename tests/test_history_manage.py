@@ -20,7 +20,7 @@ from tests.kit.histories import SCOPE, cut, learn, tokenizer, used
 SENTENCES = [
     f"Sentence number {n} says that {n} times two is {2 * n}, as everybody knows. " for n in range(40)
 ]
-pytestmark = pytest.mark.usefixtures("consoles", "own_home")
+pytestmark = pytest.mark.usefixtures("consoles")
 LETTER = "Dear Mrs. Müller, thank you for your letter of the fifth of May. Yours, Ferdinand Mustermann"
 
 

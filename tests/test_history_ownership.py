@@ -24,7 +24,7 @@ from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from tests.kit.histories import SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="modes, pipes and devices are a matter of POSIX")
-pytestmark = pytest.mark.usefixtures("consoles", "own_home")
+pytestmark = pytest.mark.usefixtures("consoles")
 Seen = dict[str, tuple[bytes, int, int, int]]
 
 
@@ -133,17 +133,19 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_it_and_leaves_it_alone(other: Path, command: str, tmp_path: Path) -> None:
+def test_every_command_refuses_it_and_leaves_it_alone(
+    other: Path, command: str, tmp_path: Path, own_home: Path
+) -> None:
     (tmp_path / "in.json").write_text(EXPORTED)
     places = {"PATH": str(other), "IN": str(tmp_path / "in.json"), "OUT": str(tmp_path / "out.json")}
     result = CliRunner().invoke(app, [places.get(word, word) for word in command.split()], input="hello")
     assert result.exit_code == 1 and "cannot be used as a history" in result.stderr
-    assert not (tmp_path / "out.json").exists() and not (tmp_path / "home").exists()
+    assert not (tmp_path / "out.json").exists() and not own_home.exists()
 
 
-def test_it_is_listed_with_the_reason(other: Path, tmp_path: Path) -> None:
+def test_it_is_listed_with_the_reason(other: Path, own_home: Path) -> None:
     """What lies in the folder of histories needs not be one."""
-    folder = tmp_path / "home" / "histories"
+    folder = own_home / "histories"
     folder.mkdir(parents=True)
     for file in other.parent.iterdir():
         shutil.copy2(file, folder / file.name.replace(".txt", ".history"))

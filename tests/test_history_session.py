@@ -89,7 +89,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def flat_costs(monkeypatch: pytest.MonkeyPatch, own_home: Path) -> None:
+def flat_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifying more rows is free, so what is drafted does not depend on this machine."""
     monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
@@ -120,7 +120,7 @@ def test_greedy_output_is_the_same_and_gets_faster_across_restarts(target: Path)
 def test_without_a_history_nothing_is_written(target: Path, own_home: Path) -> None:
     with edgespec.load(target, "ngram", options=OPTIONS) as model:
         result = model.generate(PROMPT, max_new_tokens=20)
-    assert "history" not in result.stats.by_source and not own_home.exists()
+    assert "history" not in result.stats.by_source and not (own_home / "histories").exists()
     for drafter, history, says in ((None, "me", "uses no history"), ("ngram", Path(), "is a folder")):
         with pytest.raises(RequestError, match=says):
             edgespec.load(target, drafter, options=OPTIONS, history=history)
@@ -130,7 +130,7 @@ def test_plain_requests_neither_read_nor_teach(target: Path, own_home: Path, tmp
     file = tmp_path / "mine" / "notes.history"  # instead of a name
     with edgespec.load(target, "ngram", options=OPTIONS, history=file) as model:
         model.generate(PROMPT, max_new_tokens=20, speculate=False)
-    assert History(file).show() == [] and not own_home.exists()
+    assert History(file).show() == [] and not (own_home / "histories").exists()
 
 
 def test_namespaces_and_targets_are_kept_apart(target: Path, tmp_path: Path) -> None:

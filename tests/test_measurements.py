@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.loading import measurements
 from edgespec.loading.measurements import Conditions, Measurement, discard, recall, remember
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions, default_threads
@@ -111,7 +110,7 @@ def test_a_place_that_cannot_be_written_is_told_once_and_no_error(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("in the way", encoding="utf-8")
-    monkeypatch.setattr(measurements, "measurements_dir", lambda: file)
+    monkeypatch.setenv("EDGESPEC_HOME", str(file))
     for _ in range(2):
         remember(HERE, FOUND)
     [said] = caplog.messages
@@ -119,7 +118,7 @@ def test_a_place_that_cannot_be_written_is_told_once_and_no_error(
     assert recall(HERE) is None
     discard(HERE)
     assert file.read_text(encoding="utf-8") == "in the way"
-    monkeypatch.undo()
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
     HERE.path.mkdir(parents=True)
     remember(HERE, FOUND)
     assert recall(HERE) is None

@@ -57,9 +57,6 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("own_home")
-
-
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def has(available: int) -> None:

@@ -152,11 +152,9 @@ def test_where_nothing_can_be_written_it_is_said_once(
     elif fault == "not ours":
         monkeypatch.setattr(Path, "chmod", disk_full)
     else:
-        place = own_prompts / "deeper"
-        (own_prompts if fault == "a file" else place).parent.mkdir(exist_ok=True, parents=True)
-        (own_prompts if fault == "a file" else place).write_text("x")
-        if fault == "in a file":
-            monkeypatch.setattr("edgespec.requests.runner.prompts_dir", lambda: place / "deeper")
+        place = own_prompts if fault == "a file" else own_prompts.parent
+        place.parent.mkdir(exist_ok=True)
+        place.write_text("x")
     stats = _asked()
     assert stats.cached_tokens == 0
     assert stats.prompt_cache_problem.startswith("prompts are not kept on disk: ")
