@@ -14,8 +14,10 @@ from edgespec_runtimes.session import Session
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # programs that tests start find what tests do
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +28,7 @@ from edgespec.cli.console import errors, output
 from edgespec.loading import opening
 from edgespec_models.storage import bundles_dir, models_dir
 from edgespec_runtimes import cost
+from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from tests.kit.downloads import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
@@ -69,6 +72,47 @@ def _with_real_models(home: Path) -> Path:
         if folder.is_dir():
             (home / folder.name).symlink_to(folder)
     return home
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Puts a function in the place of :func:`edgespec.load`, for programs, commands and the server."""
+
+    def put(load: Any) -> None:
+        for place in ("edgespec.load", "edgespec.engine.load", "edgespec.models.load"):
+            monkeypatch.setattr(place, load)
+
+    return put
+
+
+@pytest.fixture
+def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has every disk so many bytes free; of several numbers each holds for one look."""
+
+    def put(*free: int) -> None:
+        left = chain(free[:-1], repeat(free[-1]))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(left)))
+
+    return put
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Has the server break its silence after so many seconds, and look at a load so often."""
+
+    def put(silence_s: float, look_s: float) -> None:
+        monkeypatch.setattr("edgespec.serve.completions._SILENCE_S", silence_s)
+        monkeypatch.setattr("edgespec.serve.completions._LOAD_LOOK_S", look_s)
+
+    return put
+
+
+@pytest.fixture
+def free_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows cost nothing, so what is drafted does not depend on this machine."""
+    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
+    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
+    monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import errno
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import edgespec
 from edgespec.align import answering as answering_module
 from edgespec.align import answers
 from edgespec.align.answering import answers as answers_of
@@ -167,7 +166,9 @@ def test_what_cannot_be_aligned_is_refused(
     assert torch is not None or not (tmp_path / "out").exists()
 
 
-def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_only_writes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]
+) -> None:
     model, out, prompts = FakeModel(), tmp_path / "out", tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "category": "c", "turns": ["Who?", "Why?"]}', encoding="utf-8")
     loaded = []
@@ -179,7 +180,7 @@ def test_answers_only_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
     portable = SimpleNamespace(manifest=SimpleNamespace(graph_kind="dynamic", operators="standard"))
     monkeypatch.setattr(answering_module, "open_model", lambda *_, **__: portable)
     monkeypatch.setattr(answering_module, "check_target", lambda _: None)
-    monkeypatch.setattr(edgespec, "load", load)
+    loads(load)
     options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")
     monkeypatch.setitem(sys.modules, "torch", None)  # which is not needed for that
     code, said, _ = _align(*options, "--temperature", "0.5")

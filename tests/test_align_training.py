@@ -1,7 +1,9 @@
 """Training an alignment: needs PyTorch, which the gate does without (extra ``align``)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ pytest.importorskip("torch", reason="needs the extra 'align', which the gate doe
 import torch
 from typer.testing import CliRunner
 
-import edgespec
 from edgespec.align import answering
 from edgespec.align import run as running
 from edgespec.cli import app
@@ -183,15 +184,15 @@ def test_a_loss_that_runs_away_ends_the_training(source: Path) -> None:
 
 def test_batches_hold_every_text_once_a_pass_and_stay_small() -> None:
     texts = _texts(50)
-    batches = training._batches(texts, replace(OPTIONS, passes=2))
+    batches = training.batches_of(texts, replace(OPTIONS, passes=2))
     flat = [text for batch in batches for text in batch]
     assert sorted(flat, key=repr) == sorted(texts * 2, key=repr)
     assert all(len(batch) * max(len(text.tokens) for text in batch) <= 64 for batch in batches)
-    assert training._batches(texts, replace(OPTIONS, seed=1)) != training._batches(texts, OPTIONS)
+    assert training.batches_of(texts, replace(OPTIONS, seed=1)) != training.batches_of(texts, OPTIONS)
 
 
 def test_the_command_from_prompts_to_a_bundle(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]
 ) -> None:
     bundle, out = tmp_path / "plain", tmp_path / "aligned"
     runner = CliRunner()
@@ -200,7 +201,7 @@ def test_the_command_from_prompts_to_a_bundle(
     prompts = tmp_path / "prompts.jsonl"
     lines = (f'{{"id": "p{i}", "category": "c", "turns": ["question {i}"]}}\n' for i in range(60))
     prompts.write_text("".join(lines), encoding="utf-8")
-    monkeypatch.setattr(edgespec, "load", lambda *names, **settings: FakeModel())
+    loads(lambda *names, **settings: FakeModel())
     for place in ("edgespec.align.answering.open_model", "edgespec.loading.opening.open_model"):
         monkeypatch.setattr(place, lambda *names, **settings: Bundle(bundle))
     monkeypatch.setattr(answering, "check_target", lambda _: None)

@@ -20,7 +20,6 @@ from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.history.drafter import BestOf
 from edgespec.history.memory import Snapshot
 from edgespec.history.use import HistoryUse
-from edgespec.loading import opening
 from edgespec.measuring.audit import audit_answers, audit_sampling
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
@@ -112,16 +111,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def home(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of its own; passes are free, so what is drafted does not depend on this machine."""
-    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: FLAT)
-    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
+def eager(free_passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter is asked in every round, and learns at once."""
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
-    monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
     monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
     monkeypatch.setattr("edgespec.learning.trainer.Trainer.offer", AtOnce.offer)
-    return own_home
 
 
 _policy = Policy.__init__
@@ -132,7 +127,7 @@ def _asking_the_model(self: Policy, *sources: Any, **options: Any) -> None:
     self._model_surplus = 1e9
 
 
-def test_a_model_with_a_history_learns_and_answers_as_ever(bundles: tuple[Path, Path], home: Path) -> None:
+def test_a_model_with_a_history_learns_and_answers_as_ever(bundles: tuple[Path, Path], eager: None) -> None:
     target, drafter = bundles
     with edgespec.load(target, None, options=LoadOptions(threads=1)) as model:
         plain = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
@@ -149,7 +144,7 @@ def test_a_model_with_a_history_learns_and_answers_as_ever(bundles: tuple[Path, 
 
 @pytest.mark.parametrize(("share", "history"), [(0.0, "me"), (0.2, None)])
 def test_nothing_is_trained_without_a_share_or_a_history(
-    bundles: tuple[Path, Path], home: Path, share: float, history: str | None
+    bundles: tuple[Path, Path], eager: None, share: float, history: str | None
 ) -> None:
     options = LoadOptions(threads=1, training_share=share)
     with edgespec.load(*bundles, options=options, history=history) as model:
@@ -160,7 +155,7 @@ def test_nothing_is_trained_without_a_share_or_a_history(
 
 
 def test_an_audit_of_a_model_with_a_history_covers_what_is_learned(
-    bundles: tuple[Path, Path], home: Path
+    bundles: tuple[Path, Path], eager: None
 ) -> None:
     options = LoadOptions(threads=1, training_share=1.0)
     with edgespec.load(*bundles, options=options, history="me") as model:

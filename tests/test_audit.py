@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.measuring.audit import ALPHA, audit_answers, audit_sampling, verdict
-from edgespec.measuring.audit import _first_difference as first_difference
+from edgespec.measuring.audit import ALPHA, audit_answers, audit_sampling, first_difference, verdict
 from edgespec.measuring.chi_square import ChiSquare, pool_rare, survival, two_samples
 from edgespec.measuring.prompts import Prompt
 from edgespec.requests.request import RequestOptions

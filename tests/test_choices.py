@@ -21,7 +21,7 @@ from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import distribution
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
-from edgespec_models.graphs.decoder import _choose
+from edgespec_models.graphs.decoder import choose
 from edgespec_models.graphs.plan import Precision
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.cuda import DeviceMemory, open_cuda
@@ -58,7 +58,7 @@ def chooser() -> Any:
     builder = GraphBuilder(graph)
     logits = builder.input("logits", ir.DataType.FLOAT, [1, "r", "columns"])
     order = builder.input("column_order", ir.DataType.FLOAT, ["columns"])
-    outputs = zip(("best", "likely"), _choose(builder.op, logits, order), strict=True)
+    outputs = zip(("best", "likely"), choose(builder.op, logits, order), strict=True)
     for (name, value), kind in zip(outputs, (ir.DataType.INT64, ir.DataType.FLOAT), strict=True):
         value.type, value.shape = ir.TensorType(kind), ir.Shape([1, "r"])
         builder.add_output(value, name)

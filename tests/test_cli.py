@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import edgespec.engine
 from edgespec.cli import COMMANDS, app
 from edgespec_models.downloads import catalog
 from tests.kit.downloads import CONTENT, FROM_HUB, Hub
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("consoles")
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+def use(loads: Callable[[Any], None]) -> Use:
     """Has every load give this model; returns what is loaded: target, drafter, threads."""
 
     def install(model: FakeModel) -> list[tuple[Any, ...]]:
@@ -34,7 +33,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
             loaded.append((target, drafter, settings["options"].threads))
             return model
 
-        monkeypatch.setattr(edgespec.engine, "load", load)
+        loads(load)
         return loaded
 
     return install
@@ -71,7 +70,7 @@ def test_the_prompt_cache_is_shown_and_cleared(own_home: Path) -> None:
     ],
 )
 def test_commands_use_the_prompt_cache_where_it_falsifies_nothing(
-    monkeypatch: pytest.MonkeyPatch, command: str, given: tuple[str, ...], limit: int | None
+    loads: Callable[[Any], None], command: str, given: tuple[str, ...], limit: int | None
 ) -> None:
     limits = list[int | None]()
 
@@ -79,7 +78,7 @@ def test_commands_use_the_prompt_cache_where_it_falsifies_nothing(
         limits.append(options.prompt_cache_bytes)
         return FakeModel()
 
-    monkeypatch.setattr(edgespec.engine, "load", load)
+    loads(load)
     run(*command.split(), *given)
     assert limits == [limit]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from edgespec import DoesNotFit, LoadOptions, RequestError
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
-from tests.kit.models import queue_of, runner_of, side_of, toy_model, toy_session
+from tests.kit.models import runner_of, side_of, toy_model, toy_session
 from tests.kit.toy import KV_BYTES
 from tests.test_threads import held, slow_session
 
@@ -89,7 +89,7 @@ def test_questions_are_answered_in_the_order_in_which_they_were_asked() -> None:
         talk = model.conversation(max_new_tokens=NEW)
         streams = [talk.stream(f"Question {n}") for n in range(3)]
         for stream in streams:
-            queue_of(model).put(stream._ticket)
+            stream.start()
         session.open()
         answers = [stream.run() for stream in streams]
     said: list[dict[str, Any]] = []

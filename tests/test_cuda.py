@@ -255,7 +255,7 @@ def test_a_bundle_goes_to_the_gpu_or_the_cpu_and_says_why(make: Make) -> None:
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_gpu_is_there_if_cuda_answers(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     monkeypatch.setattr(Runtime, "providers", lambda self: ["CUDAExecutionProvider"])
-    monkeypatch.setattr(discovery, "_cuda_answers", lambda: answers)
+    monkeypatch.setattr(discovery, "cuda_answers", lambda: answers)
     found = next(device for device in devices() if device.name == "cuda")
     assert found.state == ("ready" if answers else "missing")
     if answers:
@@ -266,9 +266,9 @@ def test_a_gpu_is_there_if_cuda_answers(monkeypatch: pytest.MonkeyPatch, answers
 
 
 def test_without_cuda_nothing_answers(capfd: pytest.CaptureFixture[str]) -> None:
-    discovery._cuda_answers.cache_clear()
+    discovery.cuda_answers.cache_clear()
     if "CUDAExecutionProvider" not in ort.get_available_providers():
-        assert not discovery._cuda_answers()
+        assert not discovery.cuda_answers()
         assert capfd.readouterr() == ("", "")
 
 

@@ -1,9 +1,7 @@
 """Which devices a machine has, what is missing on others, and where a bundle goes."""
 
 import json
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +14,8 @@ from edgespec.cli.devices import show_devices
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, StaticGraphs, buckets_for
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_runtimes import discovery
 from edgespec_runtimes.devices import KINDS
 from edgespec_runtimes.discovery import Runtime, devices, export_for, place, resolve
-from edgespec_runtimes.ort import ort
 from tests.kit.machines import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine
 from tests.kit.toy import tiny_bundle
 
@@ -223,16 +219,3 @@ def test_a_bundle_whose_graphs_are_missing_is_refused(dynamic: Path, tmp_path: P
 )
 def test_buckets(context: int, chosen: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert buckets_for(context, chosen) == expected
-
-
-def test_other_threads_may_print_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def preload() -> None:
-        sys.stdout.write("not found\n")
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: sys.stdout.write("another's\n")).result()
-
-    monkeypatch.setattr(ort, "preload_dlls", preload)
-    discovery._cuda_answers.__wrapped__()
-    assert capfd.readouterr() == ("another's\n", "")

@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -114,8 +114,8 @@ def _load(*models: str, **_: Any) -> edgespec.Model:
 
 
 @pytest.fixture(autouse=True)
-def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(edgespec, "load", _load)
+def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loads: Callable[[Any], None]) -> None:
+    loads(_load)
     monkeypatch.chdir(tmp_path)
 
 

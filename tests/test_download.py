@@ -1,9 +1,9 @@
 """Pulling models from a catalogue: from hub and index, resumed, stopped, damaged, refused."""
 
 import importlib.util
-import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edgespec_models.downloads.catalog import CatalogueEntry, IndexPart, find
 from edgespec_models.downloads.download import check, is_pulled, model_path, pull
 from edgespec_models.downloads.hub_http import within
-from edgespec_models.downloads.index import _bytes_under, _joined
+from edgespec_models.downloads.index import bytes_under, join_parts
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress
 from tests.kit.downloads import (
@@ -100,8 +100,8 @@ def test_where_no_source_has_the_file_every_reason_is_given(home: Path, wheels: 
     assert {path.name for path in home.iterdir()} <= {"toy.gguf.lock"}
 
 
-def test_a_full_disk_is_refused_before_the_first_byte(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=310_000))
+def test_a_full_disk_is_refused_before_the_first_byte(hub: Hub, free_disk: Callable[..., None]) -> None:
+    free_disk(310_000)
     with pytest.raises(DownloadError, match=r"310,000 bytes free, but toy .* needs 315,000"):
         pull(FROM_HUB)
     assert hub.requests == []
@@ -272,7 +272,7 @@ def test_without_pip_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 400))
 def test_joined_is_the_longest_run_of_whole_parts(sizes: list[int], size: int) -> None:
     parts = [IndexPart("p", "1", "m", n) for n in sizes]
-    count, offset = _joined(parts, size)
+    count, offset = join_parts(parts, size)
     assert offset == sum(sizes[:count]) <= size
     assert count == len(sizes) or offset + sizes[count] > size
 
@@ -291,6 +291,6 @@ def test_what_pip_deletes_while_it_is_counted_counts_nothing(tmp_path: Path) -> 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(come_and_go)
         try:
-            assert {_bytes_under(folder) for _ in range(300)} == {5}
+            assert {bytes_under(folder) for _ in range(300)} == {5}
         finally:
             ended.set()

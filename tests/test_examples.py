@@ -32,13 +32,13 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> Run:
     """``python docs/examples/NAME ARGUMENTS``; returns the session that its model ran on."""
 
     def run(name: str, *arguments: str) -> ToySession:
         session = toy_session()
-        monkeypatch.setattr(session, "close", lambda: None)  # a test looks at what it has read
-        monkeypatch.setattr(edgespec, "load", lambda name: toy_model(session, toy_session()))
+        session.close = lambda: None  # type: ignore[method-assign]  # a test looks at what it has read
+        loads(lambda name: toy_model(session, toy_session()))
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return session

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,7 +22,7 @@ from edgespec.history import database, store
 from edgespec.history.manage import History
 from edgespec.history.memory import Delta, DrafterKey
 from edgespec.learning.gains import ROWS, Lesson
-from edgespec.loading.opening import _closed_on_failure
+from edgespec.loading.opening import closed_on_failure
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.downloads.download import pull
@@ -118,23 +117,22 @@ def test_a_pulled_repository_stays_pulled_when_its_record_cannot_be_renewed(pati
 
 
 def test_what_weights_take_is_told_before_they_are_written(
-    tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gguf: Path, free_disk: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    free_disk(1000)
     with pytest.raises(StorageError, match=r"is full; .* bytes, 1,000 are free") as refused:
         export_model(gguf, tmp_path / "out")
     [told] = re.findall(r"the weights take ([\d,]{7,}) bytes", str(refused.value))
     enough = int(told.replace(",", ""))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=enough))
+    free_disk(enough)
     export_model(gguf, tmp_path / "out")
 
 
 def test_a_disk_that_fills_up_under_pip_is_named(
-    home: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, wheels: Path, free_disk: Callable[..., None]
 ) -> None:
     shutil.rmtree(wheels)
-    free = iter([10**9, 7])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    free_disk(10**9, 7)
     with pytest.raises(DownloadError, match="has 7 bytes free"):
         pull(FROM_INDEX)
 
@@ -212,13 +210,15 @@ def test_two_that_are_damaged_in_one_second_are_both_kept(
     assert len(list(tmp_path.glob("*.damaged-*"))) == 2
 
 
-def test_a_history_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_on_a_full_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_disk: Callable[..., None]
+) -> None:
     error = sqlite3.OperationalError("disk I/O error")
     error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
     (tmp_path / "me.history").touch()
     monkeypatch.setattr(store.Store, "open", Mock(side_effect=error))
     for free, said in ((8192, "disk I/O error: the disk is full"), (1 << 30, "disk I/O error")):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        free_disk(free)
         with pytest.raises(StorageError, match=f"cannot be used: {said}$"):
             History(tmp_path / "me.history").show()
 
@@ -240,7 +240,7 @@ def test_a_load_without_memory_does_not_blame_the_bundle(
         session.predict([1, 2])
     session.close()
     closed = Mock()  # what was loaded beside it
-    with pytest.raises(DeviceError, match="not enough memory"), _closed_on_failure() as opened:
+    with pytest.raises(DeviceError, match="not enough memory"), closed_on_failure() as opened:
         opened.append(closed)
         raise MemoryError
     closed.close.assert_called_once()

@@ -17,10 +17,8 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.history.drafter import BestOf, HistoryDrafter
 from edgespec.history.memory import Memory, Snapshot
-from edgespec.loading import opening
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec_models.errors import RequestError
-from edgespec_runtimes.cost import CostCurve
 from tests.kit.native import tiny_native
 from tests.kit.toy import LLAMA, Silent, ToySession, decode
 
@@ -88,12 +86,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_native(tmp_path_factory.mktemp("models") / "target", LLAMA, "Q4_1").path
 
 
-@pytest.fixture(autouse=True)
-def flat_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifying more rows is free, so what is drafted does not depend on this machine."""
-    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
-    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
-    monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
+pytestmark = pytest.mark.usefixtures("free_passes")
 
 
 def test_greedy_output_is_the_same_and_gets_faster_across_restarts(target: Path) -> None:

@@ -76,7 +76,7 @@ class TestStore:
         stored = {entry.passage: entry.worth(memory.clock) for entry in snapshot.entries}
         expected = {entry.passage: entry.worth(memory.clock) for entry in memory.entries}
         assert stored == {passage: pytest.approx(worth, rel=0.05) for passage, worth in expected.items()}
-        judged = {kind: pytest.approx(tally.judged, rel=0.4) for kind, tally in memory._tallies.items()}
+        judged = {kind: pytest.approx(tally.judged, rel=0.4) for kind, tally in memory.tallies.items()}
         assert {kind: tally.judged for kind, tally in snapshot.tallies.items()} == judged
 
     def test_scopes_share_nothing(self, path: Path) -> None:

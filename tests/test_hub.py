@@ -1,10 +1,9 @@
 """Models on the hub: which files are fetched, checked and taken up again, and what happens offline."""
 
 import json
-import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -199,8 +198,8 @@ ANSWERS = (b"<html>", b"[]", b'{"sha": "../x", "siblings": []}', b'{"sha": "' + 
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_that_is_no_listing(hub: Hub, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    monkeypatch.setattr(hub, "listing", lambda: answer)
+def test_an_answer_that_is_no_listing(hub: Hub, answer: bytes) -> None:
+    hub.listing = lambda: answer  # type: ignore[method-assign]
     with pytest.raises(DownloadError, match="cannot be read"):
         pull_hub(SAFETENSORS)
 
@@ -230,9 +229,9 @@ def test_neither_index_nor_listing_places_files_elsewhere(
     assert not list(home.parent.rglob("evil*"))
 
 
-def test_a_full_disk_is_refused_before_the_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_the_weights(hub: Hub, free_disk: Callable[..., None]) -> None:
     free = max(len(hub.files[name]) for name in SHARDS) * 3 // 2
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    free_disk(free)
     with pytest.raises(DownloadError, match=f"{free:,} bytes free, but {NAME}@main needs"):
         pull_hub(SAFETENSORS)
     assert not set(SHARDS) & set(hub.fetched)

@@ -61,13 +61,13 @@ class House:
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> House:
+def house(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> House:
     house = House()
 
     def plan_of(target: object, drafter: Any) -> Any:
         return SimpleNamespace(fit=lambda tokens: SimpleNamespace(memory_bytes=drafter.needed))
 
-    monkeypatch.setattr("edgespec.models.load", house.load)
+    loads(house.load)
     monkeypatch.setattr("edgespec.models.plan_of", plan_of)
     return house
 
@@ -315,7 +315,7 @@ def test_a_task_that_is_cancelled_leaves_the_load_and_no_user(house: House, thre
 
 
 def test_who_comes_when_nobody_waits_any_more_gets_the_model(
-    house: House, three: Models, monkeypatch: pytest.MonkeyPatch
+    house: House, three: Models, loads: Callable[[Any], None]
 ) -> None:
     given_up, late_waits = threading.Event(), threading.Event()
 
@@ -327,7 +327,7 @@ def test_who_comes_when_nobody_waits_any_more_gets_the_model(
             assert late_waits.wait(20)
             raise
 
-    monkeypatch.setattr("edgespec.models.load", load)
+    loads(load)
 
     async def main() -> None:
         async with three.use_async("b"):

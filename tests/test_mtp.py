@@ -268,11 +268,18 @@ def test_a_layer_that_is_mostly_right_is_mostly_accepted(tmp_path: Path) -> None
         assert answer.tokens == plain.generate("one two", max_new_tokens=60).tokens
 
 
+@pytest.fixture
+def step_price(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets what a step of any layer costs, in passes of its target."""
+    name = "edgespec.loading.drafters.mtp_price"
+    return lambda price: monkeypatch.setattr(name, lambda shape: price)
+
+
 def test_the_layer_of_a_file_drafts_unasked(
-    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, home: Path, step_price: Callable[[float], None]
 ) -> None:
     """Where its price says so, as ``plan`` foretells; what is named stays what it is."""
-    monkeypatch.setattr("edgespec.loading.drafters.mtp_price", lambda shape: 0.05)
+    step_price(0.05)
     source = mtp.gguf().write(tmp_path / "m.gguf")
     planned = cast(Any, plan(source).drafter)
     for _ in range(2):
@@ -290,14 +297,14 @@ def test_the_layer_of_a_file_drafts_unasked(
     other = mtp.gguf(num_attention_heads=8).write(tmp_path / "other.gguf")
     with edgespec.load(other, source) as model:  # a whole model, which is another's drafter
         assert cast(Bundle, model.drafter).config.architecture == "qwen35"
-    monkeypatch.setattr("edgespec.loading.drafters.mtp_price", lambda shape: 2.0)
+    step_price(2.0)
     assert plan(source).drafter is None
 
 
 def test_a_layer_beside_a_file_drafts_unasked(
-    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, home: Path, step_price: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr("edgespec.loading.drafters.mtp_price", lambda shape: 0.05)
+    step_price(0.05)
     source = mtp.model_alone().write(tmp_path / "m-q8.gguf")
     assert plan(source).drafter is None
     (tmp_path / "mtp-damaged.gguf").write_bytes(b"GGUF")

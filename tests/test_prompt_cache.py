@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,10 +148,9 @@ def test_of_a_text_too_long_the_beginning_is_kept(folder: Path, blocks: float, k
     assert request(folder, text(0, 128)) == kept * BLOCK
 
 
-def test_without_a_number_it_is_a_part_of_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_number_it_is_a_part_of_the_disk(folder: Path, free_disk: Callable[..., None]) -> None:
     for free, blocks in ((20 * SIZE, 2), (10**15, 4)):
-        usage = SimpleNamespace(free=free)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        free_disk(free)
         request(folder, text(0, 128))
         assert sizes(folder) == blocks * SIZE
 

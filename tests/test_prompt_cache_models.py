@@ -115,7 +115,7 @@ def test_writing_is_behind_answers_and_makes_way_for_requests(monkeypatch: pytes
     with toy_model(keyed(), options=LoadOptions(max_waiting=0)) as model:
         model.generate(LONG, max_new_tokens=1)  # answered, though writing waits
         stream = model.stream("Hello", max_new_tokens=1)
-        queue_of(model).put(stream._ticket)  # and the model is not busy
+        stream.start()  # and the model is not busy
         hold.set()
         assert stream.run().stats.new_tokens == 1
         until(lambda: len(writes) > 1)

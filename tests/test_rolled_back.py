@@ -128,7 +128,7 @@ class TestMemory:
     def test_trust_begins_anew_with_what_was_found_since(self, clock: Clock) -> None:
         machine = _Machine(clock, _misleading(trusted=True))
         machine.answer(30)
-        tallies = machine.use.memory._tallies
+        tallies = machine.use.memory.tallies
         assert max(tally.judged for tally in tallies.values()) < 64
         assert sum(tally.right for tally in tallies.values()) < 5
 
@@ -148,7 +148,7 @@ class TestDistrust:
             Snapshot(tallies={"unique 1": Tally(256.0, 256.0)}), max_tokens=1000, tell=lambda note: note(told)
         )
         memory.distrust()
-        assert (told.anew, told.verdicts, memory._tallies) == (True, {}, {}) and bool(told)
+        assert (told.anew, told.verdicts, memory.tallies) == (True, {}, {}) and bool(told)
 
     def test_verdicts_from_before_a_proof_are_not_taken_back_for_good(self) -> None:
         passage = Passage((), (1, 2, 3, 4, 5, 6))
@@ -165,5 +165,5 @@ class TestDistrust:
             drafter.observe(round_of(9, draft=draft, accepted=int(number < 10)))
         assert remarks.rolled_back == ()  # 20 losses of a quarter are no more than the stake
         drafter.observe(round_of(9, draft=draft))
-        (tally,) = memory._tallies.values()
+        (tally,) = memory.tallies.values()
         assert remarks.rolled_back and (tally.judged, tally.right) == (pytest.approx(23, abs=2), 3.0)

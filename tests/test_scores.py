@@ -1,7 +1,7 @@
 """How likely a prompt's tokens are: over NumPy's softmax of the same logits, and as clients of OpenAI ask."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +190,12 @@ def test_a_stream_echoes_what_the_whole_does(url: str, more: dict[str, Any]) -> 
 @pytest.mark.usefixtures("consoles")
 @pytest.mark.parametrize("raw", [(), ("--raw",)])
 def test_half_a_character_is_told_by_the_command_and_by_the_model(
-    monkeypatch: pytest.MonkeyPatch, raw: tuple[str, ...]
+    loads: Callable[[Any], None], raw: tuple[str, ...]
 ) -> None:
     """As a terminal gives a byte that is no UTF-8."""
     said = "has a lone surrogate, U+DCFF, at position 2"
     with toy() as model:
-        monkeypatch.setattr(edgespec.engine, "load", lambda *names, **settings: model)
+        loads(lambda *names, **settings: model)
         with pytest.raises(ValueError, match=re.escape(said)):
             model.chat([{"role": "user", "content": [{"type": "text", "text": "ab\udcff"}]}])
         result = CliRunner().invoke(app, ["generate", "toy", "ab\udcff", *raw])

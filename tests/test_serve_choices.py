@@ -1,7 +1,7 @@
 """Several answers in one stream: whose pieces they are, what they cost, and that they end together."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,14 +156,14 @@ def test_time_that_is_up_is_an_end_of_each_or_an_error() -> None:
         assert end == "[DONE]" or end["error"]["code"] == "timeout"
 
 
-def test_the_command_says_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_says_how_many_run_at_once(loads: Callable[[Any], None]) -> None:
     given = list[LoadOptions]()
 
     def load(options: LoadOptions, **more: object) -> None:
         given.append(options)
         raise EdgespecError("enough")
 
-    monkeypatch.setattr("edgespec.models.load", load)
+    loads(load)
     for more in ([], ["--parallel", "7"]):
         CliRunner().invoke(app, ["serve", "t", "--port", "0", *more])
     assert [options.parallel for options in given] == [4, 7]

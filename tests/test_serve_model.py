@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.loading.options import LoadOptions
-from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
 from tests.kit.models import Gated, queue_of, toy_model, toy_session
 from tests.kit.serving import ask, drafting_model, events, open_stream, said, serving
@@ -146,9 +145,11 @@ def test_a_stream_says_how_far_the_prompt_is_in_the_form_of_llama_cpp() -> None:
             assert choice.get("text", "") == "" and choice.get("delta", {}) == {}
 
 
-def test_who_waits_is_told_the_place_and_is_not_left_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_is_told_the_place_and_is_not_left_in_silence(
+    impatient: Callable[[float, float], None],
+) -> None:
     """While it waits, and while its prompt is read; OpenAI's client takes no notice."""
-    monkeypatch.setattr(completions, "_SILENCE_S", 0.05)
+    impatient(0.05, 1.0)
     gate = Gated()
     with toy_model(gate) as model, serving(model) as url, ThreadPoolExecutor(2) as pool:
         running = pool.submit(ask, url, CHAT, body("runs"))

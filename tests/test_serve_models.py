@@ -18,7 +18,6 @@ from edgespec.cli import app
 from edgespec.engine import LoadOptions
 from edgespec.history.manage import History
 from edgespec.models import Models
-from edgespec.serve import completions
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.server import Server
 from edgespec_models.errors import EdgespecError
@@ -68,9 +67,9 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+def shelf(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> Shelf:
     shelf, fit = Shelf(), SimpleNamespace(memory_bytes=20)
-    monkeypatch.setattr("edgespec.models.load", shelf.load)
+    loads(shelf.load)
     monkeypatch.setattr("edgespec.models.plan_of", lambda *_: SimpleNamespace(fit=lambda _: fit))
     return shelf
 
@@ -169,9 +168,9 @@ def test_requests_wait_for_one_load_and_clients_may_leave_meanwhile(
 
 @pytest.mark.parametrize("path", ASKED)
 def test_streams_say_how_far_the_load_is_and_then_answer(
-    shelf: Shelf, url: str, path: str, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, url: str, path: str, impatient: Callable[[float, float], None]
 ) -> None:
-    monkeypatch.setattr(completions, "_LOAD_LOOK_S", 0.05)
+    impatient(5.0, 0.05)
     shelf.gate.clear()
     asked = {**ASKED[path], "model": "small", "stream": True}
     with open_stream(url, asked, path) as response:  # the headers are here
@@ -199,10 +198,9 @@ def _without_marks(answer: str) -> str:
 
 
 def test_comments_of_a_load_come_now_and_then(
-    shelf: Shelf, url: str, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, url: str, impatient: Callable[[float, float], None]
 ) -> None:
-    monkeypatch.setattr(completions, "_LOAD_LOOK_S", 0.2)
-    monkeypatch.setattr(completions, "_SILENCE_S", 0.9)
+    impatient(0.9, 0.2)
     shelf.gate.clear()
 
     def load() -> None:
@@ -293,7 +291,7 @@ def test_what_was_learned_is_forgotten_by_all_that_are_loaded(shelf: Shelf, tmp_
 
 
 def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]
 ) -> None:
     bundle = tiny_native(tmp_path / "tiny").path.rename(tmp_path / "moved")
     served = list[Any]()
@@ -307,7 +305,7 @@ def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
         return ServedModel(name=f"{target} on {options.threads}")
 
     monkeypatch.setattr("edgespec.serve.server.Server.run", run)
-    monkeypatch.setattr("edgespec.models.load", load)
+    loads(load)
     monkeypatch.setattr("edgespec.cli.serve._log_requests", lambda: None)  # which would outlast the test
     given = ["serve", "./dir/big.gguf", str(bundle), "hf:me/other@main", "--port", "0", "--memory", "1.5"]
     result = CliRunner().invoke(app, [*given, "--keep", "60", "--threads", "1"])
@@ -325,8 +323,8 @@ def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
     ],
 )
 def test_the_command_tells_at_once_of_a_name_that_means_nothing(
-    monkeypatch: pytest.MonkeyPatch, name: str, told: str
+    loads: Callable[[Any], None], name: str, told: str
 ) -> None:
-    monkeypatch.setattr("edgespec.models.load", lambda *_, **__: pytest.fail("the first is loaded already"))
+    loads(lambda *_, **__: pytest.fail("the first is loaded already"))
     result = CliRunner().invoke(app, ["serve", "smollm2-135m-instruct", name, "--port", "0"])
     assert result.exit_code == 1 and told in result.stderr

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from pathlib import Path
@@ -14,7 +14,6 @@ import pytest
 from edgespec import LoadOptions
 from edgespec.models import Models
 from edgespec.requests.results import Generation, GenerationStats, TokenRecord
-from edgespec.serve import completions
 from edgespec.serve.bodies import parse
 from edgespec.serve.ollama import MANAGING, OllamaChatBody, OllamaReply
 from edgespec.serve.options import ServeOptions
@@ -308,10 +307,10 @@ def test_an_error_behind_the_first_piece_is_a_line(model: ServedModel, url: str)
 
 
 def test_while_nothing_comes_pieces_are_empty(
-    model: ServedModel, url: str, monkeypatch: pytest.MonkeyPatch
+    model: ServedModel, url: str, impatient: Callable[[float, float], None]
 ) -> None:
     """Lines of JSON have no comments, and whoever waits gives up."""
-    monkeypatch.setattr(completions, "_SILENCE_S", 0.05)
+    impatient(0.05, 1.0)
     model.pause_s = 0.4
     pieces = lines(ask(url, GENERATE, asked(GENERATE, "a")))
     assert "".join(map(text_of, pieces)) == "re: a" and sum(not text_of(piece) for piece in pieces) > 2

@@ -6,6 +6,7 @@ Without a browser these tests are skipped and say so. Set EDGESPEC_BROWSER to a 
 import json
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ def test_the_place_in_the_queue_and_the_reading_of_the_prompt_are_shown(page: "P
         assert before.result().finish_reason == "length"
 
 
-def test_the_load_of_a_model_is_shown(page: "Page", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_a_model_is_shown(page: "Page", loads: Callable[[Any], None]) -> None:
     gate = threading.Event()
 
     def load(progress: ProgressCallback, **_: object) -> ServedModel:
@@ -122,7 +123,7 @@ def test_the_load_of_a_model_is_shown(page: "Page", monkeypatch: pytest.MonkeyPa
         assert gate.wait(10)
         return ServedModel()
 
-    monkeypatch.setattr("edgespec.models.load", load)
+    loads(load)
     with Models({"served": "of no weights"}) as models, serving_models(models) as url:
         page.goto(url)
         enter(page, "#question", "hello")

@@ -280,14 +280,14 @@ def test_a_port_that_is_taken_is_said_to_be() -> None:
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(serve_command.KEY_VARIABLE, raising=False)
-    assert serve_command._key(None) is None
+    assert serve_command.read_key(None) is None
     monkeypatch.setenv(serve_command.KEY_VARIABLE, KEY)
-    assert serve_command._key(None) == KEY
+    assert serve_command.read_key(None) == KEY
     file = tmp_path / "key"
     file.write_bytes(b"\xef\xbb\xbf from-a-file \r\n")  # as editors on Windows begin and end it
-    assert serve_command._key(file) == "from-a-file"
+    assert serve_command.read_key(file) == "from-a-file"
     with pytest.raises(RequestError, match="cannot be read"):
-        serve_command._key(tmp_path / "missing")
+        serve_command.read_key(tmp_path / "missing")
 
 
 def test_garbage_is_no_request(url: str) -> None:

@@ -114,7 +114,7 @@ def test_a_stream_that_is_dropped_while_it_waits_makes_room() -> None:
         del dropped
         gc.collect()
         third = model.stream(PROMPTS[2], max_new_tokens=NEW)
-        queue_of(model).put(third._ticket)  # not refused
+        third.start()  # not refused
         assert answer.result is not None and answer.result.finish_reason == "cancelled"
         session.open()
         assert third.run().tokens == alone(PROMPTS[2]).tokens
@@ -232,7 +232,7 @@ def test_what_is_raised_over_progress_ends_the_request(tasks: bool) -> None:
 def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
     with held() as (session, model):
         stream = model.stream(PROMPTS[0], max_new_tokens=NEW)
-        queue_of(model).put(stream._ticket)
+        stream.start()
         session.do(8)
         next(stream)
         before = len(session.passes)

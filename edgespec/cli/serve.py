@@ -112,7 +112,7 @@ def serve(
     limits = ServeOptions(
         host=host,
         port=port,
-        api_key=_key(api_key_file),
+        api_key=read_key(api_key_file),
         allow_hosts=tuple(allow_host or ()),
         allow_origins=tuple(allow_origin or ()),
         max_request_bytes=max_request_bytes,
@@ -159,7 +159,7 @@ def _name_of(target: str) -> str:
     return path.resolve().name.removesuffix(".gguf").partition("@")[0]
 
 
-def _key(file: Path | None) -> str | None:
+def read_key(file: Path | None) -> str | None:
     """The key from the file, else from the environment. Other users could read it on a command line."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None

