@@ -105,11 +105,11 @@ def _fences(page: Path, language: str) -> list[str]:
 WITH_CODE = [page for page in PAGES if _fences(page, "python")]
 
 
-def _load(*models: str, **_: Any) -> edgespec.Model:
+def _load(target: str, *_: Any, **__: Any) -> edgespec.Model:
     """A model by any name, whose template knows tools and no thoughts, of which random ones have no end."""
     model = toy_model(toy_session(), toy_session())
     bundle = cast(Any, model.target)  # a stand-in, which can be changed
-    bundle.manifest.name, bundle.chat_template = models[0], ChatTemplate(HERMES.replace("think>", "plan>"))
+    bundle.manifest.name, bundle.chat_template = target, ChatTemplate(HERMES.replace("think>", "plan>"))
     return model
 
 
