@@ -35,6 +35,7 @@ class Layer:
     query_gain: F32 | None = None  # ``(head_dim,)``, as ``key_gain``
     key_gain: F32 | None = None
     sinks: F32 | None = None  # ``(heads,)``
+    cap: float = 0.0
     gated: bool = False  # behind each query lies its gate
 
     @property
@@ -46,6 +47,7 @@ class Layer:
         attributes: dict[str, int | float] = {"heads": self.heads, "kv_heads": self.kv_heads}
         attributes |= {"head_dim": self.head_dim, "window": self.window, "interleaved": int(self.interleaved)}
         attributes |= {"scale": self.head_dim**-0.5, "epsilon": 1e-5}
+        attributes |= {"cap": self.cap} if self.cap else {}
         names = [name if name in feeds else "" for name in INPUTS]
         return graph("Attention", names, OUTPUTS, feeds, {}, attributes)
 
@@ -97,6 +99,8 @@ class Layer:
         each = self.heads // self.kv_heads
         keys, values = (np.repeat(x, each, axis=0) for x in (keys, values))
         scores = np.einsum("hqd,hkd->hqk", queries, keys) * np.float32(self.head_dim**-0.5)
+        if self.cap:
+            scores = self.cap * np.tanh(scores / self.cap)
         at = past + np.arange(queries.shape[1])[:, None]
         token = np.arange(keys.shape[1])
         seen = (token <= at) & (token > at - (self.window or 1 << 40))
@@ -215,7 +219,11 @@ def cases(draw: st.DrawFn) -> Case:
     shape |= {"head_dim": head_dim, "window": draw(st.sampled_from([0, 0, 1, 5, 16, 40, 1000]))}
     shape |= {"rotated": draw(st.sampled_from([0, 2, head_dim // 2, head_dim]))}
     shape |= {"interleaved": draw(st.booleans()), "gains": draw(st.booleans())}
-    shape |= {"gated": draw(st.booleans()), "sinks": draw(st.booleans())}
+    shape |= {
+        "gated": draw(st.booleans()),
+        "sinks": draw(st.booleans()),
+        "cap": draw(st.sampled_from([0.0, 3.0])),
+    }
     layer = make_layer(rng, past + rows + draw(st.integers(0, 5)), **shape)
     return make_case(rng, layer, past, rows, capacity)
 

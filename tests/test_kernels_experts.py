@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kit.experts import Mixture, make_feeds, make_mixture
+from tests.kit.experts import BEHIND, Mixture, make_feeds, make_mixture
 from tests.kit.kernels import everywhere, same_bits, session, sets
 from tests.test_kernels_refusals import refuse
 
 SEEDS = st.integers(0, 2**32 - 1)
-VECTORS = ("gain", "router_bias", "bias", "down_bias")
+VECTORS = ("gain", "router_bias", "bias", "down_bias", *BEHIND)
 
 
 @st.composite
@@ -32,6 +32,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
         formats=formats,
         vectors=vectors,
         shared=draw(st.booleans()),
+        scored=draw(st.booleans()),
         gating=gating,
         normalized=draw(st.booleans()),
         scale=draw(st.sampled_from([1.0, 2.5])),
@@ -96,7 +97,7 @@ def test_different_experts_are_counted() -> None:
 
 def test_numbers_that_are_none_stay_in_their_row() -> None:
     rng = np.random.default_rng(2)
-    mixture = make_mixture(rng, shared=True)
+    mixture = make_mixture(rng, scored=True)
     feeds = make_feeds(rng, mixture, 3, residual=True)
     wanted, _ = everywhere(mixture.model(feeds), feeds)
     for strange in (np.nan, np.inf):
@@ -128,7 +129,10 @@ def test_no_rows_have_no_experts() -> None:
         ("have no gate", {"gate": ""}),
         ("a router is not", {"router": np.zeros((8, 64), np.float32)}),
         ("a router is not", {"router": np.zeros((6, 32), np.float32)}),
-        ("no expert", {"router": np.zeros((7, 64), np.float32)}),
+        ("score has no expert", {"router": np.zeros((7, 64), np.float32)}),
+        ("another number of scales", {"scales": np.zeros(7, np.float32)}),
+        *(("gain is not as wide", {name: np.ones(32, np.float32)}) for name in ("router_gain", "post_gain")),
+        ("gain is not as wide", {"sum_gain": np.ones(32, np.float32)}),
         ("another number of biases", {"selection": np.zeros(5, np.float32)}),
         ("another number of biases", {"router_bias": np.zeros(7, np.float32)}),
         ("not as wide as they", {"bias": np.zeros((6, 32), np.float32)}),

@@ -178,6 +178,7 @@ LAYERS: dict[str, Sequence[Attributes]] = {
     ],
     "impossible width": [{"head_dim": each} for each in (0, -16, 1 << 40)],
     "window is negative": [{"window": -1}],
+    "end at an impossible number": [{"cap": each} for each in (-1.0, np.inf, np.nan)],
 }
 
 

@@ -17,7 +17,7 @@ namespace edgespec {
 // Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied. An
 // input of queries and keys has its values in the keys, as they are before their normalization. One of queries alone
 // attends to what another layer has written, and the node has no outputs of a cache. A head may have a sink, a score
-// beside those of the tokens, whose share goes to nothing.
+// beside those of the tokens, whose share goes to nothing. With a `cap`, scores s are cap * tanh(s / cap).
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
@@ -42,6 +42,7 @@ class Attention {
         growth_(info.real("growth", 0)),
         scale_(info.real("scale")),
         epsilon_(info.real("epsilon")),
+        cap_(info.real("cap", 0)),
         units_(info.number("normed_values", 0) != 0 ? static_cast<size_t>(head_dim_) : 0, 1.0f) {
     const bool sound = heads_ > 0 && kv_heads_ > 0 && heads_ < kMost && heads_ % kv_heads_ == 0;
     require(sound, "attention heads are no multiple of heads of keys and values");
@@ -49,6 +50,7 @@ class Attention {
     require(window_ >= 0, "an attention window is negative");
     require(distance_ >= 0 && distance_ <= head_dim_ / 2, "pairs that turn lie farther apart than half a head");
     require(step_ >= 0, "queries grow after a negative number of tokens");
+    require(cap_ >= 0.0f && cap_ < __builtin_inff(), "attention's scores end at an impossible number");
   }
 
   void run(const Pass& pass) const {
@@ -225,6 +227,7 @@ class Attention {
     q.stride = score_stride(q.end - q.begin);
     const Buffer<float> scores(count * q.stride);
     q.scores = scores.get();
+    q.cap = cap_;
     kernels_.attend(q);
     for (int64_t i = 0; i < count; i++) {
       const float* x = vectors.get() + i * head_dim_;
@@ -238,7 +241,7 @@ class Attention {
   int64_t heads_, kv_heads_, head_dim_, window_;
   bool interleaved_;
   int64_t distance_, step_;  // distance_: of the two of a pair; 0 where their number says it
-  float growth_, scale_, epsilon_;
+  float growth_, scale_, epsilon_, cap_;
   std::vector<float> units_;  // the gain of values; empty where these are not normalized
 };
 

@@ -106,8 +106,11 @@ void with_count(int64_t count, const Run& run) {
 }
 
 // A query's scores, of `count` tokens of which it sees `first` to `limit`, to shares. A `sink` takes one that is lost.
-inline void soften(float* scores, int64_t count, int64_t first, int64_t limit, const float* sink) {
+// Where there is a `cap`, scores end softly there.
+inline void soften(float* scores, int64_t count, int64_t first, int64_t limit, const float* sink, float cap) {
   const float lowest = -__builtin_inff();
+  if (cap > 0.0f)
+    for (int64_t k = 0; k < count; k += kLanes) store(scores + k, capped(load(scores + k), cap));
   for (int64_t k = 0; k < first; k++) scores[k] = lowest;
   for (int64_t k = limit; k < count; k++) scores[k] = lowest;
   F most = splat(lowest);
@@ -152,7 +155,7 @@ void attend(const Queries& q) {
   for (int64_t i = 0; i < q.count; i++) {
     const Span& span = q.spans[i];
     soften(q.scores + i * q.stride, end_tile * kLanes - q.begin, span.first - q.begin, span.limit - q.begin,
-           q.sinks == nullptr ? nullptr : q.sinks + i);
+           q.sinks == nullptr ? nullptr : q.sinks + i, q.cap);
     common = span.first > common ? span.first : common;
     common_end = span.limit < common_end ? span.limit : common_end;
   }

@@ -303,6 +303,7 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     q.spans = spans.data() + first;
     q.count = last - first;
     q.sinks = a.rows % 2 ? sinks.data() + first : nullptr;
+    q.cap = a.heads == 3 ? 5.0f : 0.0f;
     q.vectors = y.data();
     q.keys = keys.data();
     q.values = values.data();

@@ -49,11 +49,8 @@ void multiply(Gate gate, const float* x, int64_t count, float* y) {
 }
 
 void cap(const float* x, int64_t count, float most, float* y) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const F v = load_some(x + i, count - i);
-    const F tanh = 1.0f - 2.0f / (exponential(v / most * 2.0f) + 1.0f);
-    store_some(y + i, count - i, tanh * most + (v - v));
-  }
+  for (int64_t i = 0; i < count; i += kLanes)
+    store_some(y + i, count - i, capped(load_some(x + i, count - i), most));
 }
 
 // A row's key and query against T tiles of the state, in one go with the change that a row before made.

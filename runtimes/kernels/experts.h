@@ -9,24 +9,27 @@
 
 namespace edgespec {
 
-// y = [residual +] sum over the experts of a row, from the best on, of its weight * (down(gate(norm(x)) * up(norm(x))))
-//     [+ sigmoid(the router's last score) * shared]
+// y = [residual +] [norm of] ([norm of] the sum over the experts of a row, from the best on, of
+//     its weight * down(gate(norm(x)) * up(norm(x))) [+ shared, or sigmoid(the router's last score) * shared])
 //
-// Experts are chosen by scores in float32, whose sums have one order; of equal ones the first is better. Rows are
-// grouped by expert, so that an expert's tiles are unpacked once for all its rows. A row's results are added in the
-// order of its own choice. So its bits do not depend on the other rows. The second output is how many different
-// experts the rows have.
+// The router reads what the experts do, or x through a normalization of its own. Experts are chosen by scores in
+// float32, whose sums have one order; of equal ones the first is better. Rows are grouped by expert, so that an expert's
+// tiles are unpacked once for all its rows. A row's results are added in the order of its own choice. So its bits do not
+// depend on the other rows. The second output is how many different experts the rows have.
 class Experts {
  public:
   static constexpr const char* kName = "Experts";
   static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
-                                         ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kUint8, ort::kUint8};
+                                         ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kUint8, ort::kUint8,
+                                         ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
   static constexpr std::array kCharacteristics = {ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
                                                   ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
-                                                  ort::kOptional, ort::kRequired, ort::kRequired, ort::kRequired};
+                                                  ort::kOptional, ort::kRequired, ort::kRequired, ort::kRequired,
+                                                  ort::kOptional, ort::kOptional, ort::kOptional, ort::kOptional};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kInt64};
   enum Input : size_t {
-    kX, kGain, kResidual, kShared, kRouter, kRouterBias, kBias, kDownBias, kSelection, kGate, kUp, kDown
+    kX, kGain, kResidual, kShared, kRouter, kRouterBias, kBias, kDownBias, kSelection, kGate, kUp, kDown,
+    kRouterGain, kScales, kPostGain, kSumGain
   };
 
   Experts(const Info& info, const Host& host)
@@ -81,15 +84,19 @@ class Experts {
     const int64_t rows = x.size() / inputs_;
     Routed routed{};
     routed.rows = rows;
-    routed.gain = pass.vector(kGain, inputs_, "a normalization's gain is not as wide as its input");
+    constexpr const char* gain_of = "a normalization's gain is not as wide as its input";
+    routed.gain = pass.vector(kGain, inputs_, gain_of);
+    routed.own_gain = pass.vector(kRouterGain, inputs_, gain_of);
+    const float *post_gain = pass.vector(kPostGain, inputs_, gain_of), *sum_gain = pass.vector(kSumGain, inputs_, gain_of);
     routed.bias = pass.vector(kRouterBias, experts_, "a router has another number of biases than experts");
     routed.selection = pass.vector(kSelection, experts_, "a router has another number of biases than experts");
+    routed.scales = pass.vector(kScales, experts_, "there is another number of scales than experts");
     const float* bias = pass.vector(kBias, 2 * experts_ * width_, "biases of experts are not as wide as they");
     const float* down_bias = pass.vector(kDownBias, experts_ * inputs_, "biases of experts are not as wide as they");
     const float* residual = pass.vector(kResidual, rows * inputs_, "a residual is not shaped as its projection");
     const float* shared = pass.vector(kShared, rows * inputs_, "a shared expert is not shaped as the others");
-    const bool shares = static_cast<bool>(pass.input(kShared));
-    require(shares == (scored_ > experts_), "a shared expert has no score, or a score no expert");
+    const bool scores_it = scored_ > experts_;
+    require(shared != nullptr || !scores_it || rows == 0, "a shared expert's score has no expert");
     float* y = pass.output<float>(0, {x.shape[0], x.shape[1], inputs_});
     int64_t* different = pass.output<int64_t>(1, {1});
     *different = 0;
@@ -149,7 +156,9 @@ class Experts {
       float* to = y + r * inputs_;
       weigh(results.get() + own[0].place * inputs_, own[0].weight, to, false);
       for (int64_t i = 1; i < used_; i++) weigh(results.get() + own[i].place * inputs_, own[i].weight, to, true);
-      if (shares) weigh(shared + r * inputs_, shared_weights.get()[r], to, true);
+      if (post_gain != nullptr) kernels_.normalize(to, post_gain, epsilon_, inputs_, to);
+      if (shared != nullptr) weigh(shared + r * inputs_, scores_it ? shared_weights.get()[r] : 1.0f, to, true);
+      if (sum_gain != nullptr) kernels_.normalize(to, sum_gain, epsilon_, inputs_, to);
       if (residual != nullptr)
         for (int64_t c = 0; c < inputs_; c++) to[c] = residual[r * inputs_ + c] + to[c];
     });
@@ -163,7 +172,7 @@ class Experts {
   // What chooses experts.
   struct Routed {
     int64_t rows;
-    const float *gain, *bias, *selection;
+    const float *gain, *own_gain, *bias, *selection, *scales;
   };
   // An expert of a row, and where the row's result lies among all.
   struct Choice {
@@ -198,16 +207,20 @@ class Experts {
   }
 
   void score(const Pass& pass, const float* x, const Routed& routed, float* normed, float* scores) const {
+    const Buffer<float> own(routed.own_gain != nullptr ? routed.rows * inputs_ : 0);
     by_rows(pass, routed.rows, inputs_, [&](int64_t r) {
       const float* from = x + r * inputs_;
       if (routed.gain != nullptr)
         kernels_.normalize(from, routed.gain, epsilon_, inputs_, normed + r * inputs_);
       else
         std::copy_n(from, inputs_, normed + r * inputs_);
+      if (routed.own_gain != nullptr)
+        kernels_.normalize(from, routed.own_gain, epsilon_, inputs_, own.get() + r * inputs_);
     });
+    const float* read = routed.own_gain != nullptr ? own.get() : normed;
     pass.spread(groups(), [&](int64_t i) {
       const int64_t first = i * kScored, count = std::min(kScored, scored_ - first);
-      kernels_.dots(normed, routed.rows, router_ + first * inputs_, count, inputs_, scores + first, scored_);
+      kernels_.dots(read, routed.rows, router_ + first * inputs_, count, inputs_, scores + first, scored_);
     });
   }
 
@@ -239,7 +252,10 @@ class Experts {
     }
     if (!normalized_) sum = sigmoid_ ? 1.0f : kernels_.sum_exp(scores, experts_, most);
     sum = sum < kLeastSum ? kLeastSum : sum;
-    for (int64_t i = 0; i < used_; i++) choices[i].weight = choices[i].weight / sum * scale_;
+    for (int64_t i = 0; i < used_; i++) {
+      choices[i].weight = choices[i].weight / sum * scale_;
+      if (routed.scales != nullptr) choices[i].weight = choices[i].weight * routed.scales[choices[i].expert];
+    }
   }
 
   // Finds a place for every choice: those of an expert lie together, in the order of rows.

@@ -146,6 +146,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   if (choices.below(2)) node.numbers["normed_values"] = 1;
   if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
   if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
+  if (choices.below(2)) node.reals["cap"] = choices.rarely() ? NAN : 5.0f;
 }
 
 void fill_delta(Choices& choices, OrtKernelInfo& node) {
@@ -258,7 +259,7 @@ void fill_experts(Choices& choices, OrtKernelInfo& node) {
                           {experts},         {2, experts, width}, {experts, inputs}, {experts}};
   const uint8_t left_out = choices.byte();
   for (int i = 0; i < 9; i++) {
-    const bool wanted = i == 0 || i == 4 || (i == 3 ? scored > experts : (left_out >> i & 1) == 0);
+    const bool wanted = i == 0 || i == 4 || (i == 3 && scored > experts) || (left_out >> i & 1) == 0;
     node.inputs.push_back(wanted != choices.rarely() ? made(choices, kFloat, shapes[i]) : nullptr);
   }
   std::string formats;
@@ -270,6 +271,9 @@ void fill_experts(Choices& choices, OrtKernelInfo& node) {
         made(choices, kUint8, {size_of(format, experts * (i < 2 ? width : inputs), i < 2 ? inputs : width)}));
   }
   const char* const gates[] = {"silu", "gelu", "clamped"};
+  const uint8_t added = choices.byte();
+  for (int i = 0; i < 4; i++)
+    node.inputs.push_back(added >> i & 1 ? made(choices, kFloat, {i == 1 ? experts : inputs}) : nullptr);
   node.numbers = {{"inputs", choices.number(inputs)}, {"width", choices.number(width)},
                   {"experts", choices.number(experts)}, {"used", choices.number(used)}, {"normalized", choices.below(2)}};
   node.reals = {{"epsilon", 1e-5f}, {"scale", choices.below(2) ? 1.0f : 2.5f}};

@@ -90,6 +90,11 @@ inline F gated(F x, F other, Gate gate) {
   return x / (exponential(x * -1.702f) + 1.0f) * (other + 1.0f);
 }
 
+// most * tanh(x / most); not a number where x is not finite.
+inline F capped(F x, float most) {
+  return (1.0f - 2.0f / (exponential(x / most * 2.0f) + 1.0f)) * most + (x - x);
+}
+
 inline float add_lanes(const float* lanes) {
   float eight[8], four[4];
   for (int i = 0; i < 8; i++) eight[i] = lanes[i] + lanes[i + 8];

@@ -60,6 +60,7 @@ struct Queries {
   int64_t head_dim;
   int64_t begin, end;   // of the tokens that any of them sees; `begin` is a multiple of 16
   float* scores;        // (count, stride)
+  float cap;            // that they end softly at; 0 without
   int64_t stride;       // score_stride of them
 };
 

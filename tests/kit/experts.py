@@ -15,6 +15,8 @@ from tests.kit.kernels import EPSILON, F64, graph, normed, random_blocks, rounde
 Floats = npt.NDArray[Any]
 NAMES = ("x", "gain", "residual", "shared", "router", "router_bias", "bias", "down_bias", "selection")
 MATRICES = ("gate", "up", "down")
+BEHIND = ("router_gain", "scales", "post_gain", "sum_gain")
+ORDER = (*NAMES, *MATRICES, *BEHIND)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Mixture:
     normalized: bool = True
     scale: float = 1.0
     gate: str = "silu"
+    shared: bool = False
 
     @property
     def inputs(self) -> int:
@@ -39,11 +42,6 @@ class Mixture:
     @property
     def count(self) -> int:
         return len(self.raw["gate"]) // self.width
-
-    @property
-    def shares(self) -> bool:
-        """Whether a shared expert has a score."""
-        return len(self.router) > self.count
 
     @cached_property
     def weights(self) -> dict[str, F64]:
@@ -67,7 +65,7 @@ class Mixture:
         for name, value in changed.items():
             (attributes if name in attributes else constants)[name] = value
         constants = {name: value for name, value in constants.items() if value is not None}
-        names = [name if name in feeds or name in constants else "" for name in (*NAMES, *MATRICES)]
+        names = [name if name in feeds or name in constants else "" for name in ORDER]
         outputs = {"y": TensorProto.FLOAT, "different": TensorProto.INT64}
         return graph("Experts", names, outputs, feeds, constants, attributes)
 
@@ -85,13 +83,15 @@ class Mixture:
             weights = weights / weights.sum(axis=1, keepdims=True)
         elif self.gating == "softmax":
             weights = weights / worth.sum(axis=1, keepdims=True)
-        return best, weights * np.float32(self.scale)
+        weights = weights * np.float32(self.scale)
+        return best, weights * self.vectors.get("scales", np.ones(self.count, np.float32))[best]
 
     def expected(self, feeds: dict[str, Floats]) -> F64:
         """In float64, but for the rounding of activations: ``(rows, inputs)``."""
-        x = feeds["x"][0].astype(np.float64)
-        x = normed(x, self.vectors["gain"]) if "gain" in self.vectors else x
-        best, weights = self.chosen(x)
+        stream = feeds["x"][0].astype(np.float64)
+        x, read = self._normed("gain", stream), self._normed("router_gain", stream)
+        read = read if "router_gain" in self.vectors else x
+        best, weights = self.chosen(read)
         y, activations = np.zeros_like(x), rounded(x.astype(np.float32))[0]
         bias = self.vectors.get("bias", np.zeros((2, self.count, self.width), np.float32))
         down_bias = self.vectors.get("down_bias", np.zeros((self.count, self.inputs), np.float32))
@@ -101,10 +101,16 @@ class Mixture:
                 inner = _gated(self.gate, gate + bias[0, e], up + bias[1, e])
                 result = self.weights["down"][e] @ rounded(inner.astype(np.float32)[None])[0][0]
                 y[row] += share * (result + down_bias[e])
-        if self.shares:
-            score = x @ self.router[self.count].astype(np.float64)
+        y = self._normed("post_gain", y)
+        if self.shared:
+            scored = len(self.router) > self.count
+            score = read @ self.router[self.count].astype(np.float64) if scored else np.full(len(x), np.inf)
             y += feeds["shared"][0] / (1 + np.exp(-score))[:, None]
+        y = self._normed("sum_gain", y)
         return y + (feeds["residual"][0] if "residual" in feeds else 0)
+
+    def _normed(self, name: str, x: F64) -> F64:
+        return normed(x, self.vectors[name]) if name in self.vectors else x
 
 
 def _weights(form: str, raw: U8) -> F64:
@@ -134,6 +140,7 @@ def make_mixture(
     formats: tuple[str, str, str] = ("Q8_0", "Q8_0", "Q8_0"),
     vectors: tuple[str, ...] = ("gain",),
     shared: bool = False,
+    scored: bool = False,
     **options: Any,
 ) -> Mixture:
     """A random one."""
@@ -142,14 +149,15 @@ def make_mixture(
         name: random_blocks(rng, form, count * shapes[name][0], shapes[name][1])
         for name, form in zip(MATRICES, formats, strict=True)
     }
-    router = rng.normal(0.0, inputs**-0.5, (count + shared, inputs)).astype(np.float32)
+    router = rng.normal(0.0, inputs**-0.5, (count + scored, inputs)).astype(np.float32)
     sizes: dict[str, tuple[int, ...]] = {"gain": (inputs,), "router_bias": (count,), "selection": (count,)}
-    sizes |= {"bias": (2, count, width), "down_bias": (count, inputs)}
+    sizes |= {"bias": (2, count, width), "down_bias": (count, inputs), "scales": (count,)}
+    sizes |= dict.fromkeys(("router_gain", "post_gain", "sum_gain"), (inputs,))
     made = {name: rng.uniform(0.1, 1.0, sizes[name]).astype(np.float32) for name in vectors}
-    return Mixture(formats, raw, router, used, width, made, **options)
+    return Mixture(formats, raw, router, used, width, made, shared=shared or scored, **options)
 
 
 def make_feeds(rng: np.random.Generator, mixture: Mixture, rows: int, *, residual: bool) -> dict[str, Floats]:
     """Random rows, and what else ``mixture`` is given with them."""
-    names = ["x"] + ["residual"] * residual + ["shared"] * mixture.shares
+    names = ["x"] + ["residual"] * residual + ["shared"] * mixture.shared
     return {name: rng.normal(size=(1, rows, mixture.inputs)).astype(np.float32) for name in names}
