@@ -1,4 +1,4 @@
-"""Gemma 4 from file to text: what is left out, what is refused, rollback, and drafts."""
+"""Gemma 2 and 4 from file to text: what is left out, what is refused, rollback, and drafts."""
 
 import json
 from dataclasses import replace
@@ -17,6 +17,7 @@ from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.call_reading import CallReader
 from edgespec.requests.tool_calls import Calls, format_of
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_export.sources.hf_config import read_config
@@ -29,16 +30,24 @@ from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
 from tests.kit.gguf_cases import gguf_of
-from tests.kit.hf import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.hf import (
+    CONTEXT,
+    VOCAB,
+    config_of,
+    weights,
+    write_checkpoint,
+    write_safetensors,
+    write_with_eyes,
+)
 from tests.kit.native import tiny_native
 from tests.kit.tokenizers import byte_level_json
 
 ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 33])
-CASES = ("gemma4", "gemma4_tied")
+CASES = ("gemma4", "gemma4_tied", "gemma4_moe")
 MULTIPLIED = ("attention", "mlp", "lm_head")
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, "gemma2"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     export_model(gguf_of(request.param, "Q8_0").write(folder / "m.gguf"), folder / "bundle")
@@ -51,20 +60,13 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_what_sees_and_hears_is_left_out_and_keys_that_nothing_reads(tmp_path: Path) -> None:
     text = config_of("gemma4")
     outer = {"model_type": "gemma4", "text_config": text, "vision_config": {}, "audio_config": None}
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): values for name, values in weights(text).items()
-    }
     unread = {
         f"model.language_model.layers.4.self_attn.{kind}.weight" for kind in ("k_proj", "v_proj", "k_norm")
     }
     unread |= {"model.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight", "model.embed_audio.weight"}
-    folder = write_checkpoint(tmp_path / "whole", text)
-    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
-    more = dict.fromkeys(unread, np.ones((2, 3), np.float32))
-    write_safetensors(folder / "model.safetensors", tensors | more)
     with (
         HFCheckpoint(write_checkpoint(tmp_path / "alone", text)) as expected,
-        HFCheckpoint(folder) as opened,
+        HFCheckpoint(write_with_eyes(tmp_path / "whole", text, outer, unread)) as opened,
     ):
         assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
 
@@ -76,7 +78,10 @@ def test_layers_are_as_transformers_writes_them_too() -> None:
         own = {"head_dim": plain["global_head_dim"]}
         if "num_global_key_value_heads" in plain:
             own["num_key_value_heads"] = plain["num_global_key_value_heads"]
-        written = {**plain, "per_layer_config": {"2": own, "5": own}}
+        written = {
+            **plain,
+            "per_layer_config": {str(n): own for n in range(2, plain["num_hidden_layers"], 3)},
+        }
         del written["global_head_dim"]
         written.pop("num_global_key_value_heads", None)
         assert read_config(Facts(written, "c")) == read_config(Facts(plain, "c"))
@@ -92,6 +97,49 @@ def test_a_files_layers_are_those_of_a_directory(tmp_path: Path) -> None:
             assert file.config.norm_epsilon == pytest.approx(epsilon)
             assert replace(file.config, norm_epsilon=epsilon) == directory.config
             assert file.tensors.keys() == directory.tensors.keys()
+
+
+def test_experts_are_the_same_in_every_form(tmp_path: Path) -> None:
+    """Gates and what they multiply in one tensor or in two, and in a directory one tensor for each expert."""
+    tensors, model = weights(config_of("gemma4_moe")), gguf_of("gemma4_moe")
+    for layer in range(3):
+        kind, both = model.tensors.pop(f"blk.{layer}.ffn_gate_up_exps.weight")
+        for part, rows in zip(("gate", "up"), np.split(both, 2, axis=1), strict=True):
+            model.tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = kind, np.ascontiguousarray(rows)
+        prefix = f"model.layers.{layer}.experts"
+        down, both = tensors.pop(f"{prefix}.down_proj"), tensors.pop(f"{prefix}.gate_up_proj")
+        for part, matrices in (("gate", both[:, :32]), ("up", both[:, 32:]), ("down", down)):
+            tensors |= {f"{prefix}.{n}.{part}_proj.weight": matrix for n, matrix in enumerate(matrices)}
+    apart = write_checkpoint(tmp_path / "apart", config_of("gemma4_moe"))
+    write_safetensors(apart / "model.safetensors", tensors)
+    forms: list[Checkpoint] = [
+        HFCheckpoint(write_checkpoint(tmp_path / "fused", config_of("gemma4_moe"))),
+        HFCheckpoint(apart),
+        GGUFCheckpoint(gguf_of("gemma4_moe").write(tmp_path / "fused.gguf")),
+        GGUFCheckpoint(model.write(tmp_path / "apart.gguf")),
+    ]
+    values = [{name: form.values(name) for name in form.tensors} for form in forms]
+    for other in values[1:]:
+        assert other.keys() == values[0].keys()
+        for name, wanted in values[0].items():
+            np.testing.assert_array_equal(other[name], wanted, name)
+    for form in forms:
+        form.close()
+
+
+def test_the_first_files_of_gemma_2_do_not_state_its_caps_and_window(tmp_path: Path) -> None:
+    model = gguf_of("gemma2")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"):
+        del model.metadata[f"gemma2.{key}"]
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as file:
+        config = file.config
+    assert (config.attention_cap, config.logit_cap, config.sliding_window) == (50.0, 30.0, 4096)
+    assert [config.is_global(layer) for layer in range(4)] == [False, True, False, True]
+    largest = Facts({**config_of("gemma2"), "num_hidden_layers": 46, "query_pre_attn_scalar": 16}, "c")
+    model.metadata["gemma2.block_count"] = 46  # of which 27B's products are scaled by another width
+    with pytest.raises(ModelFileError, match=r"lacks a tensor for layers\.4"):
+        GGUFCheckpoint(model.write(tmp_path / "27b.gguf"))
+    assert read_config(largest).attention_scale == 0.25
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
@@ -113,7 +161,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"embedding_length_per_layer_input": 0}, "has tensors a gemma4 model lacks"),
     ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not positive"),
     ({"block_count": 7}, "sliding_window_pattern must say of each of 7 layers"),
-    ({"expert_count": 8}, "expert"),
+    ({"expert_count": 8}, r"lacks 'expert_used_count'"),
+    ({"expert_count": 8, "expert_used_count": 2}, r"lacks a tensor for layers\.0\.router"),
 ]
 
 
@@ -146,7 +195,9 @@ def test_values_that_some_layers_lack_are_named(tmp_path: Path) -> None:
         ({"per_layer_config": {"2": {"head_dim": 32}, "5": {"head_dim": 64}}}, "differs from those before"),
         ({"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input is 300"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
-        ({"enable_moe_block": True, "num_experts": 8}, "expert"),
+        ({"enable_moe_block": True, "num_experts": 8}, "lacks 'top_k_experts'"),
+        ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "uses 3 experts; there are 2"),
+        ({"enable_moe_block": True, "top_k_experts": 3}, "count is 0"),
         ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
     ],
 )
@@ -155,10 +206,18 @@ def test_directories_that_contradict_themselves(changed: dict[str, Any], words: 
         read_config(Facts({**config_of("gemma4"), **changed}, "c"))
 
 
+REFUSED = {
+    "gemma4": "this gemma4 model has shared_layers, which",
+    "gemma4_moe": r"layers\.0 of this gemma4 model is experts, which",
+    "gemma2": "this gemma2 model has attention_cap, which",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("options", [ExportOptions(weights="portable"), ExportOptions(device="cuda")])
-def test_other_backends_refuse_by_name(tmp_path: Path, options: ExportOptions) -> None:
-    source = gguf_of("gemma4", "Q8_0").write(tmp_path / "m.gguf")
-    with pytest.raises(UnsupportedModelError, match="this gemma4 model has shared_layers, which"):
+def test_other_backends_refuse_by_name(tmp_path: Path, options: ExportOptions, case: str) -> None:
+    source = gguf_of(case, "Q8_0").write(tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModelError, match=REFUSED[case]):
         export_model(source, tmp_path / "out", options=options)
     assert not (tmp_path / "out").exists()
 

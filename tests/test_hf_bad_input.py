@@ -32,7 +32,17 @@ from tests.kit.hf import CASES, VOCAB, config_of, weights, write_checkpoint, wri
 from tests.kit.tokenizers import byte_level_json
 from tests.kit.weights import config_of_json
 
-_RICH = ("gemma3", "phi4", "granite", "ministral3", "qwen35", "lfm2_keys", "lfm2_moe", "gpt_oss")
+_RICH = (
+    "gemma3",
+    "phi4",
+    "granite",
+    "ministral3",
+    "qwen35",
+    "lfm2_keys",
+    "lfm2_moe",
+    "gpt_oss",
+    "gemma4_moe",
+)
 _YARN = tuple(CASES["ministral3"]["rope_parameters"])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -132,7 +142,7 @@ def test_wrong_facts_of_single_families_are_named(tmp_path: Path) -> None:
     case=st.sampled_from(
         [
             *("llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3", "qwen35"),
-            *("lfm2", "qwen3_moe", "qwen35_moe", "lfm2_moe", "gpt_oss"),
+            *("lfm2", "qwen3_moe", "qwen35_moe", "lfm2_moe", "gpt_oss", "gemma2", "gemma4_moe"),
         ]
     ),
     key=st.sampled_from(

@@ -41,7 +41,7 @@ from tests.kit.hf import (
     config_of,
     weights,
     write_checkpoint,
-    write_safetensors,
+    write_with_eyes,
 )
 from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import RandomDrafter, Silent, decode
@@ -212,23 +212,16 @@ def test_new_spelling_of_rotary_facts(tmp_path: Path, case: str) -> None:
         assert before.config == after.config
 
 
-@pytest.mark.parametrize("spelling", ["language_model.{}", "model.language_model.{}"])
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_model_of_one_with_eyes(
-    tmp_path: Path, spelling: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What Gemma 3 from 4B on and Ministral 3 are on the hub; transformers 5 has other names for tensors."""
     alone = config_of("gemma3_linear")
     stated = {key: value for key, value in alone.items() if key not in ("tie_word_embeddings", "vocab_size")}
     outer = {"model_type": "gemma3", "text_config": stated, "vision_config": {}, "vocab_size": VOCAB}
-    short = spelling.startswith("model.")
-    renamed = {
-        spelling.format(name.removeprefix("model.") if short else name): values
-        for name, values in weights(alone).items()
-    }
-    eyes = dict.fromkeys(("vision_tower.x", "model.multi_modal_projector.y"), np.ones(3, np.float32))
-    folder = write_checkpoint(tmp_path / "eyes", alone)
-    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", renamed | eyes)
+    eyes = "vision_tower.x", "model.multi_modal_projector.y"
+    folder = write_with_eyes(tmp_path / "eyes", alone, outer, eyes, prefix)
     with (
         HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
         HFCheckpoint(folder) as opened,

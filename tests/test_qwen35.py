@@ -1,6 +1,5 @@
 """Qwen3.5's delta nets from file to text: what is left out, what is refused, rollback, and drafts."""
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
@@ -25,7 +24,7 @@ from edgespec_runtimes.session import Rows, Session
 from tests.kit.drafters import draft_eagerly
 from tests.kit.gguf import F32
 from tests.kit.gguf_cases import gguf_of
-from tests.kit.hf import CONTEXT, VOCAB, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.hf import CONTEXT, VOCAB, config_of, write_checkpoint, write_with_eyes
 from tests.kit.models import runner_of
 from tests.kit.native import tiny_native
 
@@ -58,18 +57,10 @@ def test_vision_and_the_mtp_layer_of_a_directory_are_left_out(
     alone = config_of("qwen35")
     text = {**alone, "mtp_num_hidden_layers": 1}
     outer = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
-    tensors = {
-        name if name == "lm_head.weight" else name.replace("model.", "model.language_model.", 1): values
-        for name, values in weights(alone).items()
-    }
     left_out = "model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"
-    folder = write_checkpoint(tmp_path / "whole", alone)
-    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
-    more = dict.fromkeys(left_out, np.ones((2, 3), np.float32))
-    write_safetensors(folder / "model.safetensors", tensors | more)
     with (
         HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
-        HFCheckpoint(folder) as opened,
+        HFCheckpoint(write_with_eyes(tmp_path / "whole", alone, outer, left_out)) as opened,
     ):
         assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
         assert opened.changes == {"left_out": "mtp"} and not expected.changes

@@ -85,6 +85,9 @@ def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
             del sys.modules[name]  # the converter needs its own
         base: Any = importlib.import_module("conversion.base")
         base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
+        base.TextModel._set_vocab_sentencepiece = base.TextModel._set_vocab_gpt2
+        gemma: Any = importlib.import_module("conversion.gemma")
+        gemma.Gemma4Model.set_vocab = base.TextModel._set_vocab_gpt2
     converter: Any = importlib.import_module("convert_hf_to_gguf")
     sys.argv = ["convert", str(source), "--outfile", str(made), "--outtype", "f32", *more]
     converter.main()

@@ -75,16 +75,23 @@ _TENSORS = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "feed_forward.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "router.proj": "ffn_gate_inp",
+    "router": "ffn_gate_inp",
 }
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_EXPERTS |= {"gate_up_proj": "gate_up"}
 _POST_NORMED = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }
+_POST_NORMED_FILES = ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4")
 _LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
-_PARAMETERS |= {"layer_scalar": "layer_output_scale.weight"}
+_PARAMETERS |= {"layer_scalar": "layer_output_scale.weight", "router.per_expert_scale": "ffn_down_exps.scale"}
 _PARAMETERS |= {"feed_forward.expert_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -114,6 +121,9 @@ _KEYS = {
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "top_k_experts": "expert_used_count",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "num_dense_layers": "leading_dense_block_count",
@@ -144,7 +154,7 @@ def converted(
         if values.ndim == 2 and kind == "Q8_0" and not taps and not source.endswith(_FLOATS):
             model.tensors[_renamed(source, name)] = kind, _q8_0(values)
         else:
-            less = name in ("gemma3", "qwen35", "qwen35moe") and not source.endswith(
+            less = name in ("gemma2", "gemma3", "qwen35", "qwen35moe") and not source.endswith(
                 "linear_attn.norm.weight"
             )
             more = np.float32(less and source.endswith("norm.weight"))
@@ -159,6 +169,7 @@ _FLOATS = (
     "mlp.gate.weight",
     "mlp.router.weight",
     "feed_forward.gate.weight",
+    "router.proj.weight",
     "shared_expert_gate.weight",
 )
 """Matrices that llama.cpp's quantizer leaves as they are."""
@@ -174,7 +185,7 @@ def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
             rest[source] = values
         elif behind.startswith(("gate_up_proj_", "down_proj_")):
             _take_gpt_oss(model, layer, behind, tensors, source)
-        elif behind == "gate_up_proj":
+        elif behind == "gate_up_proj" and model.architecture != "gemma4":
             gates, ups = np.split(values, 2, axis=1)
             apart |= {f"{layer}.ffn_gate_exps": [*gates], f"{layer}.ffn_up_exps": [*ups]}
         else:
@@ -206,7 +217,7 @@ def _take_gpt_oss(model: TinyGGUF, layer: str, kind: str, tensors: Tensors, sour
 
 
 def _renamed(source: str, architecture: str) -> str:
-    names = _TENSORS | (_POST_NORMED if architecture in ("gemma3", "gemma4", "olmo2", "exaone4") else {})
+    names = _TENSORS | (_POST_NORMED if architecture in _POST_NORMED_FILES else {})
     names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss")) else {}
     *_, layer, kind = source.split(".", 3)
     if kind in _PARAMETERS:
@@ -266,6 +277,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         del stated["sliding_window"]
     if "low_freq_factor" in scaling:  # of which a tensor says everything
         del stated["original_max_position_embeddings"]
+    if config["model_type"] == "gemma2":  # of which no file states it
+        del stated["rope_theta"]
     facts = {key: stated[name] for name, key in _KEYS.items() if stated.get(name) is not None}
     head = _head(config)
     if config["model_type"] == "gpt_oss":
@@ -317,7 +330,6 @@ def _gemma4_facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts["attention.head_count_kv"] = [kv if has_window else few for has_window in windowed]
     return facts | {
         "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
-        "final_logit_softcapping": config["final_logit_softcapping"],
         "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
     }
 
@@ -328,6 +340,7 @@ _WITHOUT_ROTARY_DIM = (
     "qwen3_moe",
     "olmo2",
     "olmo3",
+    "gemma2",
     "gemma3_text",
     "gemma4_text",
     "lfm2",

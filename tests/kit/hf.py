@@ -7,7 +7,7 @@ files hold the same values.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,15 @@ _GEMMA4 = {
         },
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
+}
+_GEMMA4_TIED = {
+    **_GEMMA4,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
 }
 _POST_NORMED = ("olmo2", "olmo3", "exaone4")
 _EXPERTS = {
@@ -255,6 +264,17 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "llama_4_scaling_beta": 1.0,
         },
     },
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 4.0,
+        "tie_word_embeddings": True,
+    },
     "gemma3": _GEMMA3,
     "gemma3_linear": {
         **_GEMMA3,
@@ -265,14 +285,15 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "gemma4": _GEMMA4,
-    "gemma4_tied": {
-        **_GEMMA4,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
-        "hidden_size_per_layer_input": 0,
-        "use_bidirectional_attention": "vision",
+    "gemma4_tied": _GEMMA4_TIED,
+    "gemma4_moe": {
+        **_GEMMA4_TIED,
+        "num_hidden_layers": 3,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full")],
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
     },
     "phi3": {"model_type": "phi3", "sliding_window": 7},
     "phi4": {
@@ -288,7 +309,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 NATIVE = tuple(
     case
     for case in CASES
-    if case.startswith(("ministral3_long", "qwen35", "lfm2", "gpt", "gemma4")) or "_moe" in case
+    if case.startswith(("ministral3_long", "qwen35", "lfm2", "gpt", "gemma2", "gemma4")) or "_moe" in case
 )
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
@@ -341,6 +362,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shaped = {f"{name}.weight": shape for name, shape in named.items()}
         if kind == "gemma4_text":
             found[f"{prefix}layer_scalar"] = (1,)
+            if config.get("enable_moe_block"):
+                shaped |= _gemma4_experts(config)
         if layer >= config.get("num_dense_layers", 0) and "num_experts_per_tok" in config:
             shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
             shaped |= _experts(config)
@@ -451,9 +474,9 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found |= {"shared_mlp.input_linear": (2 * mlp, hidden), "shared_mlp.output_linear": (hidden, mlp)}
     if kind in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "exaone4"):
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
-    if kind == "gemma3_text":
+    if kind in ("gemma2", "gemma3_text"):
         found["pre_feedforward_layernorm"] = (hidden,)
-    if kind in ("gemma3_text", *_POST_NORMED):
+    if kind in ("gemma2", "gemma3_text", *_POST_NORMED):
         found["post_feedforward_layernorm"] = (hidden,)
     if kind in ("olmo2", "olmo3"):
         found |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}
@@ -482,6 +505,19 @@ def _gemma4_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int,
     return found
 
 
+def _gemma4_experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a layer has beside its MLP."""
+    count, hidden, width = (config[key] for key in ("num_experts", "hidden_size", "moe_intermediate_size"))
+    norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    return {f"{name}.weight": (hidden,) for name in norms} | {
+        "router.proj.weight": (count, hidden),
+        "router.scale": (hidden,),
+        "router.per_expert_scale": (count,),
+        "experts.gate_up_proj": (count, 2 * width, hidden),
+        "experts.down_proj": (count, hidden, width),
+    }
+
+
 def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
     hidden, mlp, heads = config["hidden_size"], mlp_width(config), config["num_attention_heads"]
     head = hidden // heads
@@ -501,10 +537,13 @@ def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, .
 
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     """The values of every tensor, float32."""
-    less = config["model_type"].startswith(("gemma3_text", "qwen3_5"))  # store their norms' weights less 1
+    # These store their norms' weights less 1.
+    less = config["model_type"].startswith(("gemma2", "gemma3_text", "qwen3_5"))
     tensors = drawn(shapes(config), seed, norm=0 if less else 1)
     for name in tensors:
-        if name.endswith(("linear_attn.norm.weight", "layer_scalar")):
+        if name.endswith(
+            ("linear_attn.norm.weight", "layer_scalar", "norm_1.weight", "norm_2.weight", "scale")
+        ):
             tensors[name] += 1
         elif config["model_type"] == "gemma4_text" and name.endswith("q_norm.weight"):
             tensors[name] /= 4  # whose products with keys are not scaled otherwise
@@ -518,6 +557,8 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
             tensors[name] = codes.astype(np.uint8)
         elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight")):
             tensors[name] *= 2 if "lfm2" in config["model_type"] else 4  # choices hang on no rounding
+        elif name.endswith("router.proj.weight"):
+            tensors[name] *= 32
     return tensors
 
 
@@ -556,6 +597,25 @@ def _bytes(values: npt.NDArray[Any], dtype: str) -> bytes:
     if dtype == "BF16":
         return (np.ascontiguousarray(values).view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
     return values.astype({"F32": "<f4", "F16": "<f2", "I64": "<i8", "BOOL": "?", "U8": "u1"}[dtype]).tobytes()
+
+
+def write_with_eyes(
+    folder: Path,
+    text: Mapping[str, Any],
+    outer: Mapping[str, Any],
+    others: Iterable[str],
+    prefix: str = "model.language_model.",
+) -> Path:
+    """The text model of ``text`` in a directory whose ``config.json`` is ``outer``.
+
+    Its tensors have ``prefix`` in place of ``model.``, and beside them lie small ones called ``others``.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
+    tensors = {name.replace("model.", prefix, 1): values for name, values in weights(text).items()}
+    small = dict.fromkeys(others, np.ones((2, 3), np.float32))
+    write_safetensors(folder / "model.safetensors", tensors | small)
+    return folder
 
 
 def write_checkpoint(

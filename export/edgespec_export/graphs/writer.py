@@ -238,8 +238,8 @@ def _routers(checkpoint: Checkpoint, layer: str) -> Iterator[tuple[str, F32]]:
     below = [name for name in (router, f"{layer}.shared_router") if name in tensors]
     yield f"{graph_name(router)}.weight", np.concatenate([checkpoint.values(name) for name in below])
     biases = {f"{router}_bias": f"{graph_name(router)}.bias"}
-    chosen = f"{layer}.selection_bias"
-    for name, parameter in (biases | {chosen: graph_name(chosen)}).items():
+    others = {name: graph_name(name) for name in (f"{layer}.selection_bias", f"{layer}.expert_scale")}
+    for name, parameter in (biases | others).items():
         if name in tensors:
             yield parameter, checkpoint.values(name)
 

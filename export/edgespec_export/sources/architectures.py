@@ -32,7 +32,8 @@ class Family(NamedTuple):
         neighbours: in GGUF files the rows of queries and keys are in the order for rotations of neighbouring
             elements.
         tensors: names of tensors in GGUF files that hold something else here than in other families.
-        experts: fields of :class:`Experts` that no file states; None where layers have none.
+        experts: fields of :class:`Experts` that no file states; None where layers have none. With
+            ``beside_mlp`` some models have none.
     """
 
     name: Architecture
@@ -71,6 +72,7 @@ _GEMMA4: Final = Family(
         "scaled_layers": True,
         "activation": "gelu_tanh",
     },
+    experts={"beside_mlp": True},
     defaults={
         "vocab_size": 262_144,
         "num_attention_heads": 8,
@@ -159,6 +161,26 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "num_experts": 256,
                 "moe_intermediate_size": 512,
                 "shared_expert_intermediate_size": 512,
+            },
+        ),
+        "gemma2": Family(
+            name="gemma2",
+            gguf="gemma2",
+            windowed=True,
+            pattern=2,
+            alike=True,
+            fixed={"post_norms": True, "activation": "gelu_tanh"},
+            defaults={
+                "vocab_size": 256_000,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "max_position_embeddings": 8192,
+                "sliding_window": 4096,
+                "query_pre_attn_scalar": 256.0,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "tie_word_embeddings": True,
             },
         ),
         "gemma3_text": Family(
@@ -285,7 +307,6 @@ NEEDS_TARGET: Final = (
 _EXPERTS = "mixtures of experts"
 _VISION = "images (M-RoPE, vision layers)"
 _STATES = "layers with a recurrent state (linear attention, state spaces)"
-_CAPPED = "capped products of queries and keys"
 _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
     {
         "a dense Qwen3, such as Qwen3-4B": (
@@ -302,7 +323,6 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "SmolLM3-3B": (_STATES, ("falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
         "Granite-3.3-2B": (_STATES, ("granitehybrid",)),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
-        "a Gemma 3": (_CAPPED, ("gemma2",)),
         "an EAGLE-3 head": (
             "drafters that attend to their target's cache",
             ("gemma4-assistant", "gemma4_assistant", "gemma4_unified_assistant"),

@@ -128,6 +128,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             )
         if name == "final_norm":
             values = values * np.float32(self.logits_factor)
+        if name.endswith(".router_norm"):  # whose result is divided by the root of its width
+            values = values * np.float32(self.config.hidden_size**-0.5)
         return values.reshape(-1, *tensor.shape[1:][-1:])
 
     def digest(self, progress: ProgressCallback) -> str:

@@ -43,6 +43,9 @@ def experts_of(facts: Facts, family: Family) -> dict[str, Any]:
     """
     if family.experts is None:
         return {}
+    beside = family.experts.get("beside_mlp", False)
+    if not facts.boolean("enable_moe_block", default=not beside):
+        return {}
     _refuse_others(facts, family)
     shared = facts.integer("shared_expert_intermediate_size", 0) if family.experts.get("shared_gate") else 0
     scale = facts.number("routed_scaling_factor", 1.0)
@@ -57,7 +60,7 @@ def experts_of(facts: Facts, family: Family) -> dict[str, Any]:
     with naming(facts.where):
         experts = Experts(
             count=facts.integer("num_experts", facts.integer("num_local_experts", 0)),
-            used=facts.integer("num_experts_per_tok"),
+            used=facts.integer("top_k_experts" if beside else "num_experts_per_tok"),
             width=facts.integer("moe_intermediate_size", facts.integer("intermediate_size", 0)),
             dense_layers=facts.integer("num_dense_layers", 0),
             scale=scale or 1.0,  # 0 stands for none in GGUF files

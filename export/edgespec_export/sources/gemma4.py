@@ -96,6 +96,7 @@ def in_words(own: Mapping[str, object], tensors: Collection[str], where: str) ->
         "global_head_dim": own["attention.key_length"],
         "rope.dimension_count": own["attention.key_length"],
         "attention_k_eq_v": False in own_values,
+        "enable_moe_block": keys.integer("expert_count", 0) > 0,
     }
 
 

@@ -70,6 +70,11 @@ LAYER = {
     "post_norm.weight": "post_input_norm",
     "layer_output_scale.weight": "scale",
     "ffn_gate_inp.weight": "router",
+    "ffn_gate_inp.scale": "router_norm",
+    "ffn_down_exps.scale": "expert_scale",
+    "post_ffw_norm_1.weight": "post_dense_norm",
+    "pre_ffw_norm_2.weight": "pre_experts_norm",
+    "post_ffw_norm_2.weight": "post_experts_norm",
     "exp_probs_b.bias": "selection_bias",
     "ffn_gate_exps.weight": "experts_gate",
     "ffn_up_exps.weight": "experts_up",
@@ -125,6 +130,7 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "logits_scaling": "logit_scale",
         "num_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
+        "top_k_experts": "expert_used_count",
         "moe_intermediate_size": "expert_feed_forward_length",
         "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
         "num_dense_layers": "leading_dense_block_count",
@@ -144,7 +150,12 @@ _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
 """What a file is, by its ``general.type``, and what to do."""
 _MOST_BLOCKS: Final = 1 << 16
 _LOG = logging.getLogger("edgespec")
-_GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1 / sqrt(head_dim)
+_27B = {"gemma2": 46, "gemma3": 62}  # layers of the one size whose attention scale is not 1 / sqrt(head_dim)
+_GEMMA2 = {
+    "attention.sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}  # which the first files do not state
 
 
 class _Keys(Facts):
@@ -197,12 +208,13 @@ class GGUFCheckpoint(Checkpoint):
         if own.get("vocab_size", rows) != rows:
             raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
         own |= gemma4.in_words(own, self.tensors, where) if family.name == "gemma4" else {}
+        own |= {key: value for key, value in _GEMMA2.items() if family.name == "gemma2" and key not in own}
         own |= {"vocab_size": rows, **self._scaling(own, family)} | _windows(own)
         if family.name == "qwen35":
             own |= _states(own, where)
         own |= _mixers(own) if family.name == "lfm2" else {}
         own |= {} if family.experts is None else _experts(own)
-        if family.name == "gemma3" and own.get("block_count") == _GEMMA3_27B_LAYERS:
+        if own.get("block_count") == _27B.get(family.name, -1):
             keys = Facts(own, where, _NAMES)
             heads = max(keys.integer("num_attention_heads"), 1)
             own["query_pre_attn_scalar"] = float(keys.integer("hidden_size") // heads)

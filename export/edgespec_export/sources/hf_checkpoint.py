@@ -100,6 +100,17 @@ _POST_NORMED_LAYER = LAYER | {
     "per_layer_projection.weight": "input_out",
     "post_per_layer_input_norm.weight": "post_input_norm",
     "layer_scalar": "scale",
+    "router.proj.weight": "router",
+    "router.scale": "router_norm",
+    "router.per_expert_scale": "expert_scale",
+    "post_feedforward_layernorm_1.weight": "post_dense_norm",
+    "pre_feedforward_layernorm_2.weight": "pre_experts_norm",
+    "post_feedforward_layernorm_2.weight": "post_experts_norm",
+    "experts.*.gate_proj.weight": "experts_gate",
+    "experts.*.up_proj.weight": "experts_up",
+    "experts.*.down_proj.weight": "experts_down",
+    "experts.gate_up_proj": "experts_gate_up",
+    "experts.down_proj": "experts_down",
 }
 _LFM2_LAYER = {
     "operator_norm.weight": "attn_norm",
@@ -132,7 +143,7 @@ _EYES = re.compile(
 )
 _MTP = re.compile(r"(model\.)?mtp\..*")
 COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
-_LESS_ONE = ("gemma3", "qwen35", "mtp")  # whose norms' weights are stored so
+_LESS_ONE = ("gemma2", "gemma3", "qwen35", "mtp")  # whose norms' weights are stored so
 _NOT_EXPORTED = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
 

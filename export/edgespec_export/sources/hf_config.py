@@ -145,8 +145,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
         rope["rope_local_theta"] = None  # of layers that there are none of
     scalar = 1.0 if family.name == "gemma4" else float(head_dim)
     scale = 1 / sqrt(facts.positive("query_pre_attn_scalar", scalar))
-    grown = sqrt(max(hidden, 0)) if family.name in ("gemma3", "gemma4") else 1.0
-    capped = facts.value("final_logit_softcapping") is not None
+    grown = sqrt(max(hidden, 0)) if family.name.startswith("gemma") else 1.0
     embedding = _multiplier(facts, "embedding_multiplier", grown)
     experts = experts_of(facts, family) or {"intermediate_size": facts.integer("intermediate_size")}
     residual = _residual_factor(facts, family)
@@ -164,7 +163,8 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
             embedding_scale=embedding / residual,
             sliding_window=window,
             global_every=1 if window is None else global_every,
-            logit_cap=facts.positive("final_logit_softcapping") if capped else None,
+            attention_cap=_cap(facts, "attn_logit_softcapping"),
+            logit_cap=_cap(facts, "final_logit_softcapping"),
             **widths,
             **_delta_nets(facts, family, layers),
             **family.fixed,
@@ -190,6 +190,10 @@ def _residual_factor(facts: Facts, family: Family) -> float:
 def logits_factor(facts: Facts) -> float:
     """What logits are multiplied by."""
     return 1 / _multiplier(facts, "logits_scaling", 1.0)
+
+
+def _cap(facts: Facts, key: str) -> float | None:
+    return None if facts.value(key) is None else facts.positive(key)
 
 
 def _multiplier(facts: Facts, key: str, default: float) -> float:
@@ -234,7 +238,8 @@ def _check_features(facts: Facts, family: Family) -> None:
             f"{facts.where}: attn_output_gate is False; {family.name} is supported with True"
         )
     for key in _CHANGES_LOGITS:
-        if facts.value(key) and (key, facts.value(key)) != ("use_bidirectional_attention", "vision"):
+        vision = (key, facts.value(key)) == ("use_bidirectional_attention", "vision")
+        if facts.value(key) and key not in family.defaults and not vision:
             raise UnsupportedModelError(f"{facts.where}: {key} is {facts.value(key)!r}; not supported yet")
     if not facts.boolean("is_causal", default=True):
         raise UnsupportedModelError(

@@ -14,6 +14,7 @@ Architecture = Literal[
     "smollm3",
     "qwen2",
     "qwen3",
+    "gemma2",
     "gemma3",
     "gemma4",
     "exaone4",
@@ -140,6 +141,8 @@ class Experts:
         clamped: gates end at 7 and what they multiply at 7 and -7, as in gpt-oss.
         shared_width: of an expert that every token uses beside these; 0 without.
         shared_gate: what that one gives is multiplied by the sigmoid of a score of its own.
+        beside_mlp: a layer has an MLP too. MLP, experts and router normalize the stream each for themselves,
+            weights have factors by expert, and results are normalized before they are added (Gemma 4).
     """
 
     count: Annotated[int, within(1, 4096)]
@@ -154,6 +157,7 @@ class Experts:
     clamped: bool = False
     shared_width: Annotated[int, within(0, 2**31 - 1)] = 0
     shared_gate: bool = False
+    beside_mlp: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, UnsupportedModelError)
@@ -166,6 +170,10 @@ class Experts:
         if self.shared_gate and not self.shared_width:
             raise UnsupportedModelError(
                 "shared_gate is true and shared_width is 0; the first needs the second"
+            )
+        if self.beside_mlp and self.shared_width:
+            raise UnsupportedModelError(
+                f"experts lie beside an MLP and shared_width is {self.shared_width}; edgespec has either"
             )
 
 
@@ -216,6 +224,8 @@ class ModelConfig(DecoderShape):
         activation: of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
+        attention_cap: these then become ``attention_cap * tanh(product / attention_cap)``; None where they
+            stay as they are.
         query_growth: queries at position p are multiplied by ``1 + query_growth * ln(1 + p // query_step)``.
         query_step: positions up to which they do not grow; 0 where they never do.
         logit_cap: logits z become ``logit_cap * tanh(z / logit_cap)``; None where they stay as they are.
@@ -261,6 +271,7 @@ class ModelConfig(DecoderShape):
     experts: Experts | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: _Factor = 1.0
+    attention_cap: _Factor | None = None
     query_growth: Annotated[float, within(0)] = 0.0
     query_step: Annotated[int, within(0, 2**21)] = 0
     logit_cap: _Factor | None = None
@@ -299,8 +310,6 @@ class ModelConfig(DecoderShape):
             )
         if bool(nets) != (self.delta is not None):
             raise UnsupportedModelError(f"delta is {self.delta} and {nets} layers are delta_net; {both}")
-        if self.experts is not None and self.post_norms:
-            raise UnsupportedModelError("layers have experts and post_norms; edgespec has either")
         if self.sinks and self.experts is None:
             raise UnsupportedModelError("heads have sinks and layers no experts; edgespec has both, or none")
         for count in (self.num_kv_heads, self.local_kv_heads or 1):

@@ -60,6 +60,7 @@ _SHARED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"shared_gate_up": ("shared_gate", "shared_up"), "shared_down": ("shared_down",)}
 )
 
+_NORMS_BESIDE: Final = ("post_dense_norm", "router_norm", "pre_experts_norm", "post_experts_norm")
 _EMBED_QKV: Final = ("embed_q", "embed_k", "embed_v")
 
 _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
@@ -69,7 +70,7 @@ _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("conv_in", "conv", "conv_out"), "mixer."),
         **dict.fromkeys(("delta_in", "delta_out", "delta_norm", "delta_a", "delta_bias"), "mixer."),
         **dict.fromkeys(("gate_up", "gate", "up", "down"), "mlp."),
-        **dict.fromkeys((*_EXPERTS, *_SHARED, "router", "selection_bias"), "mlp."),
+        **dict.fromkeys((*_EXPERTS, *_SHARED, "router", "selection_bias", "expert_scale"), "mlp."),
         **dict.fromkeys(("input_gate", "input_out", "inputs_in"), "mlp."),
         "inputs": "embedding.",
     }
@@ -152,8 +153,9 @@ def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ..
         more |= {name: (name,) for name in ("input_gate", "input_out")}
     if layer.mlp == "gated_mlp":
         return {**mixing, **_MLP, **more}
-    shared = config.experts is not None and config.experts.shared_width
-    return {**mixing, **_EXPERTS, **(_SHARED if shared else {}), **more}
+    assert config.experts is not None  # which a config with such a layer has
+    beside = _SHARED if config.experts.shared_width else _MLP if config.experts.beside_mlp else {}
+    return {**mixing, **_EXPERTS, **beside, **more}
 
 
 def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -187,7 +189,7 @@ def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> 
     shapes |= _MIXER_SHAPES[layer.mixer](config, layer)
     if config.experts is not None and layer.mlp == "experts":
         shapes |= _experts_shapes(config.hidden_size, config.experts)
-    else:
+    if layer.mlp == "gated_mlp" or (config.experts is not None and config.experts.beside_mlp):
         shapes |= _mlp_shapes(config.hidden_size, layer.mlp_width)
     if biases and layer.mixer == "attention":
         shapes |= {f"{name}_bias": shapes[name][:1] for name in layer.projections}
@@ -252,6 +254,8 @@ def _experts_shapes(hidden: int, experts: Experts) -> dict[str, tuple[int, ...]]
         shapes |= {"selection_bias": (count,)}
     if experts.shared_width:
         shapes |= _mlp_shapes(hidden, experts.shared_width, "shared_")
+    if experts.beside_mlp:
+        shapes |= dict.fromkeys(_NORMS_BESIDE, (hidden,)) | {"expert_scale": (count,)}
     return shapes | ({"shared_router": (1, hidden)} if experts.shared_gate else {})
 
 
@@ -338,7 +342,7 @@ class Decoder(ABC):
     medium: ClassVar[str]
     lacks: ClassVar[tuple[str, ...]] = (
         *("shared_layers", "local_head_dim", "local_kv_heads", "mlp_widths", "layer_inputs", "rotary_pairs"),
-        *("normed_values", "tied_values", "scaled_layers", "logit_cap"),
+        *("normed_values", "tied_values", "scaled_layers", "attention_cap", "logit_cap"),
     )
     """Facts of a config that it does not compute."""
 

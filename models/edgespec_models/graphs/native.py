@@ -189,6 +189,8 @@ class _NativeDecoder(GraphDecoder):
         """Attributes that most graphs have no need of."""
         config = self.config
         more: dict[str, Any] = {"normed_values": 1} if config.normed_values else {}
+        if config.attention_cap is not None:
+            more |= {"cap": float(config.attention_cap)}
         if config.query_step:
             more |= {"growth": float(config.query_growth), "growth_step": config.query_step}
         apart = layer.rope == "rope" and config.rotary_pairs is not None
@@ -238,22 +240,27 @@ class _NativeDecoder(GraphDecoder):
 
     def experts(self, layer: Layer, x: _Product) -> _Product:
         """The output of a mixture of experts, which is added to the stream."""
-        experts, name = self.config.experts, layer.name
-        if experts is None or not experts.shared_width:
-            return partial(self.mixture, x, name)
-        shared = x(f"{name}.shared_gate_up", gate=self.gate)
-        return partial(self.mixture, x, name, shared=self.product(f"{name}.shared_down", shared))
+        experts, name, shared = self.config.experts, layer.name, None
+        assert experts is not None  # which a config with such a layer has
+        if experts.beside_mlp:
+            shared = self.post_norm(self.gated_mlp(layer, x), f"{name}.post_dense_norm")()
+            x = self.norm(x.args[0], f"{name}.pre_experts_norm")
+        elif experts.shared_width:
+            shared = self.linear(x(f"{name}.shared_gate_up", gate=self.gate), f"{name}.shared_down")
+        return partial(self.mixture, x, name, shared)
 
     def mixture(
-        self, x: _Product, name: str, *, residual: ir.Value, shared: _Product | None = None
+        self,
+        x: _Product,
+        name: str,
+        shared: ir.Value | None,
+        *,
+        residual: ir.Value,
+        post_gain: str | None = None,
     ) -> ir.Value:
-        """``residual`` with what experts give, and the one that all tokens share."""
-        experts, gain, beside = self.config.experts, x.keywords.get("gain"), None
+        """``residual`` with what experts give, and ``shared``, which all tokens have."""
+        experts, gain = self.config.experts, x.keywords.get("gain")
         assert experts is not None  # which a config with such a layer has
-        if shared is not None and experts.shared_gate:
-            beside = shared()
-        elif shared is not None:
-            residual = shared(residual=residual)
         count, width, path = experts.count, self.config.hidden_size, graph_name(f"{name}.router")
         names = [f"{name}.experts_gate_up", f"{name}.experts_down"]
         biases: list[ir.Value | None] = [None, None, None]
@@ -261,17 +268,22 @@ class _NativeDecoder(GraphDecoder):
             paths, shapes = map(graph_name, names), ([2, count, experts.width], [count, width])
             biases = [self.parameter(f"{path}.bias", [count])]
             biases += [self.parameter(f"{path}.bias", s) for path, s in zip(paths, shapes, strict=True)]
-        chosen = graph_name(f"{name}.selection_bias")
+        chosen, scale = (graph_name(f"{name}.{kind}") for kind in ("selection_bias", "expert_scale"))
+        behind: list[ir.Value | None] = [] if post_gain is None else [None, None, None, self.gain(post_gain)]
+        if experts.beside_mlp:
+            own = [self.gain(f"{name}.{kind}") for kind in ("router_norm", "post_experts_norm")]
+            behind[:3] = own[0], self.parameter(scale, [count]), own[1]
         y, read = self.node(
             "Experts",
             *x.args,
             None if gain is None else self.gain(gain),
             residual,
-            beside,
+            shared,
             self.parameter(f"{path}.weight", [count + experts.shared_gate, width]),
             *biases,
             self.parameter(chosen, [count]) if experts.selection_bias else None,
             *(weights for product in names for weights in self.matrices(product)),
+            *behind,
             outputs=2,
             inputs=width,
             width=experts.width,
