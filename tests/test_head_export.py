@@ -246,7 +246,7 @@ class Touching:
 
 
 def test_a_file_of_torch(tmp_path: Path, target: Path) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs the extra 'align', which the gate does without")
     head = Head.random()
     folder = head.write(tmp_path / "head")
     (folder / "model.safetensors").unlink()

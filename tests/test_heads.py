@@ -86,8 +86,13 @@ def _bundle(name: str, context: int) -> Bundle:
 
 def _model(head: _Head | None, *, chunk: int = 8, parallel: int = 1) -> Model:
     target = _Target(LAW, VOCAB, chunk=chunk, several=parallel > 1)
-    clock = lambda: len(target.passes) + 0.01 * sum(target.passes)  # noqa: E731
-    return toy_model(target, head, bundle=_bundle, options=LoadOptions(parallel=parallel), clock=clock)
+    return toy_model(
+        target,
+        head,
+        bundle=_bundle,
+        options=LoadOptions(parallel=parallel),
+        clock=lambda: len(target.passes) + 0.01 * sum(target.passes),
+    )
 
 
 @pytest.mark.parametrize("chunk", [2, 8, 128])

@@ -22,8 +22,8 @@ from edgespec.history.database import APPLICATION, look
 from edgespec.history.store import Store
 from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from tests.kit.histories import SCOPE, delta_of, learn, merge, passage_of, stored, text_of, used
+from tests.kit.machines import POSIX
 
-POSIX = pytest.mark.skipif(os.name != "posix", reason="modes, pipes and devices are a matter of POSIX")
 pytestmark = pytest.mark.usefixtures("consoles")
 Seen = dict[str, tuple[bytes, int, int, int]]
 

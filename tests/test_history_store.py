@@ -17,8 +17,7 @@ from edgespec.history.memory import Delta, Match, Memory, Snapshot
 from edgespec.history.store import Store
 from tests.kit.histories import OTHERS, SCOPE, cut, delta_of, merge, passage_of, stored, text_of
 from tests.kit.kills import kill_writers
-
-POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POSIX")
+from tests.kit.machines import POSIX
 
 
 @pytest.fixture

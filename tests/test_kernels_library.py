@@ -14,7 +14,7 @@ from edgespec_runtimes import cpu
 from edgespec_runtimes.memory import peak_memory_bytes
 from edgespec_runtimes.ort import ort
 from tests.kit.kernels import EPSILON, graph, model_of, node_of, random_blocks, same_bits, session, sets
-from tests.kit.machines import X86
+from tests.kit.machines import LINUX, X86
 
 
 def test_the_best_instructions_are_the_first_this_processor_has() -> None:
@@ -23,7 +23,7 @@ def test_the_best_instructions_are_the_first_this_processor_has() -> None:
 
 
 @X86
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux, which lists what it and the processor have")
+@LINUX
 def test_the_sets_are_those_that_the_system_lists() -> None:
     needed = {"plain": "", "avx2": "avx2 fma f16c", "avxvnni": "avx2 fma f16c avx_vnni"}
     needed["avx512"] = "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni"
@@ -83,7 +83,7 @@ def test_weights_in_huge_pages(rows: int, width: int, zeros: int) -> None:
             same_bits(one, other)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights stay mapped")
+@LINUX
 def test_no_matrix_is_in_memory_twice(tmp_path: Path) -> None:
     """What is copied into huge pages leaves the mapped file's pages piece by piece."""
     tiles, fed = np.ones(48_000 * 1024 // 32 * 34, np.uint8), {"x": np.ones((1, 1, 1024), np.float32)}
@@ -97,7 +97,7 @@ def test_no_matrix_is_in_memory_twice(tmp_path: Path) -> None:
     assert opened is not None and peak_memory_bytes() - before < 1.7 * tiles.nbytes
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@LINUX
 def test_the_library_stays_in_the_process() -> None:
     """Each time that it is loaded anew its threads would take one of the process's thousand keys."""
     code = """

@@ -21,6 +21,7 @@ import edgespec
 from edgespec import Generation, LoadOptions, Model, RequestError
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, _LowPriority, open_cpu
+from tests.kit.machines import LINUX
 from tests.kit.models import Gated, queue_of, runner_of, slow_session, toy_model
 from tests.kit.native import tiny_native
 from tests.kit.sessions import ONE_THREAD
@@ -214,7 +215,7 @@ def niceness() -> dict[str, int]:
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' list of threads")
+@LINUX
 def test_threads_that_compute_give_way_and_no_others(tmp_path: Path) -> None:
     bundle = tiny_native(tmp_path / "m", LLAMA, "Q4_1").bundle
     expected = open_cpu(bundle, ONE_THREAD).predict(TOKENS).logits.copy()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.machines import LINUX
 from tests.kit.native import tiny_native
 from tests.kit.toy import LLAMA
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs the system's filter of calls")
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from edgespec_models import storage
 from edgespec_models.errors import RequestError
 from edgespec_models.storage import move
 from tests.kit.gguf import tiny_gguf
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+from tests.kit.machines import LINUX, POSIX
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="elsewhere what is open can be renamed")
@@ -67,7 +66,7 @@ class TestOpenFiles:
         assert held(tmp_path) == []
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere any name may be a user's")
+@POSIX
 def test_folders_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", "~no-such-user/models")
     with pytest.raises(RequestError, match="~no-such-user/models begins with a user who has no folder"):

@@ -29,10 +29,10 @@ from edgespec_models.errors import DownloadError, EdgespecError, RequestError
 from edgespec_models.storage import write_text
 from tests.kit.downloads import FROM_HUB, Hub, assert_whole
 from tests.kit.gguf import tiny_gguf
+from tests.kit.machines import LINUX, POSIX
 from tests.kit.native import tiny_native
 from tests.kit.toy import LLAMA
 
-POSIX = pytest.mark.skipif(os.name != "posix", reason="a matter of POSIX systems")
 ENCODINGS = ("ascii", "cp1252", "cp932", "utf-8")
 Run = Callable[..., tuple[int, bytes]]
 
@@ -108,7 +108,7 @@ class TestNames:
         write_text(long, "text")
         assert long.read_text(encoding="utf-8") == "text"
 
-    @pytest.mark.skipif(sys.platform != "linux", reason="other systems' names are Unicode")
+    @LINUX
     def test_names_that_are_no_unicode(self, tmp_path: Path, home: Path) -> None:
         source = tiny_gguf("llama").write(tmp_path / os.fsdecode(b"m\xfcller.gguf"))
         export_model(source, tmp_path / "out")

@@ -24,13 +24,12 @@ from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
+from tests.kit.machines import POSIX
 from tests.kit.native import tiny_native
 from tests.kit.prompts import KEY, SIZE, Showing, disk_full, request, sizes, text
 from tests.kit.sessions import ONE_THREAD, TOKENS, passes
 from tests.kit.toy import GEMMA, LLAMA
 from tests.test_export import NEVER_A_PROCESS
-
-POSIX = pytest.mark.skipif(os.name != "posix", reason="modes are a matter of POSIX")
 
 
 @pytest.fixture

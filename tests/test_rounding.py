@@ -69,7 +69,9 @@ def test_formats_hold_what_was_rounded(form: WeightFormat) -> None:
 @pytest.mark.parametrize("heavy", [False, True])
 def test_it_is_as_good_as_onnxruntimes_search(heavy: bool) -> None:
     """ONNX Runtime's port of llama.cpp's k-quant keeps integer zero points, found after the search."""
-    reference = pytest.importorskip("onnxruntime.quantization.neural_compressor.weight_only")
+    reference = pytest.importorskip(
+        "onnxruntime.quantization.neural_compressor.weight_only", reason="ONNX Runtime without this tool"
+    )
     values = matrix(5, heavy=heavy)
     codes, scales, zeros = reference.quant_tensor_k_quant_cpu(values, 4, 32)
     theirs = ((codes - zeros) * scales).reshape(values.shape) - values

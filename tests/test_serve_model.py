@@ -265,7 +265,6 @@ def test_messages_that_no_model_reads_are_refused(url: str) -> None:
 
 
 def test_an_answer_has_the_form_that_was_asked_for(url: str) -> None:
-    pytest.importorskip("llguidance")
     schema = {"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
     for kind, status in (("object", 200), ("nonsense", 400)):
         form = {"name": "s", "schema": schema | {"type": kind}, "strict": True}

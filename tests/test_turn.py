@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import Phase, settings
@@ -112,14 +112,14 @@ class Turns(RuleBasedStateMachine):
         self.is_held = self.is_closed = self.lacked_room = self.has_dropped = False
 
     def toy(self, name: str, context: int) -> Bundle:
-        made: Any = toy_bundle(name, context)
+        made = toy_bundle(name, context)
         manifest = made.manifest
-        made.manifest = SimpleNamespace(
+        cast(Any, made).manifest = SimpleNamespace(
             name=manifest.name,
             special_tokens=manifest.special_tokens,
             kept_bytes=lambda tokens: tokens * self.kept_bytes,
         )
-        return made  # type: ignore[no-any-return]
+        return made
 
     # ---- Events --------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ def _answer_lines(conversation: "Conversation") -> None:
 def _read_line() -> str | None:
     """A line from the user; None at the end of input. Ctrl-C gives an empty line."""
     with contextlib.suppress(ImportError):  # not on Windows, whose console edits lines itself
-        import readline  # noqa: F401
+        import readline  # noqa: F401 - its import alone gives input() lines to edit
     try:
         return input("> ")
     except EOFError:

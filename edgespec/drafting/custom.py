@@ -4,9 +4,9 @@ An app may know what its model is about to write: names from a glossary, the fil
 yesterday's answer. Whatever it proposes, the answer is the target's own, token for token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from edgespec.decoding.draft import Draft, Drafter, Source, Step
 from edgespec.drafting.model import Calibration, Guess
@@ -47,7 +47,7 @@ class Custom(Source):
     def _ids(self, tokens: object) -> tuple[int, ...]:
         allowed = f"token ids, whole numbers from 0 to {self._vocab_size - 1}"
         try:
-            ids: tuple[Any, ...] = tuple(tokens)  # type: ignore[arg-type]
+            ids = tuple(cast(Iterable[Any], tokens))
         except TypeError:
             raise RequestError(
                 f"{self.name}.propose returned {shown(tokens)}; allowed: a Draft, or a list of {allowed}"

@@ -380,14 +380,20 @@ class _Block:
 
     def _next(self) -> str:
         """The next character that is no space."""
-        self._at = _SPACE.match(self.text, self._at).end()  # type: ignore[union-attr] # it always matches
+        self._at = self._end_of(_SPACE)
         if self._at == len(self.text):
             raise MoreError
         return self.text[self._at]
 
+    def _end_of(self, pattern: re.Pattern[str]) -> int:
+        """Where that which matches here ends; patterns match an empty text too."""
+        match = pattern.match(self.text, self._at)
+        assert match is not None
+        return match.end()
+
     def _take(self, literal: str) -> bool:
         """Read ``literal`` if it comes next, and return whether it did."""
-        start = _SPACE.match(self.text, self._at).end()  # type: ignore[union-attr]
+        start = self._end_of(_SPACE)
         if self.text.startswith(literal, start):
             self._at = start + len(literal)
             return True
@@ -419,7 +425,7 @@ class _Block:
     def _word(self, behind: str = "") -> str:
         """Read a name, and what must follow it."""
         self._next()
-        end = _WORD.match(self.text, self._at).end()  # type: ignore[union-attr]
+        end = self._end_of(_WORD)
         if end == len(self.text):
             raise MoreError
         word, self._at = self.text[self._at : end], end

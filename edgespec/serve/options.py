@@ -68,7 +68,9 @@ def origin_pattern(origins: Iterable[str]) -> str:
     patterns = list[str]()
     for origin in origins:
         scheme, mark, place = origin.partition("://")
-        host, port = re.fullmatch(r"(\[.*\]|[^:]*):?(.*)", place).groups()  # type: ignore[union-attr]
+        parts = re.fullmatch(r"(\[.*\]|[^:]*):?(.*)", place)
+        assert parts is not None  # any text matches
+        host, port = parts.groups()
         name = re.escape(host.removeprefix("*."))
         name = r"[\w.-]+" if host == "*" else rf"([\w-]+\.)+{name}" if host.startswith("*.") else name
         usual = port in ("", {"http": "80", "https": "443"}.get(scheme.lower()))  # left out by browsers

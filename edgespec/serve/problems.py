@@ -21,7 +21,7 @@ _ANTHROPIC = {
 }
 
 
-class Problem(Exception):  # noqa: N818 - it ends a request, not the program
+class Problem(Exception):
     """Ends a request with an error.
 
     ``message`` says what was given, what is allowed and what to do. ``code`` is for programs.

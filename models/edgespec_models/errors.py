@@ -71,7 +71,7 @@ class RequestError(EdgespecError, ValueError):
     """An argument of a request is out of range."""
 
 
-class DoesNotFit(RequestError):  # noqa: N818 - says what is the case
+class DoesNotFit(RequestError):
     """A prompt is longer than what the model can hold. Shorten it; a conversation, by its oldest messages."""
 
 
@@ -80,15 +80,15 @@ def too_long(what: str, tokens: int, most: int) -> str:
     return f"{what} is too long: {tokens} tokens > {most} maximum"
 
 
-class Busy(RequestError):  # noqa: N818
+class Busy(RequestError):
     """As many requests wait for the model as may. Ask again later, or raise ``LoadOptions.max_waiting``."""
 
 
-class Closed(RequestError):  # noqa: N818
+class Closed(RequestError):
     """The model was closed, which ends all that it does. Load it again."""
 
 
-class Cancelled(EdgespecError):  # noqa: N818 - an outcome, not a fault
+class Cancelled(EdgespecError):
     """The caller asked to stop."""
 
 

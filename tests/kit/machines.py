@@ -1,6 +1,8 @@
-"""Machines that ONNX Runtime and its plugins find other devices on."""
+"""Marks of tests for some systems; machines that ONNX Runtime and its plugins find other devices on."""
 
+import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +16,8 @@ _PROVIDERS = {
     "onnxruntime_ep_openvino": "OpenVINOExecutionProvider",
 }
 PROCESSOR = FoundHardware("CPUExecutionProvider", "CPU", "Example")
+POSIX = pytest.mark.skipif(os.name != "posix", reason="a matter of POSIX systems")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, or sets filters of calls")
 X86 = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"),
     reason="on other processors a row of ONNX Runtime's operators has other bits in passes of other widths",

@@ -25,13 +25,14 @@ def session(law: Callable[[Sequence[int]], F32] = LAW, *, chunk: int = 8, severa
 
 
 def several(
-    parallel: int = 4, *, drafter: ToySession | None = None, chunk: int = 8, **options: Any
+    parallel: int = 4, *, drafter: ToySession | None = None, chunk: int = 8, **more: Any
 ) -> tuple[Model, ToySession]:
     """A model over a toy, whose passes move the clock: a second each, and a hundredth a row."""
     target = session(chunk=chunk)
-    clock = lambda: len(target.passes) + 0.01 * sum(target.passes)  # noqa: E731
-    made = toy_model(target, drafter, options=LoadOptions(parallel=parallel, **options), clock=clock)
-    return made, target
+    options = LoadOptions(parallel=parallel, **more)
+    return toy_model(
+        target, drafter, options=options, clock=lambda: len(target.passes) + 0.01 * sum(target.passes)
+    ), target
 
 
 class Driven:

@@ -198,7 +198,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 class _Guards(NodeTransformer):
     """Puts filters of the sandbox where templates spend time and memory."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+    def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         constants = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         node.body.insert(0, nodes.ExprStmt(_filtered(_STEP, nodes.Const(constants), node)))
@@ -212,9 +212,9 @@ class _Guards(NodeTransformer):
         is_plain = isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
         return node if stores or is_plain else _filtered(_MADE, node, node)
 
-    visit_List = visit_Tuple = visit_Dict = visit_Getitem = _measured  # noqa: N815
+    visit_List = visit_Tuple = visit_Dict = visit_Getitem = _measured
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         parts = nodes.List(node.nodes, lineno=node.lineno)
         return _filtered(_JOINED, _filtered(_MADE, parts, node), node)
