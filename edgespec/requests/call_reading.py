@@ -4,8 +4,8 @@ Text before a tag is shown as it comes. From a tag on text is held back. Names a
 soon as they are certain, and what turns out to be no call becomes text. Many models leave out the tag. So
 JSON with the name of a known tool and its arguments is a call too, at the beginning of an answer or in a
 fence.
-Arguments become JSON, whether they are written as JSON, as Python literals, or as texts between tags, whose
-types are in the tool's schema.
+Arguments become JSON. Models write them as JSON, as Python literals, or as texts between tags, whose types
+are in the tool's schema.
 """
 
 import hashlib
@@ -80,11 +80,11 @@ class CallReader:
 
     @property
     def complete(self) -> bool:
-        """Whether text that follows is ignored."""
+        """Whether the reader ignores further text."""
         return self._single and bool(self.calls)
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[CallPart]]:
-        """Take a piece of text; with ``final`` nothing follows."""
+        """Take a piece of text, the last one if ``final``."""
         self._text += text
         shown, parts = "", list[CallPart]()
         while not self.complete:
@@ -423,7 +423,7 @@ class _Block:
         return key
 
     def _word(self, behind: str = "") -> str:
-        """Read a name, and what must follow it."""
+        """Read a name and the text that must follow it."""
         self._next()
         end = self._end_of(_WORD)
         if end == len(self.text):

@@ -6,8 +6,8 @@ EdgespecError
 ├── RequestError: DoesNotFit, Busy, Closed
 └── Cancelled
 
-Messages say what was given, what is allowed and what to do. They quote what strangers wrote, in files and in
-requests: what would command a terminal or has no UTF-8 is spelled out, and what is very long is cut.
+Messages say what was given, what is allowed and what to do. They quote files and requests of strangers, so
+characters that command a terminal or have no UTF-8 are escaped, and long quotations are cut.
 """
 
 import re
@@ -32,11 +32,11 @@ class EdgespecError(Exception):
 
 
 class ModelFileError(EdgespecError):
-    """A checkpoint is damaged, truncated or not what it says."""
+    """A checkpoint is damaged, truncated or of another kind than it says."""
 
 
 class UnsupportedModelError(EdgespecError):
-    """The file is sound, but it describes something edgespec cannot run."""
+    """The file is sound, but edgespec cannot run its model."""
 
 
 class BundleError(EdgespecError):
@@ -64,7 +64,7 @@ class ParityError(EdgespecError):
 
 
 class DeviceError(EdgespecError):
-    """A device was asked for that cannot be had."""
+    """The device of a request is not available."""
 
 
 class RequestError(EdgespecError, ValueError):
@@ -72,29 +72,35 @@ class RequestError(EdgespecError, ValueError):
 
 
 class DoesNotFit(RequestError):
-    """A prompt is longer than what the model can hold. Shorten it; a conversation, by its oldest messages."""
+    """A prompt is longer than the model's context.
+
+    Shorten it; in a conversation delete the oldest messages.
+    """
 
 
 def too_long(what: str, tokens: int, most: int) -> str:
-    """How messages about a full context begin: programs look for Anthropic's words, some for its numbers."""
+    """The beginning of messages about a full context.
+
+    Programs look for Anthropic's words, some for its numbers.
+    """
     return f"{what} is too long: {tokens} tokens > {most} maximum"
 
 
 class Busy(RequestError):
-    """As many requests wait for the model as may. Ask again later, or raise ``LoadOptions.max_waiting``."""
+    """The queue of the model is full. Ask again later, or raise ``LoadOptions.max_waiting``."""
 
 
 class Closed(RequestError):
-    """The model was closed, which ends all that it does. Load it again."""
+    """The model was closed, which ends its requests. Load it again."""
 
 
 class Cancelled(EdgespecError):
-    """The caller asked to stop."""
+    """The caller cancelled the work."""
 
 
 @contextmanager
 def naming(file: Path | str) -> Iterator[None]:
-    """Have errors of what is in ``file`` say so: readers of its parts know the place, but not the file."""
+    """Add the name of ``file`` to errors: readers of its parts know the place, but not the file."""
     try:
         yield
     except (ModelFileError, UnsupportedModelError, TokenizerError) as error:
@@ -104,7 +110,7 @@ def naming(file: Path | str) -> Iterator[None]:
 
 
 def require(what: str, extra: str, *modules: str) -> None:
-    """Find out now that the ``extra`` that ``what`` needs lacks one of the ``modules``: EdgespecError."""
+    """Raise EdgespecError if one of the ``modules`` of the ``extra`` that ``what`` needs is missing."""
     for module in modules:
         try:
             import_module(module)
@@ -115,5 +121,5 @@ def require(what: str, extra: str, *modules: str) -> None:
 
 
 def _cut(text: str) -> str:
-    """Its beginning and its end, where it is longer than messages are."""
+    """The message, or its beginning and end if it is too long."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 4 :]}"

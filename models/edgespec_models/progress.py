@@ -1,4 +1,4 @@
-"""How long work reports its progress: a callable that receives :class:`Progress`.
+"""Reports of progress: a callable that receives :class:`Progress`.
 
 The library never prints; the command line turns these into bars.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Progress:
     """One report: ``done`` of ``total`` ``unit`` in ``stage`` (a short phrase such as "Exporting").
 
-    ``total`` is 0 where it is not known. A stage is over when ``done == total``.
+    ``total`` is 0 if it is unknown. A stage is over when ``done == total``.
     """
 
     stage: str
@@ -24,4 +24,4 @@ ProgressCallback = Callable[[Progress], None]
 
 
 def ignore_progress(progress: Progress) -> None:
-    """Report to nobody."""
+    """Ignore reports."""

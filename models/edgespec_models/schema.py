@@ -1,4 +1,4 @@
-"""What values may be, read from annotations: the one check of options, arguments, manifests and other files.
+"""Checks of values by their annotations, for options, arguments, manifests and other files.
 
     threads: Annotated[int, within(0, 64)] = 0
 
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 
 class Limit(NamedTuple):
-    """What a value must be besides being of its type: whether it is, and the same in words."""
+    """A condition on a value besides its type: a test, and the same in words."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -45,7 +45,7 @@ def within(
 
 
 def length(least: int, most: int = 2**31) -> Limit:
-    """So many items of a list, or characters of a text or path."""
+    """A number of items of a list, or of characters of a text or path."""
     words = f"of length {least} to {most}" if most < 2**31 else f"of length {least} or more"
     return Limit(lambda value: least <= len(value if isinstance(value, tuple) else str(value)) <= most, words)
 
@@ -61,7 +61,7 @@ def one_of(names: Sequence[str]) -> Limit:
 
 
 def shown(value: object) -> str:
-    """``value`` as messages show it: never long, and never an error of its own."""
+    """``value`` for messages: never long, and without an error of its own."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     try:
@@ -71,7 +71,7 @@ def shown(value: object) -> str:
 
 
 def lone_surrogate(text: str) -> str:
-    """What keeps tokenizers from reading ``text``, to be said behind its name; empty where nothing does."""
+    """The reason why tokenizers cannot read ``text``, to stand behind its name; empty if they can."""
     half = re.search("[\ud800-\udfff]", text)
     if half is None:
         return ""
@@ -82,7 +82,7 @@ def lone_surrogate(text: str) -> str:
 
 
 def allowed(cls: type) -> dict[str, str]:
-    """What each field of the dataclass may be, in words."""
+    """The allowed values of each field of the dataclass, in words."""
     return {name: kind.allowed for name, kind in _fields(cls, False).items()}
 
 
@@ -90,7 +90,7 @@ def read(cls: type[T], value: object, where: str, error: type[EdgespecError], re
     """The dataclass ``cls`` from a JSON or TOML value; unknown and missing keys are refused.
 
     Raises:
-        EdgespecError: of the class ``error``: ``where``, the place in it, what is wrong, and ``remedy``.
+        EdgespecError: of the class ``error``. It has ``where``, the place in it, the fault, and ``remedy``.
     """
     kind: Any = cls
     try:
@@ -101,7 +101,7 @@ def read(cls: type[T], value: object, where: str, error: type[EdgespecError], re
 
 
 def read_text(path: Path, error: type[EdgespecError], remedy: str, *, encoding: str = "utf-8") -> str:
-    """The text of a file; an error of the class ``error`` where it cannot be read."""
+    """The text of a file. Raises ``error`` if it cannot be read."""
     try:
         return path.read_text(encoding=encoding)
     except (OSError, UnicodeDecodeError) as failed:
@@ -109,7 +109,7 @@ def read_text(path: Path, error: type[EdgespecError], remedy: str, *, encoding: 
 
 
 def parse(text: str, where: str, error: type[EdgespecError], remedy: str) -> Any:
-    """What a JSON text says; an error of the class ``error`` where it is none."""
+    """The value of a JSON text. Raises ``error`` if the text is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as failed:
@@ -117,7 +117,10 @@ def parse(text: str, where: str, error: type[EdgespecError], remedy: str) -> Any
 
 
 def read_lines(cls: type[T], path: Path, remedy: str) -> list[T]:
-    """Dataclasses in a file of JSON Lines, whose lines may have more; RequestError for a wrong line."""
+    """Dataclasses of a file of JSON Lines, whose lines may have further keys;
+
+    RequestError for a wrong line.
+    """
     kind: Any = cls
     # Not splitlines(): JSON texts may hold U+2028, which is a line break there and not here.
     lines = enumerate(read_text(path, RequestError, remedy, encoding="utf-8-sig").split("\n"), start=1)
@@ -144,7 +147,7 @@ def check_fields(instance: object, error: type[EdgespecError] = RequestError) ->
 
 
 class Checked:
-    """A dataclass whose fields are checked as it is made; RequestError names one that is out of range."""
+    """A dataclass that checks its fields when it is made; RequestError names the wrong field."""
 
     __slots__ = ()
 
@@ -153,9 +156,9 @@ class Checked:
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function's arguments checked before it runs, where they have annotations.
+    """Check a function's annotated arguments before it runs.
 
-    One too many, or of an unknown name, is a TypeError, as everywhere in Python.
+    Too many arguments, or unknown names, raise TypeError, as everywhere in Python.
 
     Raises:
         RequestError: an argument is not what its annotation says.
@@ -174,7 +177,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _WrongError(Exception):
-    """A value is not as its annotation says; ``place`` is where it stands in lists and tables."""
+    """A value does not fit its annotation; ``place`` is its place in lists and tables."""
 
     def __init__(self, place: str, problem: str) -> None:
         super().__init__(f"{place} {problem}".lstrip())
@@ -182,13 +185,13 @@ class _WrongError(Exception):
 
 
 class _Kind(NamedTuple):
-    """An annotation, understood: what it allows in words, and what takes a value at a place."""
+    """An annotation: the allowed values in words, and a function that reads a value at a place."""
 
     allowed: str
     take: Callable[[Any, str], Any]
 
     def wrong(self, value: object, place: str) -> _WrongError:
-        """The error that says what is allowed."""
+        """The error, with the allowed values."""
         return _WrongError(place, f"is {shown(value)}; allowed: {self.allowed}")
 
 

@@ -1,8 +1,8 @@
 """The folders of edgespec's files. A file is written there whole or not at all.
 
-What lasts lies below ``EDGESPEC_HOME``, or in the platform's folders. A file or a folder is written beside
-its place, then renamed. Names of temporary files name their process, so that what killed programs left can be
-told and deleted.
+Files lie below ``EDGESPEC_HOME``, or in the platform's folders. A file or a folder is written beside its
+place, then renamed. Names of temporary files name their process, so that the leftovers of killed programs can
+be deleted.
 """
 
 import errno
@@ -32,7 +32,7 @@ _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 def home() -> Path:
-    """The folder everything lies under; it need not exist yet."""
+    """The folder of all files; it need not exist yet."""
     override = os.environ.get("EDGESPEC_HOME")
     return expanded(override) if override else platformdirs.user_cache_path("edgespec", appauthor=False)
 
@@ -65,7 +65,7 @@ def histories_dir() -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is this file, whose name may be one that no system allows."""
+    """Whether the file exists. Its name may be one that no system allows."""
     try:
         return path.is_file()
     except OSError:
@@ -73,7 +73,7 @@ def is_file(path: Path) -> bool:
 
 
 def expanded(path: str | Path) -> Path:
-    """``path`` with the user's folder it begins with, ``~`` or ``~name``; RequestError without that user."""
+    """``path``, with ``~`` or ``~name`` replaced by the user's folder; RequestError without that user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -81,16 +81,17 @@ def expanded(path: str | Path) -> Path:
 
 
 def size(count: int) -> str:
-    """``count`` bytes as messages say it, in decimal units: ``98.4 MB``."""
+    """``count`` bytes for messages, in decimal units: ``98.4 MB``."""
     units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
     unit = next((unit for unit, least in units.items() if count >= least), None)
     return f"{count} bytes" if unit is None else f"{count / units[unit]:.1f} {unit}"
 
 
 def model_name(folder: Path) -> str:
-    """What a model's directory is called.
+    """The name of the model in a directory.
 
-    In the hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, that is NAME; elsewhere its own name.
+    In the hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, it is NAME; elsewhere the directory's own
+    name.
     """
     resolved = folder.resolve()
     cached = next((part for part in resolved.parts if part.startswith("models--")), None)
@@ -101,11 +102,11 @@ def model_name(folder: Path) -> str:
 def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of ``path`` when all is written and on the disk.
 
-    Not ``synced`` it need not be on the disk yet, so that a machine that fails may leave anything there. What
-    killed programs left in the folder is deleted.
+    Without ``synced`` it need not be on the disk yet, so a machine that fails may leave anything there.
+    Leftovers of killed programs in the folder are deleted.
 
     Raises:
-        OSError: it cannot be written; what was there is untouched.
+        OSError: it cannot be written; the old file is untouched.
     """
     # Not tempfile's: what it makes is private, and to open that up the umask would have to be read, which
     # sets it, for a moment and for all threads. A mode that is asked for is narrowed by the system.
@@ -128,7 +129,7 @@ def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator
 
 
 def check_writable(path: Path) -> None:
-    """Find out before hours of work that a file cannot be written there: RequestError."""
+    """Raise RequestError before hours of work if a file cannot be written there."""
     if path.is_dir():
         raise RequestError(f"cannot write {path}: it is a directory; name a file")
     if not path.absolute().parent.is_dir():
@@ -136,10 +137,10 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Put ``text`` at ``path`` as UTF-8; with the mode 0600 for nobody but the user to read.
+    """Write ``text`` to ``path`` as UTF-8; the mode 0600 lets only the user read it.
 
     Raises:
-        RequestError: it cannot be written; what was there is untouched.
+        RequestError: it cannot be written; the old file is untouched.
     """
     check_writable(path)
     try:
@@ -161,10 +162,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def move(source: Path, to: Path) -> None:
-    """Rename a file, replacing one that is there, or a folder to a name that is free.
+    """Rename a file, replacing another one, or a folder to a free name.
 
     Windows renames no file, and no folder with a file, that a program has open. Scanners and indexers open
-    what was just written and let go of it within moments, so a refusal counts after three seconds only.
+    new files for moments, so a refusal counts only after three seconds.
     """
     for pause in _PAUSES_S if sys.platform == "win32" else ():
         try:
@@ -176,14 +177,14 @@ def move(source: Path, to: Path) -> None:
 
 
 def own_name(prefix: str, pid: int | None = None) -> str:
-    """How names of temporary files of this process begin, or of another one of this machine."""
+    """The beginning of names of temporary files of this process, or of another one of this machine."""
     return f"{prefix}{os.getpid() if pid is None else pid}@{_machine()}-"
 
 
 def leftovers(folder: Path, prefix: str) -> Iterator[Path]:
-    """What lies in ``folder`` under names of :func:`own_name` whose processes are no more.
+    """Files in ``folder`` with names of :func:`own_name` whose processes have ended.
 
-    Whether a process of another machine or container lives cannot be seen: after a day it is taken for dead.
+    Processes of another machine or container cannot be seen: after a day they count as ended.
     """
     for path in folder.glob(f"{escape(prefix)}*"):
         process = _PROCESS.match(path.name.removeprefix(prefix))

@@ -1,14 +1,14 @@
 """A bundle: the directory an export leaves and a session opens.
 
 ``edgespec.json``      the manifest: everything below, with the size and sha256 of every other file, and a
-                       sha256 of what it says itself
+                       sha256 of its own content
 ``model.onnx``         the graph, its weights in ``model.onnx.data``; or ``model-CxN.onnx``, several graphs of
                        fixed shapes (:mod:`static_graphs`) over the same file of weights, and
                        ``model-CxN.context.onnx`` with ``model-CxN.context_qnn.bin`` where compiled for a chip
 ``tokenizer.json``     as the `tokenizers` library reads it
 ``chat_template.jinja`` where the model has one, ``chat_template.NAME.jinja`` for tools or documents
 ``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
-``report.json``        what the export measured, the parity check included
+``report.json``        the measurements of the export, with the parity check
 
 Nothing in a bundle is executed but the graph; the chat template runs in Jinja's sandbox.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = FILE, "report.json", "head_tokens.npy"
 GENAI, HF_CONFIG = "genai_config.json", "config.json"
-"""What marks directories of other exporters."""
+"""Files that mark directories of other exporters."""
 FORMAT_VERSION = 5
 
 Role = Literal["target", "drafter"]
@@ -89,7 +89,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """How a model makes a vector of a text, as its files say: of its last token.
+    """How a model makes a vector of a text's last token, by its files.
 
     ``end`` is a token behind every text; None where there is none.
     """
@@ -105,21 +105,21 @@ class Manifest:
     Attributes:
         weights: the export's policy, such as ``exact``.
         formats: how many weights got which format.
-        bytes_by_class: bytes of ``embedding``, ``attention`` or what stands in its place, ``mlp``,
-            ``experts``, ``lm_head``, ``other``; of a foreign graph, whose matrices have no such names,
-            ``embedding``, ``matrices``, ``other``.
+        bytes_by_class: bytes of ``embedding``, ``attention`` or another mixer, ``mlp``, ``experts``,
+            ``lm_head``, ``other``; of a foreign graph, whose matrices have no such names, ``embedding``,
+            ``matrices``, ``other``.
         parameters_by_class: weights of the same classes.
         provenance: source file, its sha256, the exporter's version.
         files: every file of the bundle but the manifest.
         head_rows: rows of a trimmed LM head; None where it has one for every token.
-        kept: what a sequence keeps between passes, layer by layer.
+        kept: tensors that a sequence keeps between passes, layer by layer.
         static: the graphs of fixed shapes that a bundle for an NPU has; None without.
-        activations: what a graph of any shape computes in.
-        device: what else than the CPU a graph of any shape was made for.
-        choices: whether the graph itself says which columns are the most likely.
-        operators: whose a graph of any shape consists of: ``edgespec``, its own kernels; ``standard``,
-            those of ONNX Runtime.
-        embedding: how texts become vectors; None where the model's files do not say that they do.
+        activations: the number type of a graph of any shape.
+        device: the device of a graph of any shape, if it is not the CPU.
+        choices: whether the graph returns the most likely columns.
+        operators: of a graph of any shape: ``edgespec``, its own kernels; ``standard``, those of ONNX
+            Runtime.
+        embedding: how texts become vectors; None for other models.
     """
 
     name: Annotated[str, length(1)]
@@ -151,7 +151,7 @@ class Manifest:
 
     @property
     def graph_kind(self) -> GraphKind:
-        """What the graphs are."""
+        """The kind of the graphs."""
         if self.static is not None:
             return self.static.graph_kind
         return "dynamic" if self.activations == "float32" else "dynamic-float16"
@@ -167,7 +167,7 @@ class Manifest:
         return bytes_per_token(self.kept)
 
     def kept_bytes(self, tokens: int) -> int:
-        """Bytes that a sequence of so many tokens keeps."""
+        """Bytes that a sequence of this many tokens keeps."""
         return bytes_per_sequence(self.kept) + tokens * self.kv_bytes_per_token
 
     @property
@@ -177,12 +177,12 @@ class Manifest:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of these that a pass over one row reads: of experts those that the row uses."""
+        """Bytes of these that a pass over one row reads: only the experts that the row uses."""
         return self._of_a_row(self.bytes_by_class)
 
     @property
     def parameters_per_pass(self) -> int:
-        """Weights that a row is multiplied by."""
+        """The number of weights that a row is multiplied by."""
         return self._of_a_row(self.parameters_by_class)
 
     @property
@@ -219,13 +219,13 @@ class Manifest:
 
 
 class Bundle:
-    """An opened bundle: the manifest, checked, and access to what lies beside it."""
+    """An opened bundle: the checked manifest, and access to the other files."""
 
     def __init__(self, path: Path, *, verify_digests: bool = False) -> None:
         """Open the directory ``path``; with ``verify_digests`` every file is read, the manifest included.
 
         Raises:
-            BundleError: not a bundle, a file missing, or one that differs from what the manifest says.
+            BundleError: it is no bundle, a file is missing, or differs from the manifest.
         """
         self.path = path
         where = path / MANIFEST
@@ -274,7 +274,7 @@ class Bundle:
 
     @property
     def embeds(self) -> bool:
-        """Whether texts become vectors: its files say how, and its graph gives out the states for it."""
+        """Whether texts become vectors: the files say how, and the graph returns the states."""
         return self.manifest.embedding is not None and self.manifest.operators == "edgespec"
 
     @cached_property
@@ -315,7 +315,7 @@ class Bundle:
         try:
             with where.open("rb") as file:
                 tokens: npt.NDArray[np.int32] = npy.read_array(file, allow_pickle=False)
-        except Exception as error:  # NumPy reads the header as Python, and raises whatever that does
+        except Exception as error:  # NumPy reads the header as Python, which may raise anything
             raise BundleError(f"cannot read {where} ({error}); export the model again") from error
         fits = tokens.dtype == np.int32 and tokens.shape == (rows,) and rows > 0
         if not fits or tokens[0] < 0 or tokens[-1] >= self.config.vocab_size or (np.diff(tokens) < 1).any():
@@ -324,12 +324,15 @@ class Bundle:
 
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
-        """The chat template; None for models without one. One that was put here later is taken too."""
+        """The chat template; None without one. A file that was added later counts too."""
         sources = self._templates()
         return self._compile(sources, self.path / TEMPLATE) if DEFAULT in sources else None
 
     def use_template(self, file: Path) -> None:
-        """Take the chat template in ``file`` in place of the model's own; raises as reading it does."""
+        """Use the chat template in ``file`` in place of the model's own.
+
+        Raises as :func:`read_template` does.
+        """
         from edgespec_models.text.chat_template import read_template
 
         sources = {DEFAULT: read_template(file)}
@@ -356,7 +359,7 @@ class Bundle:
             return ChatTemplate(sources[DEFAULT], bos=bos, eos=eos, named=sources)
 
     def report(self) -> dict[str, Any]:
-        """What the export measured; empty where the bundle has no report, BundleError if it is damaged."""
+        """The measurements of the export; empty without a report, BundleError if it is damaged."""
         if REPORT not in self.manifest.files:
             return {}
         where = self.path / REPORT

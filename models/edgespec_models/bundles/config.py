@@ -1,4 +1,4 @@
-"""Architecture facts: what a graph has to compute, whatever file it came from."""
+"""Facts of architectures: what a graph has to compute, from whatever file it came."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
@@ -29,31 +29,31 @@ Architecture = Literal[
     "mtp",
 ]
 Mixer = Literal["attention", "short_conv", "delta_net"]
-"""What lets the tokens of a layer see each other."""
+"""The part of a layer in which tokens see each other."""
 MLP = Literal["gated_mlp", "experts"]
-"""What follows it in a layer."""
+"""The part of a layer behind the mixer."""
 Count = Annotated[int, within(1, 2**31 - 1)]
 Layers = Annotated[int, within(1, 4096)]
-"""Of a model: tables have a row for each, and the deepest models have some hundreds."""
+"""Layers of a model: tables have a row for each, and the deepest models have some hundreds."""
 Context = Annotated[int, within(8, 2**21)]
-"""Positions: enough for the self-test of a session; the rotary tables have a row for each."""
+"""Positions: enough for the self-test of a session, and the rotary tables have a row for each."""
 AGAIN = "The file is damaged or of another version; export the model again"
 _Factor = Annotated[float, within(above=0)]
 MTP_ROWS: Final = 32_768
-"""Of the LM head of an MTP layer, where nothing else is asked for: those of the tokens most often written."""
+"""Rows of an MTP layer's LM head by default: those of the most frequent tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """What running a decoder needs to know of it, whoever made its graph.
+    """The shape of a decoder, as sessions need it, of any exporter's graph.
 
     Attributes:
         architecture: the family.
         vocab_size: rows of the LM head.
         num_layers: how many layers there are.
         context_length: positions the model was made for.
-        feature_layers: of a head: layers of its target whose input it reads.
-        feature_width: of a head: width of that input.
+        feature_layers: layers of the target whose input a head reads.
+        feature_width: width of that input.
     """
 
     architecture: Annotated[str, length(1)]
@@ -65,14 +65,14 @@ class DecoderShape:
 
     @property
     def is_head(self) -> bool:
-        """Whether the model drafts from what its target computes.
+        """Whether the model drafts from states of its target.
 
-        As EAGLE-3's do (arXiv 2503.01840), and the MTP layers that models bring (arXiv 2412.19437).
+        EAGLE-3's heads do (arXiv 2503.01840), and the MTP layers of models (arXiv 2412.19437).
         """
         return bool(self.feature_layers)
 
     def attended(self, tokens: int) -> float:
-        """Tokens that a layer attends to, the mean of all layers, where ``tokens`` are in the KV cache."""
+        """Tokens that a layer attends to with ``tokens`` in the KV cache, the mean of all layers."""
         return float(tokens)
 
 
@@ -82,9 +82,10 @@ class DeltaNet:
 
     Attributes:
         key_heads: heads of queries and of keys.
-        value_heads: heads of values, each with a state; as many to each key head.
-        key_width: of a head, as ``value_width``.
-        tiled: value head h goes with key head ``h % key_heads``; else those of a key head follow each other.
+        value_heads: heads of values, with a state each; the same number for each key head.
+        key_width: width of a head of keys; ``value_width`` is that of values.
+        tiled: value head h goes with key head ``h % key_heads``; else the value heads of a key head follow
+            each other.
     """
 
     key_heads: Count
@@ -125,24 +126,24 @@ class DeltaNet:
 class Experts:
     """A mixture of experts, of which each token uses a few (Shazeer et al. 2017, arXiv 1701.06538).
 
-    A router gives each expert a score. Those with the highest are used, of equals the first. What they give
-    is added up, times their weights.
+    A router gives each expert a score. The experts with the highest scores are used, of equal ones the first.
+    Their outputs are added up, times their weights.
 
     Attributes:
         count: experts of a layer.
-        used: of each token.
-        width: of an expert.
-        dense_layers: the first ones, which have an MLP instead.
-        gating: what makes weights of scores. Over all experts; ``normalized``, over those that are used.
+        used: experts that each token uses.
+        width: width of an expert.
+        dense_layers: the number of first layers that have an MLP instead.
+        gating: the function from scores to weights, over all experts; if ``normalized``, over the used ones.
         normalized: the weights of a token add up to one.
-        scale: factor on the weights behind that.
-        selection_bias: numbers are added to the weights to choose by, and to nothing else.
-        biases: router and experts have some.
-        clamped: gates end at 7 and what they multiply at 7 and -7, as in gpt-oss.
-        shared_width: of an expert that every token uses beside these; 0 without.
-        shared_gate: what that one gives is multiplied by the sigmoid of a score of its own.
-        beside_mlp: a layer has an MLP too. MLP, experts and router normalize the stream each for themselves,
-            weights have factors by expert, and results are normalized before they are added (Gemma 4).
+        scale: factor on the weights after that.
+        selection_bias: whether numbers are added to the weights for the choice alone.
+        biases: whether router and experts have biases.
+        clamped: whether gates end at 7 and their factors at 7 and -7, as in gpt-oss.
+        shared_width: width of an expert that every token uses besides; 0 without one.
+        shared_gate: whether its output is multiplied by the sigmoid of a score of its own.
+        beside_mlp: whether a layer has an MLP too. MLP, experts and router then normalize the stream each for
+            themselves, weights have factors by expert, and results are normalized before they are added (Gemma 4).
     """
 
     count: Annotated[int, within(1, 4096)]
@@ -179,58 +180,60 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """A decoder-only transformer that edgespec can build a graph of.
+    """A decoder-only transformer for which edgespec can build a graph.
 
     Attributes:
         num_heads: query heads.
         num_kv_heads: key and value heads.
         head_dim: width of a head.
-        local_kv_heads: key and value heads in sliding-window layers; None where as many.
-        local_head_dim: width of a head there, likewise.
-        shared_layers: how many layers, the last ones, attend to keys and values of an earlier layer: the last
-            before them that has as long a window, or none as they.
+        local_kv_heads: key and value heads in sliding-window layers; None for ``num_kv_heads``.
+        local_head_dim: width of a head there; None for ``head_dim``.
+        shared_layers: the number of last layers that attend to keys and values of an earlier layer: the last
+            one before them with the same window, or like them without one.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
-        mlp_widths: of each layer's MLP; empty where all are ``intermediate_size``.
+        mlp_widths: width of each layer's MLP; empty if all are ``intermediate_size``.
         layer_inputs: numbers of each token that every layer reads besides the stream (Gemma 3n's per-layer
             embeddings); 0 for none.
         norm_epsilon: epsilon of every RMSNorm.
         rope_theta: base of the rotary embedding.
         rope_interleaved: rotate neighbouring elements rather than the two halves of a head.
-        rope_factors: where a model's context was extended, what each frequency of ``rope_theta`` is divided
-            by, ``rotary_width / 2`` numbers; empty where by nothing.
+        rope_factors: ``rotary_width / 2`` divisors of the frequencies of ``rope_theta``, where a model's
+            context was extended; empty otherwise.
         rope_magnitude: factor on the rotary cosines and sines of ``rope_theta``.
-        rotary_dim: leading elements of a head that are rotated; None where all are.
-        rotary_pairs: of these, how many pairs turn by ``rope_theta``, the first ones; None where all do.
+        rotary_dim: leading elements of a head that are rotated; None for all.
+        rotary_pairs: the number of their first pairs that turn by ``rope_theta``; None for all.
         unrotated_layers: layers without a rotary embedding (Yang et al. 2025, "RoPE to NoPE and Back Again").
-        rope_local_theta: base in sliding-window layers; None where every layer uses ``rope_theta``.
-        sliding_window: tokens a sliding-window layer sees, itself included; None where all see all.
+        rope_local_theta: base in sliding-window layers; None for ``rope_theta``.
+        sliding_window: tokens that a sliding-window layer sees, the token itself included; None without such
+            layers.
         global_every: with a sliding window, every n-th layer sees all; 0 where none does.
         qk_norm: RMSNorm on each query and key head before the rotary embedding.
-        wide_qk_norm: on all heads of a token at once instead.
+        wide_qk_norm: RMSNorm on all heads of a token at once instead.
         normed_values: RMSNorm without a gain on each value head.
-        tied_values: layers that see all have no product of values, but take that of their keys.
-        pre_norms: RMSNorm on what attention and the MLP read.
-        post_norms: RMSNorm on what they add.
-        scaled_layers: what leaves a layer is multiplied by a number of the layer.
-        mixers: of each layer; empty where all are attention.
-        conv_taps: tokens that a short convolution or that of a delta net sees, its own included; None
-            without one.
+        tied_values: layers that see the whole context have no product of values, but use the product of their
+            keys.
+        pre_norms: RMSNorm on the inputs of attention and the MLP.
+        post_norms: RMSNorm on their outputs.
+        scaled_layers: the output of a layer is multiplied by a number of the layer.
+        mixers: the mixer of each layer; empty if all are attention.
+        conv_taps: tokens that a short convolution or the one of a delta net sees, the token itself included;
+            None without one.
         delta: the heads of delta nets; None without one.
-        gated_attention: what heads attend to is multiplied by the sigmoids of gates beside their queries.
+        gated_attention: the outputs of heads are multiplied by the sigmoids of gates beside their queries.
         sinks: heads have scores besides those of tokens, whose shares are lost (Xiao et al. 2024, arXiv
             2309.17453), and the product behind them has a bias.
-        experts: what layers have instead of an MLP; None where all have an MLP.
-        activation: of the gate.
+        experts: the experts that layers have instead of an MLP; None without them.
+        activation: activation of the gate.
         embedding_scale: factor on the token embeddings.
         attention_scale: factor on the query-key products.
         attention_cap: these then become ``attention_cap * tanh(product / attention_cap)``; None where they
             stay as they are.
         query_growth: queries at position p are multiplied by ``1 + query_growth * ln(1 + p // query_step)``.
-        query_step: positions up to which they do not grow; 0 where they never do.
-        logit_cap: logits z become ``logit_cap * tanh(z / logit_cap)``; None where they stay as they are.
-        normed_features: of a head: RMSNorm on what it reads of the target.
-        normed_residual: of a head: attention adds to the normalized state.
+        query_step: positions up to which they do not grow; 0 if they never do.
+        logit_cap: logits z become ``logit_cap * tanh(z / logit_cap)``; None without a cap.
+        normed_features: RMSNorm on the features that a head reads from the target.
+        normed_residual: in a head attention adds to the normalized state.
     """
 
     architecture: Architecture
@@ -348,9 +351,9 @@ class ModelConfig(DecoderShape):
 
     @property
     def mtp_layer(self) -> "ModelConfig":
-        """Of the layer that drafts for this model: attention as in its own layers, behind the last of them.
+        """The config of the layer that drafts for this model, with attention as in its own layers.
 
-        It reads what leaves that (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+        It reads the output of the last layer (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
         """
         return replace(
             self,
@@ -384,7 +387,7 @@ class ModelConfig(DecoderShape):
         return self.rotary_pairs or self.rotary_width // 2
 
     def kv_layer(self, layer: int) -> int | None:
-        """The layer whose keys and values ``layer`` attends to; None where there should be one and is not."""
+        """The layer whose keys and values ``layer`` attends to; None if it is missing."""
         own = self.num_layers - self.shared_layers
         if layer < own:
             return layer
@@ -392,7 +395,7 @@ class ModelConfig(DecoderShape):
         return next((n for n in reversed(range(own)) if self.is_global(n) == kind), None)
 
     def attended(self, tokens: int) -> float:
-        """As of any decoder, but a window bounds what its layers attend to, and only attention does."""
+        """As in any decoder, but windows bound the tokens, and only attention counts."""
         if self.sliding_window is None and not self.mixers:
             return float(tokens)
         window = tokens if self.sliding_window is None else min(tokens, self.sliding_window)
@@ -403,11 +406,11 @@ class ModelConfig(DecoderShape):
         return sum(seen) / self.num_layers
 
     def mixer(self, layer: int) -> Mixer:
-        """What lets tokens see each other in ``layer``."""
+        """The mixer of ``layer``."""
         return self.mixers[layer] if self.mixers else "attention"
 
     def mlp(self, layer: int) -> MLP:
-        """What follows it in ``layer``."""
+        """The part of ``layer`` behind the mixer."""
         routed = self.experts is not None and layer >= self.experts.dense_layers
         return "experts" if routed else "gated_mlp"
 
