@@ -117,9 +117,9 @@ def parse(text: str, where: str, error: type[EdgespecError], remedy: str) -> Any
 
 
 def read_lines(cls: type[T], path: Path, remedy: str) -> list[T]:
-    """Dataclasses of a file of JSON Lines, whose lines may have further keys;
+    """Dataclasses of a file of JSON Lines, whose lines may have further keys.
 
-    RequestError for a wrong line.
+    Raises RequestError for a wrong line.
     """
     kind: Any = cls
     # Not splitlines(): JSON texts may hold U+2028, which is a line break there and not here.

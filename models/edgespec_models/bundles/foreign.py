@@ -1,4 +1,4 @@
-"""Directories that hold a model to run: bundles, and what other exporters wrote (:mod:`.foreign_bundle`)."""
+"""Directories with a model to run: bundles, and directories of other exporters (:mod:`.foreign_bundle`)."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def is_model(folder: Path) -> bool:
 
 
 def what_instead(folder: Path) -> str | None:
-    """What a directory holds that is no model to open or to export, and what to do; None for others."""
+    """The content of a directory without a model to open or to export, and the remedy; None for others."""
     if any(folder.glob("model*.safetensors")):
         return None
     if (folder / "adapter_config.json").is_file():
@@ -31,12 +31,12 @@ def what_instead(folder: Path) -> str | None:
 
 
 def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
-    """Open a bundle, or what onnxruntime-genai's builder, mobius or Optimum wrote.
+    """Open a bundle, or a directory of onnxruntime-genai's builder, mobius or Optimum.
 
     ``verify_digests`` compares every file's sha256 with the manifest, which only bundles have.
 
     Raises:
-        BundleError: neither, damaged, or without digests where they were asked for.
+        BundleError: the directory is neither, is damaged, or lacks the digests to verify.
         UnsupportedModelError: a model that edgespec cannot run.
         EdgespecError: a damaged tokenizer or configuration.
     """
@@ -55,7 +55,7 @@ def open_bundle(path: Path, *, verify_digests: bool = False) -> Bundle:
 
 
 def _optimum_graph(folder: Path) -> Path | None:
-    """Optimum's graph; None where there are safetensors, which an export does better from."""
+    """Optimum's graph; None beside safetensors, from which an export is better."""
     if not (folder / HF_CONFIG).is_file() or any(folder.glob("*.safetensors")):
         return None
     graphs = (folder / name for name in _OPTIMUM_GRAPHS)

@@ -3,8 +3,8 @@
 - onnxruntime-genai's builder and mobius: ``genai_config.json`` names the graph and its tensors.
 - Optimum: ``config.json`` of the checkpoint beside ``model.onnx``, with Optimum's names for tensors.
 
-Nothing is written into the directory. What the configuration says is compared with the graph's own header
-before any weight is loaded, so that a model edgespec cannot run is refused at once, with the reason.
+Nothing is written into the directory. The configuration is compared with the graph's own header before any
+weight is loaded, so a model that edgespec cannot run is refused at once, with the reason.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-# Where genai_config.json says how the graph calls its inputs and outputs.
+# Keys of genai_config.json for the names of the graph's inputs and outputs.
 _NAMES = {
     "ids": ("inputs", "input_ids"),
     "mask": ("inputs", "attention_mask"),
@@ -80,13 +80,13 @@ class ForeignBundle(Bundle):
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """What the files beside the tokenizer state; None without."""
+        """The template in the files beside the tokenizer; None without one."""
         sources = self._files.chat_templates()
         return self._compile(sources, self.path) if sources else None
 
 
 def _genai(folder: Path) -> tuple[Path, Stated, Facts]:
-    """The graph that ``genai_config.json`` names, what it says of it, and the file's ``model``."""
+    """The graph that ``genai_config.json`` names, its facts, and the file's ``model``."""
     model = Facts.read(folder / GENAI).section("model")
     decoder = model.section("decoder")
     others = [part for part in _OTHER_PARTS if model.value(part)]
@@ -119,7 +119,7 @@ def _genai(folder: Path) -> tuple[Path, Stated, Facts]:
 
 
 def _optimum(graph: Path, folder: Path) -> tuple[Path, Stated, Facts]:
-    """Optimum's graph, and what ``config.json`` says of it."""
+    """Optimum's graph, and its facts in ``config.json``."""
     config = Facts.read(folder / HF_CONFIG)
     if config.boolean("is_encoder_decoder", default=False):
         raise UnsupportedModelError(f"{config.where}: an encoder and a decoder; edgespec runs decoders")
@@ -132,7 +132,7 @@ def _optimum(graph: Path, folder: Path) -> tuple[Path, Stated, Facts]:
 
 
 def _first(config: Facts, keys: tuple[str, ...]) -> int:
-    """The number under the first of ``keys`` that is there."""
+    """The number under the first of ``keys`` that exists."""
     return config.integer(next((key for key in keys if config.value(key) is not None), keys[0]))
 
 

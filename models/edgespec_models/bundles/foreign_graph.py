@@ -15,17 +15,17 @@ from edgespec_models.storage import is_file
 
 _CACHE_TYPES = ("float32", "float16", "int8")
 _ID_TYPES = ("int64", "int32")
-# Operators that hand a weight on as it is, or unpacked.
+# Operators that return a weight unchanged, or unpacked.
 _PASSING = ("Cast", "DequantizeLinear", "Identity", "Reshape", "Transpose")
 _CLASSES = ("other", "embedding", "matrices")  # a tensor that several read belongs to the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
-    """What a configuration says of a decoder graph; names of tensors are Optimum's where it gives none.
+    """The facts of a configuration about a decoder graph; names of tensors are Optimum's by default.
 
     The graph may lack ``mask`` and ``positions``. In names of keys and values ``%d`` stands for the layer.
-    ``num_layers`` is None where the graph tells.
+    ``num_layers`` is None if the graph has it.
     """
 
     architecture: str
@@ -45,7 +45,7 @@ class Stated:
 def judge(
     path: Path, header: Graph, stated: Stated
 ) -> tuple[GraphTensors, tuple[KeptTensor, ...], DecoderShape]:
-    """What the decoder graph at ``path`` calls its tensors, what it keeps, and its shape.
+    """The names of tensors, the kept tensors, and the shape of the decoder graph at ``path``.
 
     Raises:
         BundleError: a file with weights is missing.
@@ -60,13 +60,13 @@ def judge(
 
 
 def weight_files(path: Path, header: Graph) -> list[Path]:
-    """Files that hold weights, besides the graph itself."""
+    """Files with weights, besides the graph itself."""
     locations = {weight.location for weight in header.weights.values()} - {""}
     return [path.parent / name for name in sorted(locations)]
 
 
 def count_weights(header: Graph) -> dict[str, dict[str, int]]:
-    """The weights as a manifest has them: bytes and parameters by class, formats."""
+    """The weights for a manifest: bytes and parameters by class, formats."""
     sizes, parameters = dict.fromkeys(_CLASSES, 0), dict.fromkeys(_CLASSES, 0)
     formats: dict[str, int] = {}
     uses = dict.fromkeys(header.weights, ("other", "", 0))

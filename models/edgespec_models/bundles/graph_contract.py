@@ -1,8 +1,8 @@
-"""What a decoder graph is called with: the one place that says so, for sessions, export checks and tools.
+"""The inputs of decoder graphs, for sessions, export checks and tools.
 
-A graph reads a pass's tokens, some facts about the pass, and the KV cache. Which facts it reads shows in its
-inputs; their names and values are in :data:`INPUTS`. Graphs that others exported may call them otherwise,
-which :class:`GraphTensors` says. Graphs of fixed shapes have the inputs that :class:`StaticInputs` fills.
+A graph reads a pass's tokens, some facts about the pass, and the KV cache. Its inputs show which facts it
+reads; their names and values are in :data:`INPUTS`. Graphs of other exporters may have other names, which
+:class:`GraphTensors` holds. Graphs of fixed shapes have the inputs that :class:`StaticInputs` fills.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +20,17 @@ _Array = npt.NDArray[Any]
 
 
 class Part(NamedTuple):
-    """What a pass reads of one sequence.
+    """The part of a pass that belongs to one sequence.
 
     Attributes:
-        tokens: of the sequence, behind the first ``start``, which the KV cache holds.
-        rows: of logits that are asked for: the last ones.
-        begin: where the sequence begins in the KV cache, in tokens.
-        ending: tokens at the end whose logits nobody wants.
-        features: what a head reads beside each token, float32 ``(tokens, width)``: the target's features,
-        states: or states that it wrote itself.
-        slot: where states of the sequence lie.
-        behind: and behind how many of its tokens.
+        tokens: tokens of the sequence behind the first ``start``, which the KV cache holds.
+        rows: the number of last tokens whose logits are wanted.
+        begin: beginning of the sequence in the KV cache, in tokens.
+        ending: tokens at the end without wanted logits.
+        features: inputs of a head beside each token, float32 ``(tokens, width)``: the target's features,
+        states: or states that the head wrote itself.
+        slot: slot of the sequence's states.
+        behind: the number of tokens behind which these states are.
     """
 
     tokens: Sequence[int]
@@ -45,19 +45,19 @@ class Part(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence the KV cache holds afterwards."""
+        """Tokens of the sequence that the KV cache holds after the pass."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass over parts of one sequence or, in graphs that take them, of several.
+    """A pass over parts of one sequence or, in graphs for several, of several.
 
     Attributes:
-        offered: tokens that a trimmed LM head gets a column for.
-        columns: of the logits.
-        features: of a head's first tokens, ``(m, width)``.
-        states: of the tokens behind these, ``(k, width)``.
+        offered: tokens for which a trimmed LM head gets a column.
+        columns: columns of the logits.
+        features: features of a head's first tokens, ``(m, width)``.
+        states: states of the tokens behind these, ``(k, width)``.
     """
 
     parts: Sequence[Part]
@@ -68,17 +68,17 @@ class Pass:
 
     @property
     def tokens(self) -> list[int]:
-        """Of all parts."""
+        """Tokens of all parts."""
         return list(chain.from_iterable(part.tokens for part in self.parts))
 
     @property
     def rows(self) -> int:
-        """Of logits that are asked for."""
+        """The number of wanted rows of logits."""
         return sum(part.rows for part in self.parts)
 
     @property
     def wanted(self) -> npt.NDArray[np.int64]:
-        """The rows that are asked for, int64 ``(rows,)``; negative ones count from the end, as ONNX does."""
+        """The wanted rows, int64 ``(rows,)``; negative ones count from the end, as in ONNX."""
         ends = np.cumsum([len(part.tokens) for part in self.parts])
         lasts = [end - part.ending for end, part in zip(ends, self.parts, strict=True)]
         wanted = [np.arange(last - part.rows, last) for last, part in zip(lasts, self.parts, strict=True)]
@@ -104,7 +104,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
         "states": lambda run: np.asarray(run.states)[None],
     }
 )
-"""Inputs of graphs of any shape, but for weights and the KV cache, and what they hold in a pass."""
+"""Inputs of graphs of any shape, but for weights and the KV cache, and their values in a pass."""
 
 CHANGING: Final = frozenset(
     {"input_ids", "sequences", "places", "seqlens_k", "total_sequence_length", ROWS, "features", "states"}
@@ -113,10 +113,10 @@ CHANGING: Final = frozenset(
 
 
 NEW_STATES: Final = "new_states"
-"""The output of a head: its states of the rows that are asked for."""
+"""The output of a head: its states of the wanted rows."""
 
 EXPERTS_READ: Final = "experts_read"
-"""The output of a graph with experts: how many different ones the rows of a pass used, layer by layer."""
+"""The output of a graph with experts: the number of different experts in a pass, layer by layer."""
 
 
 def stream_name(layer: int) -> str:
@@ -129,9 +129,10 @@ class GraphTensors:
     """The names of inputs and outputs in a graph of any shape.
 
     Attributes:
-        inputs: what the graph calls each of :data:`INPUTS`, by its name there; of a foreign one those it has.
-        logits: of every row, ``(1, n, vocabulary)``, or of those that are asked for.
-        own: whether edgespec built the graph: names are those of :data:`INPUTS`, the cache is in place.
+        inputs: the graph's names of :data:`INPUTS`, by their names there; a foreign graph has some of them.
+        logits: name of the logits of every row, ``(1, n, vocabulary)``, or of the wanted ones.
+        own: whether edgespec built the graph: it has the names of :data:`INPUTS`, and writes the cache in
+            place.
     """
 
     inputs: Mapping[str, str] = field(default_factory=lambda: {name: name for name in INPUTS})
@@ -152,7 +153,7 @@ class StaticInputs:
     def fill(self, inputs: Mapping[str, _Array], tokens: Sequence[int], start: int) -> None:
         """Write all inputs but the cache, for a pass over ``tokens`` behind ``start`` cached ones.
 
-        Rows beyond the tokens run with token 0, are seen by none of the others and are to be left out.
+        Rows beyond the tokens run with token 0. No other row sees them, and callers leave them out.
         """
         ids = inputs["input_ids"]
         rows = ids.shape[1]

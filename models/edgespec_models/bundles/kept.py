@@ -1,8 +1,8 @@
-"""What a sequence keeps between passes: a graph's inputs that come out of it again.
+"""The tensors that a sequence keeps between passes: outputs of a graph that are its next inputs.
 
-Keys and values have a row for each token. A layer with a state keeps that of a whole sequence, in a slot that
-the sequence owns, and a log of its last rows by position, so that rows of a pass can be undone. What it needs
-to go on from the end of a block of tokens may be small enough to be kept for each block.
+Keys and values have a row for each token. A layer with a state keeps it in a slot that the sequence owns,
+with a log of the last rows by position, so that rows of a pass can be undone. Small states are also kept for
+the end of each block of tokens.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ from edgespec_models.errors import BundleError
 from edgespec_models.schema import length
 
 KeptType = Literal["float32", "float16", "int8", "uint8", "uint16"]
-"""float16 is of edgespec's kernels, graphs for GPUs and foreign ones, int8 of foreign ones alone, uint8 and
-uint16 of quantized activations."""
+"""Edgespec's kernels, graphs for GPUs and foreign graphs keep float16, foreign ones int8 too, and graphs with
+quantized activations uint8 and uint16."""
 LOGGED: Final = 16
 """Rows of a pass that a layer with a state can undo."""
 BLOCK: Final = 32
@@ -31,12 +31,12 @@ class KeptTensor:
     """A tensor of one layer that a sequence keeps.
 
     Attributes:
-        input: what the graph calls it before a pass.
-        output: and behind it.
+        input: its name in the graph before a pass.
+        output: its name behind the pass.
         per: ``token`` for keys and values, which have a row for each token; ``sequence`` for a state, or a
-            log; ``block`` for what lets a layer go on from the end of each :data:`BLOCK` tokens.
-        shape: of a token's row, ``(heads, width)``, or of the rest.
-        type: of an element.
+            log; ``block`` for the rows from which a layer goes on at the end of each :data:`BLOCK` tokens.
+        shape: shape of a token's row, ``(heads, width)``, or of the whole.
+        type: type of an element.
     """
 
     input: Annotated[str, length(1)]
@@ -59,7 +59,7 @@ class KeptTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of an element."""
+        """NumPy's type of an element."""
         return np.dtype(self.type)
 
     @property
@@ -68,16 +68,16 @@ class KeptTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def of_tokens(self, tokens: int) -> tuple[int, ...]:
-        """Shape of keys or values of so many tokens: ``(1, heads, tokens, width)``.
+        """Shape of keys or values of this many tokens: ``(1, heads, tokens, width)``.
 
-        What is kept for each block lies in such a tensor of one head, a block behind the other.
+        Tensors per block have this form with one head, a block behind the other.
         """
         heads, width = self.shape if self.per == "token" else (1, prod(self.shape) // BLOCK)
         return 1, heads, tokens, width
 
 
 def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple[KeptTensor, KeptTensor]:
-    """What attention keeps in a graph that edgespec builds."""
+    """The tensors that attention keeps in a graph of edgespec's."""
     key, value = (
         KeptTensor(
             input=f"past_key_values.{layer}.{name}",
@@ -116,7 +116,7 @@ def block_ends(layer: int, channels: int, taps: int) -> KeptTensor:
 def delta_states(
     layer: int, state: tuple[int, int, int, int], logged: int, channels: int, taps: int
 ) -> tuple[KeptTensor, KeptTensor, KeptTensor]:
-    """What a delta net keeps: ``state``, rows of ``logged`` numbers that it lacks yet, and inputs.
+    """The tensors of a delta net: ``state``, rows of ``logged`` numbers that it lacks yet, and inputs.
 
     Row t of the log is of token t modulo its length.
     """
@@ -145,5 +145,5 @@ def bytes_per_sequence(kept: Iterable[KeptTensor]) -> int:
 
 
 def types_of(kept: Iterable[KeptTensor]) -> str:
-    """Which types there are, such as ``float16`` or ``uint8, uint16``."""
+    """The types of the tensors, such as ``float16`` or ``uint8, uint16``."""
     return ", ".join(sorted({tensor.type for tensor in kept}))

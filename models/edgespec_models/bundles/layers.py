@@ -1,13 +1,13 @@
-"""What a decoder is made of and what it computes: the one description that every backend reads.
+"""The structure of decoders, and their computation: the one description that every backend reads.
 
-:class:`Decoder` says what follows what, :func:`layers_of` what each layer has of its own,
-:func:`layer_shapes` which tensors it has. A backend says how its medium computes an operation: ONNX Runtime's
-operators, edgespec's own and those of fixed shapes (:mod:`edgespec_models.graphs`), NumPy
+In :class:`Decoder` is the order of operations, in :func:`layers_of` the facts of each layer, in
+:func:`layer_shapes` its tensors. A backend adds the operations of its medium: ONNX Runtime's operators,
+edgespec's own and those of fixed shapes (:mod:`edgespec_models.graphs`), NumPy
 (:mod:`edgespec.learning.decoder`), PyTorch (:mod:`edgespec_export.align.decoder`). A new architecture is
-facts in :class:`ModelConfig` and what follows from them here.
+facts in :class:`ModelConfig` and their consequences here.
 
-Tensors go under edgespec's own names: those of :func:`outer_shapes`, and those of :func:`layer_shapes` behind
-``layers.3.``. Graphs also name the sublayer, as :func:`graph_name` says.
+Tensors have edgespec's own names: the names in :func:`outer_shapes`, and the names in :func:`layer_shapes`
+behind ``layers.3.``. Graphs also name the sublayer (:func:`graph_name`).
 """
 
 from abc import ABC, abstractmethod
@@ -79,19 +79,19 @@ _SUBLAYERS: Final[Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer has of its own.
+    """The facts of one layer.
 
     Attributes:
-        mixer: what lets tokens see each other: the method of :class:`Decoder` that computes it.
-        mlp: what follows it, likewise.
-        mlp_width: of the MLP.
-        kv_heads: heads of keys and of values.
+        mixer: the part in which tokens see each other: a method of :class:`Decoder`.
+        mlp: the part behind the mixer, likewise.
+        mlp_width: width of the MLP.
+        kv_heads: the number of heads of keys, and of values.
         head_dim: width of a head.
         kv_layer: the layer whose keys and values it attends to, mostly itself.
-        projections: which of queries, keys and values it has products of: ``qkv``, ``qk`` where values are
-            keys before their normalization, ``q`` where keys and values are of another layer.
+        projections: its products for queries, keys and values: ``qkv``; ``qk`` if values are keys before
+            their normalization; ``q`` if keys and values belong to another layer.
         rope: the rotary tables of its queries and keys (:func:`rotary_tables`); None where nothing rotates.
-        window: tokens that it sees, the token itself included; None where it sees the whole context.
+        window: tokens that it sees, the token itself included; None for the whole context.
     """
 
     index: int
@@ -107,7 +107,7 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """Of its tensors, such as ``layers.3``."""
+        """The prefix of its tensors, such as ``layers.3``."""
         return f"layers.{self.index}"
 
 
@@ -138,10 +138,10 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
 
 
 def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ...]]:
-    """The products of a layer. Those that are normalized as a whole have nothing beside them.
+    """The products of a layer. A product that is normalized as a whole stands alone.
 
-    In heads of EAGLE-3 queries, keys and values are sums: of a product with the state and one with the
-    embedding. In MTP layers what enters the layer is.
+    In heads of EAGLE-3 queries, keys and values are sums of two products, with the state and with the
+    embedding. In MTP layers the input of the layer is such a sum.
     """
     mixing: Mapping[str, tuple[str, ...]] = _APART if config.wide_qk_norm else _ATTENTION
     if layer.mixer != "attention":
@@ -178,9 +178,9 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(config: ModelConfig, layer: Layer, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer, behind its name; ``biases``: whether queries, keys and values have some.
+    """The tensors of a layer, without the prefix; ``biases``: whether queries, keys and values have some.
 
-    Matrices are ``(outputs, inputs)``; those of experts lie one below the other.
+    Matrices are ``(outputs, inputs)``; matrices of experts lie one below the other.
     """
     hidden = (config.hidden_size,)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -296,13 +296,13 @@ def kept_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
 
 
 def graph_name(name: str) -> str:
-    """What graphs call a tensor or a product: ``layers.3.qkv`` is ``layers.3.attention.qkv`` there."""
+    """The name of a tensor or a product in graphs: ``layers.3.qkv`` is ``layers.3.attention.qkv`` there."""
     layer, dot, kind = name.rpartition(".")
     return f"{layer}{dot}{_SUBLAYERS.get(kind, '')}{kind}"
 
 
 def rotary_thetas(config: ModelConfig) -> dict[str, float]:
-    """The base of each pair of rotary tables that layers read, by the name :attr:`Layer.rope` has for it."""
+    """The base of each pair of rotary tables, by its name in :attr:`Layer.rope`."""
     thetas = {"rope": config.rope_theta, "rope_local": config.rope_local_theta}
     read = {layer.rope for layer in layers_of(config)}
     return {name: theta for name, theta in thetas.items() if theta is not None and name in read}
@@ -330,13 +330,12 @@ def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[
 
 
 class Decoder(ABC):
-    """What a layer computes; a backend adds how.
+    """The computation of a layer; a backend adds the operations.
 
-    ``x`` is the residual stream or what a sublayer reads of it, ``y`` what a sublayer adds to it: whatever
-    stands for them in the backend's medium. ``name`` is a tensor's, such as ``layers.3.attn_norm``. Backends
-    whose operators compute attention as a whole override :meth:`attended`; the others need :meth:`projected`,
-    :meth:`apart`, :meth:`head_norm`, :meth:`rotate` and :meth:`attend`. ``medium`` is what they compute with,
-    for messages.
+    ``x`` is the residual stream or the input of a sublayer, ``y`` the output of a sublayer, in the backend's
+    medium. ``name`` is a tensor's, such as ``layers.3.attn_norm``. Backends whose operators compute attention
+    as a whole override :meth:`attended`; the others need :meth:`projected`, :meth:`apart`, :meth:`head_norm`,
+    :meth:`rotate` and :meth:`attend`. ``medium`` is the name of the backend's medium, for messages.
     """
 
     medium: ClassVar[str]
@@ -344,10 +343,10 @@ class Decoder(ABC):
         *("shared_layers", "local_head_dim", "local_kv_heads", "mlp_widths", "layer_inputs", "rotary_pairs"),
         *("normed_values", "tied_values", "scaled_layers", "attention_cap", "logit_cap"),
     )
-    """Facts of a config that it does not compute."""
+    """Facts of a config that the backend cannot compute."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Raise UnsupportedModelError where a layer has what this backend lacks."""
+        """Raise UnsupportedModelError if a layer has a fact that this backend lacks."""
         self.config, self.all_layers = config, layers_of(config)
         for layer in self.all_layers:
             for sublayer in (layer.mixer, layer.mlp):
@@ -384,7 +383,7 @@ class Decoder(ABC):
             return self.product(f"{layer.name}.o", self.attended(layer, x))
 
     def attended(self, layer: Layer, x: Any) -> Any:
-        """Attention, but for its last product."""
+        """Attention without its last product."""
         parts, wide = [], self.config.wide_qk_norm
         for which, flat in self.projected(layer, x):
             name = f"{layer.name}.{which}"
@@ -398,7 +397,7 @@ class Decoder(ABC):
         return self.attend(layer, *parts)
 
     def layer_input(self, layer: Layer, x: Any) -> Any:
-        """What the token itself adds to the stream."""
+        """The input of the layer from the token itself, which is added to the stream."""
         raise NotImplementedError
 
     def scaled(self, x: Any, name: str) -> Any:
@@ -428,26 +427,26 @@ class Decoder(ABC):
 
     @abstractmethod
     def add(self, x: Any, y: Any, name: str) -> Any:
-        """The stream with what a sublayer adds; ``name`` is of the sum."""
+        """The stream plus the output of a sublayer; ``name`` is the name of the sum."""
 
     @abstractmethod
     def product(self, name: str, x: Any) -> Any:
-        """The product that a sublayer ends with, or what will compute it."""
+        """The last product of a sublayer, or an object that will compute it."""
 
     @abstractmethod
     def gated(self, layer: Layer, x: Any) -> Any:
-        """The MLP, but for its last product: ``activation(gate(x)) * up(x)``."""
+        """The MLP without its last product: ``activation(gate(x)) * up(x)``."""
 
     def projected(self, layer: Layer, x: Any) -> Iterator[tuple[str, Any]]:
         """Queries ``q``, keys ``k`` and values ``v``, all heads of a token side by side."""
         raise NotImplementedError
 
     def apart(self, flat: Any, name: str) -> Any:
-        """The heads of such as ``layers.3.q``."""
+        """The heads of a product such as ``layers.3.q``."""
         raise NotImplementedError
 
     def head_norm(self, heads: Any, name: str) -> Any:
-        """Queries or keys, each head normalized, or all of them together where they are not apart yet."""
+        """Queries or keys, normalized head by head, or all heads together if they are not apart yet."""
         return self.norm(heads, name)
 
     def rotate(self, layer: Layer, heads: Any, which: str) -> Any:
@@ -455,5 +454,5 @@ class Decoder(ABC):
         raise NotImplementedError
 
     def attend(self, layer: Layer, query: Any, key: Any, value: Any) -> Any:
-        """What the heads attend to, side by side."""
+        """The outputs of the heads, side by side."""
         raise NotImplementedError

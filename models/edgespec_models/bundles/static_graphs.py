@@ -1,9 +1,9 @@
 """Bundles of graphs with fixed shapes, for devices that compile a graph once for all passes.
 
-There is a graph for each number of rows (``verify``, whose passes return all logits, and ``prefill``, which
-returns one row's) and each length of the KV cache (``buckets``), over one file of weights. Beside each there
-may be what a device's compiler made of it for one chip (``contexts``): a small graph of one operator, and the
-context binary that it names, which holds weights of its own.
+There is a graph for each number of rows (``verify``, whose passes return all logits, and ``prefill``, whose
+passes return one row's) and each length of the KV cache (``buckets``), over one file of weights. Beside each
+there may be the result of a device's compiler for one chip (``contexts``): a small graph of one operator, and
+its context binary, which holds weights of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from edgespec_models.schema import check_fields, length
 ExportDevice = Literal["npu-qnn", "npu-openvino", "cuda"]
 """Kinds of device that ``edgespec export --device`` makes bundles for."""
 StaticDevice = Literal["npu-qnn", "npu-openvino"]
-"""Those whose bundles have graphs of fixed shapes."""
+"""Kinds of device whose bundles have graphs of fixed shapes."""
 Activations = Literal["float32", "uint16"]
 GraphKind = Literal["dynamic", "dynamic-float16", "static-float", "static-quantized"]
-"""What the graphs of a bundle are: of any shape, float32 or float16; of fixed ones, float or quantized."""
+"""Kinds of graphs: of any shape, float32 or float16; of fixed shapes, float or quantized."""
 
 VERIFY_ROWS = (1, 4, 8)
 PREFILL_ROWS = 64
@@ -59,7 +59,7 @@ _ALL = (
 )
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _ALL})
-"""By name, those of laptops first."""
+"""Chips by name, laptops first."""
 
 
 def find_chip(name: str) -> Chip:
@@ -72,7 +72,7 @@ def find_chip(name: str) -> Chip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contexts:
-    """What compiled the graphs ahead: for which chip, by which version of the provider's package."""
+    """The chip for which graphs were compiled ahead, and the version of the provider's package."""
 
     chip: Chip
     version: str
@@ -80,16 +80,16 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticGraphs:
-    """Which graphs a bundle has, and what its session must know of them.
+    """The graphs of a bundle, and the facts that its session needs.
 
     Attributes:
-        device: what they were made for.
+        device: the device that they were made for.
         verify: rows of the passes that return the logits of all their rows, ascending.
-        prefill: rows of the pass that returns one row's; more than those.
+        prefill: rows of the pass that returns the logits of one row; more than ``verify``.
         buckets: tokens the KV cache holds, ascending.
         activations: ``uint16`` where every tensor is quantized, ``float32`` where only weights may be.
-        masked: what the attention mask adds where a row must not look.
-        contexts: what compiled every graph ahead; None where the device is to do that.
+        masked: the number that the attention mask adds at hidden places.
+        contexts: the compilation of every graph ahead; None if the device compiles.
     """
 
     device: StaticDevice
@@ -110,7 +110,7 @@ class StaticGraphs:
 
     @property
     def graph_kind(self) -> GraphKind:
-        """What the graphs are."""
+        """The kind of the graphs."""
         return "static-float" if self.activations == "float32" else "static-quantized"
 
     @property
@@ -130,7 +130,7 @@ class StaticGraphs:
 
     @property
     def files(self) -> list[str]:
-        """The graphs' files, and those of what they were compiled to."""
+        """The files of the graphs and of their compiled forms."""
         if self.contexts is None:
             return self.graphs
         return self.graphs + [name for graph in self.graphs for name in self.context_files(graph)]
@@ -142,12 +142,12 @@ class StaticGraphs:
 
     @staticmethod
     def context_files(graph: str) -> tuple[str, str]:
-        """What ``graph`` is compiled to: a graph to open, and its context binary, named by the provider."""
+        """The compiled form of ``graph``: a graph to open, and its context binary, named by the provider."""
         stem = graph.removesuffix(".onnx")
         return f"{stem}.context.onnx", f"{stem}.context_qnn.bin"
 
     def bucket_for(self, tokens: int) -> int:
-        """The least bucket that holds ``tokens``; the largest if none does."""
+        """The smallest bucket that holds ``tokens``; the largest if none does."""
         return next((bucket for bucket in self.buckets if bucket >= tokens), self.longest)
 
 

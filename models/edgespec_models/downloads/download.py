@@ -1,9 +1,9 @@
-"""Pulling a catalogue model: right bytes at the right place, or nothing there.
+"""Pulls of catalogue models: the right bytes at the right place, or nothing.
 
-Sources are tried in the catalogue's order; whatever one delivers must have the entry's SHA-256. The
-file is gathered under another name in the same folder and moved into place when it is whole and
-checked; what an interrupted pull gathered is kept and continued. Next to the file lies its digest
-as ``FILE.sha256`` (in the form of sha256sum), the record that it was checked.
+Sources are tried in the catalogue's order; every file must have the entry's SHA-256. The file is gathered
+under another name in the same folder and moved into place when it is complete and checked; an interrupted
+pull is continued. The digest lies next to the file as ``FILE.sha256`` (in the form of sha256sum), the record
+that it was checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def model_path(entry: CatalogueEntry) -> Path:
 
 
 def is_pulled(entry: CatalogueEntry) -> bool:
-    """Whether the file is in place: the right size, and recorded as having the right digest."""
+    """Whether the file is in place, with the right size and a record of the right digest."""
     path = model_path(entry)
     try:
         recorded = _record(path).read_text(encoding="utf-8").split(maxsplit=1)[:1]
@@ -36,7 +36,7 @@ def is_pulled(entry: CatalogueEntry) -> bool:
 
 
 def pulled_place(name: str) -> Path | None:
-    """Where the model of that name, of the catalogue or of the hub, is; None where it was not pulled."""
+    """The place of the model of that name, of the catalogue or of the hub; None if it was not pulled."""
     reference, entry = on_hub(name), entries().get(name)
     if reference is not None:
         return pulled_hub(reference)
@@ -44,7 +44,7 @@ def pulled_place(name: str) -> Path | None:
 
 
 def check(entry: CatalogueEntry, *, progress: ProgressCallback = ignore_progress) -> bool:
-    """Read the pulled file again: whether it is there and has the right digest.
+    """Read the pulled file again, and return whether it exists with the right digest.
 
     A damaged file loses its record, so that the next :func:`pull` replaces it.
 
@@ -64,8 +64,8 @@ def pull(
 ) -> Path:
     """Make sure that the model's file is in place, and return its path.
 
-    ``progress`` receives bytes done, first downloading, then checking; what it raises stops the pull, which
-    keeps what has arrived. ``notify`` receives what a user should know, such as that a source was given up.
+    ``progress`` receives bytes done, first of the download, then of the check. An error in it stops the pull,
+    which keeps the bytes so far. ``notify`` receives messages for the user, such as that a source failed.
 
     Raises:
         DownloadError: no source delivered the file (the message gives each one's reason), the disk
@@ -90,7 +90,7 @@ def _job(entry: CatalogueEntry, progress: ProgressCallback, notify: Callable[[st
 
 
 def _fetch(job: Job, sources: Sequence[Source]) -> None:
-    """Try source after source until one delivers the right file; put that in place."""
+    """Try source after source until the right file arrives, and put it in place."""
     reasons: list[str] = []
     for source, following in zip_longest(sources, sources[1:]):
         try:

@@ -1,12 +1,11 @@
 """Models on the Hugging Face hub: ``hf:OWNER/REPO`` to a directory, ``hf:OWNER/REPO/FILE.gguf`` to a file, or
 to one of the parts that a model is split into, which are all fetched.
 
-Fetched are the files an export reads, known by their names: configuration, tokenizer, chat template,
-safetensors. Never code; a pickle only where an EAGLE-3 head is published in no other form, of which torch
-reads nothing but tensors. Every file has the digest that the hub's listing announced: SHA-256
-for large files, git's SHA-1 for small ones. A snapshot lies under ``EDGESPEC_HOME`` in
-``hub/models--OWNER--REPO/snapshots/COMMIT``; ``pulled/`` beside it records what is complete, and from then
-on no network is needed.
+A pull fetches the files that an export reads, by their names: configuration, tokenizer, chat template,
+safetensors. It never fetches code, and a pickle only for an EAGLE-3 head in no other form, from which torch
+reads nothing but tensors. Every file has the digest in the hub's listing: SHA-256 for large files, git's
+SHA-1 for small ones. A snapshot lies under ``EDGESPEC_HOME`` in ``hub/models--OWNER--REPO/snapshots/COMMIT``;
+``pulled/`` beside it records complete pulls, which need no network any more.
 """
 
 import json
@@ -28,7 +27,7 @@ from edgespec_models.storage import home, replacing
 from edgespec_models.text.template_files import AS_JSON, BESIDE
 
 PREFIX = "hf:"
-"""What names of models on the hub begin with."""
+"""The beginning of names of models on the hub."""
 
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLE = "pytorch_model.bin"
@@ -38,7 +37,7 @@ _TEXTS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("modules.json", "1_Pooling/config.json"),
 )
-"""Files besides the weights that are fetched where they are there."""
+"""Files besides the weights that are fetched if the repository has them."""
 
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
@@ -76,12 +75,12 @@ class HubReference:
 
     @property
     def folder(self) -> Path:
-        """Where everything of the repository lies; it need not exist yet."""
+        """The folder of the repository's files; it need not exist yet."""
         return home() / "hub" / f"models--{self.repository.replace('/', '--')}"
 
     @property
     def record(self) -> Path:
-        """The file that says what of this reference is complete."""
+        """The record of a complete pull of this reference."""
         return self.folder / "pulled" / f"{quote(str(self).removeprefix(PREFIX), safe='')}.json"
 
     def place(self, commit: str) -> Path:
@@ -94,7 +93,7 @@ def on_hub(text: str) -> HubReference | None:
     """The model that ``text`` names on the hub, by ``hf:`` or by a name of the catalogue; None for others.
 
     Raises:
-        RequestError: it begins as a reference and is none.
+        RequestError: it begins like a reference but is none.
     """
     named = hub_names().get(text)
     text = text if named is None else named.reference
@@ -102,7 +101,7 @@ def on_hub(text: str) -> HubReference | None:
 
 
 def pulled_hub(reference: HubReference) -> Path | None:
-    """Where the model lies if an earlier pull completed it and its files are all there; asks nobody."""
+    """The place of the model if an earlier pull completed it and its files exist. Uses no network."""
     try:
         record = json.loads(reference.record.read_text(encoding="utf-8"))
         snapshot, sizes = reference.folder / "snapshots" / record["commit"], dict(record["sizes"])
@@ -119,11 +118,11 @@ def pull_hub(
     progress: ProgressCallback = ignore_progress,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Path:
-    """Ask the hub for the newest files of that revision; fetch those that are not here, check those that are.
+    """Ask the hub for the newest files of that revision, check the files here and fetch the others.
 
-    ``check`` is called with the directory when all but the weights is there. ``progress`` receives bytes done
-    of the weights, first downloading, then checking. What either raises stops the pull, which keeps what has
-    arrived. Returns the directory, or the GGUF file.
+    ``check`` is called with the directory when all files but the weights are there. ``progress`` receives
+    bytes done of the weights, first of the download, then of the check. An error in either stops the pull,
+    which keeps the bytes so far. Returns the directory, or the GGUF file.
 
     Raises:
         DownloadError: the hub cannot be reached and the model is not here, or it has no such model; the
@@ -144,7 +143,7 @@ def pull_hub(
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """A repository at one commit: its files by name; ``where`` says which it is in messages."""
+    """A repository at one commit: its files by name; ``where`` names it in messages."""
 
     where: str
     commit: str
@@ -152,7 +151,7 @@ class _Listing:
 
     @property
     def hint(self) -> str:
-        """What else of the repository may help, to end a message with."""
+        """The end of a message: files of the repository that may help."""
         gguf = sorted(name for name in self.files if _MODEL.fullmatch(name))
         if gguf:
             first = part_names(gguf[0])[0]
@@ -160,7 +159,7 @@ class _Listing:
         return ". Look for another repository of the same model"
 
     def require(self, *names: str) -> tuple[str, ...]:
-        """The names again. Raises ModelFileError where there is no such file."""
+        """The names themselves. Raises ModelFileError if there is no such file."""
         for name in names:
             if name not in self.files:
                 raise ModelFileError(f"{self.where} has no {name}{self.hint}")
@@ -202,7 +201,7 @@ def _read_listing(reference: HubReference, job: Job) -> _Listing:
 def _fetch_all(
     reference: HubReference, listing: _Listing, check: Callable[[Path], object] | None
 ) -> Sequence[str]:
-    """Fetch what is missing; return the names of all files of the model."""
+    """Fetch missing files, and return the names of all files of the model."""
     snapshot = reference.folder / "snapshots" / listing.commit
     snapshot.mkdir(parents=True, exist_ok=True)
     texts: list[str] = []
@@ -228,7 +227,7 @@ def _fetch_all(
 
 
 def _weights(folder: Path, listing: _Listing) -> tuple[str, ...]:
-    """``model.safetensors``, or the shards that the index names; of heads perhaps a pickle."""
+    """``model.safetensors``, or the shards in the index; for heads perhaps a pickle."""
     if _SINGLE in listing.files:
         return (_SINGLE,)
     if _INDEX not in listing.files:
@@ -243,7 +242,7 @@ def _weights(folder: Path, listing: _Listing) -> tuple[str, ...]:
 
 
 def _fetch(reference: HubReference, listing: _Listing, name: str, progress: ProgressCallback) -> None:
-    """Put one file in place, unless it is there with the right digest."""
+    """Put a file in place, unless it is there with the right digest."""
     job = replace(listing.files[name], progress=progress)
     if job.path.is_file() and job.is_right():
         return
@@ -253,5 +252,5 @@ def _fetch(reference: HubReference, listing: _Listing, name: str, progress: Prog
 
 
 def _within(progress: ProgressCallback, done: int, total: int) -> ProgressCallback:
-    """Bytes of one file as bytes of all."""
+    """A progress callable for a file, which counts the bytes of all files."""
     return lambda file: progress(replace(file, done=done + file.done, total=total))

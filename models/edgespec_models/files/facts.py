@@ -14,13 +14,13 @@ _LARGEST = 1 << 53  # every whole number below is a float too
 
 
 class Facts:
-    """A JSON object. A key whose value is null counts as missing, as transformers sees it.
+    """A JSON object. A key whose value is null counts as missing, as in transformers.
 
-    Every reader returns ``default`` for a missing key and raises ModelFileError where there is none, and
-    where the value is of another kind.
+    Every reader returns ``default`` for a missing key. It raises ModelFileError without a default, and for a
+    value of another kind.
 
-    ``where`` names the object in messages, such as the file's path. ``names`` are the keys of facts that go
-    under another name here than readers ask for.
+    ``where`` names the object in messages, such as the file's path. ``names`` are the keys of facts that have
+    another name in this object.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Facts:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The object in a file, empty where there is none; ModelFileError where it is no JSON object."""
+        """The object in a file, empty without the file; ModelFileError if it is no JSON object."""
         where = str(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -49,11 +49,11 @@ class Facts:
         return tuple(self._values)
 
     def value(self, key: str) -> object:
-        """Whatever is there, or None."""
+        """The value as it is, or None."""
         return self._values.get(self._names.get(key, key))
 
     def over(self, others: Mapping[str, object]) -> "Facts":
-        """These facts, and ``others`` where they are silent."""
+        """These facts, and ``others`` for missing keys."""
         stated = {key: value for key, value in self._values.items() if value is not None}
         return Facts({**others, **stated}, self.where, self._names)
 
@@ -62,7 +62,7 @@ class Facts:
         return self._taken(key, default, int, "a whole number", _is_small)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number that is finite and no larger than models have."""
+        """A number that is finite and of a size that models have."""
         return float(self._taken(key, default, float, "a number", _is_small))
 
     def positive(self, key: str, default: float | None = None) -> float:

@@ -1,4 +1,4 @@
-"""Files that a download or a checkout left in place of a model's own."""
+"""Files that a download or a checkout left in place of a model's file."""
 
 import re
 from pathlib import Path
@@ -10,11 +10,11 @@ _KINDS = {
     rb"version https://git-lfs": "a pointer of git-lfs, not the file. Run 'git lfs pull', or download it.",
     rb"\s*<(?i:!doctype|html|\?xml)": "a web page, not the file. Download it again, from its own address.",
 }
-"""By how they begin: what they are, and the way out."""
+"""Beginnings of files: what they are, and the remedy."""
 
 
 def refuse_impostor(path: Path) -> None:
-    """Raise ModelFileError where a file is a pointer of git-lfs or a web page; what cannot be read passes."""
+    """Raise ModelFileError if a file is a pointer of git-lfs or a web page; an unreadable file passes."""
     try:
         with path.open("rb") as file:
             start = file.read(_LONGEST)

@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself: inputs, outputs, operators and weights, without reading the weights.
+"""The header of an ONNX file: inputs, outputs, operators and weights, without reading the weights.
 
 Foreign models are judged before ONNX Runtime loads them, and decoding does not need the onnx package, so
 this reads the few fields of ``onnx.proto3`` (the ONNX project's schema) that matter. The file is mapped;
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edgespec_models.errors import BundleError
 
-# TensorProto.DataType -> what numpy calls it.
+# TensorProto.DataType -> its name in NumPy.
 _TYPES = {
     1: "float32",
     2: "uint8",
@@ -44,10 +44,10 @@ class Tensor:
     """An input, an output or a stored weight.
 
     Attributes:
-        type: of an element, as numpy calls it; the ONNX number where numpy has no such type.
-        dims: sizes; a name, perhaps empty, where the size is not fixed.
-        location: the file, relative to the graph's, that holds the data; empty where the graph does.
-        offset: where in that file the data begins.
+        type: NumPy's name of an element's type; the ONNX number if NumPy has no such type.
+        dims: sizes; a name, perhaps empty, for a size that is not fixed.
+        location: the file with the data, relative to the graph's; empty if the graph holds them.
+        offset: beginning of the data in that file.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An operator: its type, what it reads and writes, its whole-number attributes and those of text."""
+    """An operator: its type, inputs and outputs, and its attributes with whole numbers and texts."""
 
     op_type: str
     inputs: tuple[str, ...]
@@ -90,7 +90,7 @@ class Graph:
 
 
 def read_header(path: Path) -> Graph:
-    """Read the graph in an ONNX file; BundleError where it cannot be read, or is none."""
+    """Read the graph in an ONNX file; BundleError if it cannot be read, or is none."""
     try:
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -161,7 +161,7 @@ def _text(message: _Message, number: int) -> str:
 
 
 def _numbers(message: _Message, number: int) -> list[int]:
-    """The whole numbers in a field, those that are packed included."""
+    """The whole numbers in a field, also packed ones."""
     numbers = list[int]()
     for value in message.get(number, ()):
         if isinstance(value, int):
