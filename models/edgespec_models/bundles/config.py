@@ -143,7 +143,8 @@ class Experts:
         shared_width: width of an expert that every token uses besides; 0 without one.
         shared_gate: whether its output is multiplied by the sigmoid of a score of its own.
         beside_mlp: whether a layer has an MLP too. MLP, experts and router then normalize the stream each for
-            themselves, weights have factors by expert, and results are normalized before they are added (Gemma 4).
+            themselves, weights have factors by expert, and results are normalized before they are added
+            (Gemma 4).
     """
 
     count: Annotated[int, within(1, 4096)]
