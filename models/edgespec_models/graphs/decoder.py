@@ -1,12 +1,12 @@
 """The decoder over ONNX Runtime's operators: for GPUs, and as the portable form on CPUs.
 
-Beside what every graph has (:mod:`.graph_decoder`) it takes ``seqlens_k`` int32 (1) and
-``total_sequence_length`` int32 (), as GroupQueryAttention defines them. The cache is
-(1, kv heads, capacity, head_dim).
+Besides the inputs of every graph (:mod:`.graph_decoder`) it takes ``seqlens_k`` int32 (1) and
+``total_sequence_length`` int32 (), as GroupQueryAttention defines them. The cache is (1, kv heads, capacity,
+head_dim).
 
-Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache. So that logits need not
-leave the GPU, they return the best columns, and take for that ``column_order`` float32 (columns): 0, -1, -2
-and so on.
+Graphs for GPUs (:class:`Precision`) compute in float16 and have a float16 cache. They return the best
+columns, so that logits need not leave the GPU, and take ``column_order`` float32 (columns) for that: 0, -1,
+-2 and so on.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def rotary_rows(config: ModelConfig) -> int:
 
 @dataclass(slots=True)
 class _Stream:
-    """The residual stream, and what is yet to be added to it: by the normalization that reads the sum."""
+    """The residual stream, and an addend that the next normalization adds."""
 
     value: ir.Value
     branch: ir.Value | None = None
@@ -99,7 +99,7 @@ class _StandardDecoder(GraphDecoder):
             return self.op.Cast(y, to=self.floats) if self.precision.mixed else y
 
     def bare(self, x: _Stream, name: str) -> ir.Value:
-        """The sum, by the operator behind which graphs are cut and watched; its other result is not read."""
+        """The sum, by the operator behind which graphs are cut and watched; its other result is unused."""
         if x.branch is not None:
             *_, x.value = self.op.SkipSimplifiedLayerNormalization(
                 x.branch, x.value, self.gain("final_norm", self.residual), _outputs=4, **MICROSOFT
@@ -121,7 +121,7 @@ class _StandardDecoder(GraphDecoder):
         return self.to_stream(super().gated_mlp(layer, x))
 
     def to_stream(self, y: ir.Value) -> ir.Value:
-        """What a sublayer adds, in the residual stream's type."""
+        """The output of a sublayer, in the residual stream's type."""
         return self.op.Cast(y, to=self.residual) if self.precision.mixed else y
 
     def attended(self, layer: Layer, x: ir.Value) -> ir.Value:
@@ -145,7 +145,7 @@ class _StandardDecoder(GraphDecoder):
         return y
 
     def attention_inputs(self, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-        """Queries, keys and values, packed where nothing comes between."""
+        """Queries, keys and values, packed if nothing stands between."""
         if self.config.wide_qk_norm:
             query, key, value = (self.product(f"{name}.{which}", x) for which in "qkv")
             return self.head_norm(query, f"{name}.q_norm"), self.head_norm(key, f"{name}.k_norm"), value
@@ -193,8 +193,8 @@ class _StandardDecoder(GraphDecoder):
 def choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The most likely column of each row, the lowest of equals, and its probability.
 
-    CUDA's ArgMax and TopK promise nothing about equals, of which float16 has many. The largest value is the
-    same in whatever order it is looked for; so is the largest of ``order`` among the columns that have it.
+    CUDA's ArgMax and TopK promise nothing about equals, which are frequent in float16. The largest value is
+    the same in any order of search, and so is the largest of ``order`` among its columns.
     """
     largest = op.ReduceMax(logits, [-1])
     kept = op.Where(op.Less(logits, largest), float("-inf"), order)

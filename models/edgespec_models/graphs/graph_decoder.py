@@ -1,12 +1,13 @@
-"""What every decoder whose operations are nodes of a graph has: inputs, parameters, outputs.
+"""The common part of decoders whose operations are nodes of a graph: inputs, parameters, outputs.
 
 Graphs of any shape take ``input_ids`` int64 (1, n), ``logits_rows`` int64 (r), the rows whose logits are
-wanted, and the KV cache, ``past_key_values.L.key/value``, written in place; further inputs tell the cache's
-length. They return ``logits`` float32 (1, r, columns) and the cache, ``present.L.key/value``. Some spare
-readers the logits: ``best_columns`` int64 (1, r) is the most likely column of each row, the lowest of equals,
-and ``best_probabilities`` float32 (1, r) its probability, NaN where a row has NaN or its largest logit is not
-finite. Trimmed drafters with tied embeddings also take ``context_tokens`` int64 (m): m more columns of the
-logits. The gains of a drafter's normalizations, such as ``layers.3.attn_norm.weight``, are inputs with a
+wanted, and the KV cache, ``past_key_values.L.key/value``, written in place; further inputs hold the cache's
+length. They return ``logits`` float32 (1, r, columns) and the cache, ``present.L.key/value``. Some return the
+choice beside the logits: ``best_columns`` int64 (1, r) is the most likely column of each row, the lowest of
+equals, and ``best_probabilities`` float32 (1, r) its probability, NaN where a row has NaN or its largest
+logit is not finite. Trimmed drafters with tied embeddings also take ``context_tokens`` int64 (m): m more
+columns of the logits. The gains of a drafter's normalizations, such as ``layers.3.attn_norm.weight``, are
+inputs with a
 default: a session may run with others (:mod:`edgespec.learning`).
 """
 
@@ -29,7 +30,7 @@ _IR_VERSION = 10
 class GraphDecoder(Decoder):
     """A decoder as a graph, whose weights are parameters without data, for the exporter to fill.
 
-    ``past`` is what each layer of the graph keeps, as it was before the pass; ``present`` what all keep now.
+    ``past`` has the kept tensors of each layer before the pass, ``present`` all of them after it.
     """
 
     def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:
@@ -49,7 +50,7 @@ class GraphDecoder(Decoder):
         return parameter(self.graph, name, shape, kind)
 
     def gain(self, name: str, kind: ir.DataType = FLOAT) -> ir.Value:
-        """What a normalization multiplies by."""
+        """The gain of a normalization."""
         return self.parameter(f"{graph_name(name)}.weight", self.shapes[name], kind)
 
     def output(
@@ -61,7 +62,7 @@ class GraphDecoder(Decoder):
         self.graph.outputs.append(value)
 
     def read_cache(self, kind: KeptType) -> None:
-        """Give every layer what it kept before, in a cache that is written in place."""
+        """Give every layer its kept tensors, in a cache that is written in place."""
         self.kept = kept_by(self.config, kind)
         for tensor in self.kept:
             layer = int(tensor.input.split(".")[1])
@@ -78,7 +79,7 @@ class GraphDecoder(Decoder):
             self.output(value, tensor.output, *_type_of(tensor))
 
     def through_layers(self, x: Any) -> Any:
-        """The residual stream behind the layers that the graph has."""
+        """The residual stream behind the graph's layers."""
         for layer in self.all_layers:
             if layer.kv_layer in self.past:
                 x = self.layer(layer, x)
@@ -93,7 +94,7 @@ class GraphDecoder(Decoder):
 
 
 def _type_of(tensor: KeptTensor) -> tuple[ir.DataType, list[int | str]]:
-    """In a graph of any shape."""
+    """The type of a value in a graph of any shape."""
     shape: list[int | str] = ["slots", *tensor.shape]
     if tensor.per != "sequence":
         shape = [*tensor.of_tokens(0)]
@@ -110,7 +111,7 @@ def parameter(graph: ir.Graph, name: str, shape: Sequence[int], kind: ir.DataTyp
 
 @contextmanager
 def scoped(builder: GraphBuilder, name: str, kind: str) -> Iterator[None]:
-    """Let ``builder`` name its nodes after a part, as onnxscript's modules do."""
+    """Have ``builder`` name its nodes after a part, as onnxscript's modules do."""
     builder.push_module(name, kind)
     try:
         yield

@@ -25,8 +25,8 @@ FLOATS: Mapping[FloatType, ir.DataType] = MappingProxyType(
     {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 )
 _UINT8 = ir.DataType.UINT8
-# MatMulNBits' accuracy_level: int8 activations, or floats, 2 to 5 times slower on CPUs. CUDA's kernels take
-# no notice, and a check of their graphs on the CPU is to see the rounding of float16 only.
+# MatMulNBits' accuracy_level: int8 activations, or floats, 2 to 5 times slower on CPUs. CUDA's kernels ignore
+# it, and a check of their graphs on the CPU must see the rounding of float16 only.
 _ACCURACY: Mapping[FloatType, int] = MappingProxyType({"float32": 4, "float16": 0})
 _ALIGNED = 8  # columns; CUDA's kernels for few rows take no other widths
 
@@ -49,7 +49,7 @@ def linear(
                 weights = _weights(op, f"{path}.parts.{index}", part, columns, FLOATS[floats])
                 wide = x
                 if count:
-                    # The rest of the last block are zeros of the matrix, whatever they are multiplied with.
+                    # The rest of the last block meets zeros of the matrix.
                     rest = (op.Slice(x, [0], [spare], [2]),) if spare else ()
                     wide = op.Concat(x, sums[part.format.block], *rest, axis=-1)
                 outputs.append(_product(op, wide, part, columns, weights, _ACCURACY[floats]))

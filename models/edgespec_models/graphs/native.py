@@ -1,14 +1,13 @@
 """The decoder over edgespec's own operators (``runtimes/kernels``), for CPUs: five nodes a layer.
 
-Beside what every graph has (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 3): ``input_ids`` are the
-next tokens of s sequences, one after the other, and for each these numbers say where it begins in the cache,
-how many tokens lie there, and how many follow. The cache is float16 (1, kv heads, capacity, head_dim);
-sequences begin at multiples of 16, for within a key cache 16 tokens lie channel by channel. Where layers
-have states, ``places`` int64 (s, 2) says in which slot those of each sequence lie, and behind how many of its
-tokens. A row's bits
-depend neither on the other rows of a pass nor on the processor; but for the columns of ``context_tokens``,
-whose product is ONNX Runtime's. The residual stream that enters a layer, or leaves the last, is the value
-that :func:`stream_name` says.
+Besides the inputs of every graph (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 3): ``input_ids``
+are the next tokens of s sequences, one after the other. The numbers of a sequence are its beginning in the
+cache, its tokens there, and its new tokens. The cache is float16 (1, kv heads, capacity, head_dim); sequences
+begin at multiples of 16, because a key cache holds 16 tokens channel by channel. Where layers have states,
+``places`` int64 (s, 2) says in which slot those of each sequence lie, and behind how many of its tokens. A
+row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
+``context_tokens``, whose product is ONNX Runtime's. The residual stream that enters a layer, or leaves the
+last, is the value that :func:`stream_name` says.
 
 A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
 width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
@@ -35,12 +34,12 @@ from edgespec_models.graphs.plan import DecoderPlan
 DOMAIN: Final = "edgespec"
 _OPSET = 23
 _Product = partial[ir.Value]
-"""Calls :meth:`_NativeDecoder.linear`, once it is known what the operator does besides."""
+"""A call of :meth:`_NativeDecoder.linear` that lacks the operator's further work yet."""
 
 
 class _NativeDecoder(GraphDecoder):
-    """An operator normalizes what it multiplies and adds the residual stream to its product. So a normalized
-    stream is a product without its matrix yet, and what a sublayer adds one without the stream.
+    """An operator normalizes its input and adds the residual stream to its product. So a normalized stream is
+    a product that lacks its matrix, and the output of a sublayer one that lacks the stream.
     """
 
     medium, lacks = "edgespec's kernels", ()
@@ -82,7 +81,7 @@ class _NativeDecoder(GraphDecoder):
         return x
 
     def layer_inputs(self, ids: ir.Value, x: ir.Value) -> ir.Value:
-        """What every layer reads of the tokens: rows of a table, and a product of what enters the first."""
+        """The inputs of layers from the tokens: rows of a table, and a product of the first layer's input."""
         config, path = self.config, graph_name("inputs")
         (table,), width = self.plan.linears["inputs"].parts, self.shapes["inputs"][1]
         return self.node(
@@ -118,7 +117,7 @@ class _NativeDecoder(GraphDecoder):
         return self.parameter(name, [tile_bytes(form.tiles, rows, columns)], ir.DataType.UINT8)
 
     def matrices(self, name: str) -> list[ir.Value]:
-        """Those of a product, part by part."""
+        """The matrices of a product, part by part."""
         spec, tied = self.plan.linears[name], name == "lm_head" and self.plan.tied
         return [
             self.matrix(
@@ -186,7 +185,7 @@ class _NativeDecoder(GraphDecoder):
         return y
 
     def more_of_attention(self, layer: Layer) -> dict[str, Any]:
-        """Attributes that most graphs have no need of."""
+        """Attributes that most graphs do not need."""
         config = self.config
         more: dict[str, Any] = {"normed_values": 1} if config.normed_values else {}
         if config.attention_cap is not None:
@@ -258,7 +257,7 @@ class _NativeDecoder(GraphDecoder):
         residual: ir.Value,
         post_gain: str | None = None,
     ) -> ir.Value:
-        """``residual`` with what experts give, and ``shared``, which all tokens have."""
+        """``residual`` plus the outputs of the experts and ``shared``, an output that all tokens have."""
         experts, gain = self.config.experts, x.keywords.get("gain")
         assert experts is not None  # which a config with such a layer has
         count, width, path = experts.count, self.config.hidden_size, graph_name(f"{name}.router")
@@ -362,7 +361,7 @@ class _NativeDecoder(GraphDecoder):
 
 
 class _NativeHead(_NativeDecoder):
-    """EAGLE-3's (arXiv 2503.01840); its product of embedding and state side by side is a sum of two."""
+    """An EAGLE-3 head (arXiv 2503.01840). Its product of embedding and state side by side is a sum of two."""
 
     def stream(self, ids: ir.Value) -> ir.Value:
         config, fuse_norm = self.config, "fuse_norm" if self.config.normed_features else None
@@ -385,8 +384,8 @@ class _NativeHead(_NativeDecoder):
 class _NativeMTP(_NativeDecoder):
     """An MTP layer (arXiv 2412.19437); its product of embedding and state side by side is a sum of two.
 
-    What it knows of the token before is normalized as for an LM head: the target's stream by the target's
-    norm, its own by its own.
+    The state of the token before is normalized as for an LM head: the target's stream by the target's norm,
+    the layer's own by its own.
     """
 
     def stream(self, ids: ir.Value) -> ir.Value:

@@ -1,4 +1,4 @@
-"""How each weight of a decoder's graph is stored."""
+"""The storage of each weight of a decoder's graph."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """A token embedding: floats or blocks of 4 or 8 bits, with a float offset per block or without.
+    """A token embedding: floats, or blocks of 4 or 8 bits, with or without a float offset each.
 
-    The code of zero is the middle one. ``zero_points`` says so in the graph: where it does not, CUDA's kernel
+    The code of zero is the middle one. ``zero_points`` writes it into the graph: without that, CUDA's kernel
     takes 0 in some versions of ONNX Runtime (issue microsoft/onnxruntime#31692).
     """
 
@@ -52,9 +52,9 @@ class Precision:
     """The number types that a graph computes in.
 
     Attributes:
-        activations: projections, attention and the KV cache.
-        residual: embedding, the residual stream, and the normalizations that read it or add to it. Its sums
-            grow from layer to layer, in some models (Gemma 3) beyond what float16 holds.
+        activations: type of projections, attention and the KV cache.
+        residual: type of the embedding, the residual stream, and the normalizations that read it or add to
+            it. Its sums grow from layer to layer, in some models (Gemma 3) beyond what float16 holds.
     """
 
     activations: FloatType
@@ -67,7 +67,7 @@ class Precision:
 
 
 FULL = Precision("float32", "float32")
-"""What graphs for the CPU compute in."""
+"""The number types of graphs for the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class DecoderPlan:
 
     ``linears`` has the products of every layer, such as ``layers.3.qkv``, and ``lm_head``.
     ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
-    ``context`` gives such a graph the input ``context_tokens``: tokens it can write besides, for which the
-    token embedding serves as LM head. ``tunable`` lets the gains of normalizations be replaced at run time.
+    ``context`` gives such a graph the input ``context_tokens``: further tokens that it can write, with the
+    token embedding as LM head. ``tunable`` lets the gains of normalizations be replaced at run time.
     """
 
     embedding: EmbeddingSpec
@@ -105,7 +105,7 @@ class DecoderPlan:
         return self.native and whole and part.sources == ("embed",)
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
-        """Every part that is stored, behind the prefix of its parameters' names."""
+        """Every stored part, by the prefix of its parameters' names."""
         for name, spec in self.linears.items():
             if name != "lm_head" or not self.tied:
                 for index, part in enumerate(spec.parts):
@@ -113,5 +113,5 @@ class DecoderPlan:
 
     @property
     def choices(self) -> bool:
-        """Whether the graph says which columns are the most likely: edgespec's and those for GPUs do."""
+        """Whether the graph returns the most likely columns: edgespec's graphs and graphs for GPUs do."""
         return self.native or self.precision.activations != "float32"

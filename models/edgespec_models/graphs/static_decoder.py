@@ -4,18 +4,18 @@ A graph runs ``rows`` tokens behind at most ``capacity`` cached ones. Inputs: ``
 ``attention_mask`` float32 (1, 1, rows, capacity + rows), added to the scores, and ``sliding_mask`` for
 layers with a window; ``rope_cos``, ``rope_sin`` float32 (1, 1, rows, rotary width / 2), the tables' rows of
 the tokens' positions, and ``rope_local_cos/sin`` where windowed layers have another base; ``wanted_rows``
-float32 (1, 1, rows) where one row's logits are wanted: 1 for that row, else 0;
-``past_key_values.L.key`` (1, kv heads, head_dim, capacity), ``past_key_values.L.value`` (1, kv heads,
-capacity, head_dim). Outputs: ``logits`` float32 (1, rows or 1, vocab); ``present.L.key/value``, of the new
-rows only. Keys lie transposed, as the product with the queries takes them.
+float32 (1, 1, rows) if one row's logits are wanted: 1 for that row, else 0; ``past_key_values.L.key`` (1, kv
+heads, head_dim, capacity), ``past_key_values.L.value`` (1, kv heads, capacity, head_dim). Outputs: ``logits``
+float32 (1, rows or 1, vocab); ``present.L.key/value``, of the new rows only. Keys are transposed for the
+product with the queries.
 
-Every intermediate value has the name of its *point*. Where a plan says what values a point takes, it is
-rounded there to 16 bits (keys and values to 8), between QuantizeLinear and DequantizeLinear, the form in
-which compilers expect quantized graphs. The KV cache is then uint8.
+Every intermediate value has the name of its *point*. If a plan has the range of a point, the value is rounded
+there to 16 bits (keys and values to 8), between QuantizeLinear and DequantizeLinear, the form in which
+compilers expect quantized graphs. The KV cache is then uint8.
 
-A plan may ask for some layers only: a piece that starts behind another takes what that one returns as
-``residual_out``, the residual stream, float32 (1, rows, hidden), as ``residual_in``, rounds it once more,
-which changes nothing, and so contains every quantized operator that a whole graph would.
+A plan may have some layers only. A piece behind another takes its ``residual_out``, the residual stream,
+float32 (1, rows, hidden), as ``residual_in``. It rounds the stream once more, which changes nothing, so it
+has every quantized operator of a whole graph.
 
 Queries arrive scaled and, like keys, with the halves of a rotation apart: see
 :mod:`edgespec_export.devices.static_weights`.
@@ -45,13 +45,13 @@ class StaticPlan:
     """One graph of a bundle.
 
     Attributes:
-        all_logits: whether all rows' logits are returned, or one's.
+        all_logits: whether the graph returns all rows' logits, or one row's.
         int8: whether weights are int8 with a scale for each output, the embedding uint16; else float32.
         ranges: the least and the largest value of every point, to quantize; empty for floating point.
-        wide_keys: layers whose keys are rounded to 16 bits, as all other points are, and not to 8.
+        wide_keys: layers whose keys are rounded to 16 bits, like all other points, and not to 8.
         watched: return every point's values too, as outputs ``NUMBER:POINT``, to find those ranges.
-        parts: which parts a piece of the graph has: a layer each, the embedding with the first, and behind
-            the last, as a part of their own, final norm and LM head; None has all.
+        parts: the parts of a piece of the graph: a part for each layer, the embedding with the first, and a
+            last part with final norm and LM head; None has all.
     """
 
     rows: int
@@ -65,18 +65,18 @@ class StaticPlan:
     parts: range | None = None
 
     def parts_of(self, num_layers: int) -> range:
-        """Those that the graph has, of a model of so many layers."""
+        """The parts of the graph, for a model of this many layers."""
         return range(num_layers + 1) if self.parts is None else self.parts
 
     def kept(self, config: ModelConfig) -> tuple[KeptTensor, ...]:
-        """What a sequence keeps."""
+        """The tensors that a sequence keeps."""
         points = [(t, t.input.replace("past_key_values", "layers")) for t in kept_by(config, "float32")]
         return tuple(
             replace(tensor, type=cast(KeptType, self.type_at(point).__name__)) for tensor, point in points
         )
 
     def type_at(self, name: str) -> type[np.generic]:
-        """Of the integers that leave the point ``name``; of floats, where nothing is quantized."""
+        """The integer type behind the point ``name``; a float type if nothing is quantized."""
         if self.ranges is None:
             return np.float32
         wide = [f"layers.{layer}.key" for layer in self.wide_keys]
@@ -92,7 +92,7 @@ def encoding(low: float, high: float, kind: type[np.unsignedinteger[Any]]) -> tu
 
 
 class _StaticDecoder(GraphDecoder):
-    """Every value leaves the point that it is named after."""
+    """Every value has the name of its point."""
 
     medium = "graphs of fixed shapes"
 
@@ -134,13 +134,13 @@ class _StaticDecoder(GraphDecoder):
         return scoped(self.builder, name, f"_Static{kind}")
 
     def point(self, value: ir.Value, name: str) -> ir.Value:
-        """``value`` as it leaves the point ``name``; several values may share one."""
+        """``value`` behind the point ``name``; several values may share a point."""
         if self.plan.ranges is None:
             self.watch(value, name)
         return self.rounded(value, name)
 
     def rounded(self, value: ir.Value, name: str) -> ir.Value:
-        """``value`` as the point's integers hold it; in floating point as it is."""
+        """``value`` rounded to the point's integers; unchanged in floating point."""
         return self.dequantize(self.quantize(value, name), name)
 
     def quantize(self, value: ir.Value, name: str) -> ir.Value:
@@ -154,7 +154,7 @@ class _StaticDecoder(GraphDecoder):
         return self.op.DequantizeLinear(value, *self.encoding(name, self.plan.ranges[name]))
 
     def watch(self, value: ir.Value, name: str) -> None:
-        """Return ``value`` from the graph, if the plan says so."""
+        """Make ``value`` an output of the graph, if the plan says so."""
         if self.plan.watched:
             self.watched.append(self.op.Identity(value, _outputs=[f"{len(self.watched)}:{name}"]))
 
@@ -172,7 +172,7 @@ class _StaticDecoder(GraphDecoder):
         return self.encodings[name]
 
     def mask_inputs(self) -> dict[bool, ir.Value]:
-        """Of layers that see all, and of those with a window."""
+        """The masks of layers that see all, and of layers with a window."""
         shape, masks = [1, 1, self.plan.rows, self.plan.capacity + self.plan.rows], {}
         for windowed in sorted({layer.window is not None for layer in self.all_layers}, reverse=True):
             name = "sliding_mask" if windowed else "attention_mask"
@@ -188,7 +188,7 @@ class _StaticDecoder(GraphDecoder):
         return inputs
 
     def past_inputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Of each layer that the graph has."""
+        """The caches of the graph's layers."""
         for layer in self.parts:
             if layer < self.config.num_layers:
                 self.past[layer] = [
@@ -200,7 +200,7 @@ class _StaticDecoder(GraphDecoder):
         return ir.DataType.from_numpy(np.dtype(self.plan.type_at(f"layers.{layer}.{kind}")))
 
     def embed(self, start: ir.Value) -> ir.Value:
-        """The residual stream: of token ids, or as the piece before has left it."""
+        """The residual stream: from token ids, or from the piece before."""
         config, op, kind = self.config, self.op, ir.DataType.UINT16 if self.plan.int8 else FLOAT
         if 0 not in self.parts:
             return self.point(start, f"layers.{self.parts.start - 1}.residual")
@@ -220,7 +220,7 @@ class _StaticDecoder(GraphDecoder):
     def lm_head(self, x: ir.Value, wanted: ir.Value | None) -> ir.Value:
         x = self.norm(x, "final_norm")
         if wanted is not None:
-            # A product, since Qualcomm's compiler fails on a Gather of rows.
+            # This is a product, because Qualcomm's compiler fails on a Gather of rows.
             x = self.point(self.op.MatMul(wanted, x), "final_norm")
         return self.product("lm_head", x, "logits")
 

@@ -1,9 +1,9 @@
 """Chat templates: Jinja source from a model file, rendered in a sandbox.
 
-A template is code from whoever made the model file. Jinja's sandbox keeps it from reaching Python: no
-private attributes, no imports, no changes to the messages; :mod:`template_sandbox` bounds the
-time and memory it may take. The environment is the one templates are written for, that of the
-``transformers`` library ("Chat templates" in its documentation).
+A template is code of the model file's author. Jinja's sandbox keeps it from reaching Python: no private
+attributes, no imports, no changes to the messages; :mod:`template_sandbox` bounds its time and memory. The
+environment is the one templates are written for, that of the ``transformers`` library ("Chat templates" in
+its documentation).
 """
 
 import json
@@ -35,17 +35,17 @@ _DEEPEST: Final = 64  # lists and mappings within each other
 _ALWAYS: Final = frozenset(("messages", "add_generation_prompt", "strftime_now"))
 _PROBE: Final = "probe1234"  # nine letters and digits, as some templates want identifiers
 _CHANGES: Final = re.compile(r"\b(lower|upper|capitalize|title|swapcase|casefold|replace|join)\b")
-"""Filters and methods that can make a control token of a text that spells none."""
+"""Filters and methods that can turn a text into the text of a control token."""
 _BRACKET: Final = re.compile(r"[<\[]")  # with which control tokens begin
 _TOOL: Final = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
 
 class _Reads(NamedTuple):
-    """In which form a template reads what conversations hold.
+    """The form in which a template reads conversations.
 
-    ``parts``: contents as lists of parts. ``none``: the missing content of a message that calls tools as
-    None, else as an empty text. ``texts``: arguments of calls as JSON, else as mappings. ``any_text``:
-    arguments that are no JSON object as the text that they are; else there are none.
+    ``parts``: contents are lists of parts. ``none``: the missing content of a message that calls tools is
+    None, else an empty text. ``texts``: arguments of calls are JSON, else mappings. ``any_text``: arguments
+    that are no JSON object stay as text; else they are left out.
     """
 
     parts: bool = False
@@ -55,10 +55,10 @@ class _Reads(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled chat template; TokenizerError where ``source`` is not valid Jinja.
+    """A compiled chat template; TokenizerError if ``source`` is not valid Jinja.
 
-    ``bos`` and ``eos`` are the texts of those tokens, for templates that write them. ``named`` are sources
-    for conversations with tools (``tool_use``) or documents (``rag``), where the model has others for those.
+    ``bos`` and ``eos`` are the texts of those tokens, for templates that write them. ``named`` are other
+    sources for conversations with tools (``tool_use``) or documents (``rag``).
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class ChatTemplate:
         self._named = {name: ChatTemplate(text, bos=bos, eos=eos) for name, text in others.items()}
 
     def taking(self, arguments: Collection[str]) -> "ChatTemplate":
-        """The template for conversations with these arguments, as transformers chooses it."""
+        """The template for conversations with these arguments, chosen as in transformers."""
         wanted = {"tools": "tool_use", "documents": "rag"}
         names = (wanted[name] for name in wanted if name in arguments)
         return next((self._named[name] for name in names if name in self._named), self)
 
     @cached_property
     def arguments(self) -> frozenset[str]:
-        """Names of the variables that may be given to it: what it reads besides what it is always given.
+        """Names of the template's optional variables.
 
-        ``tools`` is among them if it can show tools; many know ``enable_thinking``.
+        ``tools`` is among them if the template can show tools; many have ``enable_thinking``.
         """
         shown = {"tools"} if self._tools_in_message else set[str]()
         known = _ALWAYS.union(self._template.environment.globals, self._tokens)
@@ -97,12 +97,12 @@ class ChatTemplate:
 
     @cached_property
     def _tools_in_message(self) -> bool:
-        """Whether it shows the tools that the system's message holds as a text, as Phi-4-mini's does."""
+        """Whether it shows tools from the text of the system's message, as Phi-4-mini's does."""
         return re.search(r"\[.tools.\]", self.source) is not None
 
     @cached_property
     def knows_developer(self) -> bool:
-        """Whether it tells the role ``developer`` from others: whether that word is one of its constants."""
+        """Whether it distinguishes the role ``developer``: whether that word is one of its constants."""
         return any(constant.value == "developer" for constant in self._tree.find_all(nodes.Const))
 
     def render(
@@ -114,15 +114,15 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text, up to the opening of the assistant's turn; encode with ``special=True``.
 
-        Texts go in as they are, so the text of a control token in them would count as one:
-        :meth:`encode` keeps the two apart.
+        Texts are inserted unchanged, so the text of a control token in them would count as one;
+        :meth:`encode` keeps them apart.
 
         Args:
-            messages: as OpenAI's chat API has them. Where the template does not know the role ``developer``
-                such messages are the system's.
-            arguments: what else it is told, by the names in :attr:`arguments`: ``tools``, a list of functions
-                as OpenAI's chat API has them, for one.
-            now: what templates that state the date are told; the current time if None.
+            messages: messages of OpenAI's chat API. Messages of the role ``developer`` become the system's if
+                the template does not know the role.
+            arguments: values of the variables in :attr:`arguments`, such as ``tools``, a list of functions of
+                OpenAI's chat API.
+            now: the time for templates that state the date; the current time if None.
 
         Raises:
             RequestError: a message is malformed, an argument is not known, or the template refuses the
@@ -139,11 +139,11 @@ class ChatTemplate:
     ) -> list[int]:
         """The token ids of the conversation; texts in it cannot forge control tokens.
 
-        Takes and raises what :meth:`render` does; RequestError also where a text holds U+18A21 to U+18A7E,
-        which mark what must stay ordinary. The text of a control token within a content, a tool or an
-        argument is spelled out in ordinary tokens, also where the template makes it of another text, in
-        another case for one, and so is that of an added token that the template writes, but for the
-        assistant's own words; all else is encoded as one text. No BOS is added.
+        Arguments and errors are those of :meth:`render`. A text with U+18A21 to U+18A7E, which mark ordinary
+        text, also raises RequestError. The text of a control token within a content, a tool or an argument
+        becomes ordinary tokens, also if the template changes it, for example its case. So does the text of an
+        added token that the template writes, except in the assistant's own words. Everything else is encoded
+        as one text, without BOS.
         """
         chosen = self.taking(arguments)
         marks = tokenizer.marks_in(chosen.source)
@@ -170,7 +170,7 @@ class ChatTemplate:
         spelled: Callable[[str | None, str], str],
         now: datetime | None = None,
     ) -> str:
-        """The text of a conversation whose texts are replaced by what ``spelled`` makes of role and text."""
+        """The text of a conversation in which ``spelled``, of role and text, replaces every text."""
         checked, others = self._checked(messages, arguments)
         written = [_with_texts(message, partial(spelled, message["role"])) for message in checked]
         return self._render(written, _with_texts(others, partial(spelled, None)), now)
@@ -205,7 +205,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads(self) -> _Reads:
-        """Found out by rendering a short conversation in each form."""
+        """The form, found by rendering a short conversation in each form."""
         ask = {"role": "user", "content": _PROBE}
         as_text, as_parts = (self._tried(_Reads(parts), ask) for parts in (False, True))
         as_python = str({"text": _PROBE})[1:]  # of a list that is printed, not read
@@ -226,7 +226,7 @@ class ChatTemplate:
         return usual
 
     def _tried(self, form: _Reads, *messages: dict[str, Any]) -> str:
-        """A conversation rendered in that form; nothing where the template fails."""
+        """A conversation rendered in that form; empty if the template fails."""
         tools = {"tools": [_TOOL]} if "tools" in self.arguments else {}
         try:
             return self._render([_shape(message, form) for message in messages], tools, share=1 / 8)
@@ -263,7 +263,7 @@ class ChatTemplate:
 
 
 def read_template(path: Path) -> str:
-    """The Jinja source in a user's file; RequestError where it cannot be read, TokenizerError if invalid."""
+    """The Jinja source in a user's file; RequestError if it cannot be read, TokenizerError if invalid."""
     source = read_text(path, RequestError, "Give a file with a chat template in Jinja", encoding="utf-8-sig")
     with naming(path):
         ChatTemplate(source)
@@ -271,7 +271,7 @@ def read_template(path: Path) -> str:
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of ``messages``, whose contents and calls are checked; RequestError where one is malformed.
+    """Copies of ``messages`` with checked contents and calls; RequestError if a message is malformed.
 
     The content of an assistant's message with tool calls may be None. Further keys, such as ``name`` and
     ``tool_call_id``, stay as they are.
@@ -282,7 +282,7 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _plain(value: object, where: str, depth: int = 0) -> Any:
-    """A copy of ``value``, of dictionaries and lists; RequestError where it is not what JSON can say."""
+    """A copy of ``value`` in dictionaries and lists; RequestError if JSON cannot hold it."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -350,7 +350,7 @@ def _shape(message: dict[str, Any], form: _Reads) -> dict[str, Any]:
 
 
 def _arguments(stated: object, form: _Reads) -> object:
-    """A call's arguments; models write broken ones, with which a conversation has to go on."""
+    """A call's arguments. Models write broken ones, and the conversation has to go on."""
     table = stated = stated or {}
     if isinstance(table, str):
         try:
@@ -364,7 +364,7 @@ def _arguments(stated: object, form: _Reads) -> object:
 
 
 def _calling(arguments: object, is_long: bool) -> list[dict[str, Any]]:
-    """A conversation in which a tool was called, for which nothing was said; perhaps it went on."""
+    """A conversation with a call of a tool and no content beside it, perhaps with messages behind."""
     call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": arguments}}
     ask: dict[str, Any] = {"role": "user", "content": "a"}
     calls = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -373,7 +373,7 @@ def _calling(arguments: object, is_long: bool) -> list[dict[str, Any]]:
 
 
 def _with_texts(value: Any, made: Callable[[str], str]) -> Any:
-    """A copy of ``value`` with what ``made`` makes of its texts."""
+    """A copy of ``value`` with ``made`` applied to its texts."""
     if isinstance(value, str):
         return made(value)
     if isinstance(value, dict):

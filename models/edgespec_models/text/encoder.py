@@ -1,9 +1,9 @@
-"""The tokenizers library and what it raises: the only module that calls it.
+"""The only module that calls the tokenizers library.
 
-It raises bare exceptions. Where its Rust code panics, as over a regular expression that backtracks too long,
-a template that names no token, or a list that memory has no room for, it raises what is not even an
-``Exception``. All of that leaves this module as a :class:`TokenizerError`. Where an allocation within its
-Rust code fails, it aborts the process, and nothing can be done about that.
+The library raises bare exceptions. When its Rust code panics, for example over a regular expression that
+backtracks too long, a template that names no token, or a list too large for memory, it raises an object that
+is not even an ``Exception``. All of them leave this module as :class:`TokenizerError`. A failed allocation
+within the Rust code aborts the process; nothing can be done about that.
 """
 
 import json
@@ -32,7 +32,7 @@ _AGAIN = "Export or download the model again"
 
 @contextmanager
 def _guarded(failure: str, remedy: str) -> Iterator[None]:
-    """Raise what the library raises as an error of edgespec's: ``failure``, why, and the remedy."""
+    """Turn the library's exceptions into errors of edgespec's: ``failure``, the reason, and the remedy."""
     try:
         yield
     except BaseException as error:
@@ -47,7 +47,7 @@ def _guarded(failure: str, remedy: str) -> Iterator[None]:
 class Encoder:
     """The text of a ``tokenizer.json``, in the library. Safe to share between threads.
 
-    Every method raises TokenizerError where the library fails.
+    Every method raises TokenizerError if the library fails.
     """
 
     def __init__(self, text: str) -> None:
@@ -72,27 +72,27 @@ class Encoder:
 
     @_guarded(_VOCABULARY, _AGAIN)
     def decoder(self) -> dict[str, Any] | None:
-        """The decoder as the file states it."""
+        """The decoder in the file."""
         decoder = self._core.decoder
         stated: dict[str, Any] | None = json.loads(decoder.__getstate__()) if decoder else None
         return stated
 
     @_guarded(_VOCABULARY, _AGAIN)
     def spec(self) -> dict[str, Any]:
-        """All that the file states."""
+        """The whole file."""
         stated: dict[str, Any] = json.loads(self._core.to_str())
         return stated
 
     @_guarded(_VOCABULARY, _AGAIN)
     def json(self, special: Collection[str] = ()) -> str:
-        """The text of a ``tokenizer.json`` in which tokens with the texts ``special`` are special ones."""
+        """The text of a ``tokenizer.json`` in which tokens with the texts ``special`` are special."""
         core = tokenizers.Tokenizer.from_str(self._core.to_str())
         core.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in special])
         return core.to_str()
 
     @_guarded(_VOCABULARY, _AGAIN)
     def unknown_token(self) -> str | None:
-        """Text of the token for what the vocabulary lacks."""
+        """Text of the unknown token."""
         if self.model != "Unigram":
             unknown: str | None = self._core.model.unk_token
             return unknown
@@ -113,27 +113,27 @@ class Encoder:
 
     @_guarded(_VOCABULARY, _AGAIN)
     def id_of(self, text: str, *, added: bool = True) -> int | None:
-        """The token with this text; of the model's own, or of added ones too."""
+        """The token with this text, among the model's own tokens, or also among added ones."""
         id_: int | None = (self._core if added else self._core.model).token_to_id(text)
         return id_
 
     @_guarded(_TEXT, _TRY)
     def ids(self, text: str, *, special: bool) -> list[int]:
-        """Encode, with ``special`` control tokens too; RequestError for no str, and for a lone surrogate."""
+        """Encode ``text``, with ``special`` control tokens too; RequestError for a lone surrogate."""
         core = self._core if special else self._plain
         return _ids(core.encode_batch_fast, text)[0]
 
     @_guarded(_TEXT, _TRY)
     def spans(self, text: str, of: frozenset[int]) -> list[tuple[int, int, int]]:
-        """Where in ``text`` tokens of these ids, special ones included, begin and end, and their ids."""
-        if of.isdisjoint(self.ids(text, special=True)):  # without places, in half the time
+        """Begin, end and id of the tokens in ``text`` that have these ids; special tokens count."""
+        if of.isdisjoint(self.ids(text, special=True)):  # this takes half the time
             return []
         ids, encoding = _ids(self._core.encode_batch, text)
         return [(*(encoding.token_to_chars(at) or (0, 0)), id_) for at, id_ in enumerate(ids) if id_ in of]
 
     @_guarded("The tokenizers library cannot apply the tokenizer.json's own template", _AGAIN)
     def framed(self, text: str) -> list[int]:
-        """Encode as the file's own template frames a text, with BOS and the like."""
+        """Encode ``text`` within the file's own template, with BOS and the like."""
         ids: list[int] = self._core.encode(text, add_special_tokens=True).ids
         return ids
 
@@ -141,21 +141,21 @@ class Encoder:
 def _ids(
     encode: Callable[..., Sequence[tokenizers.Encoding]], text: str
 ) -> tuple[list[int], tokenizers.Encoding]:
-    """What a text is encoded to, as a batch of one: other threads of Python run meanwhile."""
+    """The ids of a text, encoded as a batch of one text, so other threads of Python run meanwhile."""
     try:
         (encoding,) = encode([text], add_special_tokens=False)
     except (UnicodeEncodeError, TypeError) as error:
         wrong = lone_surrogate(text) if isinstance(text, str) else f" is {shown(text)}, not a str"
         raise RequestError(f"the text to encode{wrong or f' is refused: {error}'}") from error
     ids: list[int] = encoding.ids
-    sleep(0)  # a long list takes a while to make, and its encoding to free: others run in between
+    sleep(0)  # making a long list and freeing its encoding takes a while: other threads run in between
     return ids, encoding
 
 
 def _twin(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
-    """Another over the same vocabulary, which takes no memory; None where added tokens get other ids.
+    """A second encoder over the same vocabulary, without memory of its own; None if ids would differ.
 
-    Whether the text of control tokens is one is a switch of the whole, which threads cannot share.
+    Reading control tokens is a switch of the whole encoder, which threads cannot share.
     """
     twin, added = tokenizers.Tokenizer(core.model), core.get_added_tokens_decoder()
     for part in ("normalizer", "pre_tokenizer"):

@@ -1,8 +1,8 @@
 """Text of a conversation that spells control tokens, as a chat template sees it.
 
-The characters of such a token are replaced by stand-ins, one for one, so that whatever a template makes of
-the text, they are found again in the prompt. To the template it is the text itself: it compares, searches,
-splits and strips what the stand-ins stand for.
+Stand-ins replace the characters of such a token, one for one, so that they are found again in the prompt
+after any operation of the template. The template sees the text itself: comparing, searching, splitting and
+stripping work on the original characters.
 """
 
 import re
@@ -13,8 +13,11 @@ from edgespec_models.errors import RequestError
 
 _FIRST: Final = 0x18A00
 STAND_INS: Final = "\U00018a21-\U00018a7e"
-"""As in a regular expression. Parts of Tangut characters, which no text holds by themselves; printable, so
-that Python shows them as they are where a template prints a whole list."""
+"""The stand-ins, for a regular expression.
+
+They are parts of Tangut characters, which no text holds alone. They are printable, so Python shows them
+unchanged when a template prints a whole list.
+"""
 _TO: Final = {code: _FIRST + code for code in range(0x21, 0x7F)}
 _FROM: Final = {stand_in: code for code, stand_in in _TO.items()}
 _STAND_INS: Final = frozenset(map(chr, _FROM))
@@ -23,7 +26,7 @@ _STRETCH: Final = 1 << 16  # characters that are searched at once: other threads
 
 
 def mark(text: str, spans: Iterable[tuple[int, int, int]]) -> str:
-    """``text`` with stand-ins in spans of (start, stop, id); RequestError where it holds some already."""
+    """``text`` with stand-ins in spans of (start, stop, id); RequestError if it holds some already."""
     if has_marks(text):
         raise RequestError(
             "A message holds a character from U+18A21 to U+18A7E, which edgespec marks text with. Remove it."
@@ -36,7 +39,7 @@ def mark(text: str, spans: Iterable[tuple[int, int, int]]) -> str:
 
 
 def unmark(text: str) -> tuple[str, frozenset[int]]:
-    """The text that a template made, as it reads, and where stand-ins were in it."""
+    """The original text of a template's output, and the places of stand-ins in it."""
     if not has_marks(text):
         return text, frozenset()
     return text.translate(_FROM), frozenset(match.start() for match in _ANY.finditer(text))
@@ -49,17 +52,17 @@ def has_marks(text: str) -> bool:
 
 
 def marked(text: str) -> str:
-    """``text``, as templates are to see it if it holds stand-ins."""
+    """``text`` for templates: a :class:`MarkedText` if it holds stand-ins."""
     return MarkedText(text) if has_marks(text) else text
 
 
 def plain(value: Any) -> Any:
-    """What stand-ins stand for; other values as they are."""
+    """The original text; other values unchanged."""
     return value.translate(_FROM) if isinstance(value, MarkedText) else value
 
 
 def _plainly(name: str) -> Any:
-    """The method ``name`` of what the text reads as."""
+    """The method ``name`` of the original text."""
     method = getattr(str, name)
     return lambda self, *args: method(plain(self), *map(plain, args))
 
@@ -81,7 +84,7 @@ def _cutting(name: str) -> Any:
 
 
 def _cased(name: str) -> Any:
-    """A method that changes the case of letters; stand-ins stay where they are, for other letters."""
+    """A method that changes the case of letters; stand-ins stay, for the new letters."""
     method = getattr(str, name)
 
     def change(self: "MarkedText") -> str:
@@ -95,7 +98,7 @@ def _cased(name: str) -> Any:
 
 
 class MarkedText(str):
-    """A text with stand-ins, which reads as what they stand for."""
+    """A text with stand-ins that behaves like the original text."""
 
     __slots__ = ()
 
@@ -119,5 +122,5 @@ class MarkedText(str):
         return map(marked, str.__iter__(self))
 
     def replace(self, old: Any, new: Any, count: Any = -1) -> str:
-        """As of other texts; stand-ins of what stays, stay."""
+        """As in other texts; the rest keeps its stand-ins."""
         return marked(str.join(new, self.split(old, count)) if old else str.replace(self, old, new, count))

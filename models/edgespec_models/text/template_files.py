@@ -1,4 +1,4 @@
-"""Where chat templates lie in files: one for all conversations, and perhaps one with tools or documents."""
+"""The files of chat templates: one for all conversations, and perhaps others for tools or documents."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -13,14 +13,14 @@ BESIDE: Final = {DEFAULT: FILE} | {name: f"additional_chat_templates/{name}.jinj
 
 
 def file_of(name: str) -> str:
-    """The file of a bundle that holds the template of that name."""
+    """The file of a bundle with the template of that name."""
     return FILE if name == DEFAULT else f"chat_template.{name}.jinja"
 
 
 def templates(value_by_key: Mapping[str, object], where: str) -> dict[str, str]:
-    """Jinja source by name; without a default template the first is that, and other names are left out.
+    """Jinja source by name. Without a default template the first becomes the default.
 
-    Raises ModelFileError where a source is no text; None is none.
+    Unknown names and None are left out. Raises ModelFileError if a source is no text.
     """
     sources = {name: source for name, source in value_by_key.items() if source is not None}
     for name, source in sources.items():

@@ -1,11 +1,11 @@
-"""Jinja's sandbox with limits: a chat template ends soon, and takes little memory, whatever it says.
+"""Jinja's sandbox with limits: every chat template ends soon and takes little memory.
 
-Jinja's own keeps templates from Python's objects and bounds ``range``. Here templates are rewritten before
-they are compiled, so that rounds of loops, and the values that literals, slices, calls, filters and operators
-make, are counted against what one value may have and what all may have together, and the clock is asked.
-What can be far larger than what it is made of (``*``, ``**``, ``%``, ``format``, ``join``, ``replace``,
-``indent``) is estimated before it is made; the few other filters and methods of that kind are left out. So it
-holds in every thread and on every platform, which signals, trace functions and limits of processes do not.
+Jinja's own sandbox keeps templates from Python's objects and bounds ``range``. This one rewrites templates
+before they are compiled. Rounds of loops, and the values of literals, slices, calls, filters and operators,
+count against a limit for one value and a limit for all, and the clock is read. Operations with results far
+larger than their inputs (``*``, ``**``, ``%``, ``format``, ``join``, ``replace``, ``indent``) are estimated
+before they run; the few other filters and methods of that kind are left out. So the limits hold in every
+thread and on every platform, unlike signals, trace functions and limits of processes.
 """
 
 import json
@@ -50,7 +50,7 @@ _STEP, _MADE, _JOINED = (
 
 
 class _Budget:
-    """What one rendering may still take."""
+    """The remaining budget of a rendering."""
 
     def __init__(self, source: str, texts: Collection[Mapping[str, object]], share: float) -> None:
         self._known: dict[int, int] = {}
@@ -63,30 +63,30 @@ class _Budget:
         self._turn = 0
 
     def step(self, cost: int) -> bool:
-        """Something costs so many characters; a call of any kind counts as 8."""
+        """Count this many characters; a call of any kind counts as 8."""
         self._left -= cost + 8
         self._turn += 1 + cost // 64
         if self._left < 0:
             raise SecurityError(f"the template makes more than {_ALL * self._largest:,} characters in all")
-        if self._turn >= 8:  # asking the clock at every step would cost more than most steps
+        if self._turn >= 8:  # reading the clock at every step would cost more than most steps
             self._turn = 0
             if thread_time() > self._ends:
                 raise SecurityError("the template takes too long")
         return True
 
     def allow(self, size: int) -> None:
-        """A value of this size is about to be made."""
+        """Check a size before its value is made."""
         if size > self._largest:
             raise SecurityError(f"the template makes a value of more than {self._largest:,} parts")
 
     def take(self, value: Any) -> Any:
-        """A value that was made; a list costs its items, but is as large as all that is in it."""
+        """Count a new value. A list costs its items, but has the size of its whole content."""
         self.allow(self.size(value))
         self.step(len(value) if isinstance(value, Collection) else 0)
         return marked(value) if type(value) is str else value
 
     def size(self, value: object) -> int:
-        """Characters and items of a value with all that is in it; of what is too large, only that it is."""
+        """Characters and items of a value with its content; above the limit any number above it."""
         total, left = 0, [value]
         while left and total <= self._largest:
             item = left.pop()
@@ -101,7 +101,7 @@ class _Budget:
             elif isinstance(item, Mapping):
                 left += (*item.keys(), *item.values())
             elif isinstance(item, Namespace):
-                if item is not value:  # it changes, so what holds it could grow after it was measured
+                if item is not value:  # it is mutable, so its container could grow after it was measured
                     raise SecurityError("a namespace is within another value")
                 left.append(item._Namespace__attrs)
             elif isinstance(item, Collection) and not isinstance(item, range):
@@ -114,7 +114,7 @@ _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
 
 @contextmanager
 def limited(source: str, texts: Collection[Mapping[str, object]], share: float = 1.0) -> Iterator[None]:
-    """Within, templates of a :class:`Sandbox` may be rendered, in a ``share`` of the time."""
+    """Allow rendering of templates of a :class:`Sandbox` within, in a ``share`` of the time."""
     token = _BUDGET.set(_Budget(source, texts, share))
     try:
         yield
@@ -146,12 +146,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Methods that make much of little are not."""
+        """Whether a template may read it; methods with large results from small inputs are refused."""
         unsafe = isinstance(obj, str | int) and attr in _UNSAFE
         return not unsafe and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> jinja2.Undefined:
-        """Raise: Jinja's own prints nothing, which would hide the attempt."""
+        """Raise an error; Jinja's own method prints nothing, which would hide the attempt."""
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -169,7 +169,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return budget.take(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Whatever the template calls."""
+        """Call an object for the template, and count its result."""
         budget = _BUDGET.get()
         named = (value for name, value in kwargs.items() if name not in _OF_JINJA)
         budget.allow(sum(map(budget.size, (*args, *named))))
@@ -196,7 +196,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Guards(NodeTransformer):
-    """Puts filters of the sandbox where templates spend time and memory."""
+    """Adds filters of the sandbox where templates spend time and memory."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -226,7 +226,7 @@ def _filtered(name: str, value: nodes.Expr, place: nodes.Node) -> nodes.Filter:
 
 @pass_context
 def _print(_: Context, value: Any) -> Any:
-    """What is printed, to the end or into a block."""
+    """The printed text, of the whole template or of a block."""
     budget = _BUDGET.get()
     size = budget.size(value)
     budget.allow(size)
@@ -235,7 +235,7 @@ def _print(_: Context, value: Any) -> Any:
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose result is measured, and estimated before if it can be large."""
+    """A filter with a measured result, which is estimated before if it can be large."""
     passes = hasattr(function, "jinja_pass_arg")
     size_of = _SIZES.get(name)
 
@@ -253,7 +253,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drawn(value: Any) -> Any:
-    """The items of an iterator, from which they can be drawn once."""
+    """The items of an iterator, which can be drawn once."""
     return list(value) if isinstance(value, Iterator) else value
 
 
@@ -295,7 +295,7 @@ _SIZES: Final[Mapping[str, Callable[..., int]]] = {
     "round": _size_of_round,
     "sum": _size_of_sum,
 }
-"""What filters can make far larger than what they take, and how large it will be."""
+"""Filters whose results can be far larger than their inputs, with estimates of the size."""
 
 
 def _to_json(
@@ -308,7 +308,7 @@ def _to_json(
     # Jinja's own filter escapes HTML, which models are not trained on.
     if not isinstance(indent, int | None) or (indent or 0) > 100:
         raise SecurityError(f"tojson with an indent of {indent!r:.20}")
-    # ASCII is made below: what marks text that must stay ordinary has to stay as it is.
+    # ASCII is made below, because stand-ins have to stay unchanged.
     encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     budget, pieces = _BUDGET.get(), []
     for piece in encoder.iterencode(value):  # spaces of deep lists are many

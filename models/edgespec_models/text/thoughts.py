@@ -49,8 +49,8 @@ class Tags:
 class Place:
     """A place in an answer: its stage, and held bytes that may still become a tag.
 
-    Only the beginning of an answer holds thoughts: a tag that comes later is text. ``opened`` and ``closed``
-    are the tag and space behind it.
+    Only the beginning of an answer holds thoughts: later tags are text. ``opened`` and ``closed`` are the tag
+    and space behind it.
     """
 
     tags: Tags
@@ -85,7 +85,7 @@ class Place:
         return (self, b"", b"") if self.thinks else (Place(self.tags, "text"), b"", self.held_text)
 
     def read(self, data: bytes) -> tuple["Place", bytes, bytes]:
-        """The place behind ``data``, what that adds to the thoughts, and what to the text.
+        """The place behind ``data``, the new thoughts, and the new text.
 
         Tags, and space at the ends of the thoughts and before the text, belong to neither.
         """
@@ -114,7 +114,7 @@ class Place:
 
 
 def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:
-    """The tags that a template shows or that the vocabulary has; None where a model does not think."""
+    """The tags of a template or of the vocabulary; None for a model that does not think."""
     effort = _EFFORT if _EFFORT in template.arguments else None
     if "<|channel|>" in template.source and tokenizer.special_id("<|channel|>") is not None:
         begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>"
@@ -139,7 +139,10 @@ def tag_tokens(tokenizer: Tokenizer, tag: str) -> list[int]:
 
 
 def place_behind(prompt: Sequence[int], tags: Tags, tokenizer: Tokenizer) -> Place:
-    """Where an answer begins: templates may open the thoughts in the prompt, or open and close them."""
+    """The place at the beginning of an answer.
+
+    Templates may open the thoughts in the prompt, or open and close them.
+    """
     text = tokenizer.decode(prompt[-_TAIL:], skip_special=False).rstrip()
     if text.endswith(tags.begin):
         return Place(tags, "opened")

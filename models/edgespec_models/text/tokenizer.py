@@ -1,6 +1,6 @@
 """A model's tokenizer: text to token ids, and the exact bytes behind every id.
 
-Two kinds of vocabulary are read, told apart by the decoder a ``tokenizer.json`` states:
+Two kinds of vocabulary are read; the decoder of a ``tokenizer.json`` tells which:
 
 - byte-level BPE, whose token strings spell bytes in GPT-2's alphabet (Radford et al. 2019, ``encoder.py``);
 - SentencePiece-style BPE or Unigram with byte fallback, whose strings spell spaces as U+2581 and single
@@ -32,7 +32,7 @@ _MOST_TOKENS = 1 << 24
 _Id = Annotated[int, within(0)]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _FIM = re.compile(r"<[|｜]?fim.\w+[|｜]?>|\[(PREFIX|SUFFIX|MIDDLE)\]|<\|?(repo|file)_?(name|sep\w*)\|?>")
-"""Control tokens to fill in the middle, which some files do not call special."""
+"""Control tokens to fill in the middle, which are not special in some files."""
 MARK = re.compile(r"[<\[]\S+[>\]]")
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = (byte for byte in range(256) if byte not in _VISIBLE)
@@ -41,7 +41,7 @@ _ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in en
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The control tokens a model's runtime needs, as ids.
+    """The ids of the control tokens that a model's runtime needs.
 
     ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
     ``pad`` is in older manifests; nothing reads it.
@@ -54,7 +54,7 @@ class SpecialTokens:
 
 
 class Tokenizer:
-    """One vocabulary with its encoder. Safe to share between threads.
+    """A vocabulary with its encoder. Safe to share between threads.
 
     ``vocab_size``, the rows of the LM head, may exceed the tokenizer's ids; padding ids contribute no bytes.
     Every id lies below it.
@@ -94,7 +94,7 @@ class Tokenizer:
     def from_file(cls, path: Path, *, vocab_size: int | None = None) -> "Tokenizer":
         """Read a ``tokenizer.json``.
 
-        Raises TokenizerError where the file is missing, damaged, of an unknown kind, or has ids of
+        Raises TokenizerError if the file is missing, damaged, of an unknown kind, or has ids of
         ``vocab_size`` and more.
         """
         try:
@@ -124,22 +124,21 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The ids of ``text``, without a BOS token.
 
-        With ``special`` the text of a special token becomes that token: for the output of a chat template.
-        Without, it is spelled out as ordinary text, so text from a user cannot forge control tokens.
-        Added tokens that are not special (Gemma's runs of spaces, for one) match either way.
-        Characters that the vocabulary cannot spell become its unknown token or, where it has none, are
-        dropped, as in the model's own tokenizer.
-        Raises RequestError where ``text`` holds a lone surrogate, and TokenizerError where a special token
-        would have to be spelled out and the vocabulary lacks a byte of it, or the tokenizers library fails.
+        With ``special`` the text of a special token becomes that token, as in the output of a chat template.
+        Without it, the text becomes ordinary tokens, so a user's text cannot forge control tokens. Added
+        tokens that are not special (Gemma's runs of spaces, for one) match either way. Characters that the
+        vocabulary cannot spell become its unknown token or, where it has none, are dropped, as in the model's
+        own tokenizer. Raises RequestError if ``text`` holds a lone surrogate, and TokenizerError if the
+        vocabulary lacks a byte of a special token's text, or the tokenizers library fails.
         """
         ids = self._encoder.ids(text, special=special)
         return ids if special else self._without_specials(ids)
 
     def encode_marked(self, text: str, spelled: frozenset[int], marks: frozenset[int]) -> list[int]:
-        """Encode with special tokens, but none whose text has a character at one of ``spelled``.
+        """Encode with special tokens, except where their text has a character at one of ``spelled``.
 
-        That becomes ordinary tokens of the same text, as does the text of added tokens with the ids
-        ``marks``. Raises as :meth:`encode` does.
+        Such text becomes ordinary tokens, and so does the text of added tokens with the ids ``marks``. Raises
+        as :meth:`encode` does.
         """
         # Encoded is all before ``begin``; ``end`` is that of the last special token that stays one.
         ids, begin, end = list[int](), 0, 0
@@ -157,7 +156,7 @@ class Tokenizer:
         return ids + self.encode(text[begin:], special=True)
 
     def _ordinary(self, parts: Sequence[str], is_behind: bool) -> list[int]:
-        """Ordinary tokens of a text, none over two parts; perhaps it stands behind a special token."""
+        """Ordinary tokens of a text, perhaps behind a special token; no token spans two parts."""
         begun = self.encode(parts[0]) if not is_behind or self._begins_anew else self._exactly(parts[0])
         return [*begun, *chain.from_iterable(map(self._exactly, parts[1:]))]
 
@@ -166,16 +165,19 @@ class Tokenizer:
 
     @cached_property
     def _begins_anew(self) -> bool:
-        """Whether a text behind a special token begins as any text does, with a space perhaps."""
+        """Whether a text behind a special token begins like any text, perhaps with a space."""
         mark = next((text for text, id_ in self._specials.items() if id_ != self._unknown), "")
         return self._encoder.ids(f"{mark}a", special=True)[1:] == self._encoder.ids("a", special=False)
 
     def begins_with(self, token: int) -> bool:
-        """Whether the file's own template puts ``token`` before a text; TokenizerError where it cannot."""
+        """Whether the file's own template puts ``token`` before a text. Raises TokenizerError if it fails."""
         return self._encoder.framed("a")[:1] == [token]
 
     def ending(self) -> int | None:
-        """The control token that the file's own template puts behind a text; raises as the above does."""
+        """The control token that the file's own template puts behind a text.
+
+        Raises as :meth:`begins_with` does.
+        """
         last = self._encoder.framed("a")[-1:]
         return next((id_ for id_ in last if id_ in self._special_ids), None)
 
@@ -183,8 +185,8 @@ class Tokenizer:
         """Ids whose bytes are exactly ``data``: any bytes, also invalid or incomplete UTF-8.
 
         Valid stretches are encoded as text with nothing added, dropped or normalised; the rest becomes
-        byte tokens. ``bytes_of(encode_bytes(data)) == data``, always. Raises TokenizerError where the
-        vocabulary lacks a byte that ``data`` needs, or the tokenizers library fails.
+        byte tokens. ``bytes_of(encode_bytes(data)) == data``, always. Raises TokenizerError if the vocabulary
+        lacks a byte of ``data``, or the tokenizers library fails.
         """
         ids = self._encode_stretches(self._encoder, data)
         if self.bytes_of(ids) != data:
@@ -194,9 +196,9 @@ class Tokenizer:
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes ``token`` contributes: empty for padding ids, the token's text for special ones.
+        """The bytes of ``token``: empty for padding ids, the token's text for special ones.
 
-        Raises TokenizerError where the id is not in 0 .. vocab_size - 1.
+        Raises TokenizerError if the id is not in 0 .. vocab_size - 1.
         """
         self._check_ids((token,))
         return self._bytes[token]
@@ -208,15 +210,15 @@ class Tokenizer:
         return b"".join([self._bytes[token] for token in tokens])
 
     def ends(self, tokens: Sequence[int]) -> list[int]:
-        """How many bytes the tokens have up to the end of each; raises as :meth:`token_bytes` does."""
+        """The number of bytes up to the end of each token; raises as :meth:`token_bytes` does."""
         self._check_ids(tokens)
         return list(accumulate(len(self._bytes[token]) for token in tokens))
 
     def decode(self, tokens: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of ``tokens``; what is not valid UTF-8 becomes U+FFFD.
+        """The text of ``tokens``; invalid UTF-8 becomes U+FFFD.
 
-        Nothing is stripped: where the vocabulary starts a text with a space of its own, the space stays,
-        because ``tokens`` may continue another text.
+        Nothing is stripped: a space that the vocabulary puts before a text stays, because ``tokens`` may
+        continue another text.
         """
         if skip_special:
             tokens = [token for token in tokens if token not in self._special_ids]
@@ -232,11 +234,11 @@ class Tokenizer:
 
     @property
     def fim_ids(self) -> dict[str, int]:
-        """The special tokens to fill in the middle, and those around files, by their texts."""
+        """The special tokens to fill in the middle, and the ones around files, by their texts."""
         return {text: id_ for text, id_ in self._specials.items() if _FIM.fullmatch(text)}
 
     def special_spans(self, text: str, marks: frozenset[int] = frozenset()) -> list[tuple[int, int, int]]:
-        """Where special tokens and the added ``marks`` stand in ``text``: start, stop (characters) and id."""
+        """Start, stop (characters) and id of special tokens and the added ``marks`` in ``text``."""
         return [span for span in self._encoder.spans(text, self._special_ids | marks) if span[0] < span[1]]
 
     def marks_in(self, template: str) -> frozenset[int]:
@@ -244,11 +246,11 @@ class Tokenizer:
         return frozenset(id_ for text, id_ in self._marks.items() if text in template)
 
     def id_of_bytes(self, data: bytes) -> int | None:
-        """The ordinary token with exactly these bytes; a byte token only where there is no other."""
+        """The ordinary token with exactly these bytes; a byte token only if there is no other."""
         return self._ids_by_bytes.get(data)
 
     def spelling(self, data: bytes) -> list[int]:
-        """Ordinary tokens with which a text may go on that begins with ``data``, of one byte or more."""
+        """Ordinary tokens that may begin a text which begins with ``data``, of one byte or more."""
         ids, known, begin = self._ids_by_bytes, self._sorted_bytes, bisect_left(self._sorted_bytes, data)
         end = bisect_right(known, data, begin, key=lambda known_part: known_part[: len(data)])
         parts = (data[:length] for length in range(1, len(data)))
@@ -264,7 +266,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of what :meth:`matches` compares: bytes and roles of all ids, without padding."""
+        """SHA-256 (hex) of bytes and roles of all ids without padding, which :meth:`matches` compares."""
         table = self._used()
         hasher = hashlib.sha256(b"edgespec vocabulary 1\0")
         hasher.update(",".join(str(len(data)) for data in table).encode("ascii") + b"\0")
@@ -280,7 +282,7 @@ class Tokenizer:
         return self._bytes[:end]
 
     def _table(self, own: Mapping[str, int], added: Mapping[int, tuple[str, bool]]) -> list[bytes]:
-        """The bytes of every id, of the model's ``own`` tokens and of those ``added``."""
+        """The bytes of every id, of the model's ``own`` tokens and of ``added`` ones."""
         spell = _byte_level_bytes if self._byte_level else _sentencepiece_bytes
         table = [b""] * self.vocab_size
         for text, id_ in own.items():
@@ -321,7 +323,7 @@ class Tokenizer:
 
     @cached_property
     def _exact_encoder(self) -> Encoder:
-        """The encoder without what changes a text: prefix spaces and normalisation."""
+        """The encoder without steps that change a text: prefix spaces and normalisation."""
         spec = self._encoder.spec()
         spec["normalizer"] = _space_sign_only(spec.get("normalizer"))
         _remove_prefix_space(spec.get("pre_tokenizer"))
@@ -423,7 +425,7 @@ def _remove_prefix_space(pre_tokenizer: dict[str, Any] | None) -> None:
 
 
 def _byte_level_bytes(text: str) -> bytes:
-    """The bytes of a text in GPT-2's alphabet; of any other its own."""
+    """The bytes of a text in GPT-2's alphabet; the UTF-8 bytes of any other text."""
     try:
         return charmap_encode(text, "strict", _ALPHABET)[0]
     except UnicodeEncodeError:
@@ -438,6 +440,6 @@ def _sentencepiece_bytes(text: str) -> bytes:
 
 
 def begun_at_end(data: AnyStr, tag: AnyStr) -> int:
-    """The length of the longest end of ``data`` that begins ``tag`` and is not all of it."""
+    """The length of the longest end of ``data`` that is a proper beginning of ``tag``."""
     lengths = range(min(len(tag) - 1, len(data)), 0, -1)
     return next((length for length in lengths if data.endswith(tag[:length])), 0)

@@ -1,8 +1,8 @@
 """The tokenizer, special tokens and chat template of a Hugging Face directory.
 
-What ends generation: the tokens that ``tokenizer_config.json``, ``special_tokens_map.json``,
-``generation_config.json`` and the model's configuration name, and the well-known ones among the control
-tokens, as with GGUF files.
+Generation ends at the tokens that ``tokenizer_config.json``, ``special_tokens_map.json``,
+``generation_config.json`` and the model's configuration name, and at well-known control tokens, as with GGUF
+files.
 """
 
 import json
@@ -26,7 +26,7 @@ END_OF_GENERATION = (
     *("<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "</s>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 )
-"""Tokens that end generation in the models that have them as control tokens."""
+"""Texts of control tokens that end generation."""
 
 _CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
@@ -41,12 +41,12 @@ _LOG = logging.getLogger("edgespec")
 
 
 def control_texts(sources: Mapping[str, str]) -> frozenset[str]:
-    """Texts of control tokens, whatever a file says: known ones around turns, and those of its templates."""
+    """Texts that are control tokens in every file: known ones around turns, and those of its templates."""
     return _KNOWN.union(_BEGINS, written_marks(sources))
 
 
 class TokenizerFiles:
-    """What a directory says beside its tokenizer; ModelFileError where one of the files is damaged.
+    """The files beside a directory's tokenizer; ModelFileError if one of them is damaged.
 
     ``model`` is the model's configuration, for ``bos_token_id`` and the like. The tokenizer may have fewer
     tokens than ``vocab_size``, the rows of the LM head.
@@ -64,11 +64,11 @@ class TokenizerFiles:
             self._roles = Facts.read(folder / _MAP).over(config)
 
     def complete(self, text: str) -> tuple[str, Tokenizer]:
-        """The text of a ``tokenizer.json`` together with what stands beside it, and its tokenizer.
+        """The text of a ``tokenizer.json``, completed from the files beside it, and its tokenizer.
 
-        What begins or ends a text or a turn becomes a control token. Added tokens without a row in the LM
-        head are left out. Raises ModelFileError for damaged files, TokenizerError for a ``tokenizer.json``
-        that cannot be read, and where a token that is needed has no row.
+        Tokens at the beginning or end of a text or a turn become control tokens. Added tokens without a row
+        in the LM head are left out. Raises ModelFileError for damaged files, TokenizerError for a
+        ``tokenizer.json`` that cannot be read, or a necessary token without a row.
         """
         refuse_impostor(self._folder / "tokenizer.json")
         encoder, spec, name = Encoder(text), json.loads(text), self._folder.name
@@ -105,7 +105,7 @@ class TokenizerFiles:
         return text, Tokenizer(encoder, vocab_size=self._vocab_size)
 
     def special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
-        """The control tokens; ids that no token has are said and left out.
+        """The control tokens; ids without a token are left out with a warning.
 
         Raises:
             ModelFileError: ids are malformed.
@@ -120,7 +120,7 @@ class TokenizerFiles:
         return SpecialTokens(bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos)
 
     def chat_templates(self) -> dict[str, str]:
-        """Jinja source by name, of the first place that has any; ModelFileError where one is not a text."""
+        """Jinja source by name, from the first place with any; ModelFileError if a source is no text."""
         content: dict[str, object] = {
             name: read_text(self._folder / file, ModelFileError, "Download or copy it again")
             for name, file in BESIDE.items()
@@ -138,7 +138,10 @@ class TokenizerFiles:
         return templates(content, str(self._folder))
 
     def _added(self, listed: list[dict[str, Any]], own: dict[str, int]) -> list[dict[str, Any]]:
-        """The added tokens ``listed`` in ``tokenizer.json`` with those beside it; ``own`` are the model's."""
+        """The added tokens ``listed`` in ``tokenizer.json`` and in files beside it.
+
+        ``own`` are the model's.
+        """
         added = {token["content"]: dict(token) for token in listed}
         for token in self._beside():
             text = token["content"]
@@ -167,20 +170,20 @@ class TokenizerFiles:
         return sorted(tokens, key=lambda token: int(token["id"]))
 
     def _texts(self, role: str) -> list[str]:
-        """The token that has a role, as its text: none or one."""
+        """The text of the token with a role, or nothing."""
         value = self._roles.value(f"{role}_token")
         text = value.get("content") if isinstance(value, dict) else value
         return [text] if isinstance(text, str) else []
 
     def _named(self, role: str, tokenizer: Tokenizer) -> Iterator[int]:
-        """The token with a role that a file gives as text."""
+        """The token with a role in a file that gives its text."""
         for text in self._texts(role):
             id_ = tokenizer.special_id(text)
             id_ = tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass")) if id_ is None else id_
             yield from () if id_ is None else (id_,)
 
     def _listed(self, role: str) -> Iterator[int]:
-        """The ids that the generation's and the model's configuration give, one or a list each."""
+        """The ids in the configurations of generation and model, a number or a list each."""
         for facts in self._id_sources:
             value = facts.value(f"{role}_token_id")
             for id_ in value if isinstance(value, list) else [] if value is None else [value]:
@@ -208,7 +211,7 @@ def _dumped(spec: dict[str, Any]) -> str:
 
 
 def ends_of_generation(id_of: Callable[[str], int | None]) -> list[int]:
-    """The control tokens that end generation, but for those that end one message of several."""
+    """The control tokens that end generation, without tokens that end one message of several."""
     ids = {text: id_ for text in END_OF_GENERATION if (id_ := id_of(text)) is not None}
     if "<|return|>" in ids and id_of("<|channel|>") is not None:
         ids.pop("<|end|>", None)
@@ -218,8 +221,8 @@ def ends_of_generation(id_of: Callable[[str], int | None]) -> list[int]:
 def written_marks(sources: Mapping[str, str]) -> set[str]:
     """The marks that chat templates write around turns, of a conversation in which no tools are called.
 
-    These are what a conversation begins with, and what stands behind its first content. Brackets in the words
-    of a default prompt, which stand between the two, are text.
+    They stand at the beginning of a conversation and behind its first content. Brackets in a default prompt
+    between the two are text.
     """
     marks = set[str]()
     for source in sources.values():
