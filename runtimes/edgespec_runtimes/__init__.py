@@ -1,1 +1,1 @@
-"""A model that runs: sessions, their KV caches, devices and what a pass costs."""
+"""Running models: sessions, their KV caches, devices and the costs of passes."""

@@ -1,9 +1,9 @@
 """Blocks on disk: bytes under names, in a folder that other processes use too.
 
-Blocks of one key lie in a folder of their own. Any file may be damaged, foreign, or gone at any moment. What
-a block holds is compared with its digest whenever it is read, so that nothing needs to be synchronized, and
-what does not fit is deleted. Files are read and not mapped: a mapped file that somebody cuts short would end
-the process.
+Blocks of a key lie in a folder of their own. Any file may be damaged, foreign, or gone at any moment. A block
+is compared with its digest whenever it is read, so nothing needs to be synchronized, and a block that does
+not fit is deleted. Files are read and not mapped: a mapped file that another process cuts short would end
+this one.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _HEADER: Final = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME: Final = re.compile(r"[0-9a-f]{64}|\.edgespec-.*")
 _MOST: Final = 2_000_000_000
 _SHARE: Final = 10  # of the disk's free space, one part
-_AT_ONCE: Final = 32  # of the bound, the part that is made room for at once: looking at all files takes time
+_AT_ONCE: Final = 32  # the part of the bound that is freed at once: looking at all files takes time
 _STEP_NS: Final = 1_000_000
 _LOG = logging.getLogger("edgespec")
 
@@ -42,10 +42,10 @@ class Stored(NamedTuple):
 class BlockFiles:
     """Blocks in ``folder``, of all models: at most ``budget`` bytes, the least recently used go first.
 
-    Without a budget that is 2 GB, or a tenth of what the disk would have free without blocks, whichever is
-    less. One thread at a time; other processes may use the folder too.
+    Without a budget it is 2 GB, or a tenth of the disk's free space without blocks if that is less. One
+    thread at a time uses an object; other processes may use the folder.
 
-    ``problem`` is what keeps blocks from being written; None if nothing.
+    ``problem`` is the reason why blocks cannot be written; None if they can.
     """
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
@@ -54,11 +54,11 @@ class BlockFiles:
         self._room = 0  # bytes that may be written before the next look
 
     def has(self, key: str, name: str) -> bool:
-        """Whether there is such a file, of whatever content."""
+        """Whether there is such a file, with any content."""
         return is_file(self._folder / key / name)
 
     def read(self, key: str, name: str, size: int) -> memoryview | None:
-        """A block of ``size`` bytes; None where the file is not that block, which is deleted then."""
+        """A block of ``size`` bytes; None if the file holds another one. Such a file is deleted."""
         path = self._folder / key / name
         with suppress(OSError, MemoryError):
             if path.stat().st_size == _HEADER + size:
@@ -72,12 +72,13 @@ class BlockFiles:
     def write(
         self, key: str, names: Sequence[str], content: Callable[[int], bytes | None], stop: Callable[[], bool]
     ) -> bool:
-        """Keep the blocks of a text that are not there, and count all of them as used now.
+        """Write the missing blocks of a text, and count all of them as used now.
 
-        ``content`` gives what the block of a number holds; None where it is lost, with all behind it.
+        ``content`` returns the bytes of the block of a number; None if it and all behind it are lost.
 
         Returns:
-            Whether that is done, or cannot be; False if ``stop``, which is asked before each block, said so.
+            False if ``stop``, which is called before each block, returned True; else True, also if writing
+            fails.
         """
         paths = dict.fromkeys(self._folder / key / name for name in names)
         now = time.time_ns()
@@ -85,7 +86,7 @@ class BlockFiles:
             for at, path in enumerate(paths):
                 if stop():
                     return False
-                with suppress(FileNotFoundError):  # another process deletes at the same time
+                with suppress(FileNotFoundError):  # another process may delete at the same time
                     if not is_file(path) and not self._write(path, content(at), paths):
                         break
                     used = now - at * _STEP_NS  # an end goes before its beginning, without which it is lost
@@ -104,11 +105,11 @@ class BlockFiles:
         delete(each for each in stored(self._folder) if each.path.parent.name == key)
 
     def _write(self, path: Path, block: bytes | None, mine: Collection[Path]) -> bool:
-        """Whether there is such a block, and room for it."""
+        """Write a block if there is room for it; return whether it exists now."""
         if block is None:
             return False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder.chmod(0o700)  # whose it is not, fails here
+        self._folder.chmod(0o700)  # fails for a folder of another user
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if not self._has_room(_HEADER + len(block), mine):
             return False
@@ -118,7 +119,7 @@ class BlockFiles:
         return True
 
     def _has_room(self, size: int, mine: Collection[Path]) -> bool:
-        """Whether so many bytes may be written, after deleting others than ``mine``."""
+        """Whether this many bytes may be written, after deleting other blocks than ``mine``."""
         if size > self._room:
             every = sorted(stored(self._folder))
             total, bound = sum(each.size for each in every), self._budget
@@ -138,7 +139,7 @@ class BlockFiles:
 
 
 def stored(folder: Path) -> Iterator[Stored]:
-    """All blocks in ``folder``, and what killed programs left of some."""
+    """All blocks in ``folder``, and leftovers of killed programs."""
     for entry in (entry for of_key in _entries(folder) for entry in _entries(of_key)):
         if _NAME.fullmatch(entry.name):
             with suppress(OSError):  # it is gone
@@ -148,7 +149,7 @@ def stored(folder: Path) -> Iterator[Stored]:
 
 
 def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
-    """What is there; of a folder of which nothing can be known, nothing."""
+    """The entries of a folder; empty if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -157,7 +158,7 @@ def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
 
 
 def delete(blocks: Iterable[Stored]) -> None:
-    """Delete blocks; StorageError where one cannot be."""
+    """Delete blocks; StorageError if a block cannot be deleted."""
     for each in blocks:
         try:
             each.path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from edgespec_runtimes.session import Session
 DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 _REPEATS = 2
 _PAST = 16
-_AGREE = 1.1  # two samples this near to each other were not disturbed, or both by the same
+_AGREE = 1.1  # two samples this near to each other were not disturbed, or both alike
 _MORE_REPEATS = 4
 _CHECKS = 3
 _SHAPE_TOLERANCE = 1.35
@@ -27,7 +27,7 @@ _LEAST_OVERLAP, _HALVINGS = 1e-3, 16
 
 @dataclass(frozen=True, slots=True)
 class ExpertCosts:
-    """What different experts of a mixture cost, beside rows (MoESD, arXiv 2505.19645, has the formula).
+    """The cost of different experts of a mixture, besides rows (formula of MoESD, arXiv 2505.19645).
 
     ``read_s`` are seconds for each that a pass reads, ``used`` how many one row uses in all layers, and
     ``overlap`` the share of a row's experts that another row uses too. Of n rows that overlap so, ``(1 -
@@ -39,12 +39,12 @@ class ExpertCosts:
     overlap: float
 
     def expected(self, rows: int, overlap: float | None = None) -> float:
-        """How many different experts so many rows use."""
+        """The number of different experts that this many rows use."""
         share = self.overlap if overlap is None else overlap
         return self.used * (1.0 - (1.0 - share) ** rows) / share
 
     def overlap_of(self, rows: int, read: float) -> float:
-        """The overlap at which so many rows, two or more, use ``read`` experts."""
+        """The overlap at which this many rows, two or more, use ``read`` experts."""
         low, high = _LEAST_OVERLAP, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -56,11 +56,11 @@ class ExpertCosts:
 class CostCurve:
     """Seconds of a pass by its number of rows.
 
-    Steps and cliffs of the measured points stay as they are. Where it is ``confirmed``, a second sample came
-    near every point, so that none was disturbed.
+    Steps and cliffs of the measured points stay as they are. In a ``confirmed`` curve a second sample came
+    near every point, so none was disturbed.
 
     Attention makes a pass longer along a context: by ``context_s`` for each token that a layer attends to,
-    and by ``row_context_s`` for each such token and row. Both are 0 where they were not measured.
+    and by ``row_context_s`` for each such token and row. Both are 0 if they were not measured.
 
     Of a mixture of experts the points are of rows with the overlap that ``experts`` has; else None.
     """
@@ -88,7 +88,10 @@ class CostCurve:
 
     @cached_property
     def _points(self) -> list[tuple[int, float]]:
-        """Sorted once, since a round asks some fifty times. Nothing is cheaper than the least size."""
+        """The points, sorted once, because a round reads them some fifty times.
+
+        Nothing is cheaper than the least size.
+        """
         points = sorted(self.seconds_by_rows.items())
         return [(0, points[0][1]), *points]
 
@@ -100,12 +103,12 @@ def measure_cost(
     *,
     progress: ProgressCallback = ignore_progress,
 ) -> CostCurve:
-    """Time passes over each number of rows behind 16 tokens, in turn, ``repeats`` times; the least.
+    """Time passes over each number of rows behind 16 tokens, in turn, ``repeats`` times; the least counts.
 
-    The session's sequence is replaced and forgotten. Disturbances of the machine only ever add time, so
-    the least is the nearest to what a pass costs. It is believed once a second sample comes near it and no
-    wider pass takes clearly less, since a load that lasts makes samples agree too. Other sizes are timed
-    again, at most four times more, and then the curve is not ``confirmed``. Its times never fall.
+    The session's sequence is replaced and forgotten. Disturbances of the machine only add time, so the least
+    time is nearest to the cost of a pass. It counts as confirmed once a second sample comes near it and no
+    wider pass takes clearly less, because samples under a lasting load agree too. Other sizes are timed
+    again, at most four times, and then the curve is not ``confirmed``. Its times never fall.
     """
     tokens = _tokens(session, _PAST + max(rows))
     session.prefill(tokens[:_PAST])
@@ -125,11 +128,11 @@ def measure_cost(
 
 
 def measure_context(session: Session, curve: CostCurve) -> CostCurve:
-    """The curve with what attention adds along a context.
+    """The curve with the cost of attention along a context.
 
     Passes over one and over eight rows are timed behind 16 tokens and behind 2,048, or as many as take 64 MB
-    of KV cache. The context consists of copies, since to read it would take long. The session's sequence is
-    replaced and forgotten, and its cache is freed. Where a cache cannot be copied the curve stays as it is.
+    of KV cache. The context consists of copies, because reading it would take long. The session's sequence is
+    replaced and forgotten, and its cache is freed. If the cache cannot be copied, the curve stays the same.
     """
     wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
     tokens = _tokens(session, _PAST + wide)
@@ -146,7 +149,7 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
             text = session.stretch.tokens
             if session.model.places.every:
                 session.append(text, copied)
-            else:  # a state of the copies is not needed to time passes
+            else:  # timing passes needs no state of the copies
                 session.resume(len(text), [(text, copied)], session.state(), 2 * len(text))
         for n in (1, wide):
             samples = [_timed(session, tokens[-n:]) for _ in range(1 + _CONTEXT_REPEATS)]
@@ -159,10 +162,10 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
 
 
 def measure_experts(session: Session, curve: CostCurve) -> CostCurve:
-    """The curve with what different experts cost, where the model has some.
+    """The curve with the cost of different experts, if the model has experts.
 
-    Passes over eight tokens of many kinds and over eight of one kind compute as much. What the first takes
-    longer is what its further experts take. The session's sequence is replaced and forgotten.
+    A pass over eight different tokens and one over eight equal tokens do the same arithmetic. The difference
+    in time is the cost of the further experts. The session's sequence is replaced and forgotten.
     """
     if not session.model.experts_read:
         return curve
@@ -183,19 +186,19 @@ def measure_experts(session: Session, curve: CostCurve) -> CostCurve:
 
 
 def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | None:
-    """Bring a curve that was measured earlier on this machine to the machine's present state.
+    """Adjust a curve that was measured earlier on this machine to the machine's present speed.
 
-    Two passes over one row and one over ``rows`` tell by what factors they changed. Where the factors agree
-    within a third, all points are scaled by that of the wide pass, which hangs on the processor's speed;
-    the single row, which hangs on memory too, takes the time it has now, and no pass costs less than it.
-    Samples that disagree, or say that the machine is slower, are taken again, twice at most, since they may
-    have been disturbed. A machine that is faster throughout was disturbed when the curve was measured.
+    Two passes over one row and one over ``rows`` give the factors by which they changed. If the factors agree
+    within a third, all points are scaled by the factor of the wide pass, which depends on the processor's
+    speed. The single row, which depends on memory too, gets its present time, and no pass costs less. Samples
+    that disagree, or show a slower machine, may have been disturbed and are taken again, twice at most. If
+    the machine is faster throughout, the curve itself was disturbed.
 
     The session's sequence is replaced and forgotten. ``stored`` has a point for one row; ``rows`` is the wide
     pass.
 
     Returns:
-        The curve as it is now; None where its shape has changed or it was disturbed: measure again.
+        The adjusted curve; None if its shape has changed or it was disturbed. Then measure again.
     """
     tokens = _tokens(session, 1 + rows)
     session.rewind(0)
@@ -217,25 +220,25 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
 
 
 def _tokens(session: Session, count: int) -> list[int]:
-    """Tokens of many kinds; which they are makes no difference."""
+    """Different tokens; any will do."""
     return [index * 7919 % session.model.vocab_size for index in range(count)]
 
 
 def _timed(session: Session, tokens: Sequence[int]) -> float:
-    """Seconds of a pass over ``tokens``, of which no row stays."""
+    """Seconds of a pass over ``tokens``, whose rows are rolled back."""
     text, started = session.stretch.tokens[:], perf_counter()
     session.predict(tokens)
     seconds = perf_counter() - started
-    session.prefill(text)  # again, where states do not go back so far
+    session.prefill(text)  # read again, because states do not go back so far
     return seconds
 
 
 def _settled(rows: int, times: Mapping[int, Sequence[float]]) -> bool:
-    """Whether the least time over ``rows`` is to be believed; of a single sample nothing is asked."""
+    """Whether the least time over ``rows`` is settled; a single sample always is."""
     least, *others = sorted(times[rows])
     return not others or (others[0] <= _AGREE * least and least <= _AGREE * _least(rows, times))
 
 
 def _least(rows: int, times: Mapping[int, Sequence[float]]) -> float:
-    """The least time that a pass over ``rows`` took, or a wider one."""
+    """The least time of passes over ``rows`` or more rows."""
     return min(min(values) for n, values in times.items() if n >= rows)

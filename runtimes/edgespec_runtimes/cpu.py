@@ -1,8 +1,8 @@
 """A model on the CPU: ONNX Runtime's CPU provider, its KV cache in place in numpy memory.
 
-Greedy decoding with drafts equals decoding without only if a row's logits do not depend on how many rows
-are computed with it. edgespec's own kernels give that. ONNX Runtime's nearly do: attention over a single row
-takes other code, which sums in another order, so a pass over one token runs it twice
+Greedy decoding with drafts equals decoding without them only if a row's logits do not depend on the number of
+rows in the pass. edgespec's own kernels guarantee that. In ONNX Runtime's kernels attention over a single row
+has other code, which sums in another order, so a pass over one token runs it twice
 (``CpuOptions.exact_rows``).
 """
 
@@ -30,7 +30,7 @@ from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
 from edgespec_runtimes.session import Session
 
 INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
-"""Sets of instructions that there are kernels for, the fastest first; every processor has ``plain``."""
+"""Sets of instructions with kernels, the fastest first; every processor has ``plain``."""
 
 _TENSOR, _FLOAT = 1, 1  # ONNX's TypeProto.tensor_type, TensorProto.FLOAT
 _SUFFIXES: Final = {"win32": "dll", "darwin": "dylib"}
@@ -41,7 +41,7 @@ _REMEDY: Final = (
 
 
 def most_threads() -> int:
-    """Twice the logical cores of this machine: thousands that spin stop all else on it for minutes."""
+    """Twice the logical cores of this machine: thousands of spinning threads stop it for minutes."""
     return 2 * (os.cpu_count() or 1)
 
 
@@ -60,18 +60,19 @@ class CpuOptions(Checked):
             process may use.
         spinning: within a pass, idle threads wait busily for the next operator. Faster; turn it off where
             other programs need the cores.
-        exact_rows: run a single token twice where that makes a row's bits independent of the number of rows:
-            in graphs of ONNX Runtime's operators. A drafter does not need it.
-        prefill_chunk: tokens of one prefill pass; between two a request says how far it is, and can be
+        exact_rows: run a single token twice in graphs of ONNX Runtime's operators, which makes a row's bits
+            independent of the number of rows. A drafter does not need it.
+        prefill_chunk: tokens of one prefill pass; between passes a request reports progress and can be
             cancelled.
         instructions: the set of instructions edgespec's kernels use, one of
             :data:`INSTRUCTIONS`; empty takes the best that the processor has.
         huge_pages: weights of edgespec's own graphs are copied into huge pages when they are loaded (Linux),
-            which makes passes a tenth faster. Without, they stay mapped: loading is opening a file, and
+            which makes passes a tenth faster. Otherwise they stay mapped: loading only opens a file, and
             processes share them.
-        low_priority: passes give way to other programs, in threads of their own: on Linux none can go back.
-        keep_memory: what a pass has freed is kept for the next. Faster; turn it off for a few passes of
-            graphs that shall take little memory.
+        low_priority: passes give way to other programs. They run in threads of their own, because on Linux a
+            thread cannot raise its priority again.
+        keep_memory: memory that a pass has freed is kept for the next. Faster; turn it off for a few passes
+            with little memory.
     """
 
     threads: Threads = 0
@@ -91,7 +92,7 @@ def default_threads() -> int:
 
 
 class _LowPriority:
-    """A session of ONNX Runtime, opened and run in a thread that gives way to other programs."""
+    """A session of ONNX Runtime in a thread that gives way to other programs."""
 
     def __init__(self, opened: Callable[[], Any]) -> None:
         self._thread = ThreadPoolExecutor(1, "low", _kept(library()).edgespec_lower_priority)
@@ -101,7 +102,7 @@ class _LowPriority:
         running = self._thread.submit(self._session.run_with_iobinding, binding)
         try:
             running.result()
-        finally:  # Ctrl-C would free what the pass still writes
+        finally:  # Ctrl-C would free memory that the pass still writes
             wait([running])
 
     def __getattr__(self, name: str) -> Any:
@@ -117,7 +118,7 @@ def open_cpu(
 ) -> Session:
     """Load a bundle's graph on the CPU and prove that it can roll back.
 
-    ``row_exact`` is what an earlier self-test found with the same bundle, options, processor and version
+    ``row_exact`` is the result of an earlier self-test with the same bundle, options, processor and version
     of ONNX Runtime, on which alone it depends; None tests now. Of ``read_layers`` predictions have the
     residual streams that enter them (:attr:`Predictions.hidden`), side by side; bits stay the same.
 
@@ -143,13 +144,13 @@ def open_cpu(
 
 
 def _prompt_key(bundle: Bundle) -> str:
-    """The bundle and the kernels, whatever instructions they use: that is what bits depend on."""
+    """A key of the bundle and the kernels, on which bits depend. They do not depend on instructions."""
     digest = hashlib.sha256(f"{bundle.digest} {library_digest()}".encode()).hexdigest()
     return f"{re.sub('[^A-Za-z0-9._-]', '_', bundle.manifest.name)[:80]}-{digest[:16]}"
 
 
 def _check_shapes(model: OwnModel, graph: Path) -> None:
-    """Run a pass over no tokens: operators compare their shapes, and read no weights."""
+    """Run a pass over no tokens, in which operators compare their shapes and read no weights."""
     try:
         model.reserve(Stretch(), 0)
         model.run([Part((), 0, 0)])
@@ -210,7 +211,7 @@ def session_settings(options: CpuOptions) -> Any:
 
 
 def library() -> Path:
-    """The library for this platform; DeviceError where it is missing."""
+    """The library for this platform; DeviceError if it is missing."""
     path = Path(__file__).with_name(f"edgespec_kernels.{_SUFFIXES.get(sys.platform, 'so')}")
     if not path.is_file():
         raise DeviceError(f"edgespec's kernels for this platform are missing: there is no {path}. {_REMEDY}.")
@@ -218,7 +219,7 @@ def library() -> Path:
 
 
 def library_digest() -> str:
-    """The SHA-256 of the kernels' library; empty where it is missing."""
+    """The SHA-256 of the kernels' library; empty if it is missing."""
     try:
         with library().open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -237,8 +238,8 @@ def register_operators(
     """Make the operators known to sessions with these ``settings``, ONNX Runtime's ``SessionOptions``.
 
     ``instructions`` are one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
-    the same bits. A pass is shared by ``threads`` threads, which with ``spinning`` wait busily for a moment.
-    ``huge_pages`` copies weights into huge pages, where the system has them.
+    the same bits. ``threads`` threads share a pass, and with ``spinning`` wait busily for a moment.
+    ``huge_pages`` copies weights into huge pages, if the system has them.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.
@@ -274,14 +275,14 @@ def register_operators(
 def _kept(path: Path) -> ctypes.CDLL:
     """The library, which stays in the process.
 
-    ONNX Runtime drops it with the last session, and each time that threads start in it anew it would take
-    one of the process's thousand keys for what threads own.
+    ONNX Runtime drops it with the last session. Each time that threads start in it anew, it would take one of
+    the process's thousand keys for thread-local data.
     """
     return ctypes.CDLL(str(path))
 
 
 def best_instructions() -> str:
-    """What sessions use where none are named; DeviceError as for :func:`register_operators`."""
+    """The instructions of sessions that name none; DeviceError as for :func:`register_operators`."""
     path = library()
     try:
         ask = _kept(path).edgespec_instructions

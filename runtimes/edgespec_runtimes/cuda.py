@@ -1,8 +1,8 @@
 """A model on an NVIDIA GPU: float16, its KV cache in the GPU's memory, logits of the wanted rows on the host.
 
-ONNX Runtime copies an input that lies elsewhere than its graph runs when it is bound, not when the graph is
-run (``IOBinding::BindInput``). So what changes from pass to pass has a value on the device, and is written
-there before the pass.
+ONNX Runtime copies an input from other memory when it is bound, not when the graph runs
+(``IOBinding::BindInput``). So inputs that change from pass to pass have a value on the device, and are
+written there before the pass.
 
 The session runs on the CPU too, where the same kernels' float16 versions are slow: for checks and tests.
 """
@@ -34,12 +34,12 @@ def open_cuda(
 ) -> Session:
     """Load a bundle's graph on a GPU and prove that it can roll back.
 
-    ``bundle`` has a float16 graph of any shape, and every operator of it runs on ``device``, or it is an
-    error. ``row_exact`` is what an earlier self-test found; None tests now. Whether a row's bits depend on
-    the number of rows is up to the kernels, which are chosen by that number; no token is run twice.
+    ``bundle`` has a float16 graph of any shape, and every operator of it must run on ``device``.
+    ``row_exact`` is the result of an earlier self-test; None tests now. A row's bits may depend on the number
+    of rows, by which the device chooses its kernels; no token is run twice.
 
     Raises:
-        BundleError: the bundle has another graph, or one that cannot roll back.
+        BundleError: the bundle has another graph, or its graph cannot roll back.
         DeviceError: the device cannot run all of the graph, or has too little memory.
     """
     if bundle.manifest.graph_kind != "dynamic-float16":
@@ -51,16 +51,16 @@ def open_cuda(
 
 
 class DeviceMemory(Memory):
-    """A device's: arrays are copied there.
+    """Memory of a device, to which arrays are copied.
 
-    ``kind`` is ONNX Runtime's name, such as ``cuda``. With ``cpu`` everything is copied all the same.
+    ``kind`` is ONNX Runtime's name, such as ``cuda``. With ``cpu`` arrays are copied, too.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
     def value(self, array: _Array) -> Any:
-        """An OrtValue on the device, with what ``array`` holds now; DeviceError if there is no room."""
+        """An OrtValue on the device with the content of ``array``; DeviceError if there is no room."""
         value = self._allocate(array.shape, array.dtype)
         value.update_inplace(array)
         return value
@@ -87,10 +87,10 @@ class DeviceMemory(Memory):
 
 
 class DeviceCache(KVBuffers):
-    """On a device.
+    """A KV cache on a device.
 
-    To grow, what is kept travels over the host, a tensor at a time: a device has no other copy here, and
-    sessions reserve what a request needs at its start.
+    When it grows, its content travels over the host, a tensor at a time. That is rare, because sessions
+    reserve a request's room at its start.
     """
 
     def __init__(self, layout: Sequence[KeptTensor], memory: DeviceMemory) -> None:

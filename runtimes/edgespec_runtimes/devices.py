@@ -1,6 +1,6 @@
-"""Kinds of device, as data: what each runs, its limits and why, and what it takes to have it.
+"""Kinds of device, as data: what each runs, its limits and their reasons, and how to get it.
 
-A :class:`Device` is one of a kind on this machine, a :class:`Placement` where a model runs.
+A :class:`Device` is a kind of device on this machine; a :class:`Placement` says where a model runs.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ class DeviceKind:
         provider: ONNX Runtime's name of the provider.
         hardware: The hardware that the provider must find.
         runs: The kinds of graphs that it runs.
-        export: What ``edgespec export --device`` takes to make a bundle for it. None needs no option.
-        module: The plugin that brings the provider. None where it is built into ONNX Runtime.
+        export: The value of ``edgespec export --device`` for it. None needs no option.
+        module: The plugin with the provider. None if it is built into ONNX Runtime.
         install: The command that adds the provider.
-        driver: What else the machine needs, in a sentence.
-        limits: What it cannot do, or what is not known of it, and why.
+        driver: Other needs of the machine, in a sentence.
+        limits: Its limits and unknowns, with reasons.
         memory: ONNX Runtime's name of the memory that holds a session's KV cache.
     """
 
@@ -130,7 +130,7 @@ _ALL = (
 )
 
 KINDS: Mapping[str, DeviceKind] = MappingProxyType({kind.name: kind for kind in _ALL})
-"""By name, the CPU first; of several that could run a bundle ``auto`` takes the first but the CPU."""
+"""Kinds by name, the CPU first. ``auto`` takes the first one besides the CPU that can run a bundle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ class Device:
         state: ``ready``, ``emulated`` (for checks) or ``missing``.
         vendor: The vendor of the hardware. Empty where it is missing.
         version: The version of the provider. Empty where it is missing.
-        problem: What is missing. None where nothing is.
-        remedy: What adds it, a command where there is one.
+        problem: What is missing. None if nothing is.
+        remedy: How to add it, by a command if there is one.
         handle: ONNX Runtime's own handle. None for built-in providers.
         options: Options of the provider.
     """
@@ -164,7 +164,7 @@ class Device:
 
     @property
     def identity(self) -> str:
-        """What measurements on it are kept under: name and version of the provider."""
+        """The key of measurements on it: name and version of the provider."""
         return self.name if self.kind is CPU else f"{self.name} {self.version}"
 
     def to_json(self) -> dict[str, Any]:
@@ -201,12 +201,12 @@ class Placement:
         return f"{self.device.name} ({self.reason})"
 
     def opened(self, session: Session) -> "Placement":
-        """With what opening the graphs found out: whether the bundle's context binaries are used."""
+        """The placement after opening the graphs, which tells whether context binaries are used."""
         compiled = session.model.compiled
         return replace(self, reason=f"{self.reason}; {compiled}") if compiled else self
 
 
 def run_at_once(placement: Placement, other: Placement) -> bool:
-    """Whether two models there compute side by side: on hardware of two kinds, none of it emulated."""
+    """Whether two models compute side by side: on hardware of two kinds, none of it emulated."""
     first, second = placement.device, other.device
     return first.kind.hardware != second.kind.hardware and first.state == second.state == "ready"

@@ -1,6 +1,6 @@
-"""Which devices this machine offers through ONNX Runtime, and on which of them a bundle is to run.
+"""Devices of this machine in ONNX Runtime, and the choice of a device for a bundle.
 
-A device that is asked for is had or is an error; one that is chosen is explained. Never a silent one.
+A device that the user names is used or is an error. A device that edgespec chooses is explained.
 """
 
 import importlib
@@ -49,14 +49,17 @@ class FoundHardware:
 
 
 class Runtime:
-    """ONNX Runtime and its plugins on this machine, as far as discovery needs them; tests have others."""
+    """ONNX Runtime and its plugins on this machine, as far as discovery needs them; tests use others."""
 
     def providers(self) -> Sequence[str]:
         """Providers built into ONNX Runtime."""
         return list(ort.get_available_providers())
 
     def register(self, module: str) -> str | None:
-        """Make a plugin known; None, or what kept it from that. ModuleNotFoundError if it is missing."""
+        """Register a plugin; return None or the reason why it failed.
+
+        ModuleNotFoundError if it is missing.
+        """
         return _register(module)
 
     def found(self) -> Sequence[FoundHardware]:
@@ -64,8 +67,8 @@ class Runtime:
         hardware = [
             FoundHardware(d.ep_name, d.device.type.name, d.device.vendor, d) for d in ort.get_ep_devices()
         ]
-        # A graphics card that is listed may lack CUDA's libraries, and in a container one that is there need
-        # not be listed: CUDA itself knows.
+        # A listed graphics card may lack CUDA's libraries, and in a container a card may be there but not
+        # listed. CUDA itself knows.
         hardware = [part for part in hardware if part.provider != _CUDA]
         if _CUDA in self.providers() and cuda_answers():
             hardware.append(FoundHardware(_CUDA, "GPU", "NVIDIA"))
@@ -79,11 +82,11 @@ class Runtime:
         if kind.name != "qnn:htp":
             return {}
         plugin = importlib.import_module("onnxruntime_qnn")
-        # Quantizing inputs is offloaded to the CPU unless said otherwise, and counts as falling back.
+        # By default quantizing inputs is offloaded to the CPU, which counts as falling back.
         return {"backend_path": plugin.get_qnn_htp_path(), "offload_graph_io_quantization": "0"}
 
     def version(self, kind: DeviceKind) -> str:
-        """Of what brings the provider."""
+        """The version of the provider's package."""
         if kind.module is None:
             return str(ort.__version__)
         try:
@@ -104,7 +107,7 @@ def _register(module: str) -> str | None:
 
 
 class _Others(StringIO):
-    """Where this thread's output ends, and that of others goes on to ``out``."""
+    """A stream that drops this thread's output and passes that of other threads to ``out``."""
 
     def __init__(self, out: TextIO | None) -> None:
         super().__init__()
@@ -119,7 +122,7 @@ class _Others(StringIO):
 @cache
 def cuda_answers() -> bool:
     """Whether CUDA gives memory: libraries, driver and a GPU are there."""
-    with redirect_stdout(_Others(sys.stdout)):  # it prints what it does not find
+    with redirect_stdout(_Others(sys.stdout)):  # it prints names of missing libraries
         ort.preload_dlls()
     try:
         ort.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", 0)
@@ -131,19 +134,19 @@ def cuda_answers() -> bool:
 def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
     """Every kind of device edgespec knows, the CPU first, and whether this machine has it.
 
-    Plugins that are installed are registered with ONNX Runtime, which other sessions do not notice.
+    Installed plugins are registered with ONNX Runtime; other sessions do not notice.
     """
     machine = runtime or Runtime()
     return tuple(_look(kind, machine) for kind in KINDS.values())
 
 
 def resolve(name: str, runtime: Runtime | None = None) -> Device:
-    """The device that was asked for.
+    """The device of a name.
 
-    ``name`` is of a kind, or ``npu`` for whichever NPU there is. Without a ``runtime`` it is this machine's.
+    ``name`` is a kind, or ``npu`` for any NPU. Without a ``runtime`` it is this machine's.
 
     Raises:
-        DeviceError: not known, or this machine lacks it; says what adds it.
+        DeviceError: the name is unknown, or this machine lacks the device. The message says how to add it.
     """
     machine = runtime or Runtime()
     if name == _NPU:
@@ -176,8 +179,8 @@ def _look(kind: DeviceKind, machine: Runtime) -> Device:
         return Device(kind, "missing", problem=problem, remedy=f"Add it: {kind.install}")
     mine = [part for part in machine.found() if part.provider == kind.provider]
     exact = next((part for part in mine if part.hardware == kind.hardware), None)
-    # Where Qualcomm's plugin offers a processor of another vendor, it emulates the NPU there. One of
-    # Qualcomm's own is of a Snapdragon whose NPU has no driver.
+    # If Qualcomm's plugin offers a processor of another vendor, it emulates the NPU there. A processor of
+    # Qualcomm's own belongs to a Snapdragon whose NPU has no driver.
     others = (part for part in mine if "qualcomm" not in part.vendor.lower())
     emulator = next(others, None) if kind.name == "qnn:htp" else None
     chosen = exact or emulator
@@ -209,11 +212,12 @@ def _provider_problem(kind: DeviceKind, machine: Runtime) -> str | None:
 def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) -> Placement:
     """Decide where ``bundle`` runs, before anything of it is loaded.
 
-    ``wanted`` is a device's name, ``npu``, or ``auto``: what the bundle was made for if this machine has it,
-    else the CPU. Without a ``runtime`` it is this machine's.
+    ``wanted`` is a device's name, ``npu``, or ``auto``: the bundle's own device if this machine has it, else
+    the CPU. Without a ``runtime`` it is this machine's.
 
     Raises:
-        DeviceError: the device is not known, cannot be had, or cannot run this bundle; says which export can.
+        DeviceError: the device is unknown, missing, or cannot run this bundle. The message says which export
+            can.
     """
     if wanted != AUTO:
         device = resolve(wanted, runtime)
@@ -226,7 +230,7 @@ def place(bundle: Bundle, wanted: str = AUTO, runtime: Runtime | None = None) ->
 
 
 def export_for(wanted: str, runtime: Runtime | None = None) -> ExportDevice | None:
-    """What a checkpoint is to be exported for; None is the CPU. DeviceError as for :func:`resolve`."""
+    """The device for which a checkpoint is exported; None is the CPU. DeviceError as for :func:`resolve`."""
     return None if wanted == AUTO else resolve(wanted, runtime).kind.export
 
 
@@ -259,7 +263,7 @@ def _check_fit(bundle: Bundle, device: Device) -> None:
 
 
 def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:
-    """ONNX Runtime's session over ``graph`` on ``device``; DeviceError where that cannot run all of it."""
+    """ONNX Runtime's session over ``graph`` on ``device``; DeviceError if it cannot run the whole graph."""
     settings, providers = session_settings(options), None
     if device.kind is not CPU:
         settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")

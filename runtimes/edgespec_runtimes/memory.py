@@ -1,4 +1,4 @@
-"""Memory: how much there is and is used, and how fast it is read."""
+"""Memory: its size, its use, and the speed of reading."""
 
 import sys
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ class MachineMemory:
     """Physical memory that a process here may use, in bytes.
 
     Attributes:
-        total: Bytes of the machine, or of the limit that a container or service sets, where that is lower.
-        available: Bytes that can be had without taking them from other programs.
+        total: Bytes of the machine, or the limit of a container or service if that is lower.
+        available: Bytes that no other program uses.
         limited: Whether ``total`` is the limit of a container or service.
     """
 
@@ -32,7 +32,7 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """What this machine has, and what a Linux control group leaves of it."""
+    """The memory of this machine, within the limits of Linux control groups."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
     limits = list(_group_limits(root))
@@ -44,7 +44,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of every control group this process is in, and what it uses that cannot be taken back."""
+    """The limit of every control group of this process, and its use that cannot be reclaimed."""
     try:
         groups = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -80,7 +80,7 @@ def peak_memory_bytes() -> int:
         return int(psutil.Process().memory_info().peak_wset)
     status = Path("/proc/self/status")
     _, known, rest = (status.read_text("ascii", "replace") if status.exists() else "").partition("VmHWM:")
-    if known:  # Linux; its getrusage begins with what the process had that started this one
+    if known:  # Linux; its getrusage begins with the peak of the parent process
         return int(rest.split()[0]) * 1024
     import resource
 

@@ -2,8 +2,8 @@
 
 Since 1.29 its official builds upload usage data on every system, and keep an identifier of the device in the
 user's cache folder, unless this variable is set before the library starts (its Privacy.md). So this module
-does what modules should not: it acts when imported. Where an application has imported onnxruntime before
-edgespec, the call ends what has begun; older Windows builds listen to the call alone.
+acts when it is imported, which modules should not do. If an application imported onnxruntime before edgespec,
+the call ends the uploads; older Windows builds listen to the call alone.
 """
 
 import os
@@ -26,9 +26,9 @@ TYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
     {"tensor(float)": np.dtype("float32")}
     | {f"tensor({n})": np.dtype(n) for n in ("float16", "int8", "uint8", "uint16", "int32", "int64")}
 )
-"""numpy's types for those that ONNX Runtime names."""
+"""NumPy's types by ONNX Runtime's names."""
 
-# Its own share no base class; where memory is bound, it raises what Python has.
+# Its own exceptions share no base class; binding memory raises Python's.
 RUN_ERRORS = (
     RuntimeError,
     ort_state.Fail,
@@ -36,11 +36,11 @@ RUN_ERRORS = (
     ort_state.RuntimeException,
     ort_state.EPFail,
 )
-"""What ONNX Runtime raises where a pass, or memory on a device, fails."""
+"""ONNX Runtime's exceptions when a pass, or memory on a device, fails."""
 
 _NO_MEMORY = ("bad_alloc", "bad allocation", "Cannot allocate memory", "failed to map segment")
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether memory was lacking, which ONNX Runtime says in the words of the system and of C++."""
+    """Whether memory was lacking, in the words of the system and of C++ that ONNX Runtime quotes."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)

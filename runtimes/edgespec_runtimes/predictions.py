@@ -1,12 +1,12 @@
-"""What a pass gives out, whatever device it runs on: predictions, and hidden states for a head to read.
+"""The results of a pass on any device: predictions, and hidden states for a head.
 
-Whoever reads predictions says by asking what it needs: a device that finds the most likely columns itself
-copies rows of logits to the host only where somebody reads them.
+Results are fetched when they are read: a device that finds the most likely columns itself copies rows of
+logits to the host only if they are read.
 
-A target gives out its *features*: the residual streams that enter some of its layers, side by side, or that
-leave the last. A head, which drafts from them (arXiv 2503.01840, 2412.19437), reads, beside each token, the
-features of the token before it or, behind its own drafts, the *state* that it wrote there itself. In a pass
-tokens with features come first, as graphs of heads have it.
+A target returns its *features*: the residual streams that enter some of its layers, side by side, or the one
+that leaves the last. A head, which drafts from them (arXiv 2503.01840, 2412.19437), reads, beside each token,
+the features of the token before it or, behind its own drafts, the *state* that it wrote there itself. In a
+pass tokens with features come first, because graphs of heads need that order.
 """
 
 import math
@@ -32,8 +32,8 @@ class Predictions:
     ``logits`` are float32 ``(rows, head_rows)``.
 
     Attributes:
-        hidden: float32, of its own memory. Of a target that a head reads, its features of all tokens of the
-            pass; of a head, its states of the rows; else None.
+        hidden: float32, in memory of its own. For a target with a head its features of all tokens of the
+            pass; for a head its states of the rows; else None.
     """
 
     hidden: npt.NDArray[np.float32] | None = None
@@ -69,13 +69,13 @@ class Predictions:
 
 
 class DevicePredictions(Predictions):
-    """Those of a device that finds the most likely columns itself.
+    """Predictions of a device that finds the most likely columns itself.
 
     Args:
-        shape: of the logits.
-        read: copies them to the host.
-        columns: the most likely one of each row, the lowest of equals; int64 ``(rows,)``.
-        probabilities: of these; float32 ``(rows,)``, NaN where a row is not a distribution.
+        shape: shape of the logits.
+        read: a function that copies them to the host.
+        columns: the most likely column of each row, the lowest of equals; int64 ``(rows,)``.
+        probabilities: their probabilities; float32 ``(rows,)``, NaN if a row is no distribution.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class DevicePredictions(Predictions):
 
     @cached_property
     def logits(self) -> Logits:
-        """Every row, float32 ``(rows, head_rows)``, copied from the device when they are first asked for."""
+        """Every row, float32 ``(rows, head_rows)``, copied from the device when it is first read."""
         return self._read()
 
     def best(self, row: int) -> int:
         """See :meth:`Predictions.best`."""
         if not math.isfinite(self._probabilities[row]):
-            return super().best(row)  # which says what is wrong
+            return super().best(row)  # it raises the error
         return int(self._columns[row])
 
     def probability(self, row: int) -> float:
@@ -110,7 +110,7 @@ class DevicePredictions(Predictions):
 
 
 def check_best(logit: float) -> None:
-    """See that a row is a distribution, by its largest logit; EdgespecError where that is not finite."""
+    """Check by its largest logit that a row is a distribution; EdgespecError if the logit is not finite."""
     if not math.isfinite(logit):
         raise EdgespecError(
             f"the model's best logit is {logit}, not a finite number: the model file is damaged, or its "
@@ -119,12 +119,12 @@ def check_best(logit: float) -> None:
 
 
 def joined(before: Floats | None, now: Floats | None) -> Floats | None:
-    """Features of the end of a text; those of the last pass may be few."""
+    """Features of the end of a text, joined from this pass and earlier ones."""
     return now if before is None or now is None else np.concatenate([before[-KEPT:], now])
 
 
 class Hidden:
-    """What a graph of ONNX Runtime's ``session`` gives out besides logits, or reads besides tokens.
+    """The outputs of a graph besides logits, and its inputs besides tokens.
 
     ``streams`` are outputs of a target; ``width`` is that of each, or of a head's states. Most graphs have
     neither.
@@ -138,13 +138,13 @@ class Hidden:
         self._widths = shapes.get("features", (0,))[-1], shapes.get("states", (0,))[-1]
 
     def order(self, parts: Sequence[Part]) -> list[int]:
-        """Which parts a pass reads first: those with features."""
+        """The order in which a pass reads parts: parts with features come first."""
         return sorted(range(len(parts)), key=lambda at: parts[at].features is None)
 
     def inputs(self, parts: Sequence[Part]) -> tuple[Floats, Floats]:
         """Features and states of all tokens, ``(m, width)`` and ``(k, width)``.
 
-        States are zeros where nothing is given, to see what passes take.
+        Missing states are zeros, for measurements of passes.
         """
         features, states = (np.zeros((0, width), np.float32) for width in self._widths)
         given = [part.features for part in parts if part.features is not None]
@@ -156,12 +156,12 @@ class Hidden:
         return np.concatenate([features, *given]), np.concatenate([states, *written])
 
     def arrays(self, tokens: int, rows: int) -> dict[str, Floats]:
-        """Where a pass writes each of the outputs, ``(1, n, width)``."""
+        """Arrays for each of the outputs of a pass, ``(1, n, width)``."""
         shape = 1, tokens if self._of_tokens else rows, self._width
         return {name: np.empty(shape, np.float32) for name in self.outputs}
 
     def found(self, parts: Sequence[Part], arrays: Iterable[Floats]) -> list[Floats | None]:
-        """Of each part, a target's features of all tokens, or a head's states of the wanted rows."""
+        """For each part a target's features of all tokens, or a head's states of the wanted rows."""
         if not self.outputs:
             return [None] * len(parts)
         whole = np.concatenate([array[0] for array in arrays], axis=-1)

@@ -1,4 +1,4 @@
-"""States: what layers keep of whole sequences, where it lies, and from where sequences can go on."""
+"""States of sequences: their memory, and the places from which sequences can go on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from edgespec_runtimes.kv_cache import ort_value
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """From where the sequences of a model can go on.
+    """The places from which the sequences of a model can go on.
 
     A sequence's states lie behind one of its tokens, the *place*, and the log has the rows since.
 
     Attributes:
-        every: they can go on from each multiple of so many tokens, too. With keys and values alone that is
-            1, where every layer with a state keeps what it needs at the ends of blocks :data:`BLOCK`, else 0.
+        every: they can also go on from each multiple of this many tokens. It is 1 with keys and values alone,
+            :data:`BLOCK` if every layer with a state keeps its inputs at the ends of blocks, else 0.
     """
 
     every: int
 
     @classmethod
     def of(cls, kept: Sequence[KeptTensor]) -> "Places":
-        """Of a model whose graph keeps that."""
+        """The places of a model whose graph keeps these tensors."""
         states, blocks = (sum(tensor.per == per for tensor in kept) for per in ("sequence", "block"))
         if not states:
             return ANYWHERE
@@ -34,11 +34,11 @@ class Places:
 
     @property
     def undone(self) -> int | None:
-        """Rows of a pass that can be undone at most; None where all can be."""
+        """The most rows of a pass that can be undone; None for all."""
         return None if self.every == 1 else LOGGED
 
     def floor(self, length: int) -> int:
-        """The nearest place, at most ``length``, to which no log is needed."""
+        """The nearest place, at most ``length``, that needs no log."""
         return length // self.every * self.every if self.every else 0
 
     def nearest(self, length: int, behind: int) -> int:
@@ -46,7 +46,8 @@ class Places:
         return length if length >= behind else self.floor(length)
 
     def behind(self, before: int, past: int, end: int) -> int:
-        """Behind how many tokens states lie after a pass from ``past`` to ``end``, and ``before`` it.
+        """The number of tokens behind which states lie after a pass from ``past`` to ``end``; ``before`` is
+        theirs before it.
 
         A ring of inputs only loses its oldest rows; a pass brings other states up to ``past`` at least.
         """
@@ -54,13 +55,13 @@ class Places:
 
 
 ANYWHERE: Final = Places(1)
-"""Where there are keys and values alone."""
+"""The places of models with keys and values alone."""
 
 
 class States:
-    """The states of all sequences, in numpy's memory: ``(slots, *shape)`` each; a sequence owns a slot.
+    """The states of all sequences in NumPy's memory: ``(slots, *shape)`` each. A sequence owns a slot.
 
-    Of ``layout`` it has what is kept per sequence.
+    It holds the tensors of ``layout`` that are kept per sequence.
     """
 
     def __init__(self, layout: Sequence[KeptTensor]) -> None:
@@ -75,7 +76,7 @@ class States:
         return sum(array.nbytes for array in self.arrays)
 
     def reserve(self, slots: int) -> None:
-        """Make room for ``slots`` sequences, keeping what there is of them; earlier bindings may be void."""
+        """Make room for ``slots`` sequences and keep their content; earlier bindings may be void."""
         if self.arrays and len(self.arrays[0]) == slots:
             return
         olds, self.arrays, self._values = self.arrays, [], []
@@ -88,11 +89,11 @@ class States:
         self._values = [ort_value(array) for array in self.arrays]
 
     def of_slot(self, slot: int) -> tuple[npt.NDArray[Any], ...]:
-        """What lies in a slot now, where passes read and write it."""
+        """The states of a slot, in the memory of passes."""
         return tuple(array[slot] for array in self.arrays)
 
     def bind(self, binding: Any) -> None:
-        """Let a pass read and write them."""
+        """Bind the states to a pass."""
         for tensor, value in zip(self._layout, self._values, strict=True):
             binding.bind_ortvalue_input(tensor.input, value)
             binding.bind_ortvalue_output(tensor.output, value)

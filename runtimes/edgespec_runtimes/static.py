@@ -1,9 +1,9 @@
 """A model on a device that compiles graphs of fixed shapes: an NPU, a GPU, or, for comparison, the CPU.
 
-Masks, positions and the KV cache are the host's business. A graph attends over ``capacity`` cached tokens and
-the pass's own rows, and returns keys and values of its own rows only; those that stay are copied behind the
-cache's. What must not be looked at, free places, rows that were not kept and later rows, is masked. So
-roll-back is bookkeeping: nothing is moved or cleared.
+The host makes masks and positions and keeps the KV cache. A graph attends over ``capacity`` cached tokens and
+the pass's own rows, and returns keys and values of its own rows only; the host copies the kept ones into the
+cache. Masks hide free places, rows that were not kept, and later rows. So a roll-back moves and clears
+nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def cheapest_passes(
 ) -> tuple[int, ...]:
     """Widths of the passes that take ``count`` tokens and return the logits of the last ``rows``.
 
-    A pass takes as many tokens as it has rows, or what is left, in ``seconds`` by its width. The pass for
+    A pass takes as many tokens as it has rows, or the rest; ``seconds`` are its costs by width. The pass for
     prefill returns one row's logits, so it may take one wanted token at most.
     """
 
@@ -76,17 +76,17 @@ class _Pass:
 
 
 class StaticModel(LoadedModel):
-    """A bundle's graphs of fixed shapes, those of one bucket at a time.
+    """A bundle's graphs of fixed shapes, open for one bucket at a time.
 
-    Of the sizes a pass may have, those that take least time together are chosen; rows too many are masked.
-    ``seconds`` are what a pass of each width cost when its graph was opened.
+    A number of rows is cut into the passes that take least time together; spare rows are masked. ``seconds``
+    are the costs of a pass of each width, measured when its graph was opened.
     """
 
     def __init__(self, bundle: Bundle, device: Device, options: CpuOptions | None = None) -> None:
         """Open nothing yet: :meth:`reserve` does.
 
-        Context binaries are opened where they fit; else the device's compiler takes the graphs. ``device``
-        runs every operator of the bundle's graphs, or it is an error.
+        Context binaries are opened if they fit; else the device's compiler takes the graphs. ``device`` must
+        run every operator of the bundle's graphs.
         """
         static, config = bundle.manifest.static, bundle.config
         if static is None:
@@ -112,7 +112,7 @@ class StaticModel(LoadedModel):
         return sum(array.nbytes for array in self._cache)
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
-        """Open the graphs of the bucket of ``capacity`` tokens, keeping those of ``stretch``.
+        """Open the graphs of the bucket of ``capacity`` tokens, and keep the tokens of ``stretch``.
 
         Nothing is open or kept after an error.
 
@@ -159,7 +159,7 @@ class StaticModel(LoadedModel):
 
     @property
     def compiled(self) -> str:
-        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+        """Whether context binaries are used and, if not, why; empty if there are none for the device."""
         if self._contexts is None:
             return ""
         chip = self._contexts.chip.name
@@ -173,7 +173,7 @@ class StaticModel(LoadedModel):
         return self._static.longest
 
     def _open_graphs(self, graphs: Sequence[Path]) -> list[Any]:
-        """ONNX Runtime's sessions over ``graphs``, or over what was compiled from them: all or none."""
+        """ONNX Runtime's sessions over ``graphs``, or over all of their compiled forms."""
         if self._contexts is not None and self._refusal is None:
             try:
                 return self._open_compiled(graphs)
@@ -189,15 +189,15 @@ class StaticModel(LoadedModel):
     def _open_compiled(self, graphs: Sequence[Path]) -> list[Any]:
         files = [StaticGraphs.context_files(graph.name) for graph in graphs]
         for name in chain.from_iterable(files):
-            self._bundle.verify(name)  # the provider's library is given whole files only
+            self._bundle.verify(name)  # the provider's library must get complete files only
         return [open_on(self._device, self._bundle.path / name, self._options) for name, _ in files]
 
     def rounded(self, capacity: int) -> int:
-        """The bucket for so many tokens."""
+        """The bucket for this many tokens."""
         return self._static.bucket_for(capacity)
 
     def too_long(self, tokens: int) -> str:
-        """Why there is no room for so many."""
+        """The message that there is no room for this many tokens."""
         if tokens > self.config.context_length:
             return super().too_long(tokens)
         return (
@@ -219,7 +219,7 @@ class StaticModel(LoadedModel):
         self.seconds = {width: self._time(width) for width in self._static.widths}
 
     def _execute(self, width: int, tokens: Sequence[int], start: int) -> None:
-        """One pass over ``tokens`` and as many spare rows as are left of ``width``."""
+        """One pass over ``tokens``, filled up to ``width`` with spare rows."""
         bound = self._passes[width]
         self._host.fill(bound.inputs, tokens, start)
         try:
@@ -242,7 +242,7 @@ class StaticModel(LoadedModel):
         return float(least)
 
     def _check_kept(self, session: Any) -> None:
-        """Raise BundleError where a graph keeps other tensors than the manifest lists."""
+        """Raise BundleError if a graph keeps other tensors than the manifest lists."""
         inputs, outputs = [tensor.input for tensor in self._kept], [tensor.output for tensor in self._kept]
         names = {value.name for value in session.get_inputs()}
         written = sorted(value.name for value in session.get_outputs())
@@ -272,7 +272,10 @@ class StaticModel(LoadedModel):
 
 
 def _cache_shape(tensor: KeptTensor, index: int, capacity: int) -> tuple[int, ...]:
-    """Keys, which have even indices, lie transposed, as the product with the queries takes them."""
+    """The shape of a cache's tensor.
+
+    Keys, which have even indices, are transposed for the product with the queries.
+    """
     batch, heads, tokens, width = tensor.of_tokens(capacity)
     return (batch, heads, tokens, width) if index % 2 else (batch, heads, width, tokens)
 
@@ -289,7 +292,7 @@ def open_static(
 ) -> Session:
     """Open the graphs of the smallest bucket and prove that they can roll back.
 
-    ``row_exact`` is what an earlier self-test found; None tests now.
+    ``row_exact`` is the result of an earlier self-test; None tests now.
 
     Raises:
         BundleError: the bundle has other graphs, or they cannot roll back; a context binary is damaged.
@@ -299,9 +302,9 @@ def open_static(
 
 
 def _misfit(contexts: Contexts, device: Device) -> str | None:
-    """What is known to keep context binaries from being used, before the provider is asked.
+    """The reason why context binaries cannot be used, as far as it is known before the provider opens them.
 
-    The chip is not: a provider knows its own and refuses binaries for others.
+    The chip is not known here: a provider refuses binaries for other chips.
     """
     if contexts.version.partition(".")[0] == device.version.partition(".")[0]:
         return None

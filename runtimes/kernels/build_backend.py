@@ -1,8 +1,7 @@
 """Builds wheels and editable installs: setuptools' own backend (PEP 517), with the library compiled first.
 
-A wheel is for one platform: this machine's, or the one that the setting ``target`` names, as in
-``pip wheel --config-settings target=aarch64-linux .``. An editable install has the library in the checkout,
-beside the package's modules.
+A wheel is for one platform: this machine's, or the setting ``target``, as in ``pip wheel --config-settings
+target=aarch64-linux .``. An editable install has the library in the checkout, beside the package's modules.
 """
 
 import shlex
@@ -31,9 +30,9 @@ prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
 def build_wheel(
     wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Make a wheel for the target, with the library laid where setuptools gathers what goes in.
+    """Make a wheel for the target, with the library in the folder that setuptools gathers.
 
-    Setuptools gathers in a folder of this build alone, so that nothing of another target gets in.
+    The folder belongs to this build alone, so nothing of another target gets in.
     """
     settings = dict(config_settings or {})
     target = target_of(settings.pop("target", None))
@@ -67,7 +66,7 @@ def target_of(name: str | list[str] | None) -> Target:
 
 
 def library_of(target: Target) -> Path:
-    """The library; where it cannot be compiled, the reason is all that is shown."""
+    """The library. If it cannot be compiled, only the reason is shown."""
     try:
         return library(target)
     except BuildError as error:
@@ -91,6 +90,6 @@ def put(made: Path, to: Path) -> None:
 
 
 def add(settings: dict[str, str | list[str] | None], name: str, values: list[str]) -> None:
-    """Put ``values`` before what a setting has already, so that the latter counts."""
+    """Put ``values`` before a setting's own values, which take precedence."""
     stated = settings.get(name) or []
     settings[name] = [*values, *(shlex.split(stated) if isinstance(stated, str) else stated)]

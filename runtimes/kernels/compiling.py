@@ -1,8 +1,8 @@
-"""Compiles the library and its check with zig, what has changed since the last time.
+"""Compiles changed sources of the library and its check with zig.
 
-What was compiled stays in ``build/kernels/TARGET``, under names that have a digest of all that went in: its
-sources, the headers, the flags, zig's version. A name that is there is what would be compiled. Files appear
-there at once and whole, so two builds may run side by side.
+Results stay in ``build/kernels/TARGET``. Their names have a digest of the inputs: sources, headers, flags,
+zig's version. So an existing name need not be compiled again. Files appear at once and complete, so two
+builds may run side by side.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ DAY = 24 * 3600
 
 
 class BuildError(Exception):
-    """Why there is no library, and what to do about it."""
+    """The library cannot be built; the message has the reason and the remedy."""
 
 
 def library(target: Target) -> Path:
@@ -49,7 +49,10 @@ def set_objects(target: Target) -> list[Path]:
 
 
 def compiled(zig: str, processors: Mapping[str, str], folder: Path) -> list[Path]:
-    """The object files of sources, each for its processor; from a copy, lest the sources change meanwhile."""
+    """The object files of sources, each for its processor.
+
+    They are compiled from a copy, because sources may change meanwhile.
+    """
     with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as copy:
         texts = {path.name: path.read_text(encoding="utf-8") for path in sources()}
         for name, text in texts.items():
@@ -67,7 +70,7 @@ def compiled(zig: str, processors: Mapping[str, str], folder: Path) -> list[Path
 
 
 def linked(zig: str, objects: Sequence[Path], flags: Sequence[str], to: Path) -> Path:
-    """What is linked from ``objects``; what earlier sources left in the folder goes when it is a day old."""
+    """The file linked from ``objects``. Results of earlier sources are deleted when they are a day old."""
     arguments = (*target_flags(zig), *flags)
     key = digest((*arguments, *(path.name for path in objects)))
     result = made((*arguments, *map(str, objects)), to, key)
@@ -83,7 +86,7 @@ def target_flags(zig: str) -> tuple[str, ...]:
 
 
 def made(arguments: Iterable[str], to: Path, key: str, cwd: str | Path = SOURCES) -> Path:
-    """``to`` with ``key`` in its name: what zig makes of ``arguments``, unless it is there."""
+    """``to`` with ``key`` in its name. Zig makes it by ``arguments``, unless it exists."""
     result = to.with_stem(f"{to.stem}-{key}")
     if result.exists():
         return result
@@ -95,7 +98,7 @@ def made(arguments: Iterable[str], to: Path, key: str, cwd: str | Path = SOURCES
             raise BuildError(f"zig could not make {to.name}:\n{run.stdout}{run.stderr}")
         try:
             output.replace(result)
-        except PermissionError:  # on Windows, where another build has just made it and reads it
+        except PermissionError:  # on Windows, if another build has just made it and reads it
             if not result.exists():
                 raise
     return result
@@ -107,7 +110,7 @@ def sources() -> list[Path]:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of what is compiled, made; also finds out whether there is a compiler."""
+    """Make the folder of results; BuildError without a compiler."""
     zig_version()
     folder = CACHE / name
     try:

@@ -31,7 +31,7 @@ ARM = {
     "set_neon_dot.cpp": "generic+dotprod",
     "set_neon_i8mm.cpp": "generic+dotprod+i8mm",
 }
-"""Compiled for more than the baseline; called where the processor has it."""
+"""Sources compiled for more than the baseline; they run on processors that have it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def static(self) -> str:
-        """Zig's name where programs need no library of the platform; empty where all do."""
+        """Zig's name for programs without a library of the platform; empty if all need one."""
         return f"{self.name}-musl" if self.suffix == ".so" and self.zig else ""
 
     @property
@@ -59,8 +59,8 @@ class Target:
     def link(self) -> tuple[str, ...]:
         """The flags that make a library of object files.
 
-        Linux would let another library's ``operator new`` take the place of the one linked in, whose
-        exceptions are of another kind; macOS would keep the path that the library was made at.
+        Otherwise on Linux another library's ``operator new``, with exceptions of another kind, could replace
+        the linked one, and on macOS the library would keep the path of its build.
         """
         bound = {".so": ("-Wl,-Bsymbolic",), ".dylib": ("-install_name", f"@rpath/{self.library}")}
         return ("-shared", "-s", *bound.get(self.suffix, ()))
@@ -85,8 +85,8 @@ SUFFIXES = {"Windows": ".dll", "Darwin": ".dylib"}
 
 
 def native_target() -> Target:
-    """This machine's target; where the table has none, whatever zig takes the machine for."""
-    place = sysconfig.get_platform()  # what this Python is for, which the machine may only emulate
+    """This machine's target; if the table has none, zig's own choice."""
+    place = sysconfig.get_platform()  # the platform of this Python, which the machine may only emulate
     machine = platform.machine() if place.endswith("universal2") else place.rpartition("-")[2]
     machine = MACHINES.get(machine.lower(), machine)
     name = f"{machine}-{SYSTEMS.get(platform.system(), '')}"
