@@ -1,7 +1,6 @@
 import json
 from datetime import datetime
 from functools import reduce
-from time import thread_time
 from types import MappingProxyType
 from typing import Any
 
@@ -389,17 +388,3 @@ def test_added_tokens_that_the_template_writes_are_forged_by_nobody_but_the_mode
         assert (ids.count(tool), TOKENIZER.decode(ids)) == (count, "<tool>a<tool><tool><tool>hi<tool>hi")
     silent = ChatTemplate("{{ messages[0].content }}")
     assert silent.encode([{"role": "user", "content": "<tool>"}], TOKENIZER) == [tool]
-
-
-def test_long_conversations_take_less_than_half_of_the_time() -> None:
-    source = (
-        "{% set ns = namespace(last=messages|length - 1) %}{% set rest = messages[1:] %}"
-        "{% for m in messages[::-1] %}"
-        "{% set index = (messages|length - 1) - loop.index0 %}"
-        "{% if m.role == 'user' and not m.content.startswith('<x>') %}{% set ns.last = index %}{% endif %}"
-        "{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-        "{% if loop.index0 > ns.last and rest | length > 5 %}-{% endif %}{% endfor %}"
-    )
-    started = thread_time()
-    ChatTemplate(source).render([{"role": "user", "content": "word " * 20}, *ASK] * 2000)
-    assert thread_time() - started < 2.0

@@ -11,7 +11,7 @@ from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
 from tests.kit.models import runner_of, side_of, toy_model, toy_session
 from tests.kit.toy import KV_BYTES
-from tests.test_threads import held, slow_session
+from tests.test_threads import slow_session
 
 NEW = 12
 SYSTEM = "You answer in as few words as you can, and never in verse. " * 3
@@ -82,22 +82,6 @@ def test_an_answer_that_ended_early_is_kept_as_far_as_it_came() -> None:
         assert talk.messages == [question("Tell me everything"), said]
         talk.ask("Nothing", cancelled=lambda: True)
         assert len(talk.messages) == 2
-
-
-def test_questions_are_answered_in_the_order_in_which_they_were_asked() -> None:
-    with held() as (session, model):
-        talk = model.conversation(max_new_tokens=NEW)
-        streams = [talk.stream(f"Question {n}") for n in range(3)]
-        for stream in streams:
-            stream.start()
-        session.open()
-        answers = [stream.run() for stream in streams]
-    said: list[dict[str, Any]] = []
-    for n, answer in enumerate(answers):
-        said.append(question(f"Question {n}"))
-        assert answer.tokens == ask_alone(said).tokens
-        said.append({"role": "assistant", "content": answer.text})
-    assert talk.messages == said
 
 
 def test_options_of_a_question_go_before_the_conversations() -> None:

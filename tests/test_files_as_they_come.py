@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter
 
 import edgespec
 from edgespec import LoadOptions
@@ -24,7 +23,7 @@ from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.downloads import REPOSITORY, Hub
 from tests.kit.foreign import write_genai, write_optimum
-from tests.kit.gguf import tiny_gguf
+from tests.kit.gguf import TinyGGUF, tiny_gguf
 from tests.kit.hf import VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.kit.sentencepiece import trained
 from tests.kit.tokenizers import byte_level_json, sentencepiece_json
@@ -229,29 +228,10 @@ def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
 
 
 def split(folder: Path, architecture: str = "llama") -> list[Path]:
-    """A tiny model in three parts, as llama.cpp's gguf-split leaves it."""
+    """A tiny model in three parts, and whole."""
     model = tiny_gguf(architecture, "Q8_0", layers=2)
-    whole = model.write(folder / "whole.gguf")
-    writer = GGUFWriter(folder / "tiny.gguf", architecture, split_max_tensors=9)
-    with open_checkpoint(whole) as opened:
-        assert opened.model_name == "whole"
-    for key, value in model.metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, list(value))  # type: ignore[call-overload]
-    for name, (kind, raw) in model.tensors.items():
-        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    model.write(folder / "whole.gguf")
+    model.write(folder / "tiny.gguf", most_tensors=9)
     return sorted(folder.glob("tiny-*.gguf"))
 
 
@@ -337,39 +317,27 @@ def test_pointers_and_pages_as_files_are_named(tmp_path: Path, data: bytes) -> N
         open_model(folder, "target")
 
 
-def gguf(path: Path, architecture: str, tensor: str = "", **facts: str | int) -> Path:
-    writer = GGUFWriter(path, architecture)
-    for key, value in facts.items():
-        name = key.replace("__", ".")
-        writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
-    if tensor:
-        writer.add_tensor(tensor, np.zeros((8, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 @pytest.mark.parametrize(
-    ("architecture", "tensor", "facts", "says"),
+    ("architecture", "tensor", "kind", "says"),
     [
         (
             "llama",
             "blk.0.attn_q.weight.lora_a",
-            {"general__type": "adapter"},
+            "adapter",
             "an adapter.*llama-export-lora",
         ),
-        ("clip", "v.patch_embd.weight", {"general__type": "mmproj"}, "a projector.*the model's own file"),
-        ("clip", "v.patch_embd.weight", {}, "a projector"),  # of before there were types
-        ("", "blk.0.attn_q.weight.in_sum2", {"general__type": "imatrix"}, "an importance matrix"),
-        ("qwen3", "cls.output.weight", {}, "classifies texts.*use a model that writes"),
+        ("clip", "v.patch_embd.weight", "mmproj", "a projector.*the model's own file"),
+        ("clip", "v.patch_embd.weight", "", "a projector"),  # of before there were types
+        ("", "blk.0.attn_q.weight.in_sum2", "imatrix", "an importance matrix"),
+        ("qwen3", "cls.output.weight", "", "classifies texts.*use a model that writes"),
     ],
 )
 def test_gguf_files_that_are_no_models_say_what_they_are(
-    tmp_path: Path, architecture: str, tensor: str, facts: dict[str, str | int], says: str
+    tmp_path: Path, architecture: str, tensor: str, kind: str, says: str
 ) -> None:
-    path = gguf(tmp_path / "x.gguf", architecture, tensor, **facts)
+    model = TinyGGUF(architecture, {"general.type": kind} if kind else {})
+    model.tensors[tensor] = "F32", np.zeros((8, 64), np.float32)
+    path = model.write(tmp_path / "x.gguf")
     for ask in (lambda: open_model(path, "target"), lambda: export_model(path, tmp_path / "out")):
         with pytest.raises(EdgespecError, match=says):
             ask()

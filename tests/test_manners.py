@@ -1,6 +1,5 @@
 """Good manners: pausing, giving memory back, threads that give way, fewer of them on a battery."""
 
-import asyncio
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 import edgespec
-from edgespec import Generation, LoadOptions, Model, RequestError
+from edgespec import Generation, LoadOptions, RequestError
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, _LowPriority, open_cpu
 from tests.kit.machines import LINUX
@@ -56,54 +55,6 @@ def test_a_paused_answer_stands_still_and_goes_on_with_the_same_text() -> None:
         model.resume()
         assert running.result(60).text == alone().text
         assert waits.run().text == alone("jumps over").text
-
-
-@pytest.mark.parametrize("reason", ["cancelled", "closed"])
-def test_what_is_to_end_ends_in_a_pause(reason: str) -> None:
-    with toy_model(slow_session()) as model:
-        stream = model.stream(PROMPT, max_new_tokens=4000)
-        next(stream)
-        model.pause()
-        if reason == "cancelled":
-            stream.cancel()
-        else:
-            model.close()
-        assert stream.run().finish_reason == reason
-
-
-def test_a_request_that_waits_in_a_pause_is_closed() -> None:
-    model = toy_model()
-    model.pause()
-    waits = model.stream(PROMPT, max_new_tokens=NEW)
-    waits.start()
-    model.close()
-    assert waits.run().finish_reason == "closed"
-
-
-def test_a_request_may_pause_its_own_model_and_a_task_waits() -> None:
-    async def main(model: Model) -> str:
-        model.pause()
-        task = asyncio.create_task(model.generate_async(PROMPT, max_new_tokens=NEW))
-        await asyncio.sleep(0.3)
-        assert not task.done()
-        model.resume()
-        return (await task).text
-
-    asked = list[int]()
-    with toy_model() as model, ThreadPoolExecutor(1) as pool:
-
-        def cancelled() -> bool:
-            asked.append(len(asked))
-            if len(asked) == 3:
-                model.pause()
-            return False
-
-        running = pool.submit(model.generate, PROMPT, max_new_tokens=NEW, cancelled=cancelled)
-        until(lambda: queue_of(model).is_held)
-        sleep(0.3)
-        assert not running.done()
-        model.resume()
-        assert running.result(60).text == asyncio.run(main(model)) == alone().text
 
 
 def test_trim_gives_back_what_no_answer_uses() -> None:

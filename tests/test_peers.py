@@ -78,17 +78,6 @@ def test_a_worker_that_fails_says_why(fake: Path, tmp_path: Path) -> None:
         Worker((str(tmp_path / "absent"),))
 
 
-def test_workers_stay_if_memory_allows(fake: Path) -> None:
-    for reserve, stays in ((0, True), (2**60, False)):
-        pids = []
-        with Workers(reserve, ignore) as workers:
-            workers.open(command(fake), {})
-            pids.append(workers.facts[command(fake)]["pid"])
-            workers.open(command(fake), {"times": 2})  # shared: one process for both
-            assert workers.ask(command(fake), Request("a", 2)).tokens == [0, 1]
-            assert (command(fake) in workers._kept) is stays
-
-
 def test_failing_rows_end_no_comparison(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         Row("edgespec close plain", "edgespec close", command(fake, "--speed", "10")),
@@ -144,14 +133,6 @@ def test_ratios_are_taken_over_the_prompts_both_ran() -> None:
     (warning,) = table.warnings(2)
     assert warning.startswith("b: the rows read prompts of different lengths")
     assert len(tables(table.summary(), {}).split("\n\n")) == 2
-
-
-def test_what_did_not_run_is_missing_from_the_table() -> None:
-    row = Table([Row("fast", "edgespec", ())], [sample("fast", "a", 40.0)]).summary()["fast"]
-    assert row["gain"] is row["same_as_plain"] is None
-    table = Table([Row("a", "edgespec", ())], [])
-    assert table.summary() == {} and table.headlines() == []
-    assert tables({}, {}).count("\n") == 1
 
 
 def arguments(**changes: Any) -> Namespace:

@@ -1,6 +1,5 @@
 """Several requests at once: each is answered as if it were alone, whoever comes, fails and goes beside it."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from edgespec import Model
-from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Stage
 from tests.kit.models import queue_of, runner_of
@@ -192,28 +190,3 @@ def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
             settle()
             model.forget()
             assert all(session.length == 0 for session in runner_of(model).seats.sessions)
-
-
-def test_a_close_ends_all_of_them() -> None:
-    model, target = several(3)
-    running, go = threading.Event(), threading.Event()
-    law = target.model.next_logits
-
-    def slow(tokens: Any) -> Any:
-        if len(target.passes) > 8:
-            running.set()
-            go.wait(60)
-        return law(tokens)
-
-    with ThreadPoolExecutor(8) as pool:
-        target.model.next_logits = slow
-        answers = all_at_once(model, pool, 3800)
-        assert running.wait(60)
-        closing = pool.submit(model.close)
-        while not queue_of(model).is_closed:
-            pass
-        go.set()
-        closing.result(60)
-        results: list[Generation] = [each.result(60) for each in answers]
-    assert {each.finish_reason for each in results} == {"closed"}
-    assert target.closed and all(each.closed for each in runner_of(model).seats.sessions)

@@ -107,20 +107,6 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
         assert results[-1].stats.queued_s > 0.0
 
 
-def test_a_stream_that_is_dropped_while_it_waits_makes_room() -> None:
-    with busy(most_waiting=1) as (session, model, running):
-        dropped = model.stream(PROMPTS[1], max_new_tokens=NEW)
-        queue_of(model).put(answer := dropped._ticket)
-        del dropped
-        gc.collect()
-        third = model.stream(PROMPTS[2], max_new_tokens=NEW)
-        third.start()  # not refused
-        assert answer.result is not None and answer.result.finish_reason == "cancelled"
-        session.open()
-        assert third.run().tokens == alone(PROMPTS[2]).tokens
-        assert len(running.result(60).tokens) == NEW
-
-
 def test_close_ends_what_runs_and_what_waits() -> None:
     with held() as (session, model), ThreadPoolExecutor(3) as pool:
         streams = [model.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
@@ -160,23 +146,6 @@ def test_what_a_close_ends_while_it_waits_ends_once() -> None:
         closing.result(60)
         assert running.result(60).finish_reason == "closed"
     assert [result.finish_reason for result in ended] == ["closed"]
-
-
-def test_closing_from_within_a_request_ends_it_and_frees_the_model_behind_it() -> None:
-    session = toy_session()
-    model = toy_model(session)
-    asked = []
-
-    def cancelled() -> bool:
-        asked.append(session.closed)
-        if len(asked) == 6:
-            model.close()
-        return False
-
-    result = model.generate(PROMPTS[0], max_new_tokens=NEW, cancelled=cancelled)
-    assert result.finish_reason == "closed" and not any(asked)
-    settle()
-    assert session.closed
 
 
 LONG = "a prompt that is longer than what a pass of the toy reads"
@@ -291,17 +260,6 @@ def test_what_is_told_of_the_end_may_fail() -> None:
     with pytest.raises(ZeroDivisionError):
         ticket.take()
     assert ticket.result == nothing("stop")
-
-
-@pytest.mark.parametrize("happens", [lambda a: a.put(Record("", ())), lambda a: a.end(nothing("stop"))])
-def test_who_waits_for_an_answer_is_woken(happens: Callable[[Ticket], None]) -> None:
-    answer = Ticket(Request(), lambda: pytest.fail("its turn never comes"))
-    waiter = threading.Thread(target=answer.wait, args=(None,), daemon=True)
-    waiter.start()
-    until(lambda: bool(answer._changed._waiters))  # type: ignore[attr-defined]
-    happens(answer)
-    waiter.join(60)
-    assert not waiter.is_alive()
 
 
 def test_caches_are_forgotten_between_requests() -> None:

@@ -35,8 +35,9 @@ class TinyGGUF:
     metadata: dict[str, object]
     tensors: dict[str, tuple[str, Raw]] = field(default_factory=dict)
 
-    def write(self, path: Path) -> Path:
-        writer = GGUFWriter(path, self.architecture)
+    def write(self, path: Path, most_tensors: int = 0) -> Path:
+        """Write the file; with a number of tensors, several parts as llama.cpp's gguf-split leaves them."""
+        writer = GGUFWriter(path, self.architecture, split_max_tensors=most_tensors)
         for key, value in self.metadata.items():
             _add(writer, key, value)
         for name, (kind, raw) in self.tensors.items():
