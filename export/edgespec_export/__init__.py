@@ -1,5 +1,5 @@
-"""Checkpoints in, bundles out: :func:`edgespec_export.export.export_model` is the way in.
+"""Makes bundles of checkpoints, by :func:`edgespec_export.export.export_model`.
 
-Rooms, from the top: ``align`` and ``devices``, ``graphs``, ``formats``, ``sources``; each imports those after
-it, and ``edgespec_models`` and ``edgespec_runtimes``.
+Rooms, from the top: ``align`` and ``devices``, ``graphs``, ``formats``, ``sources``; each imports the rooms
+after it, and ``edgespec_models`` and ``edgespec_runtimes``.
 """

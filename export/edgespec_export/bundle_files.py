@@ -1,4 +1,4 @@
-"""Files and facts that every bundle has, whatever device it is for."""
+"""Files and facts of every bundle, for any device."""
 
 import json
 from dataclasses import replace
@@ -19,14 +19,17 @@ from edgespec_models.text.tokenizer_files import written_marks
 from edgespec_runtimes.memory import peak_memory_bytes
 
 _FOUND = ("parity", "row_exact", "trim", "static", "activations", "weights")
-"""What a report begins with: null where there is no reference for the source file, no row of the LM head was
-left out, the graphs take any shape, they compute in float32."""
+"""The first keys of a report.
+
+They are null without a reference for the source file, without a trimmed LM head, and for graphs of any shape
+that compute in float32.
+"""
 
 
 def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> None:
-    """The tokenizer, and chat templates: that of the file ``template``, or the checkpoint's.
+    """Write the tokenizer and chat templates: the file ``template``, or the checkpoint's own.
 
-    Raises ModelFileError for text that is no UTF-8, RequestError for a file that holds no template.
+    Raises ModelFileError for text that is no UTF-8, RequestError for a file without a template.
     """
     sources, tokenizer = checkpoint.chat_templates(), checkpoint.tokenizer_json()
     if template is not None:
@@ -41,9 +44,9 @@ def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> 
 
 
 def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
-    """Weights of ``embedding``, ``attention`` or what stands for it, ``mlp``, ``lm_head``, ``other``.
+    """Weights of ``embedding``, ``attention`` or another mixer, ``mlp``, ``lm_head``, ``other``.
 
-    Of ``experts`` too where there are some.
+    Models with experts also have ``experts``.
     """
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "inputs": "embedding", "lm_head": "lm_head"}
@@ -64,7 +67,10 @@ def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value``, indented. Question marks stand for what no UTF-8 holds, such as in files' names."""
+    """Write ``value``, indented.
+
+    Question marks replace characters without UTF-8, for example in files' names.
+    """
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
 
@@ -72,7 +78,7 @@ def write_json(path: Path, value: Any) -> None:
 def describe(
     checkpoint: Checkpoint, folder: Path, options: ExportOptions, digest: str, **facts: Any
 ) -> Manifest:
-    """The manifest of what lies in ``folder``; ``facts`` are those of its graphs."""
+    """The manifest of the bundle in ``folder``; ``facts`` are facts of its graphs."""
     return Manifest(
         name=options.name or checkpoint.model_name,
         role=options.role,
@@ -91,7 +97,7 @@ def describe(
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those of the bundle, which go with it to its place."""
+    """The files of the bundle, which move to its place."""
     return sorted(file for file in folder.iterdir() if file.name != JOURNAL)
 
 
@@ -106,8 +112,8 @@ def finish(
 ) -> dict[str, Any]:
     """Write the report of an export, and the manifest with it; docs/json.md has the report's keys.
 
-    ``facts`` are what checks found out, of :data:`_FOUND`. ``conversion_peak`` are bytes of memory before
-    them: they run the model, and need what running it needs.
+    ``facts`` are results of checks, of :data:`_FOUND`. ``conversion_peak`` are bytes of memory before the
+    checks, which run the model and need its memory.
     """
     report = {
         **dict.fromkeys(_FOUND),

@@ -1,4 +1,4 @@
-"""From a checkpoint to a bundle: what is asked is checked, built, and placed."""
+"""From a checkpoint to a bundle: the request is checked, the bundle is built and put in its place."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,18 +31,18 @@ def export_model(
 
     An EAGLE-3 head, or a model's MTP layer, becomes a drafter for the target that ``options`` name.
 
-    The bundle appears at ``out`` when it is complete and has passed its checks, or not at all. Stopped by
-    KeyboardInterrupt or SystemExit, or killed, an export for CPUs or CUDA leaves large weights in a hidden
-    folder beside ``out``, and the same call goes on there. Returns its report
+    The bundle appears at ``out`` only when it is complete and has passed its checks. If an export for CPUs or
+    CUDA is stopped by KeyboardInterrupt or SystemExit, or killed, large weights stay in a hidden folder
+    beside ``out``, and the same call goes on there. Returns its report
     (:func:`edgespec_export.bundle_files.finish`).
 
     Raises:
         ModelFileError, UnsupportedModelError, TokenizerError: the source cannot be exported: damaged, or of
             an architecture, feature or weight format that edgespec lacks.
-        ParityError: the export does not compute what the source computes.
+        ParityError: the export computes something else than the source.
         BundleError: ONNX Runtime cannot load the graphs, or they cannot roll back.
-        RequestError: an option out of range, options that exclude each other, a head without its target or
-            with another, or ``out`` exists.
+        RequestError: an option is out of range, options exclude each other, a head has no target or a wrong
+            one, or ``out`` exists.
         StorageError: the disk is full, or ``out`` cannot be written.
         DeviceError: a chip is named, and its compiler is missing or refuses a graph.
     """
@@ -58,7 +58,7 @@ def export_model(
 
 
 def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
-    """Refuse before the export's minutes what cannot be."""
+    """Refuse impossible requests before the export takes minutes."""
     contradiction = next(_contradictions(options), None)
     if contradiction is not None:
         raise RequestError(contradiction)
@@ -70,7 +70,7 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
 
 
 def _contradictions(options: ExportOptions) -> Iterator[str]:
-    """What options say that excludes each other."""
+    """The options that exclude each other."""
     device, size = options.device, options.trim
     if options.target is not None:
         yield from _contradictions_of_heads(options)

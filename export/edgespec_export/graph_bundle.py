@@ -36,15 +36,15 @@ from edgespec_runtimes.memory import peak_memory_bytes
 def build_bundle(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> dict[str, Any]:
-    """Everything of a bundle for CPUs or CUDA, in ``folder``; raises as ``export_model`` does."""
+    """Build a bundle for CPUs or CUDA in ``folder``. Raises as ``export_model`` does."""
     kept, trim = _plan_trim(source, folder, options, progress) or (None, None)
     ranges = _ranges(source, folder, options, progress)
     manifest, facts = _write(source, folder, options, (kept, ranges), progress)
     try:
-        # Stored references are of models as they were made.
+        # Stored references belong to models without changes.
         digest = manifest.provenance["sha256"] if options.alignment is None else ""
         row_exact, parity = _check(folder, digest, progress)
-    except RequestError as error:  # of a pass over our own tokens, which nobody asked for
+    except RequestError as error:  # from a pass over our own tokens, which no user requested
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
     facts |= {"parity": parity, "row_exact": row_exact, "trim": trim}
     facts["activations"] = None if ranges is None else ranges.to_json()
@@ -86,9 +86,9 @@ def _write(
     settled: tuple[Tokens | None, ActivationRanges | None],
     progress: ProgressCallback,
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Everything of a bundle but the report, and what goes into that.
+    """Write a bundle without its report, and return the facts for it.
 
-    ``settled`` are tokens that a trimmed LM head keeps, and what float16 would have to hold.
+    ``settled`` are the tokens of a trimmed LM head, and the ranges for float16.
     """
     with _open(source, options) as checkpoint:
         if not options.native:
@@ -131,7 +131,7 @@ def _write(
 
 
 def _open(source: Path, options: ExportOptions) -> Checkpoint:
-    """The checkpoint of a head, or of a model as an alignment changes it."""
+    """The checkpoint of a head, or of a model with its alignment."""
     if options.target is not None:
         return open_checkpoint(source, options.target)
     return open_aligned(source, options.alignment)
@@ -154,7 +154,7 @@ def _plan(
 def _ranges(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback
 ) -> ActivationRanges | None:
-    """How large activations become; None where they are float32, which holds all."""
+    """Ranges of activations; None for float32, which holds all."""
     if options.device is None:
         return None
     with open_aligned(source, options.alignment) as checkpoint:
@@ -170,7 +170,7 @@ def _weights_by_format(losses: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, dict[str, Any] | None]:
-    """Roll-back self-test, and the comparison with the stored reference if there is one."""
+    """The self-test of rolling back, and the comparison with the stored reference if there is one."""
     bundle, golden = Bundle(folder), find_golden(digest)
     _ = bundle.tokenizer, bundle.chat_template
     if bundle.manifest.operators == "edgespec":
@@ -190,7 +190,7 @@ def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool,
 def _check_whole(
     bundle: Bundle, golden: Golden | None, progress: ProgressCallback
 ) -> tuple[bool, dict[str, Any] | None]:
-    """The same of a whole session: its weights are mapped, so that it takes no more memory than a piece."""
+    """The same checks on a whole session. Its weights are mapped, so it takes no more memory than a piece."""
     progress(Progress("Checking", 0, 1, "step"))
     with closing(open_cpu(bundle, CpuOptions(huge_pages=False))) as session:
         row_exact, parity = session.self_test(), None

@@ -1,8 +1,8 @@
-"""What a stopped export has finished of its weights file, so that the next one goes on behind it.
+"""The finished part of a stopped export's weights file, behind which the next export goes on.
 
-A journal lies beside the weights. Its first line says what they are made of, and every other line is the
-CRC-32 of a matrix that is whole, in the order of writing. Nothing waits for the disk: after a loss of power a
-matrix whose bytes have another checksum is written again, with all behind it.
+A journal lies beside the weights. Its first line names their sources, and every other line is the CRC-32 of a
+complete matrix, in the order of writing. Nothing waits for the disk: after a loss of power the first matrix
+with another checksum is written again, with all behind it.
 """
 
 import json
@@ -16,18 +16,18 @@ from edgespec_models.storage import replacing
 DATA_FILE: Final = "model.onnx.data"
 """The weights."""
 JOURNAL: Final = "unfinished.jsonl"
-"""Lies beside them."""
+"""The journal beside them."""
 _LOG = logging.getLogger("edgespec")
 
 
 class Journal:
-    """The journal in ``folder`` of weights that are made of what ``made_of`` says, each fact by its name."""
+    """The journal in ``folder``. ``made_of`` are the facts, by name, on which the weights depend."""
 
     def __init__(self, folder: Path, made_of: Mapping[str, str]) -> None:
         self._path, self._made_of = folder / JOURNAL, dict(made_of)
 
     def read(self) -> list[object]:
-        """The checksums of matrices that were finished; none, with a warning, where others were begun."""
+        """The checksums of finished matrices; none, with a warning, if they belong to other weights."""
         try:
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -48,11 +48,11 @@ class Journal:
         return []
 
     def write(self, checksums: Iterable[object]) -> None:
-        """Name these matrices and no others."""
+        """Write a journal of these matrices."""
         with replacing(self._path) as file:
             file.writelines(f"{json.dumps(value)}\n".encode() for value in (self._made_of, *checksums))
 
     def add(self, checksum: int) -> None:
-        """Name one matrix more."""
+        """Add a matrix."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{checksum}\n")

@@ -1,8 +1,8 @@
-"""Decoders whose architecture our graphs lack, through Optimum's exporter.
+"""Exports of other architectures through Optimum's exporter.
 
 Optimum (optimum-onnx 0.1) needs versions of transformers and huggingface_hub that exclude edgespec's, so it
-cannot be imported here: its command is run, from an environment of its own. What it writes is opened, tried
-and kept as it is.
+cannot be imported here. Its command runs in an environment of its own, and its result is opened, tried and
+kept unchanged.
 """
 
 import os
@@ -41,16 +41,16 @@ def export_with_optimum(
 ) -> dict[str, Any]:
     """Have Optimum export ``source`` to ``out``, a directory that edgespec runs.
 
-    ``out`` appears when it has been opened and has rolled back, or not at all. Returns the ``architecture``
-    as ``config.json`` names it; whether every pass writes the whole KV cache anew (``copies_cache``), and
-    gives a row the same bits whatever the number of rows (``row_exact``); bytes of both directories
-    (``source_bytes``, ``bytes``) and ``seconds``.
+    ``out`` appears only after it was opened and has rolled back. Returns the ``architecture`` of
+    ``config.json``; whether every pass writes the whole KV cache anew (``copies_cache``); whether a row's
+    bits do not depend on the number of rows (``row_exact``); bytes of both directories (``source_bytes``,
+    ``bytes``) and ``seconds``.
 
     Raises:
         ModelFileError: no Hugging Face directory.
         RequestError: ``out`` exists.
-        EdgespecError: there is no such program, or it failed (its last lines are in the message); or
-            edgespec cannot run what it wrote.
+        EdgespecError: the program is missing or failed (the message has its last lines), or edgespec cannot
+            run its result.
         StorageError: the disk is full, or ``out`` cannot be written.
     """
     started = perf_counter()
@@ -69,7 +69,7 @@ def export_with_optimum(
 
 
 def _tried(source: Path, folder: Path, started: float) -> dict[str, Any]:
-    """Run what Optimum wrote. Nothing stays open: Windows moves no open files."""
+    """Run Optimum's result. Nothing stays open, because Windows moves no open files."""
     bundle = open_bundle(folder)
     with closing(open_cpu(bundle, CpuOptions())) as session:
         copies_cache, row_exact = session.model.copies_cache, session.model.row_exact
@@ -84,7 +84,7 @@ def _tried(source: Path, folder: Path, started: float) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run to the end, asking no network: everything lies in the source's directory."""
+    """Run the command to its end without network: all files are in the source's directory."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "ORT_DISABLE_TELEMETRY": "1"}

@@ -1,4 +1,4 @@
-"""What a user may ask of an export."""
+"""The options of an export."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,31 +14,31 @@ TrimSize = Annotated[int, within(1)] | Literal["auto", "full"]
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions(Checked):
-    """What to make of a checkpoint.
+    """The bundle to make of a checkpoint.
 
     Attributes:
         weights: one of :data:`edgespec_export.recipe.WEIGHTS`: ``exact`` keeps the file's blocks, for
-            edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` where
-            those kernels run: on CPUs.
+            edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` on CPUs,
+            where those kernels run.
         quantization: how to round every matrix, instead of keeping the file's blocks.
         name: the model's name; None takes the source's.
-        trim: rows that a drafter's LM head keeps; ``auto`` takes what promises most tokens per second,
-            ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets. EAGLE-3's heads keep
-            theirs; ``auto`` is 32,768 for MTP layers.
-        calibration: JSON Lines files with text that targets wrote, under the key ``text``: they settle which
-            rows are kept, and how large activations become.
-        calibrate_with: bundles of targets that are to write text for trimming now.
-        device: what else than the CPU the bundle is for; None is the CPU. ``cuda`` computes in float16, its
-            KV cache too. Graphs for NPUs have fixed shapes, and the device settles the formats of weights and
+        trim: rows that a drafter's LM head keeps; ``auto`` takes the number with the most expected tokens per
+            second, ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets. EAGLE-3's
+            heads keep their rows; ``auto`` is 32,768 for MTP layers.
+        calibration: JSON Lines files with text of targets under the key ``text``, for the choice of rows and
+            the ranges of activations.
+        calibrate_with: bundles of targets that write text for trimming now.
+        device: the device of the bundle; None is the CPU. ``cuda`` computes in float16, with a KV cache in
+            float16. Graphs for NPUs have fixed shapes, and the device determines the formats of weights and
             KV cache.
         buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
-        alignment: a file that 'edgespec align' wrote for this drafter; it goes into the weights before they
-            are rounded.
+        alignment: a file of 'edgespec align' for this drafter; it is added to the weights before they are
+            rounded.
         chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
         chat_template: a file with a chat template in Jinja, in place of the source's.
-        target: of an EAGLE-3 head (arXiv 2503.01840) or an MTP layer (arXiv 2412.19437), which draft from
-            what their target computes: the GGUF file or Hugging Face directory of that.
+        target: the GGUF file or Hugging Face directory of the target of an EAGLE-3 head (arXiv 2503.01840) or
+            an MTP layer (arXiv 2412.19437).
     """
 
     role: Role = "target"

@@ -1,4 +1,4 @@
-"""Where an export is built, and how it comes to its place: complete, or not at all."""
+"""The folder in which an export is built, and the move to its place, complete or not at all."""
 
 import logging
 import shutil
@@ -18,13 +18,13 @@ _LOG = logging.getLogger("edgespec")
 
 
 def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
-    """Refuse what could not be written at the end.
+    """Raise early if the bundle could not be put in its place.
 
-    ``replaceable`` says whether what is there is of a kind that may be replaced.
+    ``replaceable`` says whether the present content of ``out`` may be replaced.
 
     Raises:
         ModelFileError: the source does not exist.
-        RequestError: ``out`` exists and is not to be replaced, or holds the source; or no bundle could be
+        RequestError: ``out`` exists and may not be replaced, or holds the source, or no bundle could be
             opened there.
     """
     try:
@@ -47,11 +47,11 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` to build in, which nobody else may enter. At the end it comes to its place.
+    """A private folder beside ``out`` to build in, which moves to ``out`` at the end.
 
-    A directory that is there is replaced. After an error nothing is left, nor are the parents of ``out`` that
-    had to be made, unless something came into them. What is stopped or killed leaves its weights, if they
-    have a :class:`Journal`, to the next that builds for ``out``.
+    An existing directory is replaced. After an error nothing is left, nor are new parents of ``out``, unless
+    other files came into them. A stopped or killed export leaves its weights, if they have a
+    :class:`Journal`, to the next one for ``out``.
     """
     with _parents(out):
         prefix = f".{out.name}.partial-"
@@ -64,7 +64,7 @@ def staging(out: Path) -> Iterator[Path]:
             folder.chmod(narrowed & 0o700)
             for left in stale:
                 if left.name.endswith(_OLD) and not out.exists():
-                    move(left, out)  # what a killed export had only begun to replace
+                    move(left, out)  # the old bundle of an export that was killed while it replaced it
                 else:
                     _take_over(left, folder)
             yield folder
@@ -82,9 +82,9 @@ def staging(out: Path) -> Iterator[Path]:
 
 
 def _take_over(stale: Path, folder: Path) -> None:
-    """Move to ``folder`` the weights that an export can go on with, and delete the rest.
+    """Move weights with which an export can go on to ``folder``, and delete the rest.
 
-    Of two processes that come here at once, one begins anew.
+    If two processes do this at once, one of them begins anew.
     """
     with suppress(OSError):
         facts = stale.lstat()

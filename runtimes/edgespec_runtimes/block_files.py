@@ -89,7 +89,7 @@ class BlockFiles:
                 with suppress(FileNotFoundError):  # another process may delete at the same time
                     if not is_file(path) and not self._write(path, content(at), paths):
                         break
-                    used = now - at * _STEP_NS  # an end goes before its beginning, without which it is lost
+                    used = now - at * _STEP_NS  # ends are deleted before their beginnings
                     os.utime(path, ns=(used, used))
         except (OSError, MemoryError) as error:
             problem = f"prompts are not kept on disk: {self._folder} cannot be written ({error})"

@@ -70,7 +70,7 @@ class DeviceMemory(Memory):
         value.update_inplace(array)
 
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
-        """An OrtValue on the device, and what copies it to the host; DeviceError if there is no room."""
+        """An OrtValue on the device, and its copy to the host; DeviceError if there is no room."""
         value = self._allocate(shape, dtype)
         return value, value.numpy
 

@@ -1,12 +1,12 @@
-"""An alignment: what is to be added to the weights of one drafter, as a file, and in its checkpoint.
+"""An alignment: a change of a drafter's weights, as a file, and in its checkpoint.
 
-A safetensors file, in 8 bits. Of a vector ``NAME`` of the checkpoint (:mod:`checkpoint`) it holds ``NAME``,
-the change itself; of a matrix in floats ``NAME.lora_a`` and ``NAME.lora_b``, whose product the change is (Hu
-et al. 2021, "LoRA", arXiv 2106.09685). Each is int8 ``(rows, columns)`` with a float32 factor for every row
-under ``....scales``; ``lora_b`` lies transposed, so that a row of either is one component. Of a quantized
-matrix it holds ``NAME.blocks``, transposed too: by how much the float16 factors of each block are to grow,
-its scale and, where it has one, its minimum, each over itself (Kim et al. 2023, "PEQA", arXiv 2305.14152), so
-that codes, and what a step costs, stay. The metadata say what it was made of. Nothing in the file is trusted.
+It is a safetensors file, in 8 bits. For a vector ``NAME`` of the checkpoint (:mod:`checkpoint`) it holds
+``NAME``, the change itself; for a matrix in floats ``NAME.lora_a`` and ``NAME.lora_b``, whose product is the
+change (Hu et al. 2021, "LoRA", arXiv 2106.09685). Each is int8 ``(rows, columns)`` with a float32 factor for
+every row under ``....scales``; ``lora_b`` lies transposed, so that a row of either is one component. For a
+quantized matrix it holds ``NAME.blocks``, transposed too: the relative growth of the float16 factors of each
+block, its scale and perhaps its minimum (Kim et al. 2023, "PEQA", arXiv 2305.14152), so codes and the cost of
+a step stay the same. The metadata have its origin. Nothing in the file is trusted.
 """
 
 import hashlib
@@ -36,18 +36,18 @@ _Share = Annotated[float, within(0, 1)]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an alignment was made of, and for what.
+    """The origin and purpose of an alignment.
 
     Attributes:
         model: name of the drafter's checkpoint.
-        source_sha256: of its files; no other checkpoint takes the alignment.
+        source_sha256: digest of its files; no other checkpoint takes the alignment.
         target: name of the model that wrote the answers.
-        tokens: of answers that it was trained on, in the drafter's vocabulary.
+        tokens: the number of answer tokens for training, in the drafter's vocabulary.
         right_before: share of right first guesses on held-out answers before the training.
         right_after: the same after it.
-        recipe: how it was trained: names and values.
-        licence: what is known of the licence of the drafter and of the answers.
-        version: of the file's form.
+        recipe: settings of the training, by name.
+        licence: known licences of the drafter and of the answers.
+        version: version of the file's form.
     """
 
     model: Annotated[str, length(1, 200)]
@@ -70,19 +70,19 @@ class Codes:
 
     @classmethod
     def of(cls, values: F32) -> "Codes":
-        """The nearest to ``values``, float32 ``(rows, columns)``."""
+        """The nearest codes of ``values``, float32 ``(rows, columns)``."""
         scales = np.abs(values).max(axis=1) / np.float32(127)
         safe = np.where(scales > 0, scales, np.float32(1))
         return cls(np.rint(values / safe[:, None]).astype(np.int8), scales.astype(np.float32))
 
     def values(self) -> F32:
-        """What it stands for."""
+        """The values of the codes."""
         return self.codes * self.scales[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What is added to the weights of one drafter.
+    """A change of the weights of a drafter.
 
     ``parts`` are changes and factors of changes, by the names in the file.
     """
@@ -97,7 +97,7 @@ class Alignment:
 
     @property
     def digest(self) -> str:
-        """Names the alignment: SHA-256 (hex) over what it changes."""
+        """The name of the alignment: SHA-256 (hex) over its changes."""
         hasher = hashlib.sha256(self.origin.source_sha256.encode())
         for name, part in sorted(self.parts.items()):
             hasher.update(repr((name, part.codes.shape)).encode())
@@ -105,7 +105,7 @@ class Alignment:
         return hasher.hexdigest()
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Rows and columns of a tensor's change, a vector being a row; or rows and factors of blocks."""
+        """Rows and columns of a tensor's change (a vector is a row), or rows and factors of blocks."""
         if self.of_scales(name):
             columns, rows = self.parts[name + BLOCKS].codes.shape
             return rows, columns
@@ -115,7 +115,7 @@ class Alignment:
         return self.parts[name + _B].codes.shape[1], self.parts[name + _A].codes.shape[1]
 
     def change(self, name: str, start: int = 0, stop: int | None = None) -> F32:
-        """What is added to a vector, or to rows ``start`` to ``stop`` of a matrix: ``(rows, columns)``."""
+        """The addend of a vector, or of rows ``start`` to ``stop`` of a matrix: ``(rows, columns)``."""
         if name in self.parts:
             return self.parts[name].values()
         b, a = self.parts[name + _B], self.parts[name + _A]
@@ -127,13 +127,13 @@ class Alignment:
         return name + BLOCKS in self.parts
 
     def factors(self, name: str, start: int = 0, stop: int | None = None) -> F32:
-        """What factors in a tensor's rows ``start`` to ``stop`` are multiplied by: ``(rows, factors)``."""
+        """The multipliers of factors in a tensor's rows ``start`` to ``stop``: ``(rows, factors)``."""
         blocks = self.parts[name + BLOCKS]
         grown: F32 = np.float32(1) + Codes(blocks.codes[:, start:stop], blocks.scales).values().T
         return grown
 
     def write(self, path: Path) -> int:
-        """Put the file at ``path``, whole or not at all (StorageError); returns its size in bytes."""
+        """Write the file to ``path``, complete or not at all (StorageError); returns its size in bytes."""
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, part in sorted(self.parts.items()):
             arrays |= {name: part.codes, name + _SCALES: part.scales}
@@ -153,7 +153,7 @@ class Alignment:
 
 
 def read_alignment(path: Path) -> Alignment:
-    """Read an alignment file; ModelFileError where it is none, is damaged or of another version."""
+    """Read an alignment file; ModelFileError if it is none, damaged, or of another version."""
     file = SafetensorsFile(path)
     try:
         text = file.metadata.get(_KEY)
@@ -188,7 +188,7 @@ def _tensor(part: str) -> str:
 
 
 def _check_pairs(alignment: Alignment, path: Path) -> None:
-    """That every tensor has its change, one row, or both factors of it, of one rank."""
+    """Check that every tensor has its change of one row, or both factors of one rank."""
     for name in alignment.tensors:
         a, b, row = (alignment.parts.get(name + end) for end in (_A, _B, ""))
         alone = (row is not None and len(row.codes) == 1) + alignment.of_scales(name)
@@ -199,7 +199,7 @@ def _check_pairs(alignment: Alignment, path: Path) -> None:
 
 
 class AlignedCheckpoint(Checkpoint):
-    """A drafter's checkpoint, changed as its alignment says; tensors that are changed become float32.
+    """A drafter's checkpoint with its alignment; changed tensors become float32.
 
     It closes ``base``.
 
@@ -238,7 +238,7 @@ class AlignedCheckpoint(Checkpoint):
         return GGMLType.F32, values.view(np.uint8).reshape(len(values), -1, 4)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
-        """Rows of a tensor, with what the alignment adds."""
+        """Rows of a tensor with the alignment's change."""
         stored = self.stored_name(name)
         if self.alignment.of_scales(stored):
             return super().values(name, start, stop)
@@ -249,13 +249,13 @@ class AlignedCheckpoint(Checkpoint):
         return changed
 
     def _scaled(self, name: str, start: int, stop: int | None) -> tuple[GGMLType, npt.NDArray[np.uint8]]:
-        """Raw rows, the factors in every block changed."""
+        """Raw rows with changed factors in every block."""
         kind, raw = self.base.read(name, start, stop)
         at, end = kind.factors_at, kind.factors_at + 2 * kind.factors
         grown = self.alignment.factors(self.stored_name(name), start, stop)
         raw = raw.copy()
         halves = np.ascontiguousarray(raw[..., at:end]).view(np.float16)
-        with np.errstate(over="ignore"):  # what is not finite is refused where it is read
+        with np.errstate(over="ignore"):  # values that are not finite are refused when they are read
             changed = (halves.astype(np.float32) * grown.reshape(halves.shape)).astype(np.float16)
         raw[..., at:end] = changed.view(np.uint8)
         return kind, raw
@@ -280,7 +280,7 @@ def open_aligned(source: Path, alignment: Path | None) -> Checkpoint:
 
 
 def _merged(base: Checkpoint, alignment: Alignment, name: str) -> Tensor:
-    """The tensor as the alignment makes it, if that fits."""
+    """The tensor with its change, if the change fits."""
     tensor, scaled, expected = base.tensors.get(name), alignment.of_scales(name), None
     if tensor is not None and scaled == (tensor.type not in FLOATS):
         rows, columns = (1, *tensor.shape)[-2:]

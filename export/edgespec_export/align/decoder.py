@@ -1,4 +1,5 @@
-"""A drafter in PyTorch: what it says of the answers in a batch of texts, as a function of what is trained.
+"""A drafter in PyTorch: its losses on the answers in a batch of texts, as a function of the trained
+parameters.
 
 The layers of :class:`edgespec_models.bundles.layers.Decoder`, over a checkpoint's weights in float32.
 """
@@ -21,13 +22,13 @@ from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tabl
 from edgespec_models.files.blocks import FLOATS, fields
 
 _PROJECTIONS: Final = frozenset(name for names in PRODUCTS.values() for name in names)
-_ROWS: Final = 256  # answer tokens whose logits are there at a time: a row may have 262,144 of them
+_ROWS: Final = 256  # answer tokens with logits in memory at a time: a row may have 262,144 logits
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts side by side: ``ids`` int64 ``(texts, tokens)``, filled up behind; ``answer``, where the token
-    that follows is one of an answer's, bool ``(texts, tokens - 1)``.
+    """Texts side by side: ``ids`` int64 ``(texts, tokens)``, padded at the end; ``answer`` bool ``(texts,
+    tokens - 1)``, true if the next token belongs to an answer.
     """
 
     ids: Tensor
@@ -42,10 +43,10 @@ class Batch:
 class TorchDecoder(Decoder):
     """Reads texts.
 
-    ``source`` is read for as long as this object lives. ``parameters`` is what is trained, by the names of
-    alignment files: the gains of the normalizations, as they are and not as changes; by how much the scales
-    and minimums of a quantized matrix grow, which leaves its codes, and what a step costs, as they are; of a
-    matrix in floats, which an export rounds anyway, a change of ``rank``.
+    ``source`` is read as long as this object lives. ``parameters`` are the trained ones, by the names of
+    alignment files: the gains of the normalizations themselves; the relative growth of scales and minimums of
+    a quantized matrix, which changes neither codes nor the cost of a step; for a matrix in floats, which an
+    export rounds anyway, a change of ``rank``.
     """
 
     medium = "PyTorch"
@@ -98,17 +99,17 @@ class TorchDecoder(Decoder):
         return torch.cat([computed_again(self._loss, *part, use_reentrant=False) for part in parts])
 
     def right(self, batch: Batch) -> Tensor:
-        """Whether each answer token was the first guess: bool ``(answer tokens,)``."""
+        """Whether each answer token is the first guess: bool ``(answer tokens,)``."""
         with torch.no_grad():
             guesses = [self._logits(rows).argmax(dim=-1) for rows in self.rows(batch).split(_ROWS)]
             return torch.cat(guesses) == batch.labels
 
     def changes(self) -> dict[str, Codes]:
-        """What was trained, as an alignment keeps it."""
+        """The trained parameters in the form of an alignment."""
         return {name: Codes.of(change) for name, change in self._changes()}
 
     def take(self, changes: Mapping[str, Codes]) -> None:
-        """Go on with what an alignment keeps, rounding and all."""
+        """Continue from an alignment's parameters, with their rounding."""
         for name, codes in changes.items():
             values = codes.values()
             if name in self._weights:
@@ -121,7 +122,7 @@ class TorchDecoder(Decoder):
             yield name, now.reshape(-1, now.shape[-1]) - self._values(name) if name in self._weights else now
 
     def _values(self, name: str) -> np.ndarray:
-        """A tensor as the checkpoint has it, as a matrix."""
+        """A tensor of the checkpoint, as a matrix."""
         values = self._source.values(name)
         return values.reshape(-1, values.shape[-1])
 
@@ -135,7 +136,7 @@ class TorchDecoder(Decoder):
         return F.linear(rows, self._weights[self._source.stored_name("lm_head")])
 
     def _factors(self, name: str) -> Tensor:
-        """By how much the factors of a quantized matrix grow, not at all yet: ``(factors, rows)``."""
+        """The growth of a quantized matrix's factors, zero at first: ``(factors, rows)``."""
         kind, raw = self._source.read(name)
         minimums = fields(kind, raw).blocks().minimums
         if minimums is not None:
@@ -149,7 +150,7 @@ class TorchDecoder(Decoder):
         return x + y
 
     def product(self, name: str, x: Tensor) -> Tensor:
-        """With what is trained of the matrix ``name``."""
+        """A product with the matrix ``name`` and its trained change."""
         if name + BLOCKS in self.parameters:
             return self._scaled(name, x)
         y = F.linear(x, self._weights[name], self._weights.get(f"{name}_bias"))
@@ -167,7 +168,7 @@ class TorchDecoder(Decoder):
         y = F.linear(x, weight, self._weights.get(f"{name}_bias"))
         if minimums is None:
             return y
-        # A minimum is that of a block of codes: it meets the sum of its inputs.
+        # A minimum belongs to a block of codes: it multiplies the sum of its inputs.
         more = (minimums.unflatten(1, (len(grown[0]), -1)) * (scales - grown[..., 1:])).flatten(1)
         return y + F.linear(x.unflatten(-1, (more.shape[1], -1)).sum(-1), more)
 
@@ -204,7 +205,7 @@ class TorchDecoder(Decoder):
         return torch.cat([joined, rest], dim=-1)
 
     def _mask(self, window: int | None, tokens: int) -> Tensor | None:
-        """What a token of a windowed layer sees; None where that is all before it."""
+        """The mask of a windowed layer; None if a token sees all tokens before it."""
         if window is None or window >= tokens:
             return None
         at = torch.arange(tokens, device=self._device)
@@ -212,7 +213,7 @@ class TorchDecoder(Decoder):
         return (ago >= 0) & (ago < window)
 
     def _reach(self, positions: int) -> None:
-        """Have rotary tables of so many positions."""
+        """Make rotary tables for this many positions."""
         if positions > self._positions:
             tables = rotary_tables(self.config, positions)
             self._tables = {name: torch.from_numpy(table).to(self._device) for name, table in tables.items()}
@@ -220,7 +221,7 @@ class TorchDecoder(Decoder):
 
 
 def batch_of(texts: Sequence[Text], device: str = "cpu") -> Batch:
-    """Texts, each with an answer that begins at 1 at least."""
+    """A batch of texts, whose answers begin at 1 or later."""
     longest = max(len(text.tokens) for text in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.int64)
     answer = torch.zeros(len(texts), longest - 1, dtype=torch.bool)

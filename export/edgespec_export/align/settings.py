@@ -1,4 +1,4 @@
-"""What is trained on, and how. Needs no extra."""
+"""Texts and settings of training. Needs no extra."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from edgespec_models.schema import Checked, within
 
 Guesses = dict[str, tuple[int, int]]
-"""By category: how many first guesses were right, and of how many."""
+"""The number of right first guesses, and of all, by category."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Text:
 class TrainingOptions(Checked):
     """How to train.
 
-    ``rank`` is of the change of a matrix in floats. ``batch_tokens`` are tokens of a step, prompts counted.
-    ``seed`` is of the order of texts and of the first factors.
+    ``rank`` is the rank of a change of a matrix in floats. ``batch_tokens`` are tokens of a step, with
+    prompts. ``seed`` determines the order of texts and the first factors.
     """
 
     rank: Annotated[int, within(1, 256)] = 8

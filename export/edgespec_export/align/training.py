@@ -1,8 +1,8 @@
 """Training a drafter on its target's answers, in PyTorch; a run that was stopped goes on.
 
-The loss is ``-log q(token)`` of the answers' tokens in the drafter's own vocabulary, so that any target can
-teach any drafter; answers are the target's own, so on the average the gradient is that of ``KL(p || q)``.
-AdamW (Loshchilov and Hutter 2019), warm-up and cosine.
+The loss is ``-log q(token)`` of the answers' tokens in the drafter's own vocabulary, so any target can teach
+any drafter. Answers are the target's own, so the mean gradient is that of ``KL(p || q)``. AdamW (Loshchilov
+and Hutter 2019), warm-up and cosine.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from edgespec_models.storage import replacing, writing
 
 _WARM_SHARE, _WARM_MOST = 0.1, 20  # of all steps, and steps
 _LONGEST: Final = 1.0  # of a gradient
-_WINDOW = 16  # batches whose texts are sorted by length: what fills up short texts is computed for nothing
+_WINDOW = 16  # batches whose texts are sorted by length: padding is computed for nothing
 _SAVE_S: Final = 120.0
 _UNREADABLE = OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError
 
 
 class _Run:
-    """A training run: batches in their order, the optimizer, and where it stands."""
+    """A training run: batches in their order, the optimizer, and the progress."""
 
     def __init__(
         self, decoder: TorchDecoder, texts: Sequence[Text], options: TrainingOptions, known: str
@@ -42,7 +42,7 @@ class _Run:
         self.key = hashlib.sha256(repr((asdict(options), list(texts), known)).encode()).hexdigest()
 
     def rate_at(self, step: int) -> float:
-        """Warm-up, then half a cosine down to nothing."""
+        """Warm-up, then half a cosine down to zero."""
         total = len(self.batches)
         warm = max(1, min(_WARM_MOST, int(_WARM_SHARE * total)))
         if step < warm:
@@ -86,8 +86,8 @@ def train(
 ) -> int:
     """Train ``decoder`` on ``texts``; returns the number of steps.
 
-    ``place`` is a file for what was reached, written every two minutes; a run that finds it goes on there. It
-    is also of ``known``: what else the run is.
+    ``place`` is a file for the progress, written every two minutes; a run with this file goes on from it. The
+    file also has ``known``, further facts of the run.
 
     Raises:
         RequestError: the file at ``place`` is of another run, or the rate is so high that the loss grows
@@ -130,7 +130,7 @@ def count_right(
     device: str = "cpu",
     progress: ProgressCallback = ignore_progress,
 ) -> Guesses:
-    """How many answer tokens are the decoder's first guess, the text before them given; by category."""
+    """Count the answer tokens that are the decoder's first guess behind their text, by category."""
     guesses: Guesses = {}
     groups = _cut(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens)
     for number, group in enumerate(groups):
@@ -146,7 +146,7 @@ def count_right(
 
 
 def _multiplies_bfloat16(device: str) -> bool:
-    """Whether there are instructions for products of bfloat16, with which a step takes half the time."""
+    """Whether the processor multiplies bfloat16, with which a step takes half the time."""
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
@@ -154,7 +154,7 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 
 def batches_of(texts: Sequence[Text], options: TrainingOptions) -> list[list[Text]]:
-    """Of all passes, in their order: texts of like length together, the rest at random."""
+    """The batches of all passes, in order: texts of similar length together, the rest at random."""
     batches: list[list[Text]] = []
     generator = torch.Generator().manual_seed(options.seed)
     size = sum(len(text.tokens) for text in texts) / len(texts)
@@ -170,7 +170,7 @@ def batches_of(texts: Sequence[Text], options: TrainingOptions) -> list[list[Tex
 
 
 def _cut(texts: Sequence[Text], most: int) -> list[list[Text]]:
-    """Neighbours together, as long as they take at most so many tokens with what fills them up."""
+    """Neighbouring texts together, as long as they take at most this many tokens with padding."""
     groups: list[list[Text]] = []
     for text in texts:
         if groups and (len(groups[-1]) + 1) * max(len(t.tokens) for t in (*groups[-1], text)) <= most:

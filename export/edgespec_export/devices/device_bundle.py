@@ -1,4 +1,4 @@
-"""A bundle for a device that compiles fixed shapes: built, run on the CPU, described, and compiled if asked.
+"""Bundles for devices that compile fixed shapes: built, run on the CPU, described, and perhaps compiled.
 
 For one chip, graphs are compiled ahead to context binaries, which a device opens without its compiler.
 Qualcomm's provider compiles without the chip, through ONNX Runtime's API for compiling, to an ONNX file with
@@ -36,7 +36,7 @@ _SHORTEST = 16
 def build_for_device(
     source: Path, folder: Path, options: ExportOptions, progress: ProgressCallback, started: float
 ) -> dict[str, Any]:
-    """Everything of a bundle for ``options.device``, in ``folder``; raises as ``export_model`` does."""
+    """Build a bundle for ``options.device`` in ``folder``. Raises as ``export_model`` does."""
     assert options.device is not None and options.device != "cuda"
     with open_checkpoint(source) as checkpoint:
         checkpoint.end_where_queries_grow()
@@ -91,7 +91,7 @@ def _texts(tokenizer: Tokenizer, special: SpecialTokens, files: Sequence[Path]) 
 
 
 def _rolls_back(folder: Path) -> bool:
-    """Whether passes of any width give a row the same bits; BundleError where graphs cannot roll back."""
+    """Whether passes of any width give a row the same bits; BundleError if graphs cannot roll back."""
     options = CpuOptions(keep_memory=False)
     session = open_static(Bundle(folder), Device(CPU, "ready"), options)
     session.close()
@@ -99,7 +99,7 @@ def _rolls_back(folder: Path) -> bool:
 
 
 def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:
-    """Qualcomm's provider, told to compile for ``chip`` and to run nothing; DeviceError without it."""
+    """Qualcomm's provider with options to compile for ``chip`` and to run nothing; DeviceError without it."""
     try:
         device = resolve("qnn:htp", runtime)
     except DeviceError as error:
@@ -113,7 +113,10 @@ def compiler_for(chip: Chip, runtime: Runtime | None = None) -> Device:
 def compile_contexts(
     folder: Path, graphs: StaticGraphs, chip: Chip, compiler: Device, progress: ProgressCallback
 ) -> StaticGraphs:
-    """Compile every graph for ``chip``; ``graphs`` with what compiled them. DeviceError if one is refused."""
+    """Compile every graph for ``chip``, and return ``graphs`` with the compiler's facts.
+
+    DeviceError if a graph is refused.
+    """
     for number, graph in enumerate(graphs.graphs):
         progress(Progress("Compiling", number, len(graphs.graphs), "graphs"))
         compiled, binary = (folder / name for name in graphs.context_files(graph))
@@ -133,7 +136,7 @@ def compile_graph(graph: Path, out: Path, compiler: Device) -> None:
         model = ort.ModelCompiler(
             settings,
             str(graph),
-            # As a session has it, so that both compile the same; left out, a compiler optimizes nothing.
+            # The same as for sessions, so that both compile alike; without it a compiler optimizes nothing.
             graph_optimization_level=settings.graph_optimization_level,
         )
         model.compile_to_file(str(out))

@@ -1,9 +1,9 @@
 """From a checkpoint to graphs with fixed shapes: weights, ranges of activations, graphs, checks.
 
-As :mod:`edgespec_export.graphs.pieces` does with graphs of any shape, checks run a few layers at a time, so
-that they take less memory than the model: all texts go through the first layers, those are freed, and so on;
-the last piece is the LM head. But nothing is cut here: pieces are built, so that weights need not be there
-before their piece is run.
+Checks run a few layers at a time, like :mod:`edgespec_export.graphs.pieces` with graphs of any shape, so they
+take less memory than the model: all texts go through the first layers, which are freed, and so on; the last
+piece is the LM head. Nothing is cut here: pieces are built, so weights need not exist before their piece
+runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +34,9 @@ from edgespec_runtimes.ort import TYPES
 from edgespec_runtimes.predictions import Logits
 
 MASKED = -10_000.0
-"""In floating point; 16-bit floats hold it too."""
+"""The mask's value in floating point; 16-bit floats hold it, too."""
 ROWS = 128
-"""Tokens of a text that is calibrated or compared with, at most."""
+"""The most tokens of a text for calibration or comparison."""
 _MARGIN = 15.0  # a masked score's share is below a 16-bit step: exp(-15) = 3e-7
 _SCORES, _MASKED, _KEY = ".scores", ".masked", ".key"
 _CODES = 255  # of 8 bits
@@ -47,19 +47,18 @@ _Values = dict[str, npt.NDArray[Any]]
 
 @dataclass(slots=True)
 class _Watched:
-    """What points took.
+    """The observed values of points.
 
     Attributes:
         ranges: their least and largest values.
-        spreads: of each layer's keys, the standard deviation of the median channel, in the text with the
-            least.
+        spreads: for each layer's keys, the standard deviation of the median channel, the least of all texts.
     """
 
     ranges: _Ranges = field(default_factory=dict)
     spreads: dict[int, float] = field(default_factory=dict)
 
     def add(self, name: str, value: F32) -> None:
-        """Tell what the point ``name`` took."""
+        """Add values of the point ``name``."""
         low, high = self.ranges.get(name, (0.0, 0.0))
         self.ranges[name] = min(low, float(value.min())), max(high, float(value.max()))
         if name.endswith(_KEY):  # (1, heads, head_dim, rows)
@@ -68,7 +67,7 @@ class _Watched:
 
     @property
     def wide_keys(self) -> tuple[int, ...]:
-        """Layers in whose keys steps of 8 bits would drown most channels, since a few are very large."""
+        """Layers with a few very large channels of keys: steps of 8 bits would lose most other channels."""
         wide = []
         for layer, spread in sorted(self.spreads.items()):
             low, high = self.ranges[f"layers.{layer}{_KEY}"]
@@ -81,8 +80,8 @@ class _Watched:
 class StaticPieces:
     """A graph, a few of its layers at a time.
 
-    ``masked`` is what the attention mask holds where a row must not look. ``weights`` gives the file in
-    ``folder`` that holds the weights of some parts; it is asked for each piece when the one before is closed.
+    ``masked`` is the attention mask's value for hidden places. ``weights`` returns the file in ``folder``
+    with the weights of some parts; it is called for each piece when the piece before is closed.
     """
 
     config: ModelConfig
@@ -97,11 +96,11 @@ class StaticPieces:
         return split(self.config)
 
     def run(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, _Values]]:
-        """Take ``texts``, of as many tokens as the plan has rows or fewer, through all pieces.
+        """Run ``texts``, with at most as many tokens as the plan has rows, through all pieces.
 
-        Yields, piece by piece, every text's number and what its pass returned: the values of points, the new
-        rows of the KV cache, and of the last piece ``logits``, float32 ``(1, rows, vocab)``. The dictionary
-        is emptied when the next is asked for.
+        Yields, piece by piece, every text's number and the results of its pass: the values of points, the new
+        rows of the KV cache, and from the last piece ``logits``, float32 ``(1, rows, vocab)``. The dictionary
+        is emptied before the next.
 
         Raises:
             BundleError: ONNX Runtime cannot load a piece.
@@ -153,15 +152,15 @@ def export_static(
 ) -> tuple[StaticGraphs, tuple[KeptTensor, ...], dict[str, int], dict[str, Any], dict[str, Any] | None]:
     """Write the weights and every graph of ``graphs`` to ``folder``.
 
-    The mask's value is found here where activations are quantized. ``texts`` are token ids of two texts or
+    With quantized activations the mask's value is computed here. ``texts`` are token ids of two texts or
     more; every fourth is kept for the comparison.
 
     Returns:
-        What graphs there are, what they keep, bytes of weights by class, what the format costs, and how
-        near the logits are to the reference.
+        The graphs, their kept tensors, bytes of weights by class, the loss by the format, and the nearness of
+        logits to the reference.
 
     Raises:
-        ParityError: far from the reference.
+        ParityError: the logits are far from the reference.
     """
     config, int8 = checkpoint.config, format_for(graphs.device)[0]
     held_out = [tokens[:ROWS] for tokens in texts[::4]]
@@ -186,7 +185,7 @@ def export_static(
 def _settled(
     checkpoint: Checkpoint, graphs: StaticGraphs, watched: _Watched, weights: WeightFile
 ) -> tuple[StaticGraphs, StaticPlan]:
-    """What was found, where activations are quantized: in ``graphs``, and in the plan of all graphs."""
+    """``graphs`` and the plan of all graphs, with the ranges of quantized activations."""
     int8, quantized = format_for(graphs.device)
     plan = StaticPlan(rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases)
     if not quantized:
@@ -197,7 +196,7 @@ def _settled(
 
 
 def _mask_value(ranges: _Ranges) -> float:
-    """Such that a masked score, whatever it is, has no share beside one that is not."""
+    """A value with which any masked score has no share beside an unmasked one."""
     span = max(high - low for name, (low, high) in ranges.items() if name.endswith(_SCORES))
     return round(-span - _MARGIN, 1)
 
@@ -221,9 +220,9 @@ def _float_run(
     texts: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
     progress: ProgressCallback,
 ) -> _Watched:
-    """What values points take on the first texts, in float32.
+    """The values of points on the first texts, in float32.
 
-    The logits of the second go to ``scratch``, a file each.
+    The logits of the texts for comparison go to ``scratch``, a file each.
     """
     scratch.mkdir()
     config, biases = checkpoint.config, checkpoint.has_biases
@@ -265,14 +264,14 @@ def _reported(
 def _logits(
     pieces: StaticPieces, texts: Sequence[Sequence[int]], progress: ProgressCallback
 ) -> Iterator[Logits]:
-    """Of each text in turn."""
+    """The logits of each text in turn."""
     for index, values in _reported(pieces, texts, "Checking", progress):
         if "logits" in values:
             yield values["logits"][0, : len(texts[index])]
 
 
 def _all_ranges(config: ModelConfig, ranges: _Ranges, masked: float) -> _Ranges:
-    """Those that were watched, and those that are known."""
+    """The observed ranges, and the known ones."""
     turned = {
         name.removesuffix(_SCORES) + _MASKED: (low + masked, high)
         for name, (low, high) in ranges.items()
@@ -297,7 +296,7 @@ def _save_all(
 
 
 def split(config: ModelConfig, piece_bytes: int = PIECE_BYTES) -> list[range]:
-    """The parts of each piece: as many layers as take ``piece_bytes`` in float32; the LM head is a piece."""
+    """The parts of each piece: layers of ``piece_bytes`` in float32; the LM head is a piece."""
     layer = (
         4 * config.hidden_size * (2 * config.query_width + 2 * config.kv_width + 3 * config.intermediate_size)
     )

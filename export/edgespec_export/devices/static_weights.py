@@ -1,8 +1,8 @@
-"""Weights as graphs with fixed shapes take them: matrices (inputs, outputs), float32 or int8.
+"""Weights for graphs with fixed shapes: matrices (inputs, outputs), float32 or int8.
 
-Two rewrites leave what the model computes unchanged. Rotations of neighbouring elements become rotations of
-the halves of a head, by ordering the rows of queries and keys alike (a product of the two does not see it).
-And queries carry the attention scale, so that no operator has to.
+Two rewrites do not change the model's results. Rotations of neighbouring elements become rotations of the
+halves of a head, by reordering the rows of queries and keys alike, which does not change their products.
+Queries carry the attention scale, so no operator has to.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _SPAN_ROWS = 4096
 class WeightFile:
     """A written file of weights.
 
-    ``ranges`` are least and largest value of the weights that are quantized with the activations. Classes of
+    ``ranges`` are least and largest values of weights that are quantized with the activations. Classes of
     bytes are ``embedding``, ``attention``, ``mlp``, ``lm_head`` and ``other``.
     """
 
@@ -59,7 +59,7 @@ def write_static_weights(
     """Write the weights of a graph to ``folder``, a matrix in memory at a time.
 
     With ``int8``, matrices have a scale for each output and the embedding is uint16; else all is float32.
-    ``parts`` are those that the graph has (:class:`StaticPlan`).
+    ``parts`` are the graph's parts (:class:`StaticPlan`).
     """
     plan = StaticPlan(
         rows=1, capacity=1, all_logits=True, int8=int8, biases=checkpoint.has_biases, parts=parts
@@ -86,7 +86,7 @@ def _point(name: str) -> str:
 
 
 def _stored(checkpoint: Checkpoint, int8: bool, parts: range) -> _Tensors:
-    """Every parameter and what it holds; an embedding in several pieces."""
+    """Every parameter with its values; an embedding comes in several pieces."""
     matrix, layers = _int8 if int8 else _float, checkpoint.config.num_layers
     for part in parts:
         if part == 0:
@@ -112,7 +112,7 @@ def _embedding(checkpoint: Checkpoint, int8: bool) -> _Tensors:
 
 
 def _head(checkpoint: Checkpoint, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
-    """The LM head, whose outputs are many: encoded a few thousand at a time."""
+    """The LM head, encoded a few thousand of its many outputs at a time."""
     tensors: dict[str, list[npt.NDArray[Any]]] = {}
     for rows in _spans(checkpoint, "lm_head"):
         for name, array in matrix("lm_head", rows):
@@ -146,7 +146,7 @@ def _layer(checkpoint: Checkpoint, layer: Layer, matrix: Callable[[str, F32], _T
 
 
 def _head_order(config: ModelConfig) -> npt.NDArray[np.int64] | None:
-    """Elements of a head such that neighbours that rotate together lie half a rotation apart."""
+    """An order of a head's elements in which neighbours that rotate together lie half a rotation apart."""
     if not config.rope_interleaved:
         return None
     turned = np.arange(config.rotary_width).reshape(-1, 2).T.reshape(-1)
@@ -158,7 +158,7 @@ def _float(name: str, weight: F32) -> _Tensors:
 
 
 def _int8(name: str, weight: F32) -> _Tensors:
-    """Symmetric, with the scale that lets each output's largest weight be 127."""
+    """Symmetric int8: the scale makes each output's largest weight 127."""
     scale = np.maximum(np.abs(weight).max(axis=1) / _LARGEST_CODE, np.float32(1e-9))
     yield f"{name}.weight", np.rint(weight / scale[:, None]).astype(np.int8).T
     yield f"{name}.scale", scale.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Weight formats: which one a matrix gets, and how it is rounded.
+"""Weight formats: the format of each matrix, and its rounding.
 
 Imports sources.
 """

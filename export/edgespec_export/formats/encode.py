@@ -17,7 +17,7 @@ _MIDDLES = MappingProxyType({4: 0x88, 8: 0x80})  # two codes to a byte
 
 
 def encode_linear(source: Blocks | F32, form: WeightFormat) -> Arrays:
-    """Rows of a projection in ``form``: those that the source holds already as they are, others rounded."""
+    """Rows of a projection in ``form``. Blocks that fit stay unchanged, others are rounded."""
     if form.bits == 8:
         return _encode_8(source, form)
     if isinstance(source, Blocks) and _holds(form, source):
@@ -29,7 +29,7 @@ def encode_linear(source: Blocks | F32, form: WeightFormat) -> Arrays:
 
 
 def _holds(form: WeightFormat, source: Blocks) -> bool:
-    """Whether 4-bit blocks have a place in ``form`` as they are, minimums and all."""
+    """Whether 4-bit blocks fit ``form`` unchanged, with their minimums."""
     if source.bits != 4 or source.block != form.block:
         return False
     return form.minimums or (source.minimums is None and source.zero == 8)
@@ -60,7 +60,7 @@ def _embedding_arrays(source: Blocks | F32, spec: EmbeddingSpec) -> Arrays:
 
 
 def decode_linear(arrays: Arrays, form: WeightFormat, columns: int) -> F32:
-    """What ``arrays`` stand for: float32 ``(rows, columns)``; the inverse of :func:`encode_linear`."""
+    """The values of ``arrays``, float32 ``(rows, columns)``; the inverse of :func:`encode_linear`."""
     weight = arrays["weight"]
     if form.is_float:
         floats: F32 = weight
@@ -119,12 +119,12 @@ def _encode_4(source: Blocks, form: WeightFormat) -> Arrays:
 
 
 def _integer_zero_points(source: Blocks) -> tuple[U8, F32, U8, F32]:
-    """Codes, scales, zero points and what the rounding of the zero points leaves over."""
+    """Codes, scales, zero points, and the remainders of rounding the zero points."""
     scales = source.scales.copy()
     if source.minimums is None:
         return source.codes, scales, np.full(scales.shape, source.zero, np.uint8), np.zeros_like(scales)
     minimums = source.minimums
-    flat = scales == 0  # a constant block: code 0 at zero point 8 with scale minimum / 8 says the same
+    flat = scales == 0  # a constant block: code 0 at zero point 8 with scale minimum / 8 is the same
     scales[flat] = minimums[flat] / 8
     safe = np.where(scales == 0, np.float32(1), scales)
     zero_points = np.clip(np.rint(minimums / safe), 0, 15)

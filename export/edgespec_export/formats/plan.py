@@ -1,8 +1,8 @@
-"""Which format each weight of a graph gets, and where it comes from.
+"""The format of each weight of a graph, and its source.
 
-For edgespec's own kernels every quantized matrix keeps the blocks that its file has; floats are rounded into
-block formats. Of ONNX Runtime's operators, what their kernels lack takes the nearest that they have. A
-quantization that the user chose takes the place of both.
+For edgespec's own kernels every quantized matrix keeps its file's blocks, and floats are rounded into block
+formats. For ONNX Runtime's operators a format that they lack becomes the nearest one that they have. A
+quantization of the user's choice replaces both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,12 +46,12 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
         GGMLType.Q6_K: WeightFormat(8, 64),
     }
 )
-"""What multiplied matrices of each source format are stored as."""
+"""The stored form of multiplied matrices, by their format in the source."""
 
-_EXACT = ("delta_decay", "delta_strength")  # small, and every later token feels what they say
+_EXACT = ("delta_decay", "delta_strength")  # small, and every later token depends on them
 _TABLES = ("embed", "inputs")  # of which a pass reads rows
-_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that nobody chose for them, and so
-# do the matrices that whoever quantized a file has left in floating point
+_LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that no user chose, and so
+# do matrices that a quantized file keeps in floating point
 _ROUNDED = MappingProxyType(
     {
         "Q8_0": WeightFormat(8, 32),
@@ -59,7 +59,7 @@ _ROUNDED = MappingProxyType(
         "Q4_1": WeightFormat(4, 32, minimums=True),
     }
 )
-"""What floats are rounded to in tiles."""
+"""The rounding of floats in tiles."""
 
 
 def plan_decoder(
@@ -71,11 +71,11 @@ def plan_decoder(
     head_tokens: tuple[int, ...] | None = None,
     precision: Precision = FULL,
 ) -> DecoderPlan:
-    """Assign formats; where ONNX Runtime multiplies, neighbours with one format are fused into one matrix.
+    """Assign formats; for ONNX Runtime, neighbours with one format become one matrix.
 
-    Without a ``quantization`` each matrix stays as it is, or as near as :data:`PORTABLE` says. ``native`` is
-    for edgespec's own kernels. With ``tunable``, gains may be replaced at run time. ``head_tokens`` are those
-    that a trimmed LM head keeps.
+    Without a ``quantization`` each matrix keeps its format, or gets the nearest one in :data:`PORTABLE`.
+    ``native`` is for edgespec's own kernels. With ``tunable``, gains may be replaced at run time.
+    ``head_tokens`` are the tokens of a trimmed LM head.
 
     Raises:
         UnsupportedModelError: a width without whole blocks, for edgespec's kernels.
@@ -153,7 +153,7 @@ def _portable(
 
 
 def _with_precision(plan: DecoderPlan, precision: Precision) -> DecoderPlan:
-    """Matrices in floating point are kept in the type that they are multiplied in."""
+    """Store matrices in floating point in the type of their products."""
     linears = {
         name: replace(
             spec, parts=tuple(replace(p, format=_HALF) if p.format.is_float else p for p in spec.parts)
@@ -167,9 +167,10 @@ def _with_precision(plan: DecoderPlan, precision: Precision) -> DecoderPlan:
 
 
 def _embedding(checkpoint: Checkpoint, *, quantized: bool) -> EmbeddingSpec:
-    """Rows are gathered, not multiplied, so exactness costs no time: a quantized table stays as it is.
+    """The format of an embedding. Its rows are gathered, not multiplied, so a quantized table stays exact at
+    no cost.
 
-    One in floating point takes 8 bits where matrices are to be ``quantized``.
+    A table in floating point gets 8 bits if matrices are ``quantized``.
     """
     row = unpack(*checkpoint.read("embed", 0, 1))
     if not isinstance(row, Blocks):
@@ -192,9 +193,9 @@ def biases_of(plan: DecoderPlan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix of the graph: parameters called ``prefix.*``, made of the rows of tensors of the checkpoint.
+    """A matrix of the graph: parameters ``prefix.*``, made of rows of the checkpoint's tensors.
 
-    ``keep`` are ascending rows; None keeps all. ``table`` is of an embedding that ONNX Runtime gathers from.
+    ``keep`` are ascending rows; None keeps all. ``table`` is the form of an embedding for ONNX Runtime.
     """
 
     prefix: str
@@ -209,7 +210,7 @@ class Stored:
         return LANES if self.format.tiles else 1
 
     def encode(self, kind: GGMLType, raw: U8, source: Blocks | F32) -> Arrays:
-        """The parameters' rows, from raw rows of the format ``kind`` and what these hold."""
+        """The parameters' rows, from raw rows of the format ``kind`` and their values."""
         tiles = self.format.tiles
         if self.table is not None:
             return encode_embedding(source, self.table)
@@ -221,14 +222,14 @@ class Stored:
         return {"weight": pack_blocks(tiles, round_matrix(values, _ROUNDED[tiles]), values)}
 
     def decode(self, arrays: Arrays, rows: int, columns: int) -> F32:
-        """The inverse: what parameters of so many rows and columns stand for."""
+        """The inverse: the values of parameters with this many rows and columns."""
         if self.format.tiles:
             return unpack_tiles(self.format.tiles, arrays["weight"], rows, columns)
         return decode_linear(arrays, self.format, columns)
 
 
 def stored(plan: DecoderPlan) -> list[Stored]:
-    """Where every matrix comes from, the embedding first."""
+    """The source of every matrix, the embedding first."""
     table = plan.embedding
     gathered = None if plan.native else table
     matrices = [Stored("embedding", ("embed",), table.format, table=gathered)]

@@ -1,8 +1,8 @@
-"""Quantization by the user's choice of bits, for every matrix the same rule.
+"""Quantization by the user's choice of bits, with the same rule for every matrix.
 
-Which matrices keep 8 bits in a 4-bit model (``mixed``) follows what each class costs. Measured on
-Qwen2.5-Coder-1.5B in trials with one class changed at a time, KL in nats above the file's own weights:
-LM head in 4 bits, block 32, .012; the matrices that Q4_K_M holds in 6 bits (half of the values and down
+The cost of each class decides which matrices keep 8 bits in a 4-bit model (``mixed``). Measured on
+Qwen2.5-Coder-1.5B in trials with one class changed at a time, KL in nats above the file's own weights: LM
+head in 4 bits, block 32, .012; the matrices that Q4_K_M holds in 6 bits (half of the values and down
 projections) .006. The LM head is one matrix and cheap to spare.
 """
 
@@ -22,14 +22,14 @@ _BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Quantization(Checked):
-    """To how many bits a model's matrices are rounded, in blocks of 32.
+    """The number of bits of a model's matrices, in blocks of 32.
 
-    What the source holds in this form already stays as it is, and so does a quantized embedding.
+    Matrices that the source holds in this form stay unchanged, and so does a quantized embedding.
 
     Attributes:
-        bits: 4 or 8; blocks of 4 bits may lie anywhere, those of 8 lie around zero.
-        mixed: what keeps 8 bits where ``bits`` is 4: ``none``; ``head``, the LM head; ``sensitive``, the
-            LM head and, in half of the layers (the first and last, and every third between, as
+        bits: 4 or 8; blocks of 4 bits may lie anywhere, blocks of 8 bits lie around zero.
+        mixed: the matrices that keep 8 bits if ``bits`` is 4: ``none``; ``head``, the LM head; ``sensitive``,
+            the LM head and, in half of the layers (the first and last, and every third between, as
             llama.cpp's Q4_K_M has it), values and down projections.
 
     Raises:
@@ -41,7 +41,7 @@ class Quantization(Checked):
 
     @property
     def name(self) -> str:
-        """Short name: ``4-bit``, and what is not the default behind it, as in ``4-bit/mixed=none``."""
+        """Short name: ``4-bit``, then options besides defaults, as in ``4-bit/mixed=none``."""
         spared = f"/mixed={self.mixed}" if self.bits == 4 and self.mixed != "head" else ""
         return f"{self.bits}-bit{spared}"
 
@@ -57,7 +57,7 @@ class Quantization(Checked):
         return WeightFormat(4, _BLOCK, minimums=kind is not GGMLType.Q4_0)
 
     def block_format(self, name: str, kind: GGMLType, layers: int) -> str:
-        """The format of tensor ``name``, ``kind`` in the source, among those of edgespec's kernels."""
+        """The kernels' format of tensor ``name``, whose format in the source is ``kind``."""
         if self._has_8_bits(name, layers):
             return "Q8_0"
         return "Q4_0" if kind is GGMLType.Q4_0 else "Q4_1"

@@ -1,8 +1,8 @@
 """Rounding a matrix to 4 or 8 bits: the scale and the offset of each block, by least squares.
 
-A block's codes stand for ``scale * code + offset``. The offset is anything in formats with minimums
-(:class:`WeightFormat`), and ``-scale`` times the middle code in those without. Several shares of the block's
-range are tried; for the codes that each gives, scale and offset are fitted, and the best fit is taken.
+A code means ``scale * code + offset``. The offset is free in formats with minimums (:class:`WeightFormat`),
+else ``-scale`` times the middle code. Several shares of the block's range are tried. Scale and offset are
+fitted to the codes of each, and the best fit is taken.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _ROUNDING_ERROR = np.float32(1e-6)
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A matrix in blocks, ``(rows, blocks, block)``, and what its format allows.
+    """A matrix in blocks, ``(rows, blocks, block)``, and the freedoms of its format.
 
     Attributes:
-        grouped: the weights; where offsets are free, less their ``means``.
+        grouped: the weights, minus their ``means`` if offsets are free.
         means: float32 ``(rows, blocks)``.
         free: whether offsets may be anything.
         top: the highest code.
@@ -38,7 +38,7 @@ class _Matrix:
 
     @property
     def middle(self) -> int:
-        """The code of zero where offsets are not free."""
+        """The code of zero if offsets are not free."""
         return (self.top + 1) // 2
 
     def codes(self, grid: _Grid) -> F32:
@@ -53,11 +53,11 @@ class _Matrix:
 def round_matrix(values: F32, form: WeightFormat) -> Blocks:
     """Round ``values``, finite float32 ``(rows, columns)``, to the bits and blocks of ``form``.
 
-    The blocks have minimums where ``form`` has them, and lie around the middle code elsewhere.
+    The blocks have minimums if ``form`` has them, else they lie around the middle code.
     """
     grouped = values.reshape(len(values), -1, form.block)
     means = np.zeros(grouped.shape[:2], np.float32)
-    if form.minimums:  # sums of squares keep their digits where a block lies far from zero
+    if form.minimums:  # keeps the digits of sums of squares if a block lies far from zero
         means = grouped.mean(axis=-1)
         grouped = grouped - means[..., None]
     matrix = _Matrix(grouped, means, form.minimums, (1 << form.bits) - 1)
@@ -83,9 +83,9 @@ def _range(matrix: _Matrix) -> tuple[F32, F32]:
 
 
 def _share_of_range(matrix: _Matrix, ends: tuple[F32, F32], share: float) -> _Grid:
-    """Steps of ``share`` times the range over the codes, its middle where it was."""
+    """Steps of ``share`` times the range over the codes, with the same middle."""
     low, high = ends
-    if not matrix.free:  # the larger end at code 0, of which there is one more than above
+    if not matrix.free:  # the larger end at code 0: there is one code more below the middle
         scales = np.where(-low >= high, low, high) * np.float32(-share / matrix.middle)
         return scales, -np.float32(matrix.middle) * scales
     scales = (high - low) * np.float32(share / matrix.top)
@@ -108,9 +108,9 @@ def _search(matrix: _Matrix) -> tuple[F32, _Grid]:
 
 
 def _refit(matrix: _Matrix, grid: _Grid) -> tuple[_Grid, F32]:
-    """Least squares for the codes of ``grid``; and by how much it lowers the sum of squares.
+    """Least squares for the codes of ``grid``, and the decrease of the sum of squares.
 
-    With a free offset a regression of weights on codes, otherwise one through the code of zero.
+    With a free offset it is a regression of weights on codes, otherwise one through the code of zero.
     """
     codes = matrix.codes(grid)
     if not matrix.free:

@@ -1,5 +1,4 @@
-"""Graphs and weights on disk, what is measured with them, and whether they
-compute what their source computes.
+"""Graphs and weights on disk, measurements with them, and comparisons with their source.
 
 Imports formats and sources.
 """

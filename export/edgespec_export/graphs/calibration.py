@@ -1,4 +1,4 @@
-"""Text that targets wrote: shipped, read from files, or written now."""
+"""Text of targets: shipped, read from files, or written now."""
 
 import gzip
 import json
@@ -29,17 +29,17 @@ class _Text:
 
 
 def prompt_start(special: SpecialTokens) -> list[int]:
-    """What every prompt of a model begins with: BOS, or nothing."""
+    """The beginning of every prompt of a model: BOS, or nothing."""
     return [special.bos] if special.add_bos and special.bos is not None else []
 
 
 def shipped_texts() -> list[str]:
-    """Text that catalogue targets wrote (docs/lab/drafters.md), for any drafter."""
+    """Text of the catalogue's targets (docs/lab/drafters.md), for any drafter."""
     return [record["text"] for record in _shipped()]
 
 
 def shipped_prompts() -> list[str]:
-    """What some of these texts answer, each once."""
+    """The prompts of some of these texts, each once."""
     return list(dict.fromkeys(record["prompt"] for record in _shipped() if "prompt" in record))
 
 
@@ -57,8 +57,8 @@ def calibration_tokens(
 ) -> list[list[int]]:
     """Token ids of beginnings of some texts in JSON Lines ``files``, or of the shipped ones without any.
 
-    They are from all over the files, at most ``count``, begin as prompts do, and have ``longest`` tokens at
-    most.
+    They are at most ``count`` texts from all parts of the files, begin as prompts do, and have ``longest``
+    tokens at most.
 
     Raises:
         RequestError: as :func:`read_texts`.
@@ -69,7 +69,8 @@ def calibration_tokens(
 
 
 def written_by(target: Path, progress: ProgressCallback) -> tuple[list[str], CostCurve]:
-    """Have the bundle ``target`` answer some prompts, greedily; its answers, and what its passes cost.
+    """Answer some prompts with the bundle ``target``, greedily; return the answers and the costs of its
+    passes.
 
     Raises:
         BundleError: the target cannot be opened.

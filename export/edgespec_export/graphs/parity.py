@@ -1,7 +1,7 @@
-"""Does an export compute what its source computes?
+"""Comparison of an export with its source.
 
-Its weights are compared with the source's always, and its logits with stored ones where there are some for
-the source file (``tools/make_golden.py`` makes them with another implementation).
+Weights are always compared with the source's, and logits with stored ones if there are some for the source
+file (``tools/make_golden.py`` makes them with another implementation).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ class Golden:
     """Reference next-token log-probabilities for some texts.
 
     Attributes:
-        labels: what each text is, such as ``en`` or ``code``.
+        labels: the kind of each text, such as ``en`` or ``code``.
         texts: token ids of each text.
         top_ids: for each text, int32 ``(tokens, k)``: the most probable next tokens by the reference.
         top_logprobs: float32, the same shape.
@@ -83,19 +83,19 @@ def check_parity(
 ) -> dict[str, Any]:
     """Compare with the reference at every position.
 
-    Returns how many ``positions`` there are; ``top1_agreement``, the share of them where both name the same
-    most probable token; ``kl``, the mean Kullback-Leibler divergence of the export from the reference, in
-    nats a token; and the same ``by_text``, by label. The reference keeps its k most probable tokens; all
-    others count as one, so ``kl`` is a lower bound.
+    Returns the number of ``positions``; ``top1_agreement``, the share of them with the same most probable
+    token; ``kl``, the mean Kullback-Leibler divergence of the export from the reference, in nats a token; and
+    the same ``by_text``, by label. The reference keeps its k most probable tokens; all others count as one,
+    so ``kl`` is a lower bound.
 
     Args:
-        logits: of each text in turn, float32 ``(rows, head rows)``, in parts of any number of rows.
+        logits: logits of each text in turn, float32 ``(rows, head rows)``, in parts of any number of rows.
         golden: the reference.
-        head_tokens: of a trimmed LM head; the distributions are then compared as they are given that the next
-            token is one that both name: kept, and among the reference's most probable.
+        head_tokens: tokens of a trimmed LM head. Distributions are then compared under the condition that the
+            next token is kept and among the reference's most probable.
 
     Raises:
-        ParityError: so far apart that the export must be wrong, not only quantized.
+        ParityError: they are so far apart that the export must be wrong, not only quantized.
     """
     by_text: dict[str, list[F32]] = {}
     for label, parts, ids, logprobs in zip(
@@ -161,7 +161,7 @@ def _coarse_kl(row: F32, ids: npt.NDArray[np.int32], logprobs: F32) -> float:
 def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -> list[dict[str, Any]]:
     """Compare a sample of each matrix, as written in ``model``, with its source, by formats.
 
-    Of each pair the ``source`` format and the bundle's ``format``, how many ``weights`` it holds, and their
+    Each pair has the ``source`` format and the bundle's ``format``, the number of ``weights``, and their
     ``relative_error``: root mean square of the differences over that of the weights.
     """
     matrices = stored(plan)[0 if plan.native else 1 :]  # ONNX Runtime's embedding is exact
@@ -195,7 +195,7 @@ def _kept(matrix: Stored, checkpoint: Checkpoint, source: str) -> Sequence[int]:
 
 
 def _written(model: ir.Model, matrix: Stored, wanted: range, rows: int) -> Arrays:
-    """The ``wanted`` of all ``rows`` of a matrix's parameters, by their last names."""
+    """The ``wanted`` rows of all ``rows`` of a matrix's parameters, by the last word of their names."""
     arrays, lanes = {}, matrix.lanes
     for name, value in model.graph.initializers.items():
         if not name.startswith(f"{matrix.prefix}.") or name.endswith(".bias"):
@@ -212,9 +212,9 @@ def _written(model: ir.Model, matrix: Stored, wanted: range, rows: int) -> Array
 
 
 def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: int) -> dict[str, Any]:
-    """Each text's logits with the reference's; no more of them than one text's are in memory.
+    """Compare each text's logits with the reference's; memory holds the logits of one text.
 
-    Returns figures as :func:`check_parity` does, with ``calibrated``: how many texts the ranges come from.
+    Returns the figures of :func:`check_parity`, and ``calibrated``, the number of texts for the ranges.
     """
     same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
     for text_logits, expected in zip(logits, references, strict=True):

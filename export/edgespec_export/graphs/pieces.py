@@ -1,4 +1,4 @@
-"""Run a graph piece by piece, so that checking a model takes less memory than running it.
+"""Runs a graph piece by piece, so that checking a model takes less memory than running it.
 
 ONNX Runtime keeps a packed copy of every weight it has loaded: a whole model takes more than its file. An
 export's check knows all its texts beforehand, so it may take them through the first layers, free those,
@@ -23,7 +23,7 @@ from edgespec_runtimes.ort import TYPES
 from edgespec_runtimes.predictions import Logits
 
 PIECE_BYTES = 256 << 20
-"""Weights of a piece, about: what one fused projection needs more is loaded with it."""
+"""Weights of a piece, roughly; a larger fused projection is loaded whole."""
 
 _Values = dict[str, npt.NDArray[Any]]
 # Where a graph may be cut: a layer's normalization. Only its two results, in its weight's type, cross there.
@@ -59,9 +59,9 @@ def cut(graph: Path, piece_bytes: int = PIECE_BYTES, *, watched: Set[str] = froz
 
 
 class PiecePass(NamedTuple):
-    """A text's pass through a piece: whose number it is, what went in and what came out.
+    """A text's pass through a piece: the number of the text, its inputs and its results.
 
-    ``last`` of the texts, after which the piece is closed.
+    After the ``last`` text the piece is closed.
     """
 
     piece: "_Piece"
@@ -76,7 +76,7 @@ def walk(
 ) -> Iterator[PiecePass]:
     """Take ``texts``, token ids, through all ``pieces`` of a graph: each text through one, then the next.
 
-    ``kept`` is what the graph keeps.
+    ``kept`` are the graph's kept tensors.
     """
     carried: list[_Values] = [{"input_ids": np.array([tokens], np.int64)} for tokens in texts]
     for path, following in zip_longest(pieces, pieces[1:]):
@@ -86,7 +86,7 @@ def walk(
             left, _ = piece.run(values)
             carried[index] = {name: array for name, array in left.items() if name in needed}
             yield PiecePass(piece, index, values, left, index == len(carried) - 1)
-        piece.close()  # whoever still holds it
+        piece.close()  # even if it is still referenced
 
 
 def run_pieces(
@@ -98,9 +98,9 @@ def run_pieces(
     """Take a few fixed tokens and ``texts`` through all ``pieces``, one piece after the other.
 
     Returns:
-        Whether tokens gave the same results, but for rounding, after a truncation; whether passes over one,
-        three and four tokens gave the same bits; and of each text, computed when its turn comes, the logits,
-        float32 ``(tokens, vocab)``.
+        Whether tokens gave the same results, but for rounding, after rolling back; whether passes over one,
+        three and four tokens gave the same bits; and the logits of each text, float32 ``(tokens, vocab)``,
+        computed when they are read.
 
     Raises:
         BundleError: ONNX Runtime cannot load a piece.
@@ -184,7 +184,7 @@ def _piece(
     weights: Mapping[str, onnx.TensorProto],
     produced_at: Mapping[str, int],
 ) -> onnx.ModelProto:
-    """The nodes of ``span`` as a model of its own, with what later nodes need and ``wanted`` as outputs."""
+    """The nodes of ``span`` as a model, whose outputs are ``wanted`` and the inputs of later nodes."""
     begin, end = span
     types = {
         name: weights[node.input[_NORM_WEIGHT]].data_type

@@ -1,9 +1,9 @@
-"""How large a model's activations become, and so what a graph in 16-bit floats may compute in.
+"""Ranges of a model's activations, and the types of a graph in 16-bit floats.
 
 float16 ends at 65,504. The residual stream is a sum over all layers: Gemma 3's exceeds that, and in many
 models a few channels of the first token are thousands of times larger than the rest (Sun et al. 2024,
 "Massive Activations in Large Language Models"). So the model, in 8 bits and float32, reads some text, and the
-residual stream is kept in float32 where it comes near the end.
+residual stream stays in float32 if it comes near the end.
 """
 
 import shutil
@@ -43,12 +43,12 @@ _READER = Quantization(8)  # near to any source, and its graph gives projections
 
 @dataclass(frozen=True, slots=True)
 class ActivationRanges:
-    """Largest magnitudes on some text, of a model that is to compute in float16.
+    """Largest magnitudes of a model's activations on some text.
 
     Attributes:
-        residual: of the residual stream and of what is added to it.
-        inner: of everything within a layer.
-        tokens: how many were read.
+        residual: in the residual stream and its addends.
+        inner: within layers.
+        tokens: the number of tokens that were read.
     """
 
     residual: float
@@ -57,7 +57,7 @@ class ActivationRanges:
 
     @property
     def residual_type(self) -> FloatType:
-        """What holds the residual stream, with room for other texts."""
+        """The type that holds the residual stream, with room for other texts."""
         return "float16" if self.residual * _STREAM_MARGIN <= LARGEST_FLOAT16 else "float32"
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class ActivationRanges:
 
 
 def precision_for(ranges: ActivationRanges) -> Precision:
-    """What a graph in 16-bit floats computes in; UnsupportedModelError where float16 does not hold enough."""
+    """The types of a graph in 16-bit floats; UnsupportedModelError if float16 does not hold enough."""
     if not ranges.inner * _INNER_MARGIN <= LARGEST_FLOAT16:
         raise UnsupportedModelError(
             f"within its layers this model computes values up to {ranges.inner:,.0f}; float16 ends at "
@@ -78,7 +78,7 @@ def precision_for(ranges: ActivationRanges) -> Precision:
 def measure_ranges(
     checkpoint: Checkpoint, files: Sequence[Path], scratch: Path, progress: ProgressCallback
 ) -> ActivationRanges:
-    """Let ``checkpoint`` read the texts of ``files``, or the shipped ones without any.
+    """Run ``checkpoint`` over the texts of ``files``, or over the shipped ones without files.
 
     ``scratch`` is a folder that does not exist; it takes a byte a weight until the function returns.
 
@@ -98,7 +98,7 @@ def measure_ranges(
         done = 0
         for step in walk(pieces, kept_by(checkpoint.config, "float32"), tokens):
             for name in step.left.keys() & largest.keys():
-                # As max is not, NaN is larger than any other to np.maximum.
+                # Unlike max, np.maximum takes NaN for the largest.
                 value = _largest(step.left[name][0], sums=name in inputs)
                 largest[name] = float(np.maximum(largest[name], value))
             done += step.last
@@ -128,7 +128,7 @@ def _tokens(checkpoint: Checkpoint, files: Sequence[Path]) -> list[list[int]]:
 
 
 def _watched(graph: Path) -> tuple[set[str], set[str], set[str]]:
-    """Names of the values of ``graph``: of the residual stream, within layers, and, of these, multiplied."""
+    """Names of values of ``graph``: in the residual stream, within layers, and multiplied ones of these."""
     nodes = onnx.load(str(graph), load_external_data=False).graph.node
     skips = [node for node in nodes if node.op_type == "SkipSimplifiedLayerNormalization"]
     stream = {node.output[_SUM] for node in skips} | {name for node in skips for name in node.input[:2]}

@@ -1,9 +1,9 @@
-"""Which rows a drafter's LM head keeps: vocabulary trimming (VocabTrim, arXiv 2506.22694).
+"""Vocabulary trimming: the rows that a drafter's LM head keeps (VocabTrim, arXiv 2506.22694).
 
-A drafter proposes what a target is likely to write; rows of tokens that targets hardly ever write cost
-time in every step and win nothing. The rows kept are those of the tokens most frequent in text that
-targets have written, in the drafter's own vocabulary, so that any target will do, and several at once.
-Special tokens and single bytes are always kept: with them every text can be written.
+A drafter proposes tokens that a target is likely to write. Rows of tokens that targets hardly ever write cost
+time in every step and gain nothing. The rows of the most frequent tokens in targets' texts stay. Texts are
+read in the drafter's own vocabulary, so any targets will do, also several at once. Special tokens and single
+bytes are always kept: with them every text can be written.
 """
 
 import shutil
@@ -36,11 +36,11 @@ CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
 _HELD_OUT = 5  # every fifth text measures coverage and is not counted
 _LONGEST_DRAFT = 8
 _STAGE = "Sizing the vocabulary"
-_NEARLY = 0.99  # of the best promise: held-out texts are about what the counted ones are about, so that they
-# flatter few rows
-_TYPICAL_TARGET = 9.0  # a target's pass costs as much as so many steps of the untrimmed drafter,
-_TYPICAL_ROW = 0.08  # and every further row so much of it
-_NOT_BYTES = 0.25  # share of a step that does not shrink with the bytes it reads
+_NEARLY = 0.99  # of the best promise: held-out texts have the subjects of the counted ones, so they
+# favour few rows
+_TYPICAL_TARGET = 9.0  # cost of a target's pass in steps of the untrimmed drafter,
+_TYPICAL_ROW = 0.08  # and of every further row as a share of it
+_NOT_BYTES = 0.25  # share of a step that does not depend on its bytes
 _HELD_TEXTS = 40
 _HELD_TOKENS = 80
 _UNJUDGED = 8  # tokens at a text's beginning, which without its prompt nobody could guess
@@ -48,14 +48,14 @@ _UNJUDGED = 8  # tokens at a text's beginning, which without its prompt nobody c
 
 @dataclass(frozen=True, slots=True)
 class TrimChoice:
-    """What a size would mean.
+    """The effects of a size.
 
     Attributes:
-        rows: of the LM head.
+        rows: rows of the LM head.
         coverage: share of the drafter's tokens of held-out target text that it can still write.
         acceptance: share of those tokens that are its first guess, given the text before.
         step_ms: milliseconds of a drafter step.
-        relative_tokens_per_second: what that promises, over the whole vocabulary.
+        relative_tokens_per_second: its expected speed over that of the whole vocabulary.
     """
 
     rows: int
@@ -66,12 +66,12 @@ class TrimChoice:
 
 
 class Ranking:
-    """The order in which tokens stay, and what the first of them cover.
+    """The order in which tokens stay, and the coverage of the first ones.
 
-    ``whole`` are tokens of the vocabulary, of which ``required`` always stay. ``held_tokens`` are the held-
-    out texts in the drafter's tokens.
+    ``whole`` are tokens of the vocabulary; ``required`` ones always stay. ``held_tokens`` are the held-out
+    texts in the drafter's tokens.
 
-    Every one of the ``sources`` weighs the same, however long. Tokens that end a text, ``ends``, are never
+    Each of the ``sources`` has the same weight, at any length. Tokens that end a text, ``ends``, are never
     counted and always kept.
     """
 
@@ -96,7 +96,7 @@ class Ranking:
         return tuple(size for size in CANDIDATES if self.required <= size < self.whole)
 
     def check(self, size: int) -> None:
-        """Refuse sizes that cannot be: RequestError."""
+        """Raise RequestError for impossible sizes."""
         if not self.required <= size <= self.whole:
             raise RequestError(
                 f"trim size is {size:,}; this vocabulary can keep {self.required:,} rows (special tokens and "
@@ -122,10 +122,10 @@ def plan_trim(
     scratch: Path,
     progress: ProgressCallback,
 ) -> tuple[Tokens, dict[str, Any]] | None:
-    """Decide which tokens stay, ascending, and say for the report why; None keeps all.
+    """The tokens that stay, ascending, and the reasons for the report; None keeps all.
 
-    ``write`` writes the drafter's bundle with some tokens into a folder, for measurements. That is
-    ``scratch``, which does not exist before and after.
+    ``write`` writes the drafter's bundle with some tokens into a folder for measurements: ``scratch``, which
+    does not exist before and after.
 
     Raises:
         RequestError: calibration text that cannot be read, or a size this vocabulary cannot have.
@@ -163,7 +163,7 @@ def keep_frequent(
     vocabulary: tuple[Tokenizer, SpecialTokens],
     progress: ProgressCallback,
 ) -> tuple[Tokens, dict[str, Any]] | None:
-    """The tokens of so many rows; raises as :func:`plan_trim` does.
+    """The tokens of this many rows. Raises as :func:`plan_trim` does.
 
     A head's acceptance cannot be measured without the states of its target.
     """
@@ -177,7 +177,7 @@ def keep_frequent(
 
 
 def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
-    """Of those that promise nearly as much as the best, the one with most rows."""
+    """The choice with most rows among those that promise nearly as much as the best."""
     enough = _NEARLY * max(choice.relative_tokens_per_second for choice in choices)
     near = (choice for choice in choices if choice.relative_tokens_per_second >= enough)
     return max(near, key=lambda choice: choice.rows)
@@ -186,7 +186,7 @@ def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
 def _sources(
     options: ExportOptions, progress: ProgressCallback
 ) -> tuple[Sequence[Sequence[str]], CostCurve | None]:
-    """Texts by source, and the cost of the first target if one writes."""
+    """Texts by source, and the costs of the first target if a target writes."""
     if not (options.calibration or options.calibrate_with):
         return [shipped_texts()], None
     sources, curves = [read_texts(path) for path in options.calibration], []
@@ -198,10 +198,10 @@ def _sources(
 
 
 def _steps(manifest: Manifest, whole_s: float) -> Callable[[int], float]:
-    """Seconds of a step by rows of the LM head, from those of all rows and the bytes a step reads.
+    """Seconds of a step by rows of the LM head, from the step with all rows and the bytes that steps read.
 
-    Two sizes timed against each other would be nearer to this machine, but not twice the same: beside other
-    work SmolLM2 was once cut to a twelfth of its rows.
+    Timing two sizes would be nearer to this machine, but would not repeat: beside other work SmolLM2 was once
+    cut to a twelfth of its rows.
     """
     share = (1.0 - _NOT_BYTES) * manifest.bytes_by_class["lm_head"] / manifest.bytes_per_pass
     rows = manifest.config.vocab_size
@@ -237,11 +237,10 @@ def _typical_target(step_s: float) -> CostCurve:
 def weigh(
     ranking: Ranking, acceptance: Mapping[int, float], step_s: Callable[[int], float], target: CostCurve
 ) -> tuple[TrimChoice, ...]:
-    """What each size means for speed.
+    """The effects of each size on speed.
 
     With acceptance ``a`` of a drafted token, a round of k drafted tokens yields (1 - a^(k + 1)) / (1 - a)
-    tokens (Leviathan et al. 2023, equation 1) in T(k + 1) + k steps; each size is judged with the k that
-    is best for it.
+    tokens (Leviathan et al. 2023, equation 1) in T(k + 1) + k steps; each size counts with its best k.
 
     ``acceptance``, and ``step_s``, the seconds of a drafter step, are by rows of the LM head.
     """
@@ -278,5 +277,5 @@ def _required(tokenizer: Tokenizer, ends: Iterable[int]) -> npt.NDArray[np.bool_
 
 
 def _order(frequencies: Counts, required: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Required tokens, then by frequency; unseen ones by id, which in these vocabularies is merge order."""
+    """Required tokens, then others by frequency, and unseen ones by id, which here is merge order."""
     return np.lexsort((np.arange(len(frequencies)), -frequencies, ~required))

@@ -34,10 +34,10 @@ from edgespec_models.graphs.plan import DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback
 
 JOURNALED_BYTES = 1 << 28
-"""Weights of so many bytes have a journal. What takes less is soon made again."""
+"""Weights of this many bytes have a journal; smaller ones are soon written again."""
 _CHUNK_WEIGHTS = 1 << 20
 _IN_FLIGHT = 4
-_LARGEST = 1e15  # no model has such weights, and their squares are finite still
+_LARGEST = 1e15  # no model has such weights, and their squares are finite
 _PAGE = 4096  # mapped weights should start on a page
 _CLASSES = ("embedding", "attention", "mlp", "lm_head", "other")
 
@@ -51,11 +51,11 @@ def write_graph(
 ) -> tuple[ir.Model, dict[str, int]]:
     """Write the graph of ``plan`` and its weights to ``folder``; returns it, and bytes by class.
 
-    Where ``made_of`` says what the weights depend on, besides ``plan``, large ones have a journal, and go on
-    behind what lies in ``folder``.
+    If ``made_of`` has the facts on which the weights depend besides ``plan``, large ones have a journal, and
+    writing goes on behind the matrices in ``folder``.
 
     Raises:
-        ModelFileError: weights that are not finite numbers, or cannot be read.
+        ModelFileError: weights are not finite numbers, or cannot be read.
         OSError: the disk has no room for them.
     """
     model, matrices, data = _build(checkpoint, plan), stored(plan), folder / DATA_FILE
@@ -110,9 +110,9 @@ def _layout(plan: DecoderPlan, parameters: Mapping[str, ir.Value]) -> str:
 
 
 def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
-    """What an export for the CPU would write: bytes by class, and of the file.
+    """Bytes by class, and of the file, that an export for the CPU would write.
 
-    Models that are drafters keep their whole LM head here, and MTP layers as many rows as they have unasked.
+    Drafters keep their whole LM head here, and MTP layers their default rows.
     """
     rows = min(MTP_ROWS, checkpoint.config.vocab_size)
     kept = tuple(range(rows)) if checkpoint.config.architecture == "mtp" else None
@@ -149,7 +149,7 @@ def allocate(model: ir.Model, folder: Path) -> tuple[dict[str, ir.Value], int]:
 def row_writer(
     file: BinaryIO, parameters: dict[str, ir.Value]
 ) -> Callable[[str, npt.NDArray[np.generic]], None]:
-    """A function that writes rows of a parameter to its place, behind those that are there, in its type."""
+    """A function that writes the next rows of a parameter to its place, in its type."""
     at, types = dict[str, int](), dict[str, np.dtype[Any]]()
     for name, value in parameters.items():
         tensor = _tensor(value)
@@ -165,13 +165,13 @@ def row_writer(
 
 
 def _tensor(parameter: ir.Value) -> ir.ExternalTensor:
-    """Where :func:`allocate` has placed it."""
+    """The tensor at its place from :func:`allocate`."""
     assert isinstance(parameter.const_value, ir.ExternalTensor)
     return parameter.const_value
 
 
 def _checksum(file: BinaryIO, tensors: Iterable[ir.ExternalTensor]) -> int:
-    """CRC-32 of the bytes of ``tensors`` in the weights file; of fewer bytes where it ends before."""
+    """CRC-32 of the bytes of ``tensors`` in the weights file, as far as it reaches."""
     total = 0
     for tensor in tensors:
         file.seek(tensor.offset or 0)
@@ -182,7 +182,7 @@ def _checksum(file: BinaryIO, tensors: Iterable[ir.ExternalTensor]) -> int:
 
 
 def _taken(path: Path) -> int:
-    """Bytes of the disk that a file takes; 0 where there is none."""
+    """Bytes of the disk that a file takes; 0 without a file."""
     try:
         facts = path.stat()
     except FileNotFoundError:
@@ -191,10 +191,10 @@ def _taken(path: Path) -> int:
 
 
 def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> dict[str, int]:
-    """Bytes of ``embedding``, ``attention`` or what stands in its place, ``mlp``, ``lm_head``, ``other``.
+    """Bytes of ``embedding``, ``attention`` or another mixer, ``mlp``, ``lm_head``, ``other``.
 
-    Those of ``experts`` too where there are some. A ``tied`` matrix is counted as the LM head, since a pass
-    reads all of it.
+    Models with experts also have ``experts``. A ``tied`` matrix counts as the LM head, because a pass reads
+    all of it.
     """
     totals = dict.fromkeys(_CLASSES, 0)
     mixer = dict.fromkeys(("mixer", "fuse", "embed_fuse"), "attention")
@@ -209,7 +209,7 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
 
 
 def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[str, F32]]:
-    """Norms, biases, convolutions, decays, sinks, routers and rotary tables: name in the graph, values."""
+    """Norms, biases, convolutions, decays, sinks, routers and rotary tables, by their names in the graph."""
     config = checkpoint.config
     for gain in gain_names(config):
         yield f"{graph_name(gain)}.weight", checkpoint.values(gain)
@@ -247,7 +247,7 @@ def _routers(checkpoint: Checkpoint, layer: str) -> Iterator[tuple[str, F32]]:
 def _encoded(
     checkpoint: Checkpoint, matrix: Stored, pool: ThreadPoolExecutor
 ) -> Iterator[tuple[Arrays, int]]:
-    """A matrix's parameters, some rows at a time, and the source's bytes that went into them."""
+    """A matrix's parameters, some rows at a time, and the bytes read from the source."""
     pending: deque[tuple[int, Future[Arrays]]] = deque()
     for source in matrix.sources:
         tensor = checkpoint.tensor(source)
@@ -261,7 +261,7 @@ def _encoded(
 
 
 def _rows(checkpoint: Checkpoint, source: str, matrix: Stored) -> Iterator[tuple[U8, int]]:
-    """The rows that are kept, whole lanes of them at a time; and bytes read."""
+    """The kept rows, in whole lanes, and the bytes read."""
     tensor, lanes = checkpoint.tensor(source), matrix.lanes
     rows, step = tensor.n_rows, max(lanes, _CHUNK_WEIGHTS // tensor.shape[-1] // lanes * lanes)
     rest: U8 | None = None

@@ -1,4 +1,4 @@
-"""Checkpoints, whatever files they lie in: GGUF files, Hugging Face directories, and their tokenizers.
+"""Checkpoints in GGUF files and Hugging Face directories, and their tokenizers.
 
 Imports no other room.
 """

@@ -1,6 +1,6 @@
-"""The architectures that edgespec exports, as data: what each fixes, whatever a model's files say.
+"""The architectures that edgespec exports, as data: the facts that each fixes for all its models.
 
-A new one is an entry of :data:`FAMILIES`, and a row of the tests that compare it with transformers.
+A new architecture is an entry of :data:`FAMILIES`, and a row of the tests that compare it with transformers.
 Fields and defaults: ``configuration_*.py`` of github.com/huggingface/transformers; names in GGUF files:
 github.com/ggml-org/llama.cpp, ``src/llama-arch.cpp``.
 """
@@ -16,22 +16,22 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Family(NamedTuple):
-    """What is fixed in an architecture.
+    """The fixed facts of an architecture.
 
     Attributes:
         name: the family in manifests.
-        gguf: its name in GGUF files; empty where it has none of its own.
+        gguf: its name in GGUF files; empty if it has none of its own.
         fixed: fields of :class:`ModelConfig` that no file states.
-        defaults: what a ``config.json`` need not state, as transformers has it.
-        theta: the base of the rotary embedding where no file states it.
-        windowed: a sliding window that is given holds without a switch.
-        pattern: with a sliding window, every so many layers one sees all, where no file says which; the
-            others have a rotary embedding of their own, never scaled. 0 where a window changes no rotation.
-        local_theta: the base of that, where no file states it; 0 for the base of the others.
-        alike: layers rotate alike, whether they have a window or not, where there is a ``pattern``.
-        neighbours: in GGUF files the rows of queries and keys are in the order for rotations of neighbouring
-            elements.
-        tensors: names of tensors in GGUF files that hold something else here than in other families.
+        defaults: transformers' defaults of a ``config.json``.
+        theta: default base of the rotary embedding.
+        windowed: whether a sliding window needs no switch.
+        pattern: with a sliding window, by default every n-th layer sees the whole context; the others have a
+            rotary embedding of their own, never scaled. 0 if a window changes no rotation.
+        local_theta: its default base; 0 for the base of the other layers.
+        alike: whether all layers rotate alike in spite of a ``pattern``.
+        neighbours: whether GGUF files have the rows of queries and keys in the order for rotations of
+            neighbouring elements.
+        tensors: names of tensors in GGUF files with another meaning than in other families.
         experts: fields of :class:`Experts` that no file states; None where layers have none. With
             ``beside_mlp`` some models have none.
     """
@@ -298,7 +298,7 @@ GGUF_FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 """By ``general.architecture`` in GGUF files."""
 
 HEAD: Final = Family(name="eagle3", gguf="eagle3", neighbours=True)
-"""EAGLE-3's heads, whose files state what they read of a target (:mod:`edgespec_export.sources.heads`)."""
+"""EAGLE-3's heads, whose files state their inputs from a target (:mod:`edgespec_export.sources.heads`)."""
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and what its "
     "target is exported from"
@@ -333,11 +333,11 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "a Llama of its size": ("parallel sublayers", ("command-r", "cohere", "cohere2", "falcon")),
     }
 )
-"""By a model that works: what edgespec lacks for others near it, under their names in GGUF and on the hub."""
+"""By a model that works: the lacking features of similar models, under their names in GGUF and on the hub."""
 
 
 def unknown(where: str, name: str, known: str) -> UnsupportedModelError:
-    """The error for an architecture that is not in the table; ``known`` is how it may be exported instead."""
+    """The error for an architecture outside the table; ``known`` says how it may be exported instead."""
     near = "; ".join(
         f"it needs {missing}, which edgespec lacks; {model} is near it and works"
         for model, (missing, names) in _LACKING.items()

@@ -1,6 +1,6 @@
-"""What an export asks of a checkpoint, whatever files it lies in.
+"""The interface of checkpoints for exports, for any kind of file.
 
-Tensors go under edgespec's own names (:mod:`edgespec_models.bundles.layers`).
+Tensors have edgespec's own names (:mod:`edgespec_models.bundles.layers`).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
 MTP_LEFT_OUT: Final = MappingProxyType({"left_out": "mtp"})
-"""What a bundle says where its source holds a drafter besides (:mod:`edgespec_export.sources.mtp`)."""
+"""The fact in a bundle whose source holds a drafter, too (:mod:`edgespec_export.sources.mtp`)."""
 _HASH_CHUNK = 1 << 24
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _LOG = logging.getLogger("edgespec")
@@ -40,17 +40,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     Attributes:
         path: the file or directory.
-        files: everything the model is made of, in a fixed order: what its digest covers.
-        model_name: what to call the model where the user gives no name.
-        config: what the graph has to compute.
-        logits_factor: what the model multiplies its logits by, here the gain of the normalization before.
-        tensors: what there is, by edgespec's names.
-        tokenizer_json: gives the text of a ``tokenizer.json``; raises as opening does, and TokenizerError.
-        special_tokens: gives BOS, padding and what ends generation; raises as opening does.
-        chat_templates: gives Jinja source by name; raises as opening does.
-        head_tokens: where the LM head has rows for a part of the tokens, those, ascending.
+        files: all files of the model in a fixed order, which its digest covers.
+        model_name: the model's name if the user gives none.
+        config: facts of the graph.
+        logits_factor: the factor on the logits, which the gain of the normalization before takes up.
+        tensors: the tensors by edgespec's names.
+        tokenizer_json: returns the text of a ``tokenizer.json``; raises as opening does, and TokenizerError.
+        special_tokens: returns BOS, padding and the tokens that end generation; raises as opening does.
+        chat_templates: returns Jinja source by name; raises as opening does.
+        head_tokens: the tokens of the LM head's rows, ascending, if it has rows for a part of the tokens.
         stack: holds the open files.
-        changes: what a bundle's provenance says of changes to the files' weights.
+        changes: changes to the files' weights, for a bundle's provenance.
     """
 
     path: Path
@@ -81,21 +81,21 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return tensor.type, tensor.read(start, stop)
 
     def take_texts(self, other: "Checkpoint") -> None:
-        """Have the tokenizer and the chat template of another checkpoint."""
+        """Use the tokenizer and the chat template of another checkpoint."""
         self.tokenizer_json, self.special_tokens = other.tokenizer_json, other.special_tokens
         self.chat_templates = other.chat_templates
 
     def embedding(self) -> Embedding | None:
-        """How it makes vectors of texts; None where its files do not say that it pools the last token."""
+        """How it makes vectors of texts; None unless its files say that it pools the last token."""
         return None
 
     def tiles_of(self, name: str) -> str | None:
-        """The format that a tensor in floats asks for among those of edgespec's kernels; None for any."""
+        """The kernels' format that a tensor in floats needs; None for any."""
         return None
 
     @property
     def n_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
@@ -136,8 +136,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """SHA-256 (hex) of the bytes of :attr:`files`, one file after the other.
 
         Raises:
-            ModelFileError: the digest that lies beside a single file, as after a pull, is another: it is
-                damaged.
+            ModelFileError: a single file is damaged: it does not have the digest beside it, which a pull
+                wrote.
         """
         digest, done, total = hashlib.sha256(), 0, self.n_bytes
         for path in self.files:
@@ -163,7 +163,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self.warn_if_shorter(self.config, stated)
 
     def warn_if_shorter(self, config: ModelConfig, stated: int) -> None:
-        """Say that an export holds fewer tokens than the files state."""
+        """Warn that an export has a shorter context than the files state."""
         if config.context_length < stated:
             _LOG.warning(
                 "%s: exported for %d tokens; its attention changes for longer texts, up to %d",
@@ -171,12 +171,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             )
 
     def split_stacked(self) -> None:
-        """Take matrices that files hold in one tensor, under a product's name, for the rows that they are.
+        """Replace tensors of several matrices, which have a product's name, by their rows.
 
-        Those of experts, which files hold in many ways, are taken for one matrix.
+        Matrices of experts, which files hold in many ways, count as one matrix.
 
         Raises:
-            ModelFileError: such a tensor has another shape, or its rows are there twice or in part.
+            ModelFileError: such a tensor has another shape, or its rows occur twice or in part.
             UnsupportedModelError: experts of a layer have different formats.
         """
         self.tensors = one_below_the_other(self.tensors, self.config, self.path.name)
@@ -199,7 +199,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.tensors = tensors
 
     def check_shapes(self) -> None:
-        """Compare ``tensors`` with what ``config`` asks for.
+        """Compare ``tensors`` with the shapes of ``config``.
 
         Raises:
             ModelFileError: a tensor is missing or has another shape.
@@ -232,7 +232,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def _recorded(path: Path) -> str | None:
-    """The digest that lies beside a file, as sha256sum writes it; None without."""
+    """The digest beside a file, in sha256sum's form; None without one."""
     try:
         words = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError):
@@ -241,10 +241,11 @@ def _recorded(path: Path) -> str | None:
 
 
 def own_name(name: str, layers: str, whole: Mapping[str, str], of_layer: Mapping[str, str]) -> str | None:
-    """Edgespec's name of the tensor ``name``; None for those that are not listed.
+    """edgespec's name of the tensor ``name``; None for unknown ones.
 
-    ``layers`` matches what stands before a layer's number. ``whole`` has the names outside layers, and
-    ``of_layer`` those behind the number, with ``*`` for an expert's, which then ends edgespec's name.
+    ``layers`` matches the text before a layer's number. ``whole`` has the names outside layers, and
+    ``of_layer`` the names behind the number, with ``*`` for an expert's number, which then ends edgespec's
+    name.
     """
     layer = re.fullmatch(layers + rf"{_NUMBER}\.(.+)", name)
     if layer is None:

@@ -1,7 +1,7 @@
-"""Experts in files: their facts, and their matrices, one below the other whatever a file does with them.
+"""Experts in files: their facts, and their matrices, brought one below the other.
 
-GGUF files hold a tensor of three dimensions for all of a layer, gates and what they multiply apart or fused;
-directories hold those, or one tensor for each expert, and gpt-oss's codes and exponents apart.
+GGUF files hold a tensor of three dimensions for a layer's experts, gates and their factors apart or fused.
+Directories hold the same, or a tensor for each expert, or gpt-oss's codes and exponents.
 """
 
 import re
@@ -35,11 +35,11 @@ _AGAIN: Final = "download or convert it again"
 
 
 def experts_of(facts: Facts, family: Family) -> dict[str, Any]:
-    """The mixture of experts that a model of ``family`` has, as fields of :class:`ModelConfig`.
+    """The experts of a model of ``family``, as fields of :class:`ModelConfig`.
 
     Raises:
         ModelFileError: facts are missing or contradict each other.
-        UnsupportedModelError: experts are chosen or lie in a way that edgespec lacks.
+        UnsupportedModelError: edgespec lacks the experts' choice or layout.
     """
     if family.experts is None:
         return {}
@@ -80,7 +80,7 @@ def _gating(facts: Facts) -> dict[str, Any]:
 
 
 def _refuse_others(facts: Facts, family: Family) -> None:
-    """Refuse ways to lay or to choose experts that edgespec lacks."""
+    """Refuse layouts and choices of experts that edgespec lacks."""
     plain: dict[str, float] = {"decoder_sparse_step": 1, "n_group": 1, "expert_group_count": 1}
     if family.experts and family.experts.get("clamped"):
         plain |= _CLAMPED
@@ -98,7 +98,7 @@ def _refuse_others(facts: Facts, family: Family) -> None:
 
 
 def one_below_the_other(tensors: Mapping[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
-    """``tensors`` with each kind of an expert layer's matrices in one of two dimensions.
+    """``tensors`` with each kind of a layer's expert matrices in one tensor of two dimensions.
 
     Raises:
         ModelFileError: experts are missing or too many, a tensor has another shape, or is there twice.
@@ -141,7 +141,7 @@ def one_below_the_other(tensors: Mapping[str, Tensor], config: ModelConfig, wher
                 f"{where} has {len(matrices)} of the {experts.count} experts of {name}"
                 f"{f', and lacks number {missing[0]}' if missing else ''}; {_AGAIN}"
             )
-        below, *columns = shapes.get(name, (0,))  # those of no layer fit nothing
+        below, *columns = shapes.get(name, (0,))  # tensors of no layer fit nothing
         for tensor in matrices.values():
             check_shape(tensor, (below // experts.count, *columns), where)
         add(name, Stack.of([matrices[number] for number in range(experts.count)]))
@@ -149,7 +149,7 @@ def one_below_the_other(tensors: Mapping[str, Tensor], config: ModelConfig, wher
 
 
 def check_shape(tensor: Tensor, shape: tuple[int, ...], where: str) -> None:
-    """Raise ModelFileError where a tensor of the file ``where`` has another shape."""
+    """Raise ModelFileError if a tensor of the file ``where`` has another shape."""
     if tensor.shape != shape:
         raise ModelFileError(
             f"tensor {tensor.name!r} of {where} has shape {tensor.shape}; its metadata ask for {shape}. "
@@ -158,12 +158,12 @@ def check_shape(tensor: Tensor, shape: tuple[int, ...], where: str) -> None:
 
 
 def gpt_oss_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Tensor], set[str]]:
-    """The experts of gpt-oss's directories, by edgespec's names, and the names of what they were made of.
+    """The experts of gpt-oss's directories by edgespec's names, and the names of the files' tensors.
 
-    Weights are MXFP4 in two tensors; gates and what they multiply take turns, as rows and in biases.
+    Weights are MXFP4 in two tensors; gates and their factors alternate, as rows and in biases.
 
     Raises:
-        ModelFileError: a tensor without the one beside it, or of a shape that does not fit.
+        ModelFileError: a tensor lacks the other one, or has a wrong shape.
     """
     named, taken = dict[str, Tensor](), set[str]()
     for name, file in stored.items():
@@ -203,7 +203,7 @@ def _mxfp4(name: str, codes: _Raw, exponents: _Raw) -> SplitBlocks:
 
 
 def _biases(tensor: Tensor, names: list[str]) -> dict[str, Tensor]:
-    """Columns of a small tensor that take turns, each kind in memory."""
+    """The alternating columns of a small tensor, each kind in memory."""
     values = unpack(tensor.type, tensor.read())
     assert not isinstance(values, Blocks)  # safetensors are floats
     apart = {name: values[:, place :: len(names)] for place, name in enumerate(names)}

@@ -1,8 +1,8 @@
-"""What Gemma 4's files say of single layers: widths, and whose keys and values they read.
+"""Gemma 4's facts of single layers: widths, and the layers whose keys and values they read.
 
-Windowed layers have as many heads, and as wide ones, as a ``config.json`` says without a prefix. Layers that
-see the whole context have other ones (``global_head_dim``, ``num_global_key_value_heads``, or an entry
-for each layer of ``per_layer_config``). The last ``num_kv_shared_layers`` have no keys and values.
+The keys of a ``config.json`` without a prefix give heads of windowed layers and their width. Layers that see
+the whole context have others (``global_head_dim``, ``num_global_key_value_heads``, or an entry for each layer
+of ``per_layer_config``). The last ``num_kv_shared_layers`` have no keys and values.
 """
 
 from collections.abc import Collection, Mapping
@@ -65,7 +65,7 @@ def of_layers(facts: Facts, full: list[bool]) -> dict[str, Any]:
 
 
 def in_words(own: Mapping[str, object], tensors: Collection[str], where: str) -> dict[str, object]:
-    """What a GGUF file's keys say, in the words of a ``config.json``, whose names they have here."""
+    """The facts of a GGUF file's keys, under the names of a ``config.json``."""
     keys = Facts(own, where)
     layers, windowed = keys.integer("block_count"), own.get("attention.sliding_window_pattern")
     if not 0 < layers <= _LONGEST or not isinstance(windowed, list) or len(windowed) != layers:
@@ -101,7 +101,7 @@ def in_words(own: Mapping[str, object], tensors: Collection[str], where: str) ->
 
 
 def _heads(keys: Facts, windowed: list[object], kind: bool) -> int:
-    """Heads of keys and values in layers with a window, or without."""
+    """Heads of keys and values in layers with a window, or in layers without one."""
     stated = keys.value("attention.head_count_kv")
     if not isinstance(stated, list):
         return keys.integer("attention.head_count_kv")
@@ -120,7 +120,7 @@ def _heads(keys: Facts, windowed: list[object], kind: bool) -> int:
 
 
 def turning(factors: tuple[float, ...]) -> dict[str, Any]:
-    """Divisors of frequencies, of which large ones mean that a pair does not turn, as fields."""
+    """Fields for divisors of frequencies; large ones mean that a pair does not turn."""
     pairs = sum(factor < _STILL for factor in factors)
     rest = factors[:pairs]
     if any(factor >= _STILL for factor in rest):

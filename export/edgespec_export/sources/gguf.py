@@ -1,9 +1,9 @@
 """Read GGUF files: metadata as plain Python values, tensors as memory-mapped bytes.
 
 The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
-Nothing in the file is trusted: every length is checked against what is left of the file before it is
-used. The ``gguf`` package reads the same files, but needs 7 s and 0.5 GB for a 152k vocabulary where
-this needs a fraction of both, and meets damaged files with numpy's errors; tests compare with it.
+Nothing in the file is trusted: every length is checked against the rest of the file before it is used. The
+``gguf`` package reads the same files, but takes 7 s and 0.5 GB for a 152k vocabulary, this module a fraction
+of both, and it raises NumPy's errors for damaged files. Tests compare with it.
 """
 
 import mmap
@@ -47,7 +47,7 @@ _UNREAD: Mapping[int, tuple[str, str]] = MappingProxyType(
         42: ("Q2_0", "Q2_K"),
     }
 )
-"""Formats that edgespec does not read, each with the one next to it in size that it does."""
+"""Formats that edgespec does not read, each with a readable format of similar size."""
 
 
 class _Cursor:
@@ -147,7 +147,7 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
         self._file.close()
 
     def facts(self, architecture: str) -> dict[str, object]:
-        """The metadata of an ``architecture``, without its name; arrays as lists."""
+        """The metadata of an ``architecture``, without its prefix; arrays become lists."""
         prefix = f"{architecture}."
         return {
             key.removeprefix(prefix): value.tolist() if isinstance(value, np.ndarray) else value
@@ -225,7 +225,7 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
 
 
 def open_parts(path: Path, stack: ExitStack) -> GGUFFile:
-    """The first file of the model that ``path`` is, or is a part of, with the tensors of all its files.
+    """The first file of the model in ``path``, which may be a part, with the tensors of all its files.
 
     ``stack`` closes them. Raises as GGUFFile does, and ModelFileError where a part is missing or misnamed.
     """

@@ -1,7 +1,7 @@
 """A GGUF file seen as a checkpoint.
 
-Its keys state what a ``config.json`` states, under other names: github.com/ggml-org/llama.cpp,
-``src/llama-arch.cpp``, and for what they mean ``conversion/``.
+Its keys state the facts of a ``config.json`` under other names: github.com/ggml-org/llama.cpp,
+``src/llama-arch.cpp`` and, for their meaning, ``conversion/``.
 """
 
 import logging
@@ -138,7 +138,7 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "routed_scaling_factor": "expert_weights_scale",
     }
 )
-"""The facts of a ``config.json``, and the keys that state them here, behind the architecture's name."""
+"""The facts of a ``config.json``, and their keys here, without the architecture's prefix."""
 
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -147,7 +147,7 @@ _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
         "imatrix": "an importance matrix, with which a model is quantized; give the model's own file",
     }
 )
-"""What a file is, by its ``general.type``, and what to do."""
+"""Files that are no models, by their ``general.type``, and the remedy."""
 _MOST_BLOCKS: Final = 1 << 16
 _LOG = logging.getLogger("edgespec")
 _27B = {"gemma2": 46, "gemma3": 62}  # layers of the one size whose attention scale is not 1 / sqrt(head_dim)
@@ -187,13 +187,13 @@ class GGUFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             self.stack = stack.pop_all()
-        # Cached, so that what they warn of is said once.
+        # Cached, so that they warn once.
         self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))
         self.special_tokens = cache(partial(special_tokens, self.metadata))
         self.chat_templates = partial(chat_templates, self.metadata)
 
     def embedding(self) -> Embedding | None:
-        """As the file's keys say."""
+        """By the file's keys."""
         if self.metadata.get(f"{self.metadata['general.architecture']}.pooling_type") != _LAST:
             return None
         keys, ends = Facts(self.metadata, self.path.name), self.special_tokens().eos
@@ -236,7 +236,7 @@ class GGUFCheckpoint(Checkpoint):
             )
 
     def _scaling(self, own: Mapping[str, object], family: Family) -> dict[str, object]:
-        """How rotary embeddings are scaled, in the words of a ``config.json``."""
+        """The scaling of rotary embeddings, with the keys of a ``config.json``."""
         short, long = self._taken("short_factors"), self._taken("long_factors")
         factor = own.get(f"{_SCALING}factor", own.get("rope.scale_linear"))
         kind = own.get(f"{_SCALING}type", "linear")
@@ -261,7 +261,7 @@ class GGUFCheckpoint(Checkpoint):
         }
 
     def _taken(self, name: str) -> list[float]:
-        """A tensor that states facts, not weights: what frequencies are divided by."""
+        """A tensor that holds facts instead of weights: the divisors of frequencies."""
         if name not in self.tensors:
             return []
         values = self.values(name).ravel()
@@ -270,7 +270,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _windows(own: Mapping[str, object]) -> dict[str, object]:
-    """Sliding windows in the words of a ``config.json``: 0 tokens are none, a list is of layers."""
+    """Sliding windows with the keys of a ``config.json``; 0 is no window, a list has one for each layer."""
     changed: dict[str, object] = {}
     if own.get("attention.sliding_window") == 0:
         changed["attention.sliding_window"] = None
@@ -282,7 +282,7 @@ def _windows(own: Mapping[str, object]) -> dict[str, object]:
 
 
 def take_mtp(file: GGUFFile, own: dict[str, object]) -> range:
-    """The blocks that are MTP layers, which ``block_count`` counts and then does not."""
+    """Take the blocks of MTP layers out of ``block_count``, and return them."""
     where = file.path.name
     keys = Facts(own, where)
     blocks, drafters = keys.integer("block_count", 0), keys.integer("nextn_predict_layers", 0)
@@ -304,12 +304,12 @@ def take_mtp(file: GGUFFile, own: dict[str, object]) -> range:
 
 
 def has_trunk(file: GGUFFile) -> bool:
-    """Whether there is a model, not its MTP layer alone."""
+    """Whether the file has a model, and not its MTP layer alone."""
     return "blk.0.attn_norm.weight" in file.tensors
 
 
 def _states(own: Mapping[str, object], where: str) -> dict[str, object]:
-    """Delta nets in the words of a ``config.json``."""
+    """Delta nets with the keys of a ``config.json``."""
     keys, changed = Facts(own, where), dict[str, object]()
     recurrent = own.get("attention.recurrent_layers")
     if isinstance(recurrent, list):
@@ -325,7 +325,7 @@ def _states(own: Mapping[str, object], where: str) -> dict[str, object]:
 
 
 def _mixers(own: Mapping[str, object]) -> dict[str, object]:
-    """Convolutions in the words of a ``config.json``: they are layers without heads of keys and values."""
+    """Convolutions with the keys of a ``config.json``: layers without heads of keys and values."""
     heads = own.get("attention.head_count_kv")
     if not isinstance(heads, list) or any(type(count) is not int for count in heads):
         return {}
@@ -334,14 +334,14 @@ def _mixers(own: Mapping[str, object]) -> dict[str, object]:
 
 
 def _experts(own: Mapping[str, object]) -> dict[str, object]:
-    """Experts in the words of a ``config.json``: one width, where a list has the same for all layers."""
+    """Experts with the keys of a ``config.json``: one width, if a list has the same for all layers."""
     key = "expert_feed_forward_length"
     widths = own.get(key)
     return {key: widths[0]} if isinstance(widths, list) and len(set(map(str, widths))) == 1 else {}
 
 
 def family_of(file: GGUFFile) -> Family:
-    """The family that a file is of; UnsupportedModelError or RequestError for one that none exports."""
+    """The family of a file; UnsupportedModelError or RequestError if edgespec cannot export it."""
     architecture, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
     instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
     if instead is not None:
@@ -362,9 +362,10 @@ def named(
     *,
     left_out: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """The file's tensors by edgespec's names; UnsupportedModelError for others. ``whole`` lie in no layer.
+    """The file's tensors by edgespec's names; UnsupportedModelError for unknown ones. ``whole`` has names
+    outside layers.
 
-    Those whose names begin with one of ``left_out`` are.
+    Tensors whose names begin with one of ``left_out`` are left out.
     """
     kept = (name for name in file.tensors if not name.startswith(left_out))
     names = {name: own_name(name, r"blk\.", whole, of_layer) for name in kept}

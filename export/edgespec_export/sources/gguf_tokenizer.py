@@ -1,13 +1,12 @@
 """From the tokenizer keys of a GGUF file to a ``tokenizer.json``.
 
 Keys and token types: github.com/ggml-org/ggml/blob/master/docs/gguf.md. Behaviour follows llama.cpp's
-``llama-vocab.cpp`` (names of pre-tokenizers, defaults of missing keys), so a model reads the text it was
-converted to read. Three differences are meant:
+``llama-vocab.cpp`` (names of pre-tokenizers, defaults of missing keys). Three differences are intended:
 
 - control tokens are never the result of a merge, so ordinary text cannot spell one;
 - SentencePiece takes the leftmost of equal-scored merges, the BPE of ``tokenizers`` the better ranked one:
   this matters only where scores are not unique;
-- ``add_eos_token`` is not followed in prompts, since one that ends with EOS cannot be continued.
+- ``add_eos_token`` is ignored in prompts, because a prompt that ends with EOS cannot be continued.
 """
 
 import json
@@ -47,17 +46,17 @@ class TokenType(IntEnum):
 _KINDS = ("gpt2", "llama", "gemma4")
 _ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-# What Phi-3's published tokenizer takes the whitespace behind.
+# Tokens behind which Phi-3's published tokenizer takes the whitespace, too.
 _KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> str:
-    """The text of a ``tokenizer.json`` that reads as the GGUF file says.
+    """The text of a ``tokenizer.json`` with the behaviour of the GGUF file.
 
     Unused and empty tokens are left out: their ids are padding. Text is not normalised, so it is read
-    back exactly. Raises ModelFileError where keys are missing, malformed or contradict one another,
-    TokenizerError where there are more tokens than ``rows`` of the embedding, and UnsupportedModelError for
-    kinds of tokenizers and pre-tokenizers edgespec does not know.
+    back exactly. Raises ModelFileError if keys are missing, malformed or contradict one another,
+    TokenizerError for more tokens than ``rows`` of the embedding, and UnsupportedModelError for unknown kinds
+    of tokenizers and pre-tokenizers.
     """
     kind = _kind(metadata)
     vocabulary = _read_vocabulary(metadata)
@@ -76,7 +75,7 @@ def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> s
 def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
     """BOS, and every token that ends generation: by key, and control tokens by well-known text.
 
-    Ids that no token has are said and left out. Raises as :func:`tokenizer_json` does.
+    Ids without a token are left out with a warning. Raises as :func:`tokenizer_json` does.
     """
     kind = _kind(metadata)
     vocabulary = _read_vocabulary(metadata)
@@ -98,7 +97,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
 
 
 def chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
-    """The file's chat templates (Jinja source) by name. Raises ModelFileError where one is not a text."""
+    """The file's chat templates (Jinja source) by name. Raises ModelFileError if a template is no text."""
     key = "tokenizer.chat_template"
     named = {name: metadata.get(f"{key}.{name}") for name in NAMED}
     return templates({DEFAULT: metadata.get(key), **named}, key)
@@ -123,7 +122,7 @@ class _Vocabulary:
         return next(matches, None)
 
     def added_tokens(self, *, strip_right: bool) -> list[Json]:
-        """Tokens found in the text before anything else looks at it."""
+        """Tokens that are searched in the text first."""
         ids = self.of_type(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
         typed = set(self.of_type(TokenType.USER_DEFINED))
         tokens = [added_token(id_, self.texts[id_]) | {"special": id_ not in typed} for id_ in ids]
@@ -133,7 +132,7 @@ class _Vocabulary:
 
 
 def byte_level_cuts(name: str) -> Json:
-    """The part of a ``tokenizer.json`` that cuts as the pre-tokenizer ``name`` does."""
+    """The part of a ``tokenizer.json`` for the pre-tokenizer ``name``."""
     if name not in CUTS:
         raise UnsupportedModelError(
             f"The pre-tokenizer {name!r} is not known; another would cut text otherwise than the model has "
@@ -160,7 +159,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json
 
 
 def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
-    """Of SentencePiece's own kind, which ranks merges by score, or Gemma 4's, which lists them."""
+    """The model of SentencePiece's kind, which ranks merges by score, or Gemma 4's, which lists them."""
     ranked = metadata["tokenizer.ggml.model"] == "gemma4"
     prefix = not ranked and _facts(metadata).boolean("add_space_prefix", default=True)
     to_sign: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
@@ -186,7 +185,7 @@ def _bpe(tokens: Mapping[str, int], merges: list[tuple[str, str]]) -> Json:
 
 
 def _merges(metadata: Mapping[str, object], tokens: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges, checked: each is there once, and ``tokens`` holds both parts and the whole."""
+    """The file's merges, checked: each occurs once, and ``tokens`` holds both parts and the whole."""
     merges: list[tuple[str, str]] = []
     texts = _texts(metadata, "tokenizer.ggml.merges")
     _refuse_repeats(texts, "merge")
@@ -230,7 +229,7 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         types = _numbers(metadata, key, len(texts), kinds="iu").astype(types.dtype)
     named = {_token_id(metadata, key, len(texts)) for key in _ENDS}
     control = control_texts(chat_templates(metadata))
-    # Some files have it that a user may type these, or that they are read in pieces.
+    # In some files users may type these, or they are read in pieces.
     for id_ in [id_ for id_, text in enumerate(texts) if id_ in named or text in control]:
         is_mark = MARK.search(texts[id_]) and types[id_] != TokenType.BYTE
         if is_mark or types[id_] == TokenType.USER_DEFINED:

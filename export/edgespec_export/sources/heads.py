@@ -1,4 +1,4 @@
-"""EAGLE-3's heads (Li et al. 2025, arXiv 2503.01840) as their makers publish them, seen as checkpoints.
+"""Published EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) as checkpoints.
 
 Directories are those of EAGLE, AngelSlim, SpecForge and the ``speculators`` package; GGUF files are those of
 llama.cpp (``conversion/llama.py``, ``src/models/eagle3.cpp``).
@@ -66,7 +66,7 @@ class Head(Checkpoint):
         return of_target if self.files == self.base.files else super().digest(progress)
 
     def tiles_of(self, name: str) -> str | None:
-        """Four bits and a minimum: a step costs what it reads, and the head only guesses."""
+        """Four bits and a minimum, because a step costs what it reads, and the head only guesses."""
         return None if name == "embed" else "Q4_1"
 
     def fit(self, tensors: dict[str, Tensor]) -> None:

@@ -37,7 +37,7 @@ _BARE = (
 )  # of models saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, or a GGUF file"
-_ROWS = 1024  # that are compared at once
+_ROWS = 1024  # rows that are compared at once
 _LOG = logging.getLogger("edgespec")
 
 GLOBAL = {
@@ -136,7 +136,7 @@ _LFM2_LAYER = {
     "feed_forward.experts.down_proj": "experts_down",
 }
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
-"""What stands before the names of the text model's tensors, where there are others; and what would alone."""
+"""Prefixes of the text model's tensors in multimodal models, and its prefixes alone."""
 _EYES = re.compile(
     r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector|visual)"
     r"\..*"
@@ -185,7 +185,7 @@ class HFCheckpoint(Checkpoint):
         return values + np.float32(1) if less and kind.endswith("norm") else values
 
     def embedding(self) -> Embedding | None:
-        """As the files of sentence-transformers say; None where more than a normalization follows."""
+        """By the files of sentence-transformers; None if more than a normalization follows."""
         pooling, where = Facts.read(self.path / _POOLING), self.path / _MODULES
         modes = {key for key in pooling.keys if key.startswith("pooling_mode_") and pooling.value(key)}
         if modes != {"pooling_mode_lasttoken"} and pooling.value("pooling_mode") != "lasttoken":
@@ -274,7 +274,7 @@ class HFCheckpoint(Checkpoint):
         return named
 
     def alone(self, name: str) -> str:
-        """The name that a tensor of the text model would have without eyes, in a model with an LM head."""
+        """The name of a multimodal model's tensor in the text model alone."""
         for before, alone in _WITH_EYES.items():
             if self._eyes and name.startswith(before):
                 return alone + name.removeprefix(before)

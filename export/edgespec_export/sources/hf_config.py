@@ -1,4 +1,4 @@
-"""From the facts of a ``config.json`` to what a graph has to compute.
+"""From the facts of a ``config.json`` to the config of a graph.
 
 GGUF files state the same facts under other names (:mod:`edgespec_export.sources.gguf_checkpoint`).
 """
@@ -15,7 +15,7 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
 
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
-_LEAST = 1e-6  # that a model is multiplied by: squares and quotients stay finite
+_LEAST = 1e-6  # the least factor: squares and quotients stay finite
 _CHANGES_LOGITS = ("attn_logit_softcapping", "use_bidirectional_attention")
 CLASSIFIES = (
     "classifies texts and writes none; use a model that writes, such as the one that it was made from"
@@ -25,7 +25,7 @@ _EXPERTS = ("expert_count", "num_experts", "num_local_experts")
 
 
 def model_facts(facts: Facts) -> Facts:
-    """All that a ``config.json`` says of its text model; of one with eyes, ``text_config`` says it.
+    """The facts of a ``config.json`` about its text model; in multimodal models they are in ``text_config``.
 
     Raises:
         ModelFileError: ``text_config`` or ``model_type`` is malformed.
@@ -48,7 +48,7 @@ def model_facts(facts: Facts) -> Facts:
 def head_facts(facts: Facts) -> Facts | None:
     """All that the ``config.json`` of an EAGLE-3 head says; None for other models.
 
-    The ``speculators`` package has what the layer is made of in ``transformer_layer_config``.
+    The ``speculators`` package has the facts of the layer in ``transformer_layer_config``.
     """
     named = f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
     if "eagle3" not in named and facts.value("draft_vocab_size") is None:
@@ -59,7 +59,7 @@ def head_facts(facts: Facts) -> Facts | None:
 
 
 def _granite4_facts(facts: Facts) -> Facts:
-    """What the ``config.json`` of a Granite 4 says, in the words of a Granite 3, which it is if dense."""
+    """The facts of a Granite 4's ``config.json`` with the keys of a Granite 3; a dense one is a Granite 3."""
     types = facts.value("layer_types") or facts.value("layers_block_type")
     if not isinstance(types, list) or not {*map(str, types)} <= {"attention", "full_attention"}:
         raise UnsupportedModelError(
@@ -76,9 +76,9 @@ def _granite4_facts(facts: Facts) -> Facts:
 
 
 def _lfm2_facts(facts: Facts, *, adjusted: bool) -> Facts:
-    """What the ``config.json`` of an LFM2 says, in the words of others; its older keys go before.
+    """The facts of an LFM2's ``config.json`` with the usual keys; its older keys take precedence.
 
-    ``adjusted``: whether its MLP has another width than is stated, where nothing says so.
+    ``adjusted``: the default for whether its MLP has another width than the stated one.
     """
     names = {"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"}
     changed = {name: facts.value(key) for name, key in names.items() if facts.value(key) is not None}
@@ -101,7 +101,7 @@ def _lfm2_facts(facts: Facts, *, adjusted: bool) -> Facts:
 
 
 def read_config(facts: Facts) -> ModelConfig:
-    """What the graph of a checkpoint with this ``config.json`` has to compute.
+    """The config of a checkpoint with this ``config.json``.
 
     Raises:
         ModelFileError: facts are missing or malformed.
@@ -112,10 +112,10 @@ def read_config(facts: Facts) -> ModelConfig:
 
 
 def config_of(facts: Facts, family: Family) -> ModelConfig:
-    """What the graph of a model of ``family`` with these facts has to compute; raises as read_config does.
+    """The config of a model of ``family`` with these facts. Raises as read_config does.
 
-    The context is the one the rotary frequencies are exact for: with ``longrope`` scaling that of the
-    original model, since longer texts change the frequencies of every token.
+    The context is the one with exact rotary frequencies: with ``longrope`` scaling the original one, because
+    longer texts change the frequencies of every token.
     """
     _check_features(facts, family)
     hidden, heads = facts.integer("hidden_size"), facts.integer("num_attention_heads")
@@ -134,7 +134,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
         widths = gemma4.of_layers(facts, [window is None or not is_sliding for is_sliding in sliding])
     rope = _rope(facts, family, widths["head_dim"])
     unrotated = _unrotated(facts, layers) if family.name == "smollm3" else ()
-    if family.name == "exaone4" and window is not None:  # then layers without one are not rotated
+    if family.name == "exaone4" and window is not None:  # then layers without a window are not rotated
         sliding = _sliding_layers(facts, family, layers)
         unrotated = tuple(layer for layer, is_sliding in enumerate(sliding) if not is_sliding)
     if not facts.boolean("rotates", default=True):
@@ -142,7 +142,7 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
     if window is not None and window >= rope["context_length"] and not family.pattern:
         window = None  # with a pattern, a window also says which layers have the local rotary embedding
     if window is None:
-        rope["rope_local_theta"] = None  # of layers that there are none of
+        rope["rope_local_theta"] = None  # there are no such layers
     scalar = 1.0 if family.name == "gemma4" else float(head_dim)
     scale = 1 / sqrt(facts.positive("query_pre_attn_scalar", scalar))
     grown = sqrt(max(hidden, 0)) if family.name.startswith("gemma") else 1.0
@@ -174,10 +174,10 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
 
 
 def _residual_factor(facts: Facts, family: Family) -> float:
-    """What a model multiplies by before it adds to the residual stream.
+    """The factor of a model on what it adds to the residual stream.
 
-    The graph keeps that stream divided by it: then sublayers add what they compute, and a normalization with
-    its epsilon divided by the square gives what it gave before.
+    The graph keeps the stream divided by this factor. Then sublayers add their outputs unchanged, and a
+    normalization with its epsilon divided by the square gives the same result.
     """
     factor = _multiplier(facts, "residual_multiplier", 1.0)
     if factor != 1 and (family.fixed.get("qk_norm") or family.fixed.get("post_norms")):
@@ -188,7 +188,7 @@ def _residual_factor(facts: Facts, family: Family) -> float:
 
 
 def logits_factor(facts: Facts) -> float:
-    """What logits are multiplied by."""
+    """The factor on logits."""
     return 1 / _multiplier(facts, "logits_scaling", 1.0)
 
 
@@ -215,10 +215,10 @@ def _family(facts: Facts) -> Family:
 
 
 def _check_features(facts: Facts, family: Family) -> None:
-    """Refuse what a plain model of ``family`` lacks."""
+    """Refuse features that a plain model of ``family`` lacks."""
     keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
     method = facts.section("quantization_config").text("quant_method", "an unknown method")
-    own = family.name == "gpt-oss" and method == "mxfp4"  # which it is published in
+    own = family.name == "gpt-oss" and method == "mxfp4"  # its published format
     if not own and any(facts.value(key) is not None for key in keys):
         raise UnsupportedModelError(
             f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
@@ -264,7 +264,7 @@ def _unrotated(facts: Facts, layers: int) -> tuple[int, ...]:
 
 
 def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
-    """Which layers are delta nets, as a list says or an interval of those of attention, and their heads."""
+    """The layers that are delta nets, by a list or by the interval of attention layers, and their heads."""
     if family.name != "qwen35":
         return {}
     types = facts.value("layer_types")
@@ -299,7 +299,7 @@ def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
 
 
 def _mixers(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
-    """Which layers are short convolutions, and how many tokens these see."""
+    """The layers that are short convolutions, and the number of tokens that they see."""
     types = facts.value("layer_types")
     if family.name != "lfm2" or types is None:
         return {}
@@ -318,7 +318,7 @@ def _mixers(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
 
 
 def _window(facts: Facts, family: Family, layers: int) -> tuple[int, int | None]:
-    """Every how many layers one sees all, and how many tokens the others see."""
+    """The interval of layers that see the whole context, and the number of tokens that the others see."""
     sliding = _sliding_layers(facts, family, layers)
     if facts.value("sliding_window") is None or not (
         family.windowed or facts.boolean("use_sliding_window", default=False)
@@ -365,7 +365,7 @@ def _sliding_layers(facts: Facts, family: Family, layers: int) -> list[bool]:
 
 
 def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
-    """What the facts say of the rotary embedding, as fields of :class:`ModelConfig`.
+    """The rotary embedding, as fields of :class:`ModelConfig`.
 
     Both spellings are read: ``rope_theta`` with ``rope_scaling``, and the ``rope_parameters`` that
     transformers 5 writes.

@@ -1,11 +1,10 @@
 """The tokenizer, special tokens and chat template of a Hugging Face directory.
 
-Where there is no ``tokenizer.json`` but SentencePiece's ``tokenizer.model``, that is converted: a protocol
-buffer (github.com/google/sentencepiece, ``sentencepiece_model.proto``) whose pieces have the types and scores
-that GGUF files repeat, so that BPE models go the way of those
-(:mod:`edgespec_export.sources.gguf_tokenizer`). Unigram models keep their scores (Kudo 2018), and every model
-the normalization that it was trained with. Added and special tokens and the chat template are read by
-:mod:`edgespec_models.text.tokenizer_files`.
+Without a ``tokenizer.json`` SentencePiece's ``tokenizer.model`` is converted: a protocol buffer
+(github.com/google/sentencepiece, ``sentencepiece_model.proto``) whose pieces have the types and scores that
+GGUF files repeat, so BPE models are converted like those (:mod:`edgespec_export.sources.gguf_tokenizer`).
+Unigram models keep their scores (Kudo 2018), and every model the normalization that it was trained with.
+Added and special tokens and the chat template are read by :mod:`edgespec_models.text.tokenizer_files`.
 """
 
 import base64
@@ -30,12 +29,12 @@ _WAYS_OUT = {
     "merges.txt": ", only vocab.json and merges.txt. Convert them: transformers' AutoTokenizer"
     f".from_pretrained(DIR).save_pretrained(DIR) writes {_TOKENIZER}.",
 }
-"""What else a directory may have, and what to do then."""
-_NEVER = -1e9  # the score of a piece that no text contains
+"""Other files of a directory, and the remedy."""
+_NEVER = -1e9  # a score for pieces that no text contains
 
 
 class HFTokenizer:
-    """What a directory says of its tokenizer.
+    """The tokenizer of a directory.
 
     The tokenizer may have fewer tokens than ``vocab_size``, the rows of the LM head.
     """
@@ -56,7 +55,7 @@ class HFTokenizer:
 
         Raises:
             ModelFileError: there is no tokenizer, or it is damaged.
-            TokenizerError: of an unknown kind, or with more tokens than the model has rows.
+            TokenizerError: it is of an unknown kind, or has more tokens than the model has rows.
         """
         return self._read[0]
 
@@ -79,11 +78,14 @@ class HFTokenizer:
             raise TokenizerError(f"{where}: {error}") from error
 
     def special_tokens(self) -> SpecialTokens:
-        """Raises as :meth:`json` does, and ModelFileError where ids are malformed or out of range."""
+        """The special tokens.
+
+        Raises as :meth:`json` does, and ModelFileError if ids are malformed or out of range.
+        """
         return self._beside.special_tokens(self._read[1])
 
     def ending(self) -> int | None:
-        """The token behind a text that becomes a vector; None without. Raises as :attr:`json` does."""
+        """The token behind a text that becomes a vector, or None. Raises as :attr:`json` does."""
         end = self._read[1].ending()
         if end is None and self._beside.config.boolean("add_eos_token", default=False):
             end = next(iter(self.special_tokens().eos), None)
@@ -143,7 +145,7 @@ def _unigram(pieces: Any, unknown: int) -> dict[str, object]:
 
 
 def _add_normalization(spec: dict[str, Any], normalizer: Any) -> None:
-    """What the model does to a text before the spaces become signs."""
+    """Add the model's changes of a text before spaces become signs."""
     steps: list[dict[str, Any]] = []
     if normalizer.precompiled_charsmap:
         charsmap = base64.b64encode(normalizer.precompiled_charsmap).decode("ascii")

@@ -1,8 +1,8 @@
 """MTP layers, which predict one token more (DeepSeek-AI 2024, arXiv 2412.19437), seen as heads.
 
-A checkpoint of Qwen3.5 and its successors has one behind its own layers; llama.cpp's converter writes it into
-the same file, or into one called ``mtp-*.gguf``. Its names: ``src/llama-arch.cpp`` (``nextn``) and
-``conversion/qwen.py`` of github.com/ggml-org/llama.cpp; what it computes: ``src/models/qwen35.cpp``.
+A checkpoint of Qwen3.5 and its successors has a layer behind its own layers; llama.cpp's converter writes it
+into the same file, or into a file ``mtp-*.gguf``. Its names are in ``src/llama-arch.cpp`` (``nextn``) and
+``conversion/qwen.py`` of github.com/ggml-org/llama.cpp, its computation in ``src/models/qwen35.cpp``.
 """
 
 from collections.abc import Mapping
@@ -48,10 +48,10 @@ _HF = {
 
 
 class _Layer(Head):
-    """What both forms have in common: embedding, the target's last norm and LM head lie in their file too."""
+    """The common part of both forms. Their file also holds embedding, the target's last norm and LM head."""
 
     def _complete(self, named: dict[str, Tensor]) -> None:
-        """Cut apart what multiplies embedding and state side by side, and check all."""
+        """Cut the product with embedding and state into two, and check all."""
         self.config, width = self.base.config.mtp_layer, self.base.config.hidden_size
         embed, head = named.pop("embed", None), named.pop("lm_head", None)
         tensors: dict[str, Tensor | None] = {
@@ -67,7 +67,7 @@ class _Layer(Head):
         self.fit({name: tensor for name, tensor in (tensors | named).items() if tensor is not None})
 
     def _of_block(self, name: str, kind: str, layer: Mapping[str, str]) -> str:
-        """Edgespec's name of the tensor ``name``, which its layer calls ``kind``."""
+        """edgespec's name of the tensor ``name``, whose name in its layer is ``kind``."""
         own = own_name(f"layers.0.{kind}", r"layers\.", {}, layer)
         if own is None:
             raise UnsupportedModelError(
@@ -77,7 +77,7 @@ class _Layer(Head):
 
 
 class GGUFLayer(_Layer, GGUFCheckpoint):
-    """An MTP layer in a GGUF file, in that of its target or in one of its own."""
+    """An MTP layer in the GGUF file of its target, or in a file of its own."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
         self.path, self.files, self.base = path, tuple(parts_of(path)), target
@@ -105,7 +105,7 @@ class GGUFLayer(_Layer, GGUFCheckpoint):
                 if own is not None:
                     named[own] = tensor
             if "target_norm" in named:
-                named.setdefault("final_norm", named["target_norm"])  # as llama.cpp has it
+                named.setdefault("final_norm", named["target_norm"])  # as in llama.cpp
             self._complete(named)
             self.stack = stack.pop_all()
 
@@ -137,7 +137,8 @@ class HFLayer(_Layer, HFCheckpoint):
 
 
 def is_layer(source: Path, target: Path | None) -> bool:
-    """Whether a drafter's checkpoint stands for its MTP layer: it is its target's, or has nothing else.
+    """Whether a drafter's checkpoint means its MTP layer: it is its target's checkpoint, or has only the
+    layer.
 
     Raises as opening it does.
     """
@@ -152,9 +153,9 @@ def is_layer(source: Path, target: Path | None) -> bool:
 
 
 def beside(source: Path, target: DecoderShape) -> Path | None:
-    """The file with the MTP layer of ``target``, which ``source`` holds, in the same folder; None without.
+    """The file with the MTP layer of ``target`` in the folder of ``source``; None without one.
 
-    Of several it is the one whose name is most like the target's.
+    Among several the one with the name most like the target's counts.
     """
 
     def alike(file: Path) -> int:
@@ -176,13 +177,13 @@ def _fits(path: Path, target: DecoderShape) -> bool:
                 and tokens.shape[0] == target.vocab_size
             )
     except EdgespecError:
-        return False  # of another model, or damaged: nobody named it
+        return False  # a file of another model, or a damaged one, which the user did not name
 
 
 def _place(file: GGUFFile) -> tuple[str, int] | None:
-    """The family of the model whose MTP layer a file has, and the layer's block, which is the model's depth.
+    """The family of the model with this MTP layer, and the layer's block, which is the model's depth.
 
-    None where the file has no such layer.
+    None if the file has no such layer.
     """
     if not any(".nextn." in name for name in file.tensors):
         return None

@@ -1,4 +1,4 @@
-"""From a path to the checkpoint that lies there."""
+"""Opens the checkpoint at a path."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
     """Open a GGUF file or a Hugging Face directory; with a ``target``, a head of it, or its MTP layer.
 
     Raises:
-        ModelFileError: neither, or damaged.
+        ModelFileError: it is neither, or damaged.
         UnsupportedModelError: a model that edgespec cannot export.
         RequestError: a head without its target, or a target with something else.
     """

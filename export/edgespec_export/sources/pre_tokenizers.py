@@ -1,9 +1,9 @@
-"""How byte-level BPE cuts a text before anything merges, by the names that GGUF files give.
+"""The cuts of byte-level BPE before merges, by their names in GGUF files.
 
-A rule is regular expressions in Oniguruma's syntax: the text is cut by the first, the pieces by the next, and
-so on. What an expression matches becomes a piece, and so does what lies between. The names are those of
-llama.cpp's ``llama-vocab.cpp``. Where llama.cpp approximates a published expression (letters with case beyond
-ASCII, combining marks, groups of digits), the published one is here, since models were trained with it.
+A rule is a list of regular expressions in Oniguruma's syntax: the first cuts the text, the next cuts the
+pieces, and so on. Matches become pieces, and so do the texts between them. The names are those of llama.cpp's
+``llama-vocab.cpp``. Where llama.cpp approximates a published expression (letters with case beyond ASCII,
+combining marks, groups of digits), the published one is here, because models were trained with it.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ def _modern(
     signs: str = rf"{_SIGNS}[\r\n]*",
     lines: str = _LINES,
 ) -> str:
-    """What cl100k_base began."""
+    """A cut like cl100k_base's."""
     return f"{english}{_LEAD}{word}|{digits}|{signs}|{lines}"
 
 
 def _cased(digits: str, *, end: str = f"{_ENGLISH}?", but: str = "", lines: str = r"[\r\n/]*") -> str:
-    """What o200k_base began: a capital letter behind a small one starts a word; many letters are both."""
+    """A cut like o200k_base's: a capital letter behind a small one starts a word; many letters are both."""
     capital, small = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
     words = f"{_LEAD}{capital}*{small}+{end}|{_LEAD}{capital}+{small}*{end}"
     return f"{words}|{digits}|{_SIGNS}{lines}|{_LINES}"
@@ -106,6 +106,6 @@ CUTS = MappingProxyType({name: cuts for names, cuts in _RULES.items() for name i
 SAMPLES = tuple(names.split()[0] for names in _RULES)
 """One name of each rule, for messages."""
 WHOLE_PIECES = frozenset(f"{_WHOLE_LLAMA} glm4 glm5 minicpm5 youtu granite-embed-multi-97m".split())
-"""Names with which a piece that is a token stays one, whatever the merges say."""
+"""Names with which a piece that is a token stays a token, in spite of the merges."""
 ADD_BOS = frozenset(f"{_WHOLE_LLAMA} chameleon".split())
-"""Names with which a prompt starts with BOS, where the file does not say."""
+"""Names with which a prompt starts with BOS by default."""

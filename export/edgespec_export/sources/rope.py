@@ -1,5 +1,5 @@
-"""Rotary embeddings whose context was extended: every kind comes down to a divisor for each frequency and a
-factor on the tables (``modeling_rope_utils.py`` of github.com/huggingface/transformers).
+"""Rotary embeddings with an extended context: every kind is a divisor for each frequency and a factor on the
+tables (``modeling_rope_utils.py`` of github.com/huggingface/transformers).
 """
 
 from math import ceil, floor, log, pi, sqrt
@@ -12,23 +12,24 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def kind_of(scaling: Facts) -> str:
-    """How the rotary embedding is scaled."""
+    """The kind of scaling of the rotary embedding."""
     return scaling.text("rope_type", scaling.text("type", "default"))
 
 
 def scaled(scaling: Facts, theta: float, width: int, context: int, original: int) -> dict[str, Any]:
-    """What ``scaling`` changes, as fields of :class:`ModelConfig`.
+    """The effects of ``scaling``, as fields of :class:`ModelConfig`.
 
     Args:
-        scaling: ``rope_scaling`` or ``rope_parameters`` of a ``config.json``, or what stands for it.
+        scaling: ``rope_scaling`` or ``rope_parameters`` of a ``config.json``, or the same facts of a GGUF
+            file.
         theta: the base.
         width: elements of a head that are rotated.
         context: positions the model was made for.
-        original: those before its context was extended, where ``scaling`` does not say.
+        original: positions before its context was extended, if ``scaling`` does not have them.
 
     Raises:
         ModelFileError: facts are missing or contradict each other.
-        UnsupportedModelError: of a kind that edgespec does not know.
+        UnsupportedModelError: edgespec does not know this kind.
     """
     kind = kind_of(scaling)
     if kind in ("default", "dynamic"):  # dynamic scaling begins beyond the context
@@ -48,7 +49,7 @@ def scaled(scaling: Facts, theta: float, width: int, context: int, original: int
 
 
 def _llama3(scaling: Facts, theta: float, width: int, context: int) -> tuple[float, ...]:
-    """Long waves are stretched by ``factor``, short ones not, those between by something between."""
+    """Long waves are stretched by ``factor``, short ones are not, and waves between by a number between."""
     factor = scaling.positive("factor")
     low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
     original = scaling.integer(_ORIGINAL, context)

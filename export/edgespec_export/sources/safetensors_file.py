@@ -2,7 +2,7 @@
 
 The format: github.com/huggingface/safetensors, "Format". Nothing in the file is trusted. The
 ``safetensors`` package maps whole files, which counts as memory of the export, and its numpy
-side does not know bfloat16; here rows are read where they lie. Tests compare with it.
+side does not know bfloat16; here rows are read in place. Tests compare with it.
 """
 
 import json
@@ -68,7 +68,7 @@ class SafetensorsFile:
         return Tensor(name, shape, kind, self._file, offset)
 
     def raw(self, name: str) -> tuple[tuple[int, ...], BinaryIO, int]:
-        """Of a tensor of single bytes the shape, the file, and where in it the bytes lie.
+        """The shape of a tensor of single bytes, the file, and the place of its bytes.
 
         Raises:
             ModelFileError: its entry is damaged, or its bytes lie beyond the file's end.
@@ -94,7 +94,7 @@ class SafetensorsFile:
         return np.frombuffer(data, numbers).reshape(shape)
 
     def _place(self, name: str, width: int) -> tuple[tuple[int, ...], int]:
-        """Shape of a tensor of so many bytes a number, and where it lies in the file."""
+        """Shape of a tensor with numbers of this many bytes, and its place in the file."""
         dtype, shape, begin, end = self._entry(name)
         if end - begin != prod(shape) * width:
             raise self._fail(f"tensor {name!r} of shape {shape} ({dtype}) takes {end - begin:,} bytes")
