@@ -1,4 +1,4 @@
-// What operators see of ONNX Runtime: what a kernel is made from, what a pass brings, and errors.
+// ONNX Runtime for operators: the inputs of a kernel and of a pass, and errors.
 #pragma once
 
 #include <algorithm>
@@ -21,12 +21,12 @@ namespace edgespec {
 
 using ort::Api;
 
-// An OrtStatus on its way up.
+// An OrtStatus as an exception.
 struct Failure {
   OrtStatus* status;
 };
 
-// What makes a graph or a pass unusable, in words for whoever made it.
+// An unusable graph or pass, with a message for its author.
 struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -39,7 +39,7 @@ inline void require(bool holds, const char* otherwise) {
   if (!holds) throw Refusal(otherwise);
 }
 
-// A text of ONNX Runtime's, which tells its size where there is no place for it.
+// A text of ONNX Runtime's, which returns its size if there is no place for it.
 template <class Ask>
 std::string text_of(const Ask& ask) {
   size_t size = 0;
@@ -83,17 +83,17 @@ inline Tensor read(const Api& api, const OrtValue* value) {
   return tensor;
 }
 
-// What the kernels of a session share: a table, threads, and huge pages for its weights, or none.
+// The shared parts of a session's kernels: a table, threads, and perhaps huge pages for its weights.
 class Host {
  public:
   Host(const Kernels& kernels, bool huge, int64_t threads, bool spins, bool low)
       : kernels(kernels), huge_(huge), threads_(threads), spins_(spins), low_(low) {}
 
-  // Null where weights are to stay where they are. Both live as long as a kernel of the session: each holds the crew.
+  // Null if weights stay in place. Both live as long as a kernel of the session, because each holds the crew.
   std::shared_ptr<Pages> pages() const { return huge_ ? shared(pages_) : nullptr; }
   std::shared_ptr<Crew> crew() const { return shared(crew_, threads_, spins_, low_); }
 
-  // Whether all kernels of a session that had them here are gone.
+  // Whether all kernels of the session are gone.
   bool free_again() const {
     const std::lock_guard lock(mutex_);
     if (!used_ || !crew_.expired()) return false;
@@ -122,7 +122,7 @@ class Host {
   mutable std::weak_ptr<Crew> crew_;
 };
 
-// What a kernel is made from.
+// The inputs for making a kernel.
 class Info {
  public:
   Info(const Api& api, const OrtKernelInfo* info) : api_(api), info_(info) {}
@@ -139,7 +139,7 @@ class Info {
     return value;
   }
 
-  // Of attributes that a graph leaves out where they are `otherwise`.
+  // Attributes that a graph may leave out; then they are `otherwise`.
   int64_t number(const char* name, int64_t otherwise) const {
     int64_t value = 0;
     return is_there(api_.int_attribute(info_, name, &value)) ? value : otherwise;
@@ -178,7 +178,7 @@ class Info {
   const OrtKernelInfo* info_;
 };
 
-// What a pass brings.
+// The inputs of a pass.
 class Pass {
  public:
   Pass(const Api& api, Crew& crew, OrtKernelContext* context) : api_(api), crew_(crew), context_(context) {}
@@ -208,7 +208,7 @@ class Pass {
 
   int64_t threads() const { return crew_.threads(); }
 
-  // run(i) for i below `count`, on the session's threads, on any of which memory may run out.
+  // run(i) for i below `count`, on the session's threads; any of them may run out of memory.
   template <class Run>
   void spread(int64_t count, const Run& run, const Weights* weights = nullptr) const {
     std::atomic<bool> failed = false;
@@ -245,7 +245,7 @@ class Buffer {
   T* data_ = nullptr;
 };
 
-constexpr int64_t kMost = int64_t{1} << 30;  // of any width: three products of two fit 64 bits
+constexpr int64_t kMost = int64_t{1} << 30;  // the most of any width: three products of two fit 64 bits
 
 inline Part part_of(std::string_view format, int64_t columns, int64_t inputs, const Tensor& weights) {
   require(columns > 0 && columns < kMost && inputs > 0 && inputs < kMost, "a matrix has impossible widths");
@@ -261,7 +261,7 @@ inline Part part_of(std::string_view format, int64_t columns, int64_t inputs, co
   throw Refusal("no format of weights is called " + std::string(format));
 }
 
-// "Q4_K:1536,Q6_K:256" and a tensor for each, from input `first` on.
+// Reads "Q4_K:1536,Q6_K:256", and a tensor for each part, from input `first` on.
 inline std::vector<Part> parts_of(const Info& info, std::string_view text, int64_t inputs, size_t first) {
   std::vector<Part> parts;
   while (!text.empty()) {

@@ -24,7 +24,7 @@
 
 namespace edgespec {
 
-// Lets other programs' threads go before the calling one; on Linux for good.
+// Lets other programs' threads go before this one; on Linux a thread cannot take that back.
 inline void lower_priority() {
 #if defined(_WIN32)
   SetThreadPriority(GetCurrentThread(), THREAD_PRIORITY_LOWEST);
@@ -36,7 +36,7 @@ inline void lower_priority() {
 }
 
 // Linux shares cores among sessions and services before it looks at priorities. So a thread that had to share its
-// core while it worked sleeps, the longer the oftener, and wakes on a free one if there is any.
+// core sleeps, longer each time, and wakes on a free core if there is one.
 class Manners {
   using Clock = std::chrono::steady_clock;
   static constexpr Clock::duration kLook = std::chrono::milliseconds(2);
@@ -66,21 +66,21 @@ class Manners {
   Clock::duration ran_{0}, worked_{0}, had_{0}, rest_{0};
 };
 
-// Where each thread begins to read some weights, perhaps those of two matrices in turn, else null; and what a pass
-// comes to next.
+// The places at which each thread begins to read weights, perhaps of two matrices in turn, else null; and the next
+// weights of the pass.
 struct Weights {
   std::vector<std::array<const uint8_t*, 2>> starts;
   const Weights* next = nullptr;
 };
 
-// Work is cut into more pieces than there are threads. Each begins with pieces that lie side by side, and whoever
-// has done with them takes others'. So a slow core holds nobody up for longer than a piece. A core that another
-// program wants is another matter: the system takes it from a thread for milliseconds, in the midst of a piece, and
-// all others wait. So helpers offer their core before it is taken, between two pieces, where nobody waits for them.
+// Work is cut into more pieces than there are threads. Each thread begins with pieces that lie side by side, and then
+// takes the pieces of others. So a slow core delays the others by a piece at most. But the system takes a core that
+// another program wants from a thread for milliseconds, in the midst of a piece, and all others wait. So helpers
+// offer their core before that, between two pieces, when no thread waits for them.
 class Crew {
  public:
-  // `spins`: helpers wait busily for a moment, since waking them costs about as much as a little work. `low`: all
-  // give way to other programs.
+  // `spins`: helpers wait busily for a moment, because waking them costs about as much as a little work. `low`: all
+  // threads give way to other programs.
   Crew(int64_t threads, bool spins, bool low)
       : spin_(spins ? kSpin : Clock::duration(0)), low_(low), shares_(static_cast<size_t>(threads)) {}
   Crew(const Crew&) = delete;
@@ -95,7 +95,7 @@ class Crew {
   // The first of `count` pieces that thread `t` takes.
   int64_t first(int64_t count, int64_t t) const { return count * t / std::min(threads(), count); }
 
-  // Weights that are read behind those of which this was said before.
+  // Notes weights that a pass reads after the ones noted before.
   const Weights* follow(Weights weights) {
     const std::lock_guard pass(pass_);
     Weights* before = order_.empty() ? nullptr : &order_.back();
@@ -104,8 +104,8 @@ class Crew {
     return &order_.back();
   }
 
-  // run(i) for every i below `count`, once each; it throws nothing. Passes that come at once do without helpers.
-  // Where it reads `weights`, threads that wait from now on ask memory for what comes behind them.
+  // run(i) for every i below `count`, once each; it throws nothing. Simultaneous passes run without helpers. If the
+  // job reads `weights`, waiting threads ask memory for the weights behind them.
   template <class Run>
   void spread(int64_t count, const Run& run, const Weights* weights) {
     const std::unique_lock pass(pass_, std::try_to_lock);
@@ -128,7 +128,7 @@ class Crew {
     for (int64_t i; (i = taken(0)) >= 0;) run(i);
     if (low_) manners_.end();
     const int patience = spin_.count() != 0 ? kPatience : 0;
-    job_ = job + 1;  // closed: who is not in it by now stays out
+    job_ = job + 1;  // closed: no further thread enters
     Ahead ahead(next_, 0);
     for (int spins = 0; inside_ != 0;) {
       if (spins++ < patience) {
@@ -151,7 +151,7 @@ class Crew {
     int64_t end = 0;
   };
 
-  // What a thread does while it waits busily.
+  // The work of a thread that waits busily.
   class Ahead {
    public:
     Ahead(const Weights* next, size_t t) {
@@ -187,7 +187,7 @@ class Crew {
     }
   }
 
-  // A piece that nobody has, of thread `t`'s share first; -1 if there is none.
+  // A free piece, first from thread `t`'s share; -1 if there is none.
   int64_t taken(size_t t) {
     for (size_t s = 0; s < shares_.size(); s++) {
       Share& share = shares_[(t + s) % shares_.size()];
@@ -213,7 +213,7 @@ class Crew {
       seen = job;
       if (low_) manners.begin();
       inside_++;
-      if (job_ == job)  // else it was closed meanwhile
+      if (job_ == job)  // else the job was closed meanwhile
         for (int64_t i; Clock::now() - offered < kOffer && (i = taken(t)) >= 0;) piece_(data_, i);
       inside_--;
       if (low_) manners.end();
@@ -241,17 +241,17 @@ class Crew {
       asleep_--;
       offered = Clock::now();
     }
-    return job;  // as it was when it was ready: it may be closed by now
+    return job;  // the number of a ready job, which may be closed by now
   }
 
   const Clock::duration spin_;
   const bool low_;
-  Manners manners_;  // whoever has the pass
+  Manners manners_;  // the owner of the pass
   std::mutex pass_;
   bool hired_ = false;
   std::vector<std::thread> helpers_;
 
-  // The job. It stays as it is while a helper is inside.
+  // The job, which does not change while a helper is inside.
   void (*piece_)(const void*, int64_t) = nullptr;
   const void* data_ = nullptr;
   std::vector<Share> shares_;  // of every thread

@@ -1,4 +1,4 @@
-// Gated delta nets (arXiv 2412.06464): what a layer keeps is a state of fixed size.
+// Gated delta nets (arXiv 2412.06464): a layer keeps a state of fixed size.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +10,11 @@
 
 namespace edgespec {
 
-// A pass is of one or several sequences, whose rows follow each other; each keeps what it keeps in a slot of its own.
-// A state lies behind some token of its sequence. The rows from there on lie in a log, what each adds to the state,
-// and are added at the start of the next pass, as many as the sequence still has, by the operations that their own
-// pass had for them. So nothing is undone when rows are taken back, and a row's bits do not depend on how rows were
-// put into passes. What rows convolve with lies in a ring: the row of token t at t modulo its length.
+// A pass reads one or several sequences, whose rows follow each other; each has a slot of its own. A state lies
+// behind some token of its sequence. A log has the addends of the rows since. The next pass adds those that the
+// sequence still has, by the operations of their own pass. So nothing is undone when rows are taken back, and a row's
+// bits do not depend on how rows were divided into passes. The inputs of the convolution lie in a ring: the row of
+// token t at t modulo its length.
 class Delta {
  public:
   static constexpr const char* kName = "Delta";
@@ -99,8 +99,8 @@ class Delta {
     return kept<float>(pass, index, past);
   }
 
-  // Rows of a sequence through a key head and the value heads that share it. It alone reads and writes their part of
-  // the state, the log and the ring.
+  // Runs rows of a sequence through a key head and the value heads that share it. No other thread touches their part
+  // of the state, the log and the ring.
   class Work {
    public:
     Work(const Delta& delta, const Layer& layer, const Rows& rows, const Place& place, int64_t head)
@@ -188,7 +188,7 @@ class Delta {
       d_.kernels_.multiply(Gate::sigmoid, y, wide(i), y);
     }
 
-    // `count` rows through the state of a value head, which lies behind token `behind`.
+    // Runs `count` rows through the state of a value head, which lies behind token `behind`.
     void recur(int64_t g, int64_t behind, int64_t from, int64_t count, bool last) const {
       const int64_t head = value_head(g);
       std::array<Update, kLogged> updates;
@@ -220,7 +220,7 @@ class Delta {
       }
     }
 
-    // Keeps row number `row` of those that were computed last.
+    // Keeps row number `row` of the last computed rows.
     void log(int64_t token, int64_t row) const {
       float* to = logged(token);
       std::copy_n(keys_.get() + row * d_.key_width_, d_.key_width_, to + head_ * d_.key_width_);
@@ -232,7 +232,7 @@ class Delta {
     }
 
     float* deltas(int64_t g) const { return deltas_.get() + g * kLogged * d_.value_width_; }
-    // Numbers of heads and rows: decays, strengths, and what they are made from.
+    // Numbers of heads and rows: decays, strengths, and their inputs.
     float* part(int64_t i) const { return heads_.get() + i * d_.group_ * kLogged; }
 
     const Delta& d_;

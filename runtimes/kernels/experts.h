@@ -12,10 +12,10 @@ namespace edgespec {
 // y = [residual +] [norm of] ([norm of] the sum over the experts of a row, from the best on, of
 //     its weight * down(gate(norm(x)) * up(norm(x))) [+ shared, or sigmoid(the router's last score) * shared])
 //
-// The router reads what the experts do, or x through a normalization of its own. Experts are chosen by scores in
-// float32, whose sums have one order; of equal ones the first is better. Rows are grouped by expert, so that an expert's
-// tiles are unpacked once for all its rows. A row's results are added in the order of its own choice. So its bits do not
-// depend on the other rows. The second output is how many different experts the rows have.
+// The router reads the experts' input, or x through a normalization of its own. Experts are chosen by scores in
+// float32, whose sums have one order; of equal ones the first is better. Rows are grouped by expert, so that an
+// expert's tiles are unpacked once for all its rows. A row's results are added in the order of its own choice. So its
+// bits do not depend on the other rows. The second output is the number of different experts of the rows.
 class Experts {
  public:
   static constexpr const char* kName = "Experts";
@@ -169,12 +169,12 @@ class Experts {
   static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 128;
   static constexpr float kLeastSum = 0x1p-14f;
 
-  // What chooses experts.
+  // The router.
   struct Routed {
     int64_t rows;
     const float *gain, *own_gain, *bias, *selection, *scales;
   };
-  // An expert of a row, and where the row's result lies among all.
+  // An expert of a row, and the place of the row's result.
   struct Choice {
     int64_t expert, place;
     float weight;
@@ -258,7 +258,7 @@ class Experts {
     }
   }
 
-  // Finds a place for every choice: those of an expert lie together, in the order of rows.
+  // Finds a place for every choice: the rows of an expert lie together, in their order.
   std::vector<Group> grouped(Choice* choices, int64_t pairs) const {
     std::vector<int64_t> counts(static_cast<size_t>(experts_));
     for (int64_t i = 0; i < pairs; i++) counts[static_cast<size_t>(choices[i].expert)]++;
@@ -274,7 +274,7 @@ class Experts {
     return groups;
   }
 
-  // A row, rounded, beside the others of its experts.
+  // Rounds a row, and puts it beside the other rows of its experts.
   void round(const float* normed, const Choice* choices, const std::vector<Group>& groups, Activations* to,
              float* factors) const {
     const int64_t blocks = inputs_ / kBlock;

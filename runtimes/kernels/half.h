@@ -8,10 +8,10 @@ namespace edgespec {
 
 using Half = uint16_t;  // its bits
 
-// The nearest float16, of two the even one. What is finite stays finite: a channel beyond 65504 is better too
-// small than infinite, since an infinite value times a share of 0 would be no number. What is not finite stays
-// so, lest a pass that went wrong look sound. Bits are counted instead of left to F16C or NEON, so every
-// processor keeps the same cache; attention reads it far more often than it is written.
+// The nearest float16, of two the even one. Finite numbers stay finite: a channel beyond 65504 had better be too
+// small than infinite, because an infinite value times a share of 0 is NaN. Other numbers stay not finite, so that a
+// failed pass does not look sound. The conversion uses integers instead of F16C or NEON, so every processor writes
+// the same cache; attention reads it far more often than it is written.
 inline Half narrow(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -21,7 +21,7 @@ inline Half narrow(float x) {
   if (size >= 0x477fe000) return static_cast<Half>(sign | 0x7bff);  // 65504 and more
   if (size >= 0x38800000)                                           // 2^-14, the smallest with a leading 1
     return static_cast<Half>(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
-  float steps;  // of 2^-24, which is what floats between 0.5 and 1 are apart
+  float steps;  // of 2^-24, the distance of floats between 0.5 and 1
   std::memcpy(&steps, &size, sizeof steps);
   steps = steps + 0.5f;
   std::memcpy(&bits, &steps, sizeof bits);

@@ -1,4 +1,4 @@
-// What an instruction set offers the operators: a table of functions. Every table computes the same bits.
+// The functions of an instruction set for the operators, as a table. Every table computes the same bits.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace edgespec {
 
-// Rows of a projection that share a format. Its functions are inlined wherever they are called: a copy that the linker
-// took from the file of a wide set would not run on other processors.
+// Rows of a projection that share a format. Its functions are always inlined: the linker could take a copy from the
+// file of a wide set, which would not run on other processors.
 struct Part {
   const uint8_t* tiles;
   int64_t columns;  // of the product
@@ -26,8 +26,8 @@ struct Part {
 
 enum class Gate { none, silu, gelu, sigmoid, clamped };
 
-// A projection of `rows` rows. With a gate the first half of the parts is what goes through the activation,
-// and the second half, part for part as wide, what it multiplies. Biases are added before.
+// A projection of `rows` rows. With a gate the first half of the parts goes through the activation and is multiplied
+// by the second half, whose parts have the same widths. Biases are added before.
 struct Projection {
   const Part* parts;
   int64_t part_count;
@@ -51,9 +51,9 @@ struct Span {
 
 // Queries that share keys and values: heads of rows.
 struct Queries {
-  const Span* spans;    // (count): what each attends to
+  const Span* spans;    // (count): the tokens that each sees
   int64_t count;
-  const float* sinks;   // (count): scores that no token has, which take shares too; null without
+  const float* sinks;   // (count): scores without a token, which take shares too; null without
   float* vectors;       // (count, head_dim): rotated and scaled; then their shares of the values, summed
   const Half* keys;     // (capacity / 16, head_dim, 16)
   const Half* values;   // (capacity, head_dim)
@@ -64,11 +64,11 @@ struct Queries {
   int64_t stride;       // score_stride of them
 };
 
-// A multiple of 16, and odd in cache lines: were rows apart by a power of two, they would share a few lines of the
+// A multiple of 16, and odd in cache lines: rows at a distance of a power of two would share a few lines of the
 // nearest cache.
 inline int64_t score_stride(int64_t tokens) { return ((tokens + kLanes - 1) / kLanes | 1) * kLanes; }
 
-// What a row does to the state of a value head: state = decay * state + key delta'.
+// A row's change of the state of a value head: state = decay * state + key delta'.
 struct Update {
   const float* key;    // (key_width)
   const float* delta;  // (16 * tiles)
@@ -79,19 +79,19 @@ struct Update {
 // before it, adds `delta = strength (value - decay state' key)`, and gives state' query (arXiv 2412.06464).
 struct Recurrence {
   float* state;  // (tiles, key_width, 16)
-  float* copy;   // (kStateTiles, key_width, 16): rows change that, and the state stays behind `updates`; or null
+  float* copy;   // (kStateTiles, key_width, 16): rows change it, and the state stays behind `updates`; or null
   int64_t key_width, tiles;
   const Update* updates;  // of rows before, which the state lacks
   int64_t update_count;
   int64_t rows;
   const float *queries, *keys;      // (rows, key_width)
   const float *decays, *strengths;  // (rows)
-  float* deltas;                    // (rows, 16 * tiles): values; then what each row adds
+  float* deltas;                    // (rows, 16 * tiles): values; then each row's addend
   float* y;                         // (rows, stride)
   int64_t stride;
 };
 
-constexpr int kStateTiles = 4;  // that are worked on at once, at most
+constexpr int kStateTiles = 4;  // the most tiles in work at once
 
 struct Kernels {
   const char* name;

@@ -1,4 +1,4 @@
-// How matrices and activations lie in memory, the same for every instruction set.
+// The layout of matrices and activations in memory, the same for every instruction set.
 //
 // A matrix is cut into tiles of 16 rows ("columns" of the product, one for each lane) by 32 or 256 inputs,
 // the block of its format; tiles follow each other along the inputs, then down the rows. Four inputs that
@@ -7,8 +7,8 @@
 //
 //     scale * (code - zero) - minimum
 //
-// with the codes, scales and minimums of the GGUF file, at its bits per weight. Where a format has a table, a
-// code of the file is a place in it, and what lies there is the code.
+// with the codes, scales and minimums of the GGUF file, at its bits per weight. In a format with a table the file's
+// code is an index, and the code is the table's entry.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ constexpr int kShare = 16;   // inputs that share a scale of activations
 constexpr int kGroups = 8;   // groups of four in such a block
 constexpr int kLine = 64;    // bytes
 
-// 32 activations, rounded to 8 bits. One is the row's factor, which is a float, times a whole number for 16 of
-// them, times its code. So a product of 32 activations with codes of weights is a whole number, which every set
-// of instructions may find by what it has; where a float holds it exactly, in floats too.
+// 32 activations, rounded to 8 bits. An activation is the row's factor, a float, times a whole number for 16 of them,
+// times its code. So a product of 32 activations with codes of weights is a whole number. Every set of instructions
+// may compute it in its own way, also in floats if they hold it exactly.
 struct Activations {
   int8_t codes[kBlock];
   int16_t scales[2];            // 0 to 255: of the first 16 and of the others
@@ -36,7 +36,7 @@ struct Activations {
 static_assert(sizeof(Activations) == 72);
 constexpr int kMostScale = 255, kMostCode = 127;
 
-// What differs between formats. A tile has `kSubBlocks` times a block of 32 inputs.
+// The facts of formats. A tile has `kSubBlocks` blocks of 32 inputs.
 //
 //     kBits      of a code in lines that hold two groups (4 bits) or four (2 bits) or one (8 bits) each
 //     kHighBits  above them, in further lines: 1 bit of all 8 groups, or 2 bits of 4 groups
@@ -113,8 +113,8 @@ struct MXFP4 {
   static constexpr uint8_t kTable[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 };
 
-// Where the parts of a tile begin: low bits, high bits, scales and minimums of blocks, then factors: float16,
-// or exponents in a byte.
+// The parts of a tile: low bits, high bits, scales and minimums of blocks, then factors: float16, or exponents in a
+// byte.
 template <class Format>
 struct Tile {
   static constexpr int kInputs = kBlock * Format::kSubBlocks;
@@ -140,15 +140,15 @@ static_assert(Tile<MXFP4>::kBytes == 272);
 #define EDGESPEC_FORMATS(X) \
   X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
 
-// The largest code of a format, and the farthest that one is from zero's.
+// The largest code of a format, and the largest distance of a code from zero's.
 template <class Format>
 constexpr int kLargestCode =
     requires { Format::kTable; } ? 2 * Format::kZero : (1 << (Format::kBits + Format::kHighBits)) - 1;
 template <class Format>
 constexpr int kReach = Format::kZero < kLargestCode<Format> - Format::kZero ? kLargestCode<Format> - Format::kZero
                                                                            : Format::kZero;
-// The largest sum of 16 products of (code - zero). If it fits 16 bits and a sign, then its product with a scale fits
-// a float; that is so for all codes but those of 8 bits.
+// The largest sum of 16 products of (code - zero). If it fits 16 bits and a sign, its product with a scale fits a
+// float. All codes but 8-bit ones do.
 template <class Format>
 constexpr int kMostDot = kReach<Format> * kMostCode * kShare;
 template <class Format>

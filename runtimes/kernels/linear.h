@@ -94,7 +94,7 @@ class Linear {
  private:
   static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kRounded = 1 << 10;
 
-  // Where the tiles of a piece begin, and of what it multiplies.
+  // The beginnings of a piece's tiles, and of the tiles that it multiplies.
   std::array<const uint8_t*, 2> start(int64_t chunk) const {
     int64_t tile = tiles_ * chunk / chunks_;
     size_t part = 0;

@@ -42,7 +42,7 @@ class Embedding {
 
   void row(const Tensor& ids, int64_t i, float* y) const {
     Part part = part_;
-    if (pages_ != nullptr) part.tiles = pages_->copied(part.tiles);  // by a head that is tied to it
+    if (pages_ != nullptr) part.tiles = pages_->copied(part.tiles);  // by an LM head that is tied to it
     kernels_.gather(part, inputs_, static_cast<const int64_t*>(ids.data)[i], factor_, y);
   }
 
@@ -54,8 +54,8 @@ class Embedding {
   Part part_;
 };
 
-// What each layer reads of the tokens themselves: a layer's `part` numbers behind those of the one before. They are a
-// row of a matrix and a product of the embedding, which is normalized layer by layer; the sum's square stays as large.
+// Inputs of layers from the tokens: `part` numbers for each layer, one layer behind the other. They are the sum of a
+// row of a matrix and a product of the embedding, which is normalized layer by layer. The sum keeps its mean square.
 class LayerInputs {
  public:
   static constexpr const char* kName = "LayerInputs";
@@ -95,7 +95,7 @@ class LayerInputs {
   float epsilon_;
 };
 
-// What a layer reads of a token, times its activated gate: x (1, tokens, part), inputs of all layers.
+// A layer's input of a token times its activated gate: x (1, tokens, part), inputs of all layers.
 class InputGate {
  public:
   static constexpr const char* kName = "InputGate";
@@ -130,7 +130,7 @@ class InputGate {
   Gate gate_;
 };
 
-// Logits that come no farther from 0 than `most`.
+// Logits with a bound: most * tanh(z / most).
 class Cap {
  public:
   static constexpr const char* kName = "Cap";
@@ -160,7 +160,7 @@ class Cap {
   float most_;
 };
 
-// NaN where a row has one, or where its largest is not finite.
+// NaN if a row has NaN, or if its largest logit is not finite.
 class Choose {
  public:
   static constexpr const char* kName = "Choose";
@@ -205,12 +205,12 @@ class Choose {
       float total = 0;
       for (int64_t i = row * chunks; i < (row + 1) * chunks; i++) total = total + totals[static_cast<size_t>(i)];
       const float most = top[static_cast<size_t>(row)];
-      likely[row] = 1.0f / total + (most - most);  // not a number where the largest is not finite
+      likely[row] = 1.0f / total + (most - most);  // NaN if the largest is not finite
     }
   }
 
  private:
-  static constexpr int64_t kChunk = 8192;  // not by threads: the order of sums is part of the answer
+  static constexpr int64_t kChunk = 8192;  // for any threads: the order of sums determines the bits
 
   const Kernels& kernels_;
 };

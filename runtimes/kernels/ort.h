@@ -1,6 +1,6 @@
-// The part of ONNX Runtime's C API that custom operators need, declared anew. The API is a table of function
-// pointers that only grows, so a function is known by its place; a test runs every operator under the
-// installed onnxruntime, which is what guards the places.
+// The part of ONNX Runtime's C API that custom operators need, declared anew. The API is a table of function pointers
+// that only grows, so a place identifies a function. A test runs every operator under the installed onnxruntime,
+// which checks the places.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ struct OrtTensorTypeAndShapeInfo;
 
 namespace edgespec::ort {
 
-constexpr uint32_t kVersion = 16;  // the oldest whose kernels say what failed
+constexpr uint32_t kVersion = 16;  // the oldest version whose kernels return errors
 enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7, kFloat16 = 10 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kFailure = 1, kInvalidArgument = 2;  // OrtErrorCode

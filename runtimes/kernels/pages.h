@@ -37,8 +37,8 @@ class Pages {
     if (table_ >= 0) close(table_);
   }
 
-  // A copy of `size` bytes; or `data` itself where there are no huge pages, or no memory for them. What a
-  // mapped file takes of the process's memory is given back piece by piece, so that no matrix is there twice.
+  // A copy of `size` bytes, or `data` itself without huge pages or memory for them. The memory of a mapped file is
+  // given back piece by piece, so no matrix is in memory twice.
   const uint8_t* copy(const uint8_t* data, size_t size) {
     if (last_ == nullptr || last_->size - used_ < size) {
       if (!grow(size)) return data;
@@ -54,7 +54,7 @@ class Pages {
     return place;
   }
 
-  // The copy of what begins there, if there is one: a file's pages that are read again would come back beside it.
+  // The copy of the data at this address, if there is one: reading the file's pages again would bring them back.
   const uint8_t* copied(const uint8_t* data) const {
     for (const auto& [from, place] : copies_)
       if (from == data) return place;
@@ -84,8 +84,8 @@ class Pages {
     return true;
   }
 
-  // Gives pages of a file back, which come again when they are read. Memory of any other kind would lose what it holds,
-  // a copy of a page that was written to too; the system's table says which it is.
+  // Gives pages of a file back; they return when they are read. Other memory would lose its content, also a copy of a
+  // page that was written to. The system's table tells which kind it is.
   void give_back(uint8_t* data, size_t size) const {
     const size_t skipped = rounded(reinterpret_cast<uintptr_t>(data), kPage) - reinterpret_cast<uintptr_t>(data);
     if (size < skipped + kPage) return;

@@ -1,4 +1,4 @@
-// Asking memory for what is needed later.
+// Asks memory for data that is needed later.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,5 @@
 // A stand-in for ONNX Runtime, for fuzz.cpp: a node, its tensors, and the table of functions that operators call.
-// What ONNX Runtime sees to itself, it does: a tensor has as many bytes as its shape takes, and an attribute the
-// type that is asked for.
+// It guarantees the same as ONNX Runtime: a tensor has the bytes of its shape, and an attribute the requested type.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +18,7 @@ struct OrtTensorTypeAndShapeInfo { int type; Shape shape; };
 struct OrtValue {
   int type;
   Shape shape;
-  std::vector<uint8_t> bytes;  // as many as the shape takes: one more is a report
+  std::vector<uint8_t> bytes;  // exactly the bytes of the shape: reading one more is reported
 };
 using Value = std::shared_ptr<OrtValue>;
 
@@ -55,7 +54,7 @@ inline size_t element_size(int type) {
   }
 }
 
-// Null where ONNX Runtime would make no such tensor, or it were too large for a quick pass.
+// Null if ONNX Runtime would make no such tensor, or if it is too large for a quick pass.
 inline Value tensor(int type, const Shape& shape) {
   int64_t bytes = static_cast<int64_t>(element_size(type));
   bool sound = true;
