@@ -22,7 +22,7 @@ from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
@@ -30,6 +30,7 @@ from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
 from tests.kit.gguf_cases import gguf_of
+from tests.kit.heads import Head
 from tests.kit.hf import (
     CONTEXT,
     VOCAB,
@@ -243,7 +244,7 @@ def test_tables_are_no_part_of_a_pass(tmp_path: Path) -> None:
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.data())
 def test_rows_have_the_bits_of_one_plain_run(bundle: Path, seed: int, data: st.DataObject) -> None:
-    """Rounds of drafts, of which some stay, of two sequences in common passes."""
+    """Rounds of drafts, of which some stay, of two sequences in common passes. Not all rows have logits."""
     rng = np.random.default_rng(seed)
     first = open_cpu(Bundle(bundle))
     reading = [first, first.model.session()]
@@ -262,16 +263,44 @@ def test_rows_have_the_bits_of_one_plain_run(bundle: Path, seed: int, data: st.D
         rounds = [(right, tokens or [0]) for right, tokens in rounds]
         starts = [session.length for session in reading]
         rows = [
-            Rows(session, tokens, len(tokens)) for session, (_, tokens) in zip(reading, rounds, strict=True)
+            Rows(session, tokens, data.draw(st.integers(0, len(tokens))))
+            for session, (_, tokens) in zip(reading, rounds, strict=True)
         ]
         for at, prediction in enumerate(first.model.predict_together(rows)):
-            right = rounds[at][0]
-            expected = wanted[at][starts[at] : starts[at] + right]
-            np.testing.assert_array_equal(prediction.logits[:right], expected)
+            begin = len(rows[at].tokens) - rows[at].wanted
+            expected = wanted[at][starts[at] + begin : starts[at] + rounds[at][0]]
+            np.testing.assert_array_equal(prediction.logits[: len(expected)], expected)
         for session, (right, _) in zip(reading, rounds, strict=True):
             session.keep(right)
     for session in reading:
         session.close()
+
+
+@pytest.mark.parametrize(("layers", "late"), [((1, 2), False), ((3, 6), True), ((6,), True)])
+def test_layers_without_keys_compute_rows_with_logits_alone(
+    tmp_path: Path, layers: tuple[int, ...], late: bool
+) -> None:
+    """So their streams have no others, which is what an assistant reads, and a vector is made of."""
+    export_model(gguf_of("gemma4", "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "out")
+    session = open_cpu(Bundle(tmp_path / "out"), read_layers=layers)
+    text = [*range(3, 43)]
+    whole = session.predict(text)
+    assert whole.hidden is not None and whole.hidden.shape == (40, 64 * len(layers))
+    for wanted in (0, 1, 7):
+        session.rewind(0)
+        (found,) = session.model.predict_together([Rows(session, text, wanted)])
+        np.testing.assert_array_equal(found.hidden, whole.hidden[40 - wanted if late else 0 :])
+    session.close()
+
+
+def test_a_head_cannot_read_layers_of_both_kinds(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "target", config_of("gemma4"))
+    (source / "tokenizer.json").write_text(byte_level_json(size=300), encoding="utf-8")
+    head = Head.random(eagle_aux_hidden_state_layer_ids=[1, 2, 3]).write(tmp_path / "head")
+    export_model(source, tmp_path / "out")
+    export_model(head, tmp_path / "drafter", options=ExportOptions(role="drafter", target=source))
+    with pytest.raises(RequestError, match=r"reads layers 1, 2, 3 .* from layer 3 on"):
+        edgespec.load(tmp_path / "out", tmp_path / "drafter")
 
 
 # ---- Text --------------------------------------------------------------------------------------------------

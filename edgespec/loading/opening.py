@@ -156,6 +156,13 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
             f"{target.path.name} has {made.vocab_size}, {made.hidden_size} and {made.num_layers}; use the "
             "head of this target"
         )
+    late = made.late_streams
+    if any(layer in late for layer in head.feature_layers) and min(head.feature_layers) not in late:
+        raise RequestError(
+            f"{drafter.path.name} reads layers {', '.join(map(str, head.feature_layers))} of its target, and "
+            f"from layer {late.start} on {target.path.name} computes rows with logits alone; edgespec has "
+            "heads of layers before it, or from it on"
+        )
     return head.feature_layers
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from edgespec.requests.request import Request, encode_text
 from edgespec.requests.results import FinishReason, nothing
 from edgespec.requests.ticket import Ticket
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import graph_name
 from edgespec_models.errors import Cancelled, Closed, DoesNotFit, EdgespecError, RequestError, too_long
 from edgespec_models.schema import checked, length
@@ -104,6 +105,7 @@ class Embedder:
         from edgespec_models.bundles.stored_weights import StoredWeights  # answers do not need this
 
         self._bundle, self._model, self._readers, self._end = bundle, model, readers, made.end
+        self._late = isinstance(bundle.config, ModelConfig) and bool(bundle.config.late_streams)
         self._gain = StoredWeights(bundle).vector(f"{graph_name('final_norm')}.weight")
 
     @checked
@@ -167,7 +169,8 @@ class Embedder:
             reader.reserve(len(text))
             piece = text[reader.length : reader.length + most]
             most -= len(piece)
-            yield ticket, Rows(reader, piece, 0)
+            ends = reader.length + len(piece) == len(text)
+            yield ticket, Rows(reader, piece, int(ends and self._late))  # for its state, not its logits
 
     def _tokens(self, at: int, text: _Text, instruction: str | None) -> list[int]:
         """The tokens that the model reads for a text."""

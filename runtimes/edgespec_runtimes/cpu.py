@@ -133,7 +133,7 @@ def open_cpu(
     session = open_graph(bundle.graph, options, native=native, streams=streams)
     if not bundle.tensors.own:
         return ForeignModel(session, bundle, chunk=chunk, exact_rows=exact).opened(row_exact)
-    model = OwnModel(session, bundle, chunk=chunk, exact_rows=exact, streams=streams)
+    model = OwnModel(session, bundle, chunk=chunk, exact_rows=exact, read_layers=read_layers)
     if not native:
         return model.opened(row_exact)
     if not model.takes_several:

@@ -15,7 +15,15 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import CHANGING, EXPERTS_READ, INPUTS, ROWS, Part, Pass
+from edgespec_models.bundles.graph_contract import (
+    CHANGING,
+    EXPERTS_READ,
+    INPUTS,
+    ROWS,
+    Part,
+    Pass,
+    stream_name,
+)
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory, Move, Stretch, ort_value
@@ -139,12 +147,12 @@ class OwnModel(_GraphModel):
         chunk: int,
         exact_rows: bool = False,
         memory: Memory | None = None,
-        streams: Sequence[str] = (),
+        read_layers: Sequence[int] = (),
     ) -> None:
         """Bind nothing yet.
 
         ``exact_rows`` runs a single token twice where that makes a row's bits independent of the number of
-        rows. ``streams`` are outputs that predictions have of every token of a pass, side by side.
+        rows. Predictions have the streams that enter ``read_layers``, side by side.
         """
         super().__init__(session, bundle, chunk=chunk, memory=memory)
         self.takes_several = "sequences" in self._inputs
@@ -155,8 +163,10 @@ class OwnModel(_GraphModel):
         self._choices, self._head_tokens = bundle.manifest.choices, bundle.head_tokens
         self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
         self._set_head()
-        width = bundle.config.hidden_size if isinstance(bundle.config, ModelConfig) else 0
-        self._hidden = Hidden(session, streams, width)
+        config, streams = bundle.config, [stream_name(layer) for layer in read_layers]
+        width = config.hidden_size if isinstance(config, ModelConfig) else 0
+        rows_alone = isinstance(config, ModelConfig) and max(read_layers, default=0) in config.late_streams
+        self._hidden = Hidden(session, streams, width, of_tokens=not rows_alone)
         counts = [value.shape for value in session.get_outputs() if value.name == EXPERTS_READ]
         self._experts_read = np.zeros(counts[0], np.int64) if counts else None
         self.most_rows = bundle.config.context_length

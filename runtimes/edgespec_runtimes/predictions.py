@@ -33,7 +33,8 @@ class Predictions:
 
     Attributes:
         hidden: float32, in memory of its own. For a target with a head its features of all tokens of the
-            pass; for a head its states of the rows; else None.
+            pass, or of the rows alone (:attr:`ModelConfig.late_streams`); for a head its states of the rows;
+            else None.
     """
 
     hidden: npt.NDArray[np.float32] | None = None
@@ -126,12 +127,12 @@ def joined(before: Floats | None, now: Floats | None) -> Floats | None:
 class Hidden:
     """The outputs of a graph besides logits, and its inputs besides tokens.
 
-    ``streams`` are outputs of a target; ``width`` is that of each, or of a head's states. Most graphs have
-    neither.
+    ``streams`` are outputs of a target, of all tokens or of rows alone; ``width`` is that of each, or of a
+    head's states. Most graphs have neither.
     """
 
-    def __init__(self, session: Any, streams: Sequence[str], width: int) -> None:
-        self._of_tokens, self._width = bool(streams), width
+    def __init__(self, session: Any, streams: Sequence[str], width: int, *, of_tokens: bool) -> None:
+        self._of_tokens, self._width = of_tokens and bool(streams), width
         states = [value.name for value in session.get_outputs() if value.name == NEW_STATES]
         self.outputs = tuple(streams) or tuple(states)
         shapes = {value.name: value.shape for value in session.get_inputs()}

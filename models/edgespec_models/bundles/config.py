@@ -368,6 +368,19 @@ class ModelConfig(DecoderShape):
         )
 
     @property
+    def whole_layers(self) -> int:
+        """How many layers, the first ones, compute every row of a pass: keys and values are written there.
+
+        The others, which read these, need the rows alone whose logits are wanted.
+        """
+        return self.num_layers - self.shared_layers
+
+    @property
+    def late_streams(self) -> range:
+        """The streams, by the layers that they enter, of which passes have rows with logits alone."""
+        return range(self.whole_layers, self.num_layers + 1) if self.shared_layers else range(0)
+
+    @property
     def query_width(self) -> int:
         """Width of all query heads."""
         return self.num_heads * self.head_dim
@@ -389,11 +402,10 @@ class ModelConfig(DecoderShape):
 
     def kv_layer(self, layer: int) -> int | None:
         """The layer whose keys and values ``layer`` attends to; None if it is missing."""
-        own = self.num_layers - self.shared_layers
-        if layer < own:
+        if layer < self.whole_layers:
             return layer
         kind = self.is_global(layer)
-        return next((n for n in reversed(range(own)) if self.is_global(n) == kind), None)
+        return next((n for n in reversed(range(self.whole_layers)) if self.is_global(n) == kind), None)
 
     def attended(self, tokens: int) -> float:
         """As in any decoder, but windows bound the tokens, and only attention counts."""

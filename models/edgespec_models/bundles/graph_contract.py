@@ -94,6 +94,9 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
         "attention_mask": lambda run: np.ones((1, run.parts[0].end)),
         "position_ids": lambda run: np.arange(run.parts[0].start, run.parts[0].end)[None],
         "sequences": lambda run: [(part.begin, part.start, len(part.tokens)) for part in run.parts],
+        "wanted_sequences": lambda run: [
+            (part.begin, part.end - part.ending - part.rows, part.rows) for part in run.parts
+        ],
         "places": lambda run: [(part.slot, part.behind) for part in run.parts],
         "seqlens_k": lambda run: [run.parts[0].end - 1],
         "total_sequence_length": lambda run: run.parts[0].end,
@@ -107,7 +110,10 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
 """Inputs of graphs of any shape, but for weights and the KV cache, and their values in a pass."""
 
 CHANGING: Final = frozenset(
-    {"input_ids", "sequences", "places", "seqlens_k", "total_sequence_length", ROWS, "features", "states"}
+    {
+        *("input_ids", "sequences", "wanted_sequences", "places", "seqlens_k", "total_sequence_length"),
+        *(ROWS, "features", "states"),
+    }
 )
 """Inputs of edgespec's graphs whose values differ between passes over equally many tokens."""
 

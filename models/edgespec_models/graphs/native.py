@@ -2,8 +2,10 @@
 
 Besides the inputs of every graph (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 3): ``input_ids``
 are the next tokens of s sequences, one after the other. The numbers of a sequence are its beginning in the
-cache, its tokens there, and its new tokens. The cache is float16 (1, kv heads, capacity, head_dim); sequences
-begin at multiples of 16, because a key cache holds 16 tokens channel by channel. Where layers have states,
+cache, its tokens there, and its new tokens. Layers at the end that read keys and values of others compute
+rows with logits alone; ``wanted_sequences`` has the numbers for these. The cache is float16 (1, kv heads,
+capacity, head_dim); sequences begin at multiples of 16, because a key cache holds 16 tokens channel by
+channel. Where layers have states,
 ``places`` int64 (s, 2) says in which slot those of each sequence lie, and behind how many of its tokens. A
 row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
 ``context_tokens``, whose product is ONNX Runtime's. The residual stream that enters a layer, or leaves the
@@ -56,11 +58,12 @@ class _NativeDecoder(GraphDecoder):
         self.sequences = self.input("sequences", INT64, ["s", 3])
         if self.config.mixers:
             self.places = self.input("places", INT64, ["s", 2])
-        rows = self.input("logits_rows", INT64, ["r"])
+        self.rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache("float16")
         x = self.through_layers(self.stream(ids))
         x.name = stream_name(self.config.num_layers)
-        x = self.one("Gather", x, rows, axis=1)
+        if not self.config.shared_layers:
+            x = self.one("Gather", x, self.rows, axis=1)
         logits, columns = self.lm_head(x)
         if self.config.logit_cap is not None:
             (logits,) = self.node("Cap", logits, most=float(self.config.logit_cap))
@@ -99,6 +102,11 @@ class _NativeDecoder(GraphDecoder):
         )[0]
 
     def layer(self, layer: Layer, x: ir.Value) -> ir.Value:
+        if layer.index == self.config.whole_layers:  # nothing reads the other rows behind here
+            x = self.one("Gather", x, self.rows, axis=1)
+            if self.config.layer_inputs:
+                self.inputs = self.one("Gather", self.inputs, self.rows, axis=1)
+            self.sequences = self.input("wanted_sequences", INT64, ["s", 3])
         x.name = stream_name(layer.index)
         return super().layer(layer, x)
 
