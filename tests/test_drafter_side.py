@@ -67,6 +67,7 @@ def _begin(
         prompt,
         list(prompt),
         (side.session, ()),
+        target=side.session,
         max_new_tokens=max_new_tokens,
         max_draft=4,
         target_end=EOS,

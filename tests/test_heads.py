@@ -80,7 +80,8 @@ class _Head(_Target):
 
 def _bundle(name: str, context: int) -> Bundle:
     bundle = toy_bundle(name, context)
-    cast(Any, bundle.config).is_head = name == "small"
+    config = cast(Any, bundle.config)
+    config.is_head, config.architecture = name == "small", "eagle3"
     return bundle
 
 

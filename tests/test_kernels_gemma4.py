@@ -173,3 +173,55 @@ def test_logits_end_softly() -> None:
     assert np.isnan(y).nonzero()[2].tolist() == [7, 8, 9]
     with pytest.raises(Exception, match="behind it"):
         session(graph("Cap", ["x"], Y, {"x": x}, {}, {"most": 0.0}))
+
+
+def clusters_graph(
+    feeds: dict[str, npt.NDArray[Any]], tokens: npt.NDArray[Any], raw: Any, **more: Any
+) -> bytes:
+    facts = {"inputs": 96, "clusters": 4, "read": 2, "format": "Q8_0"}
+    constants: dict[str, npt.NDArray[Any]] = {"tokens": tokens, "weights": pack("Q8_0", raw)}
+    return graph("Clusters", ["x", "scores", "tokens", "weights"], Y, feeds, constants, facts | more)
+
+
+def test_logits_of_tokens_of_the_clusters_with_the_highest_scores() -> None:
+    """They have the bits of a product with the whole matrix; the first of equal clusters is read."""
+    rng = np.random.default_rng(6)
+    raw, tokens = random_blocks(rng, "Q8_0", 128, 96), rng.permutation(128)
+    x, scores = rng.normal(0, 2, (1, 5, 96)), rng.normal(0, 1, (1, 5, 4))
+    scores[0, 0], scores[0, 1] = 1, (np.nan, 2, 1, np.nan)
+    feeds = {"x": x.astype(np.float32), "scores": scores.astype(np.float32)}
+    (y,) = everywhere(clusters_graph(feeds, tokens, raw), feeds, 3)
+    facts = {"inputs": 96, "epsilon": 1e-5, "gate": "", "parts": "Q8_0:128"}
+    named = ["x", "", "", "", "", "weights"]
+    product = graph("Linear", named, Y, {"x": feeds["x"]}, {"weights": pack("Q8_0", raw)}, facts)
+    (whole,) = session(product).run(None, {"x": feeds["x"]})
+    for row in (0, 2, 3, 4):
+        wanted = np.full(128, -1e30, np.float32)
+        for cluster in np.argsort(-scores[0, row], kind="stable")[:2]:
+            places = slice(32 * cluster, 32 * cluster + 32)
+            wanted[tokens[places]] = whole[0, row, places]
+        same_bits(wanted, y[0, row])
+    assert (y[0, 1] > -1e29).sum() in (32, 64)  # whatever is no number
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"read": 0}, "or none is read"),
+        ({"read": 5}, "or none is read"),
+        ({"clusters": 3}, "not of as many whole tiles each"),
+        ({"clusters": 16}, "not of as many whole tiles each"),
+        ({"inputs": 64}, "more or fewer bytes"),
+        ({"twice": 1}, "a token is in two clusters, or in no vocabulary"),
+        ({"twice": 128}, "a token is in two clusters, or in no vocabulary"),
+        ({"scores": 5}, "with a score of each"),
+    ],
+)
+def test_clusters_that_cannot_be(changed: dict[str, int], words: str) -> None:
+    raw, tokens = random_blocks(np.random.default_rng(7), "Q8_0", 128, 96), np.arange(128)
+    tokens[0] = changed.pop("twice", 0)
+    shape = 1, 2, changed.pop("scores", 4)
+    feeds: dict[str, npt.NDArray[Any]] = {"x": np.zeros((1, 2, 96), np.float32)}
+    feeds["scores"] = np.zeros(shape, np.float32)
+    with pytest.raises(Exception, match=words):
+        session(clusters_graph(feeds, tokens, raw, **changed)).run(None, feeds)

@@ -23,6 +23,7 @@ import transformers
 from gguf import GGUFReader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.kit import assistants
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
@@ -75,6 +76,51 @@ def store_vectors(folder: Path) -> None:
     checkpoints = {case: write_checkpoint(folder / case, config_of(case)) for case in EMBEDDERS}
     vectors_by_case: dict[str, Any] = {case: vectors(path) for case, path in checkpoints.items()}
     np.savez_compressed(OUT / "vectors", **vectors_by_case)
+
+
+def store_assistants(folder: Path) -> None:
+    """Write what assistants of Gemma 4 make of texts and of tokens behind them, with clusters and without.
+
+    The target reads the last token but one in a pass of its own: then transformers hands out as many keys of
+    windowed layers as a window has. Logits and states are ``[texts, tokens, ...]``; with clusters, logits of
+    those that are not read are NaN.
+    """
+    found: dict[str, Any] = {}
+    target = transformers.AutoModelForCausalLM.from_pretrained(
+        assistants.write_target(folder / "target"), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for name, clustered in (("clustered", True), ("whole", False)):
+        head = transformers.Gemma4AssistantForCausalLM.from_pretrained(
+            assistants.write(folder / name, assistants.config(clustered=clustered)),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        ).eval()
+        rows = [chain(target, head, text) for text in assistants.texts()]
+        found[f"{name}_logits"], found[f"{name}_states"] = map(np.stack, zip(*rows, strict=True))
+        print(f"{name}: std {np.nanstd(found[f'{name}_logits']):.3f}")
+    small = {key: values.astype(np.float16) for key, values in found.items()}
+    np.savez_compressed(OUT / "assistants", **small)
+
+
+def chain(target: Any, head: Any, text: list[int]) -> tuple[Any, Any]:
+    """Logits and states of an assistant, behind ``text`` and tokens that it is given as its drafts."""
+    found, more = [], {"return_shared_kv_states": True, "output_hidden_states": True}
+    with torch.no_grad():
+        cache = target(torch.tensor([text[:-2]])).cache if text[:-2] else None
+        known = target(torch.tensor([text[-2:-1]]), cache=cache, **more)
+        state = known.hidden_states[-1][:, -1:]
+        for token in (text[-1], *assistants.DRAFTED[:-1]):
+            embedded = target.get_input_embeddings()(torch.tensor([[token]]))
+            out = head(
+                inputs_embeds=torch.cat([embedded, state], -1),
+                position_ids=torch.tensor([[len(text) - 1]]),
+                shared_kv_states=known.shared_kv_states,
+            )
+            logits, state = out.logits[0, 0].clone(), out.last_hidden_state
+            if head.config.use_ordered_embeddings:
+                logits[logits == logits.min()] = torch.nan
+            found.append((logits.numpy(), state[0, 0].numpy()))
+    return tuple(map(np.stack, zip(*found, strict=True)))  # type: ignore[return-value]
 
 
 def convert(llama_cpp: Path, source: Path, made: Path, *more: str) -> None:
@@ -134,6 +180,7 @@ def main() -> None:
         if args.llama_cpp is None:
             store(Path(folder))
             store_vectors(Path(folder))
+            store_assistants(Path(folder))
         else:
             compare(Path(folder), args.llama_cpp)
 

@@ -112,7 +112,8 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         layers, digest = ", ".join(map(str, config.feature_layers)), manifest.provenance.get("target_sha256")
         table.add_row("reads", f"layers {layers} of the target with SHA-256 {digest}")
     states = bytes_per_sequence(manifest.kept)
-    table.add_row("KV cache", types_of(manifest.kept) + (f", {size(states)} of states" if states else ""))
+    kept = types_of(manifest.kept) + (f", {size(states)} of states" if states else "")
+    table.add_row("KV cache", kept or "the target's")
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )

@@ -1,13 +1,17 @@
-"""A head as drafter: one layer that reads the target's states.
+"""A head as drafter: a few layers that read the target's states.
 
 Others have trained it (EAGLE-3, Li et al. 2025, arXiv 2503.01840), or it came with the model: its MTP layer
-(DeepSeek-AI 2024, arXiv 2412.19437).
+(DeepSeek-AI 2024, arXiv 2412.19437), or one of Gemma 4's assistants.
 
 Row i of a head reads token i + 1 and the target's features of token i, and predicts the token after i + 1.
 Behind its own drafts it reads the state that it wrote itself. So a round's committed tokens are read again
 when the target's features of them are known, and no drafts stay in the KV cache.
+
+An assistant attends to the target's KV cache, and has none to read tokens into: it reads the last committed
+token, and then its drafts, all at that token's position.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from edgespec.decoding.draft import Passed
@@ -20,7 +24,70 @@ MOST_READ = 128
 """The most tokens that are read at once, of a prompt or after a pause of drafting."""
 
 
-class HeadReader(Chain):
+class _StateReader(Chain):
+    """What readers with a head's session have in common: a drafted token is read beside the last state.
+
+    Tokens that a grammar forces behind the committed ones are read like drafts.
+    """
+
+    def __init__(self, session: Session, curve: CostCurve) -> None:
+        super().__init__(session, curve)
+        self._features: Floats | None = None  # of the last tokens
+        self._forced: list[int] = []
+        self._state: Floats | None = None  # behind the last token that was read
+        self._latest: Prediction | None = None
+
+    @property
+    def latest(self) -> Prediction:
+        assert self._latest is not None
+        return self._latest
+
+    def take(self, predictions: Predictions, passed: Passed) -> None:
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        self._state, self._latest = predictions.hidden, self._prediction(rows.tokens[-1], predictions)
+        self._took(passed.share_s * passed.requests)
+        if self._forced:
+            self.step(self._forced.pop(0))
+
+    @abstractmethod
+    def _took(self, seconds: float) -> None:
+        """Learn how long the pass took, as if all requests had it alone."""
+
+
+class AssistantReader(_StateReader):
+    """Reads with an assistant's session; ``target`` is the session that reads the text.
+
+    The prompt has ``length`` tokens.
+    """
+
+    def __init__(self, session: Session, curve: CostCurve, length: int, target: Session) -> None:
+        super().__init__(session, curve)
+        self._length, self._target, self._first = length, target, self._step
+
+    def add_features(self, features: Floats, committed: int) -> None:
+        self._length += committed
+        self._features = features[-1:]
+
+    def room_for(self, text: Sequence[int], more: int) -> bool:
+        return self._features is not None and self._target.length == self._length - 1
+
+    def read(self, text: Sequence[int]) -> None:
+        self._forced = list(text[self._length :])
+        self._ask(text[self._length - 1], features=self._features)
+
+    def step(self, token: int) -> None:
+        self._ask(token, states=self._state)
+
+    def _took(self, seconds: float) -> None:
+        self._step.observe(seconds)
+
+    def _ask(self, token: int, **known: Floats | None) -> None:
+        self._session.rewind(0)
+        self.rows = Rows(self._session, [token], 1, target=self._target, **known)
+
+
+class HeadReader(_StateReader):
     """Reads a text with a head's session; the prompt has ``length`` tokens.
 
     If a pass cannot read all new tokens, or the context has no room for them, the head begins anew with the
@@ -30,16 +97,7 @@ class HeadReader(Chain):
     def __init__(self, session: Session, curve: CostCurve, length: int) -> None:
         super().__init__(session, curve)
         self._length, self._most = length, min(MOST_READ, session.model.piece)
-        self._features: Floats | None = None  # of the last tokens
         self._held = self._unread = 0  # committed tokens: in the cache, and behind these
-        self._forced: list[int] = []  # tokens behind the committed ones, which are read like drafts
-        self._state: Floats | None = None  # behind the last token that was read
-        self._latest: Prediction | None = None
-
-    @property
-    def latest(self) -> Prediction:
-        assert self._latest is not None
-        return self._latest
 
     def add_features(self, features: Floats, committed: int) -> None:
         """Add this many new tokens, and the target's features of the tokens before the last of them."""
@@ -57,7 +115,6 @@ class HeadReader(Chain):
         return self._held + self._unread + more <= self._session.capacity
 
     def read(self, text: Sequence[int]) -> None:
-        """Read a text; tokens that a grammar forces behind it are read like drafts."""
         assert self._features is not None  # the target has read the text
         count, self._forced = self._unread, list(text[self._length :])
         tokens = text[self._length - count : self._length]
@@ -67,18 +124,12 @@ class HeadReader(Chain):
         assert self._state is not None
         self._ask(self._session.length, Rows(self._session, [token], 1, states=self._state))
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        rows, self.rows = self.rows, None
-        assert rows is not None
-        self._state, self._latest = predictions.hidden, self._prediction(rows.tokens[-1], predictions)
-        seconds = passed.share_s * passed.requests
+    def _took(self, seconds: float) -> None:
         if not self._unread:
             self._step.observe(seconds)
         elif self._held:  # the first time, it reads the prompt
             self._first.observe(seconds)
         self._held, self._unread = self._held + self._unread, 0
-        if self._forced:
-            self.step(self._forced.pop(0))
 
     def _ask(self, held: int, rows: Rows) -> None:
         self._session.rewind(held)  # which has keys and values alone, and goes back anywhere

@@ -10,7 +10,7 @@ from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
 from edgespec.drafting.pricing import Pricing
-from edgespec.drafting.reading import Reader
+from edgespec.drafting.reading import Chain, Reader
 from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import TokenizerError
@@ -96,6 +96,7 @@ class DrafterSide:
         prompt: list[int],
         sessions: tuple[Session, Sequence[Session]],
         *,
+        target: Session,
         max_new_tokens: int,
         max_draft: int,
         target_end: int | None,
@@ -104,13 +105,14 @@ class DrafterSide:
         """The source of a new request, if its answer may be long enough, and what teaches the drafter.
 
         ``prompt`` is ``tokens`` as the drafter is to read them, with the first of ``sessions``; the others
-        are those of requests that are being answered. ``target_end`` is the target's token to propose where
-        the drafter ends the text. ``remarks`` receive how much was read ahead.
+        are those of requests that are being answered. ``target`` is the target's; ``target_end`` is its token
+        to propose where the drafter ends the text. ``remarks`` receive how much was read ahead.
         """
         session, others = sessions
         if self.bundle.config.is_head:
             self._offer(session, others, tokens)
-            return self._head(session, len(tokens), max_new_tokens + 4 * max_draft), self.teaching()
+            room = max_new_tokens + 4 * max_draft
+            return self._head(session, target, len(tokens), room), self.teaching()
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
         if not others:
             self._tune(session, prompt)
@@ -179,12 +181,16 @@ class DrafterSide:
 
         return Tuning(NumpyDecoder(self.bundle), table)
 
-    def _head(self, session: Session, length: int, room: int) -> Source:
+    def _head(self, session: Session, target: Session, length: int, room: int) -> Source:
         """What drafts with a head behind a prompt of so many tokens, and begins every request anew."""
-        from edgespec.drafting.heads import MOST_READ, HeadReader
+        from edgespec.drafting.heads import MOST_READ, AssistantReader, HeadReader
 
-        session.reserve(min(MOST_READ + room, session.model.longest))
-        reader = HeadReader(session, self.curve, length)
+        reader: Chain
+        if self.bundle.config.architecture == "assistant":
+            reader = AssistantReader(session, self.curve, length, target)
+        else:
+            session.reserve(min(MOST_READ + room, session.model.longest))
+            reader = HeadReader(session, self.curve, length)
         bridge = IdentityBridge(self.bundle.config.vocab_size)
         return ModelDrafter(reader, bridge, pricing=self.pricing, calibration=self.calibration)
 

@@ -16,6 +16,7 @@ from typing import Annotated
 from edgespec.loading.measurements import Conditions, Measurement, recall, remember
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.layers import read_by
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -146,13 +147,15 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
             f"{drafter.path.name} is a head, which reads states of the target's layers, and the bundle "
             f"{target.path.name} has no such outputs; export the target for the CPU, with --weights exact"
         )
-    last = max(head.feature_layers)
-    reads = last == made.num_layers if head.architecture == "mtp" else last <= made.num_layers
+    last, whole = max(head.feature_layers), head.architecture in ("mtp", "assistant")
+    reads = last == made.num_layers if whole else last <= made.num_layers
+    if isinstance(head, ModelConfig):
+        reads &= {*read_by(head, "float16")} <= {*target.manifest.kept}
     wanted = head.vocab_size, head.feature_width, reads
     if wanted != (made.vocab_size, made.hidden_size, True):
         raise RequestError(
             f"{drafter.path.name} is a head for a target of {head.vocab_size} tokens, width "
-            f"{head.feature_width} and {last} layers{' or more' * (head.architecture != 'mtp')}; "
+            f"{head.feature_width} and {last} layers{' or more' * (not whole)}; "
             f"{target.path.name} has {made.vocab_size}, {made.hidden_size} and {made.num_layers}; use the "
             "head of this target"
         )

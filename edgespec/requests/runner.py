@@ -314,6 +314,7 @@ class Runner:
             prompt.target,
             prompt.drafter,
             (seat.drafter, self.seats.drafters(seat)),
+            target=seat.target,
             max_new_tokens=request.max_new_tokens,
             max_draft=self.options.max_draft,
             target_end=eos[0] if eos else None,

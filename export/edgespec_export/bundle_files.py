@@ -51,7 +51,7 @@ def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
     classes = {"embed": "embedding", "inputs": "embedding", "lm_head": "lm_head"}
     classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
-    classes |= dict.fromkeys(("fuse", "embed_fuse"), "attention")
+    classes |= dict.fromkeys(("fuse", "embed_fuse", "next_state"), "attention") | {"centroids": "mlp"}
     nets = (f"delta_{part}" for part in ("qkv", "gate", "decay", "strength", "out"))
     classes |= dict.fromkeys(("conv_in", "conv_out", *nets), "attention")
     classes |= dict.fromkeys(("input_gate", "input_out", "inputs_in"), "mlp")

@@ -60,15 +60,17 @@ def _plan_trim(
         return None
     with _open(source, options) as checkpoint:
         config = checkpoint.config
-        if config.architecture == "eagle3":
+        frequent = config.architecture in ("mtp", "assistant")
+        if config.architecture == "eagle3" or checkpoint.clustered is not None:
+            kind = "an EAGLE-3 head" if not frequent else "an assistant with clusters of tokens"
             if isinstance(size, int):
-                raise RequestError(f"{source.name} is an EAGLE-3 head, whose LM head stays; leave out trim")
+                raise RequestError(f"{source.name} is {kind}, whose LM head stays; leave out trim")
             return None
-        if config.architecture == "mtp" and size == "auto" and config.vocab_size <= MTP_ROWS:
+        if frequent and size == "auto" and config.vocab_size <= MTP_ROWS:
             return None
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
         tokenizer = Tokenizer.from_json(text, vocab_size=config.vocab_size)
-    if config.architecture == "mtp":
+    if frequent:
         rows = MTP_ROWS if size == "auto" else size
         return keep_frequent(rows, options, (tokenizer, special), progress)
 

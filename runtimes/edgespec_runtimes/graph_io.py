@@ -25,6 +25,7 @@ from edgespec_models.bundles.graph_contract import (
     stream_name,
 )
 from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.bundles.layers import read_by
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory, Move, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
@@ -65,6 +66,8 @@ class _GraphModel(LoadedModel):
     """
 
     cache: KVBuffers
+    lent: tuple[str, ...] = ()
+    """Tensors of the target's cache that a head reads. Its own, of zeros, serves to see what passes take."""
 
     def __init__(self, session: Any, bundle: Bundle, *, chunk: int, memory: Memory | None = None) -> None:
         """Bind nothing yet, to ONNX Runtime's ``session``."""
@@ -115,7 +118,8 @@ class _GraphModel(LoadedModel):
             array = np.array(INPUTS[name](one), kind)
             inputs.append((name, array, memory.value(array), memory))
             binding.bind_ortvalue_input(called, inputs[-1][2])
-        self.cache.bind(binding, one.parts[0].start, len(one.parts[0].tokens))
+        if not self.lent:
+            self.cache.bind(binding, one.parts[0].start, len(one.parts[0].tokens))
         return inputs
 
     def read_rows(self, binding: Any, count: int, columns: int, rows: slice) -> _OfRows:
@@ -173,7 +177,10 @@ class OwnModel(_GraphModel):
         self.passes: dict[tuple[int, ...], _Bound] = {}
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
         kept, has_slots = bundle.manifest.kept, "places" in self._inputs
-        self.cache = self._memory.cache([each for each in kept if each.per != "sequence" or not has_slots])
+        read = read_by(bundle.config, "float16") if isinstance(bundle.config, ModelConfig) else ()
+        self.lent = tuple(tensor.input for tensor in read)
+        own = [each for each in kept if each.per != "sequence" or not has_slots]
+        self.cache = self._memory.cache(read or own)
         self.states, self.places = States(kept), Places.of(kept)
 
     @property
@@ -243,6 +250,8 @@ class OwnModel(_GraphModel):
             for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](one)
                 memory.write(value, array)
+        if self.lent:  # at every pass, since the target may have moved them
+            (parts[0].cache or self.cache).lend(bound.binding, self.lent)
         self._session.run_with_iobinding(bound.binding)
         if self._experts_read is not None:
             self.experts_read = int(self._experts_read.sum())

@@ -1,7 +1,7 @@
 """Keys and values: where a graph keeps them, and its inputs and outputs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -93,6 +93,12 @@ class KVBuffers(ABC):
         for tensor, value in zip(self._layout, self._values, strict=True):
             binding.bind_ortvalue_input(tensor.input, value)
             binding.bind_ortvalue_output(tensor.output, value)
+
+    def lend(self, binding: Any, names: Collection[str]) -> None:
+        """Let a pass of another graph, which calls these tensors so, read them as they lie now."""
+        for tensor, value in zip(self._layout, self._values, strict=True):
+            if tensor.input in names:
+                binding.bind_ortvalue_input(tensor.input, value)
 
     def written(self, length: int) -> None:
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""

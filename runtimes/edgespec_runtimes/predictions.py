@@ -127,16 +127,17 @@ def joined(before: Floats | None, now: Floats | None) -> Floats | None:
 class Hidden:
     """The outputs of a graph besides logits, and its inputs besides tokens.
 
-    ``streams`` are outputs of a target, of all tokens or of rows alone; ``width`` is that of each, or of a
-    head's states. Most graphs have neither.
+    ``streams`` are outputs of a target, ``width`` wide each, of all tokens or of rows alone. Most graphs have
+    neither these nor states.
     """
 
     def __init__(self, session: Any, streams: Sequence[str], width: int, *, of_tokens: bool) -> None:
-        self._of_tokens, self._width = of_tokens and bool(streams), width
+        self._of_tokens = of_tokens and bool(streams)
         states = [value.name for value in session.get_outputs() if value.name == NEW_STATES]
         self.outputs = tuple(streams) or tuple(states)
         shapes = {value.name: value.shape for value in session.get_inputs()}
         self._widths = shapes.get("features", (0,))[-1], shapes.get("states", (0,))[-1]
+        self._width = self._widths[1] or width
 
     def order(self, parts: Sequence[Part]) -> list[int]:
         """The order in which a pass reads parts: parts with features come first."""

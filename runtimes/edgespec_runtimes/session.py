@@ -27,7 +27,8 @@ class Rows:
     """What a pass is to read of one sequence: ``tokens``, behind those in its session's cache.
 
     ``wanted`` rows of logits are asked for, of the last tokens. ``features`` or ``states`` are what a head
-    reads beside them (:class:`edgespec_models.bundles.graph_contract.Part`).
+    reads beside them (:class:`edgespec_models.bundles.graph_contract.Part`). A head without keys and values
+    of its own reads those of ``target``, at the last token there: a row in a pass.
     """
 
     session: "Session"
@@ -35,6 +36,7 @@ class Rows:
     wanted: int
     features: npt.NDArray[np.float32] | None = None
     states: npt.NDArray[np.float32] | None = None
+    target: "Session | None" = None
 
 
 class LoadedModel(ABC):
@@ -139,17 +141,19 @@ class LoadedModel(ABC):
             if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
                 raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
         for each in rows:  # all have their places now
-            stretch = each.session.stretch
+            stretch, target = each.session.stretch, each.target
+            seen = stretch if target is None else target.stretch
             parts.append(
                 Part(
                     each.tokens,
-                    len(stretch.tokens),
+                    len(seen.tokens) - (target is not None),
                     each.wanted,
-                    stretch.begin,
+                    seen.begin,
                     features=each.features,
                     states=each.states,
                     slot=stretch.slot,
                     behind=stretch.behind,
+                    cache=None if target is None else target.model.cache,
                 )
             )
         try:
@@ -157,7 +161,7 @@ class LoadedModel(ABC):
         except BaseException:  # Ctrl-C too: states may be of before the pass and of behind it
             for each, part in zip(rows, parts, strict=True):
                 each.session.stretch.behind = part.end
-                each.session.rewind(part.start)
+                each.session.rewind(each.session.length)
             raise
         for each, part in zip(rows, parts, strict=True):
             behind = self.places.behind(part.behind, part.start, part.end)

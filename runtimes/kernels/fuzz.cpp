@@ -281,15 +281,30 @@ void fill_experts(Choices& choices, OrtKernelInfo& node) {
                 {"gating", broken(choices, choices.below(2) ? "softmax" : "sigmoid")}};
 }
 
+void fill_clusters(Choices& choices, OrtKernelInfo& node) {
+  const int64_t clusters = 1 + choices.below(5), columns = clusters * 16 * (1 + choices.below(3));
+  const int64_t rows = choices.below(4), format = choices.below(kFormatCount), inputs = 256;
+  std::vector<int64_t> tokens(static_cast<size_t>(columns));
+  for (int64_t i = 0; i < columns; i++) tokens[static_cast<size_t>(i)] = columns - 1 - i;
+  if (choices.rarely()) tokens[0] = choices.byte();
+  node.inputs = {made(choices, kFloat, {1, rows, inputs}), made(choices, kFloat, {1, rows, clusters}),
+                 made(choices, kInt64, {columns}), made(choices, kUint8, {size_of(format, columns, inputs)})};
+  set_numbers(node, 2, tokens);
+  node.numbers = {{"inputs", choices.number(inputs)}, {"clusters", choices.number(clusters)},
+                  {"read", choices.number(1 + choices.below(static_cast<int>(clusters)))}};
+  node.texts = {{"format", broken(choices, kFormats[format].name)}};
+}
+
 OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
   const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
   Choices choices(data, size);
   OrtKernelInfo node;
-  node.op = static_cast<size_t>(choices.below(10));
+  node.op = static_cast<size_t>(choices.below(11));
   *set = sets[choices.below(6)];
   void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups,
                                                     fill_delta,  fill_convolution, fill_experts,
-                                                    fill_layer_inputs, fill_input_gate, fill_cap};
+                                                    fill_layer_inputs, fill_input_gate, fill_cap,
+                                                    fill_clusters};
   fill[node.op](choices, node);
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;

@@ -160,6 +160,85 @@ class Cap {
   float most_;
 };
 
+// Logits of the tokens of a few clusters: for each row of those with the highest scores, of equal ones the first. The
+// matrix has the rows of a cluster one below the other, and `tokens` says which they are. Other tokens get a logit that
+// no token has.
+class Clusters {
+ public:
+  static constexpr const char* kName = "Clusters";
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kInt64, ort::kUint8};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired};
+  static constexpr std::array kOutputs = {ort::kFloat};
+
+  Clusters(const Info& info, const Host& host)
+      : kernels_(host.kernels), inputs_(info.number("inputs")), clusters_(info.number("clusters")),
+        read_(info.number("read")) {
+    const Tensor tokens = info.constant(2);
+    require(tokens.type == ort::kInt64 && tokens.shape.size() == 1, "the tokens of clusters are no list of int64");
+    part_ = part_of(info.text("format"), tokens.size(), inputs_, info.constant(3));
+    require(read_ > 0 && read_ <= clusters_ && clusters_ < kMost && part_.columns % (clusters_ * kLanes) == 0,
+            "clusters are not of as many whole tiles each, or none is read");
+    tokens_ = static_cast<const int64_t*>(tokens.data);
+    std::vector<bool> found(static_cast<size_t>(part_.columns));
+    for (int64_t i = 0; i < part_.columns; i++) {
+      const bool is_new = tokens_[i] >= 0 && tokens_[i] < part_.columns && !found[static_cast<size_t>(tokens_[i])];
+      require(is_new, "a token is in two clusters, or in no vocabulary");
+      found[static_cast<size_t>(tokens_[i])] = true;
+    }
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor x = pass.input(0), scores = pass.input(1);
+    const bool typed = x.type == ort::kFloat && scores.type == ort::kFloat && x.shape.size() == 3;
+    require(typed && x.last() == inputs_ && scores.shape == std::vector{x.shape[0], x.shape[1], clusters_},
+            "what clusters are read of is not float32 (1, rows, inputs) with a score of each");
+    const int64_t rows = x.size() / inputs_, columns = part_.columns, blocks = inputs_ / kBlock;
+    auto* y = pass.output<float>(0, {x.shape[0], x.shape[1], columns});
+    const Buffer<Activations> activations(rows * blocks);
+    const Buffer<float> factors(rows);
+    const Buffer<int64_t> chosen(rows * read_);
+    pass.spread(rows, [&](int64_t r) {
+      factors.get()[r] = kernels_.quantize(x.floats() + r * inputs_, inputs_, activations.get() + r * blocks, 1);
+      choose(scores.floats() + r * clusters_, chosen.get() + r * read_);
+      std::fill_n(y + r * columns, columns, kUnread);
+    });
+    const int64_t size = columns / clusters_, bytes = static_cast<int64_t>(part_.bytes(inputs_)) / clusters_;
+    pass.spread(rows * read_, [&](int64_t i) {
+      const int64_t r = i / read_, cluster = chosen.get()[i];
+      const Part part = {part_.tiles + cluster * bytes, size, part_.format};
+      const Buffer<float> logits(size);
+      Projection p{};
+      p.parts = &part;
+      p.part_count = p.rows = p.stride = 1;
+      p.inputs = inputs_;
+      p.width = size;
+      p.activations = activations.get() + r * blocks;
+      p.factors = factors.get() + r;
+      p.y = logits.get();
+      kernels_.project(p, 0, part.tile_count());
+      for (int64_t at = 0; at < size; at++) y[r * columns + tokens_[cluster * size + at]] = logits.get()[at];
+    });
+  }
+
+ private:
+  static constexpr float kUnread = -1e30f;
+
+  void choose(const float* scores, int64_t* chosen) const {
+    const Buffer<float> left(clusters_);
+    std::copy_n(scores, clusters_, left.get());
+    for (int64_t i = 0; i < read_; i++) {
+      float most;
+      kernels_.largest(left.get(), clusters_, &most, chosen + i);
+      left.get()[chosen[i]] = -__builtin_inff();
+    }
+  }
+
+  const Kernels& kernels_;
+  int64_t inputs_, clusters_, read_;
+  Part part_{};
+  const int64_t* tokens_ = nullptr;
+};
+
 // NaN if a row has NaN, or if its largest logit is not finite.
 class Choose {
  public:

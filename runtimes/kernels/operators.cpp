@@ -8,6 +8,7 @@
 //     Embedding  rows of a matrix
 //     LayerInputs, InputGate  what each layer reads of the tokens themselves
 //     Cap        logits that end softly
+//     Clusters   logits of tokens of a few clusters
 //     Choose     the most likely column of each row, and its probability
 //
 // They run on threads of their own, as many as the session's settings say. What a graph says is checked when its
@@ -108,10 +109,12 @@ struct Domain {
         experts(api, host),
         inputs(api, host),
         gate(api, host),
-        cap(api, host) {
+        cap(api, host),
+        clusters(api, host) {
     check(api.create_domain("edgespec", &domain));
     const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose, &delta,
-                                                             &convolution, &experts, &inputs, &gate, &cap};
+                                                             &convolution, &experts, &inputs, &gate, &cap,
+                                                             &clusters};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
   }
 
@@ -128,6 +131,7 @@ struct Domain {
   Registered<LayerInputs> inputs;
   Registered<InputGate> gate;
   Registered<Cap> cap;
+  Registered<Clusters> clusters;
   OrtCustomOpDomain* domain = nullptr;
 };
 

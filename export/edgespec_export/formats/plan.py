@@ -49,6 +49,7 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 """The stored form of multiplied matrices, by their format in the source."""
 
 _EXACT = ("delta_decay", "delta_strength")  # small, and every later token depends on them
+_OUTER = frozenset(("fuse", "embed_fuse", "next_state", "centroids", "inputs", "inputs_in"))
 _TABLES = ("embed", "inputs")  # of which a pass reads rows
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that no user chose, and so
 # do matrices that a quantized file keeps in floating point
@@ -98,7 +99,7 @@ def plan_decoder(
     if head_tokens is not None:
         kept = replace(lm_head.parts[0], out_features=len(head_tokens))
         lm_head = replace(lm_head, parts=(kept,))
-    outer = {"fuse", "embed_fuse", "inputs", "inputs_in"} & outer_shapes(config).keys()
+    outer = _OUTER & outer_shapes(config).keys()
     linears = {"lm_head": lm_head} | {name: linear((name,)) for name in sorted(outer)}
     for layer in layers_of(config):
         for name, sources in products_of(config, layer).items():

@@ -112,10 +112,11 @@ def _layout(plan: DecoderPlan, parameters: Mapping[str, ir.Value]) -> str:
 def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
     """Bytes by class, and of the file, that an export for the CPU would write.
 
-    Drafters keep their whole LM head here, and MTP layers their default rows.
+    Drafters keep their whole LM head here, MTP layers and assistants their default rows.
     """
     rows = min(MTP_ROWS, checkpoint.config.vocab_size)
-    kept = tuple(range(rows)) if checkpoint.config.architecture == "mtp" else None
+    is_trimmed = checkpoint.config.architecture in ("mtp", "assistant") and checkpoint.clustered is None
+    kept = tuple(range(rows)) if is_trimmed else None
     plan = plan_decoder(
         checkpoint, native=weights in (None, "exact"), tunable=role == "drafter", head_tokens=kept
     )
@@ -197,7 +198,8 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
     all of it.
     """
     totals = dict.fromkeys(_CLASSES, 0)
-    mixer = dict.fromkeys(("mixer", "fuse", "embed_fuse"), "attention")
+    mixer = dict.fromkeys(("mixer", "fuse", "embed_fuse", "next_state"), "attention")
+    mixer["centroids"] = "mlp"
     for name, value in parameters.items():
         assert value.const_value is not None
         parts = (mixer.get(part, part) for part in name.split("."))
@@ -208,9 +210,16 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
     return totals
 
 
-def _small_tensors(checkpoint: Checkpoint, plan: DecoderPlan) -> Iterator[tuple[str, F32]]:
-    """Norms, biases, convolutions, decays, sinks, routers and rotary tables, by their names in the graph."""
+def _small_tensors(
+    checkpoint: Checkpoint, plan: DecoderPlan
+) -> Iterator[tuple[str, npt.NDArray[np.float32 | np.int64]]]:
+    """Norms, biases, convolutions, decays, sinks, routers, rotary tables, tokens of clusters.
+
+    They go by their names in the graph.
+    """
     config = checkpoint.config
+    if checkpoint.clustered is not None:
+        yield "lm_head.tokens", checkpoint.clustered
     for gain in gain_names(config):
         yield f"{graph_name(gain)}.weight", checkpoint.values(gain)
     for parameter, names in biases_of(plan):

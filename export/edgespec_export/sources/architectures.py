@@ -299,6 +299,8 @@ GGUF_FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 
 HEAD: Final = Family(name="eagle3", gguf="eagle3", neighbours=True)
 """EAGLE-3's heads, whose files state their inputs from a target (:mod:`edgespec_export.sources.heads`)."""
+ASSISTANT: Final = _GEMMA4._replace(gguf="gemma4-assistant")
+"""Gemma 4's assistants (:mod:`edgespec_export.sources.assistants`)."""
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and what its "
     "target is exported from"
@@ -323,10 +325,6 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "SmolLM3-3B": (_STATES, ("falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
         "Granite-3.3-2B": (_STATES, ("granitehybrid",)),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
-        "an EAGLE-3 head": (
-            "drafters that attend to their target's cache",
-            ("gemma4-assistant", "gemma4_assistant", "gemma4_unified_assistant"),
-        ),
         "a dense EXAONE 4": (_EXPERTS, ("exaone-moe", "exaone_moe")),
         "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),
         "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi")),

@@ -49,6 +49,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         special_tokens: returns BOS, padding and the tokens that end generation; raises as opening does.
         chat_templates: returns Jinja source by name; raises as opening does.
         head_tokens: the tokens of the LM head's rows, ascending, if it has rows for a part of the tokens.
+        clustered: the tokens of the LM head's rows, int64, if these lie in clusters.
         stack: holds the open files.
         changes: changes to the files' weights, for a bundle's provenance.
     """
@@ -63,6 +64,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     special_tokens: Callable[[], SpecialTokens]
     chat_templates: Callable[[], Mapping[str, str]]
     head_tokens: npt.NDArray[np.int32] | None = None
+    clustered: npt.NDArray[np.int64] | None = None
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
 

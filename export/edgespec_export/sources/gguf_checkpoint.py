@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import Final
 
 from edgespec_export.sources import gemma4
-from edgespec_export.sources.architectures import GGUF_FAMILIES, HEAD, NEEDS_TARGET, Family, unknown
+from edgespec_export.sources.architectures import (
+    ASSISTANT,
+    GGUF_FAMILIES,
+    HEAD,
+    NEEDS_TARGET,
+    Family,
+    unknown,
+)
 from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
@@ -346,7 +353,7 @@ def family_of(file: GGUFFile) -> Family:
     instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
     if instead is not None:
         raise UnsupportedModelError(f"{file.path} is {instead}")
-    if architecture == HEAD.gguf:
+    if architecture in (HEAD.gguf, ASSISTANT.gguf):
         raise RequestError(f"{file.path} {NEEDS_TARGET}")
     if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         known = f"edgespec exports these architectures from GGUF: {', '.join(GGUF_FAMILIES)}."

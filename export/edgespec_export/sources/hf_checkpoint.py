@@ -15,7 +15,13 @@ import numpy as np
 from edgespec_export.sources.architectures import NEEDS_TARGET
 from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
 from edgespec_export.sources.experts import gpt_oss_tensors
-from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
+from edgespec_export.sources.hf_config import (
+    assistant_facts,
+    head_facts,
+    logits_factor,
+    model_facts,
+    read_config,
+)
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding
@@ -92,7 +98,7 @@ LAYER = {
     "self_attn.sinks": "sinks",
     "self_attn.o_proj.bias": "o_bias",
 }
-_POST_NORMED_LAYER = LAYER | {
+POST_NORMED_LAYER = LAYER | {
     "post_attention_layernorm.weight": "post_attn_norm",
     "pre_feedforward_layernorm.weight": "mlp_norm",
     "post_feedforward_layernorm.weight": "post_mlp_norm",
@@ -154,7 +160,7 @@ class HFCheckpoint(Checkpoint):
         self.path, self.model_name = path, model_name(path)
         self._shards: dict[str, SafetensorsFile] = {}
         stated = Facts.read(path / CONFIG)
-        if head_facts(stated) is not None:
+        if head_facts(stated) is not None or assistant_facts(stated) is not None:
             raise RequestError(f"{path} {NEEDS_TARGET}")
         facts = model_facts(stated)
         self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
@@ -234,7 +240,7 @@ class HFCheckpoint(Checkpoint):
 
     def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
         """Tensors by edgespec's names."""
-        layers = _POST_NORMED_LAYER if self.config.post_norms else LAYER
+        layers = POST_NORMED_LAYER if self.config.post_norms else LAYER
         layers = _LFM2_LAYER if self.config.architecture == "lfm2" else layers
         files = dict(stored)
         named, taken = gpt_oss_tensors(files)

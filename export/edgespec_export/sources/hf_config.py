@@ -31,7 +31,7 @@ def model_facts(facts: Facts) -> Facts:
         ModelFileError: ``text_config`` or ``model_type`` is malformed.
         UnsupportedModelError: another architecture.
     """
-    head = head_facts(facts)
+    head = head_facts(facts) or assistant_facts(facts)
     if head is not None:
         return head
     text = facts.section("text_config")
@@ -56,6 +56,20 @@ def head_facts(facts: Facts) -> Facts | None:
     layer = facts.section("transformer_layer_config")
     stated = {key: part.value(key) for part in (facts, layer) for key in part.keys}
     return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
+
+
+def assistant_facts(facts: Facts) -> Facts | None:
+    """All that the ``config.json`` of one of Gemma 4's assistants says; None for other models.
+
+    The decoder that it is made of is stated as a Gemma 4, all of whose layers share keys and values.
+    """
+    if facts.value("model_type") not in ("gemma4_assistant", "gemma4_unified_assistant"):
+        return None
+    text = facts.section("text_config")
+    own = {"num_kv_shared_layers": 0, "final_logit_softcapping": None, "hidden_size_per_layer_input": 0}
+    stated = {key: part.value(key) for part in (facts, text) for key in part.keys}
+    named = Facts(stated | own, facts.where)
+    return named.over({"rms_norm_eps": 1e-6, **_family(named).defaults})
 
 
 def _granite4_facts(facts: Facts) -> Facts:

@@ -1,7 +1,9 @@
 """Opens the checkpoint at a path."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+from edgespec_export.sources.assistants import GGUFAssistant, HFAssistant, is_assistant
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.heads import GGUFHead, HFHead, is_eagle
@@ -22,7 +24,7 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
     if source.is_file():
         if target is None:
             return GGUFCheckpoint(source)
-        return (GGUFHead if is_eagle(source) else GGUFLayer)(source, open_checkpoint(target))
+        return _classes(source)[0](source, open_checkpoint(target))
     if is_model(source):
         raise ModelFileError(
             f"{source} is a bundle already, or runs as it is; it needs no export. As a head's target "
@@ -34,7 +36,7 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
     if (source / CONFIG).is_file():
         if target is None:
             return HFCheckpoint(source)
-        return (HFHead if is_eagle(source) else HFLayer)(source, open_checkpoint(target))
+        return _classes(source)[1](source, open_checkpoint(target))
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"
     raise ModelFileError(
         f"{source} {what}; give a GGUF file, a directory with {CONFIG} and safetensors, or a catalogue name"
@@ -43,4 +45,11 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
 
 def is_head(source: Path, target: Path | None = None) -> bool:
     """Whether what ``source`` holds drafts as a head, of ``target``. Raises as opening it does."""
-    return is_eagle(source) or is_layer(source, target)
+    return is_eagle(source) or is_assistant(source) or is_layer(source, target)
+
+
+def _classes(source: Path) -> tuple[Callable[[Path, Checkpoint], Checkpoint], ...]:
+    """What opens a head, in a GGUF file and in a directory."""
+    if is_assistant(source):
+        return GGUFAssistant, HFAssistant
+    return (GGUFHead, HFHead) if is_eagle(source) else (GGUFLayer, HFLayer)

@@ -132,7 +132,7 @@ class Manifest:
     special_tokens: SpecialTokens
     provenance: Mapping[str, str]
     files: Mapping[str, FileRecord]
-    kept: Annotated[tuple[KeptTensor, ...], length(1)]
+    kept: tuple[KeptTensor, ...]
     head_rows: Count | None = None
     static: StaticGraphs | None = None
     activations: FloatType = "float32"
@@ -148,6 +148,8 @@ class Manifest:
         for name, ids in (named | {"embedding.end": (end or 0,)}).items():
             if any(id_ >= size for id_ in ids):
                 raise BundleError(f"{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")
+        if not self.kept and self.config.architecture != "assistant":
+            raise BundleError("kept is empty; an assistant alone keeps nothing of its own")
 
     @property
     def graph_kind(self) -> GraphKind:
@@ -177,7 +179,7 @@ class Manifest:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of these that a pass over one row reads: only the experts that the row uses."""
+        """Bytes of these that a pass over one row reads: only the experts and clusters that the row uses."""
         return self._of_a_row(self.bytes_by_class)
 
     @property
@@ -195,10 +197,13 @@ class Manifest:
         return self.bytes_by_class.get(_EXPERTS, 0) / (experts.count * layers)
 
     def _of_a_row(self, amounts: Mapping[str, int]) -> int:
-        experts = self.config.experts if isinstance(self.config, ModelConfig) else None
-        used = 1.0 if experts is None else experts.used / experts.count
+        shares, config = dict[str, float](), self.config
+        if isinstance(config, ModelConfig) and config.experts is not None:
+            shares[_EXPERTS] = config.experts.used / config.experts.count
+        if isinstance(config, ModelConfig) and config.assistant is not None and config.assistant.clusters:
+            shares["lm_head"] = config.assistant.clusters_read / config.assistant.clusters
         read = {name: value for name, value in amounts.items() if name not in _NOT_MULTIPLIED}
-        return sum(round(value * used) if name == _EXPERTS else value for name, value in read.items())
+        return sum(round(value * shares.get(name, 1.0)) for name, value in read.items())
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

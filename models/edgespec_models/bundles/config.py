@@ -27,6 +27,7 @@ Architecture = Literal[
     "gpt-oss",
     "eagle3",
     "mtp",
+    "assistant",
 ]
 Mixer = Literal["attention", "short_conv", "delta_net"]
 """The part of a layer in which tokens see each other."""
@@ -67,7 +68,8 @@ class DecoderShape:
     def is_head(self) -> bool:
         """Whether the model drafts from states of its target.
 
-        EAGLE-3's heads do (arXiv 2503.01840), and the MTP layers of models (arXiv 2412.19437).
+        EAGLE-3's heads do (arXiv 2503.01840), the MTP layers of models (arXiv 2412.19437), and the assistants
+        of Gemma 4.
         """
         return bool(self.feature_layers)
 
@@ -180,6 +182,30 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assistant:
+    """A head whose layers attend to keys and values of its target, and have none of their own.
+
+    Attributes:
+        windowed: the layer of the target whose keys and values its windowed layers attend to.
+        whole: the same of its layers that see the whole context.
+        clusters: the rows of its LM head lie in so many clusters of as many tokens each; 0 where in none.
+        clusters_read: the clusters whose logits are computed for a token: those with the highest scores.
+    """
+
+    windowed: Annotated[int, within(0, 4095)]
+    whole: Annotated[int, within(0, 4095)]
+    clusters: Annotated[int, within(0, 2**20)] = 0
+    clusters_read: Annotated[int, within(0, 2**20)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        if not min(1, self.clusters) <= self.clusters_read <= self.clusters:
+            raise UnsupportedModelError(
+                f"{self.clusters_read} of {self.clusters} clusters of tokens are read; allowed: one to all"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
     """A decoder-only transformer for which edgespec can build a graph.
 
@@ -235,6 +261,7 @@ class ModelConfig(DecoderShape):
         logit_cap: logits z become ``logit_cap * tanh(z / logit_cap)``; None without a cap.
         normed_features: RMSNorm on the features that a head reads from the target.
         normed_residual: in a head attention adds to the normalized state.
+        assistant: facts of a head that attends to its target's keys and values; None for other models.
     """
 
     architecture: Architecture
@@ -281,6 +308,7 @@ class ModelConfig(DecoderShape):
     logit_cap: _Factor | None = None
     normed_features: bool = False
     normed_residual: bool = False
+    assistant: Assistant | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, UnsupportedModelError)
@@ -343,7 +371,17 @@ class ModelConfig(DecoderShape):
         right = {
             "eagle3": all(reads) and plain and not (self.qk_norm or self.gated_attention or self.experts),
             "mtp": all(reads) and plain and not any(norms) and self.feature_width == self.hidden_size,
+            "assistant": all(reads) and self.qk_norm and not any((*norms, self.shared_layers, self.mixers)),
         }
+        if (self.architecture == "assistant") != (self.assistant is not None):
+            raise UnsupportedModelError(
+                f"assistant is {self.assistant} of {self.architecture}; only an assistant has it, and must"
+            )
+        if self.assistant is not None and self.vocab_size % (16 * max(self.assistant.clusters, 1)):
+            raise UnsupportedModelError(
+                f"{self.vocab_size} tokens lie in {self.assistant.clusters} clusters; allowed: clusters of a "
+                "multiple of 16 tokens"
+            )
         if not right.get(self.architecture, not any((*reads, *norms))):
             raise UnsupportedModelError(
                 f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
@@ -401,7 +439,12 @@ class ModelConfig(DecoderShape):
         return self.rotary_pairs or self.rotary_width // 2
 
     def kv_layer(self, layer: int) -> int | None:
-        """The layer whose keys and values ``layer`` attends to; None if it is missing."""
+        """The layer whose keys and values ``layer`` attends to; None if it is missing.
+
+        For an assistant it is a layer of the target.
+        """
+        if self.assistant is not None:
+            return self.assistant.whole if self.is_global(layer) else self.assistant.windowed
         if layer < self.whole_layers:
             return layer
         kind = self.is_global(layer)

@@ -31,6 +31,7 @@ class Part(NamedTuple):
         states: or states that the head wrote itself.
         slot: slot of the sequence's states.
         behind: the number of tokens behind which these states are.
+        cache: the KV cache in which ``begin`` and ``start`` lie, if it is another model's.
     """
 
     tokens: Sequence[int]
@@ -42,6 +43,7 @@ class Part(NamedTuple):
     states: npt.NDArray[np.float32] | None = None
     slot: int = 0
     behind: int = 0
+    cache: Any = None
 
     @property
     def end(self) -> int:

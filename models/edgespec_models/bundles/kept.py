@@ -58,6 +58,11 @@ class KeptTensor:
             )
 
     @property
+    def layer(self) -> int:
+        """Its layer, in a graph that edgespec builds."""
+        return int(self.input.split(".")[1])
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """NumPy's type of an element."""
         return np.dtype(self.type)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
@@ -87,7 +88,8 @@ class Layer:
         mlp_width: width of the MLP.
         kv_heads: the number of heads of keys, and of values.
         head_dim: width of a head.
-        kv_layer: the layer whose keys and values it attends to, mostly itself.
+        kv_layer: the layer whose keys and values it attends to, mostly itself; for an assistant it
+            is a layer of the target.
         projections: its products for queries, keys and values: ``qkv``; ``qk`` if values are keys before
             their normalization; ``q`` if keys and values belong to another layer.
         rope: the rotary tables of its queries and keys (:func:`rotary_tables`); None where nothing rotates.
@@ -131,7 +133,11 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
                 kv_heads=config.num_kv_heads if sees_all else config.local_kv_heads or config.num_kv_heads,
                 head_dim=config.head_dim if sees_all else config.local_head_dim or config.head_dim,
                 kv_layer=kv_layer,
-                projections="q" if kv_layer != index else "qk" if config.tied_values and sees_all else "qkv",
+                projections="q"
+                if config.assistant is not None or kv_layer != index
+                else "qk"
+                if config.tied_values and sees_all
+                else "qkv",
             )
         )
     return tuple(layers)
@@ -162,7 +168,13 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors outside of the layers."""
     matrix = config.vocab_size, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed": matrix, "final_norm": matrix[1:], "lm_head": matrix}
-    if config.architecture == "mtp":
+    if config.assistant is not None:
+        known = config.hidden_size, config.feature_width
+        shapes |= {"embed": (config.vocab_size, config.feature_width), "target_norm": known[1:]}
+        shapes |= {"fuse": known, "embed_fuse": known, "next_state": known[::-1]}
+        if config.assistant.clusters:
+            shapes |= {"centroids": (config.assistant.clusters, config.hidden_size)}
+    elif config.architecture == "mtp":
         square = config.hidden_size, config.hidden_size
         shapes |= {"fuse": square, "embed_fuse": square}
         shapes |= dict.fromkeys(("target_norm", "fuse_norm", "embed_norm"), matrix[1:])
@@ -290,9 +302,16 @@ def kept_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
             state = net.value_heads, net.value_width // 16, net.key_width, 16
             logged, taps = net.keys + net.values + net.value_heads, config.conv_taps or 0
             kept += delta_states(layer.index, state, logged, net.channels, taps)
-        elif layer.kv_layer == layer.index:
+        elif layer.projections != "q":
             kept += keys_and_values(layer.index, layer.kv_heads, layer.head_dim, kind)
     return tuple(kept)
+
+
+def read_by(config: ModelConfig, kind: KeptType) -> tuple[KeptTensor, ...]:
+    """The tensors of its target's sequences that an assistant reads; none of other models."""
+    layers = {} if config.assistant is None else {layer.kv_layer: layer for layer in layers_of(config)}
+    pairs = (keys_and_values(n, layer.kv_heads, layer.head_dim, kind) for n, layer in layers.items())
+    return tuple(chain.from_iterable(pairs))
 
 
 def graph_name(name: str) -> str:
@@ -312,9 +331,10 @@ def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[
     """Cosines and sines of ``positions`` from 0 on (Su et al. 2021, section 3.4.2), by their names in graphs.
 
     ``rope_cos`` and ``rope_sin``, and where windowed layers have a base of their own ``rope_local_cos`` and
-    ``rope_local_sin``: float32 ``(positions, pairs that turn)`` each.
+    ``rope_local_sin``: float32 ``(positions, pairs that turn)`` each. Those of an assistant are from 1 on: it
+    stands at the last token in its target's cache, and its queries are of the token behind.
     """
-    tables = {}
+    tables, first = {}, int(config.assistant is not None)
     for name, theta in rotary_thetas(config).items():
         width, magnitude = config.rotary_width, 1.0
         if name == "rope_local":  # the base of windowed layers is not scaled
@@ -323,7 +343,7 @@ def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[
         if name == "rope":
             magnitude, frequencies = config.rope_magnitude, frequencies[: config.turning_pairs]
             frequencies /= config.rope_factors or 1.0
-        angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
+        angles = np.outer(np.arange(first, first + positions, dtype=np.float64), frequencies)
         for part, function in (("cos", np.cos), ("sin", np.sin)):
             tables[f"{name}_{part}"] = (function(angles) * magnitude).astype(np.float32)
     return tables

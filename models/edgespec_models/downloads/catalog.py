@@ -171,7 +171,7 @@ class HubName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubHead:
-    """An EAGLE-3 head on the hub, for the ``targets`` with these names or references.
+    """A head on the hub, for the ``targets`` with these names or references.
 
     ``acceptance`` is the published rate for a drafted token. ``step_bytes`` are the bytes that a step reads,
     rounded.

@@ -209,6 +209,18 @@ class Stack(Tensor):
 
 
 @dataclass(frozen=True, slots=True)
+class Reordered(Tensor):
+    """The rows of a matrix in another order: row i is row ``order[i]`` of the file's."""
+
+    order: npt.NDArray[np.int64] = field(kw_only=True)
+
+    def read(self, start: int = 0, stop: int | None = None) -> U8:
+        """As of any tensor."""
+        matrix = Tensor(self.name, self.shape, self.type, self.file, self.offset)
+        return np.concatenate([matrix.read(row, row + 1) for row in self.order[start:stop].tolist()])
+
+
+@dataclass(frozen=True, slots=True)
 class SplitBlocks(Tensor):
     """MXFP4 in safetensors: exponents lie elsewhere, from some byte of a file on, and a byte of codes holds
     neighbours.

@@ -65,8 +65,7 @@ class GraphDecoder(Decoder):
         """Give every layer its kept tensors, in a cache that is written in place."""
         self.kept = kept_by(self.config, kind)
         for tensor in self.kept:
-            layer = int(tensor.input.split(".")[1])
-            self.past.setdefault(layer, []).append(self.input(tensor.input, *_type_of(tensor)))
+            self.past.setdefault(tensor.layer, []).append(self.input(tensor.input, *type_of(tensor)))
 
     def write_outputs(self, logits: ir.Value, columns: int | str, choices: Sequence[ir.Value]) -> None:
         """Return logits, the most likely column of each row and its probability, and the cache."""
@@ -76,7 +75,7 @@ class GraphDecoder(Decoder):
         ):
             self.output(value, name, kind, [1, "r"])
         for tensor, value in zip(self.kept, self.present, strict=True):
-            self.output(value, tensor.output, *_type_of(tensor))
+            self.output(value, tensor.output, *type_of(tensor))
 
     def through_layers(self, x: Any) -> Any:
         """The residual stream behind the graph's layers."""
@@ -93,7 +92,7 @@ class GraphDecoder(Decoder):
         return ir.Model(self.graph, ir_version=_IR_VERSION, producer_name="edgespec")
 
 
-def _type_of(tensor: KeptTensor) -> tuple[ir.DataType, list[int | str]]:
+def type_of(tensor: KeptTensor) -> tuple[ir.DataType, list[int | str]]:
     """The type of a value in a graph of any shape."""
     shape: list[int | str] = ["slots", *tensor.shape]
     if tensor.per != "sequence":

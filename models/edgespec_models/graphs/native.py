@@ -13,7 +13,10 @@ last, is the value that :func:`stream_name` says.
 
 A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
 width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
-hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits.
+hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits. One
+that attends to its target's keys and values
+(:class:`~edgespec_models.bundles.config.Assistant`) has those of two layers of the target as inputs, and its
+states are as wide as the target.
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 
@@ -28,9 +31,10 @@ import onnx_ir as ir
 
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import EXPERTS_READ, NEW_STATES, stream_name
-from edgespec_models.bundles.layers import Layer, graph_name
+from edgespec_models.bundles.kept import KeptType
+from edgespec_models.bundles.layers import Layer, graph_name, read_by
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
-from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
+from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, type_of
 from edgespec_models.graphs.plan import DecoderPlan
 
 DOMAIN: Final = "edgespec"
@@ -51,7 +55,7 @@ class _NativeDecoder(GraphDecoder):
         self.plan, self.epsilon = plan, float(config.norm_epsilon)
         self.gate = "silu" if config.activation == "silu" else "gelu"
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
-        self.caches: dict[int, tuple[ir.Value, ...]] = {}  # keys and values behind the pass, by layer
+        self.caches = dict[int, list[ir.Value]]()  # keys and values behind the pass, by layer
 
     def build(self) -> ir.Model:
         ids = self.input("input_ids", INT64, [1, "n"])
@@ -73,8 +77,13 @@ class _NativeDecoder(GraphDecoder):
                 self.one("Concat", *self.experts_read, axis=0), EXPERTS_READ, INT64, [len(self.experts_read)]
             )
         if self.config.is_head:
-            self.output(x, NEW_STATES, FLOAT, [1, "r", self.config.hidden_size])
+            states, width = self.new_states(x)
+            self.output(states, NEW_STATES, FLOAT, [1, "r", width])
         return self.model(tunable=self.plan.tunable)
+
+    def new_states(self, x: ir.Value) -> tuple[ir.Value, int]:
+        """What a head reads behind its own drafts, of rows of its last stream; and how wide it is."""
+        return x, self.config.hidden_size
 
     def stream(self, ids: ir.Value) -> ir.Value:
         """The residual stream that enters the first layer."""
@@ -138,7 +147,7 @@ class _NativeDecoder(GraphDecoder):
         ]
 
     def embed(self, ids: ir.Value, factor: float) -> ir.Value:
-        form, rows, width = self.plan.embedding.format, self.config.vocab_size, self.config.hidden_size
+        form, (rows, width) = self.plan.embedding.format, self.shapes["embed"]
         table = self.matrix("embedding.weight", form, rows, width)
         facts: dict[str, Any] = {"format": form.tiles, "rows": rows, "width": width, "factor": factor}
         return self.node("Embedding", ids, table, **facts)[0]
@@ -169,11 +178,11 @@ class _NativeDecoder(GraphDecoder):
         if config.qk_norm and not config.wide_qk_norm:
             of_keys = "k_norm" if "k" in layer.projections else "q_norm"  # no keys, no matter
             gains = [self.gain(f"{layer.name}.{norm}") for norm in ("q_norm", of_keys)]
-        own, sinks = layer.kv_layer == layer.index, f"{layer.name}.sinks"
+        own, sinks = layer.projections != "q", f"{layer.name}.sinks"
         y, *new = self.node(
             "Attention",
             packed,
-            *(self.past[layer.index] if own else self.caches[layer.kv_layer]),
+            *self.caches.get(layer.kv_layer, self.past[layer.kv_layer]),
             self.sequences,
             *tables,
             *gains,
@@ -188,7 +197,7 @@ class _NativeDecoder(GraphDecoder):
             epsilon=self.epsilon,
             **self.more_of_attention(layer),
         )
-        self.caches[layer.index] = tuple(new)
+        self.caches |= {layer.index: new} if own else {}
         self.present += new
         return y
 
@@ -406,10 +415,54 @@ class _NativeMTP(_NativeDecoder):
         return self.linear(known, "fuse", gain="fuse_norm", residual=embedded)
 
 
+class _NativeAssistant(_NativeDecoder):
+    """One of Gemma 4's assistants, whose layers have queries alone.
+
+    Its product of embedding and state side by side is a sum of two, as in an MTP layer. The target's stream
+    is normalized as for the target's LM head; the states that it writes are as such a one.
+    """
+
+    def read_cache(self, kind: KeptType) -> None:
+        """Read the target's."""
+        super().read_cache(kind)
+        for tensor in read_by(self.config, kind):
+            value = self.input(tensor.input, *type_of(tensor))
+            self.past.setdefault(tensor.layer, []).append(value)
+
+    def stream(self, ids: ir.Value) -> ir.Value:
+        width = self.config.feature_width
+        features = self.input("features", FLOAT, [1, "m", width])
+        states = self.input("states", FLOAT, [1, "k", width])
+        known = self.one("Concat", self.normalized(features, "target_norm"), states, axis=1)
+        return self.linear(known, "fuse", residual=self.linear(super().stream(ids), "embed_fuse"))
+
+    def new_states(self, x: ir.Value) -> tuple[ir.Value, int]:
+        return self.linear(x, "next_state", gain="final_norm"), self.config.feature_width
+
+    def lm_head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
+        """Logits of the tokens of a few clusters; those of the others are the least that there are."""
+        config, (part,) = self.config, self.plan.linears["lm_head"].parts
+        assistant = config.assistant
+        if assistant is None or not assistant.clusters:
+            return super().lm_head(x)
+        logits = self.node(
+            "Clusters",
+            self.normalized(x, "final_norm"),
+            self.linear(x, "centroids", gain="final_norm"),
+            self.parameter("lm_head.tokens", [config.vocab_size], INT64),
+            *self.matrices("lm_head"),
+            inputs=config.hidden_size,
+            clusters=assistant.clusters,
+            read=assistant.clusters_read,
+            format=part.format.tiles,
+        )
+        return logits[0], config.vocab_size
+
+
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     """Build the graph; matrices are tiles (:mod:`edgespec_models.bundles.weight_format`), uint8.
 
     Parameters are named as :meth:`DecoderPlan.parts` says.
     """
-    kinds = {"eagle3": _NativeHead, "mtp": _NativeMTP}
+    kinds = {"eagle3": _NativeHead, "mtp": _NativeMTP, "assistant": _NativeAssistant}
     return kinds.get(config.architecture, _NativeDecoder)(config, plan).build()
