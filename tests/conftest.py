@@ -108,9 +108,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]
 
 
 @pytest.fixture
-def free_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def timings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts functions in the place of those that time passes at a load, by name: ``measure_cost=...``."""
+
+    def put(**functions: Any) -> None:
+        for name, function in functions.items():
+            monkeypatch.setattr(opening, name, function)
+
+    return put
+
+
+@pytest.fixture
+def free_passes(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -> None:
     """More rows cost nothing, so what is drafted does not depend on this machine."""
-    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
+    timings(measure_cost=lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda self, rows: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
-from edgespec.loading import opening
 from edgespec.measuring import costs
 from edgespec.measuring.costs import Costs, as_ranges, draft_gain, measure_costs
 from edgespec.measuring.report import render_costs
@@ -39,13 +39,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(autouse=True)
-def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_machine(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -> None:
     """Little memory is read; however busy the machine of the test is, what it measures is kept."""
 
     def confirmed(*arguments: Any, **options: Any) -> CostCurve:
         return replace(measure_cost(*arguments, **options), confirmed=True)
 
-    monkeypatch.setattr(opening, "measure_cost", confirmed)
+    timings(measure_cost=confirmed)
     monkeypatch.setattr(costs, "memory_bandwidth", lambda threads: memory_bandwidth(threads, size=1 << 20))
 
 
@@ -137,9 +137,9 @@ def test_ranges_are_written_short(numbers: list[int], text: str) -> None:
 
 
 def test_what_is_measured_serves_the_next_load_and_fresh_forgets_it(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, timings: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(opening, "recheck_cost", lambda session, stored, rows: stored)
+    timings(recheck_cost=lambda session, stored, rows: stored)
     options = CpuOptions(threads=1)
     told = list[Progress]()
     first = measure_costs(bundle, options, progress=told.append)
@@ -182,14 +182,14 @@ def test_the_command_prints_a_table_or_writes_a_page(bundle: Bundle, own_measure
 @pytest.mark.usefixtures("consoles")
 @pytest.mark.parametrize(("disturbed", "code"), [(True, 0), (False, 130)])
 def test_disturbed_and_interrupted_times_are_not_kept(
-    bundle: Bundle, own_measurements: Path, monkeypatch: pytest.MonkeyPatch, disturbed: bool, code: int
+    bundle: Bundle, own_measurements: Path, timings: Callable[..., None], disturbed: bool, code: int
 ) -> None:
     def measure(*_: Any, **__: Any) -> CostCurve:
         if disturbed:
             return replace(CURVE, confirmed=False)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening, "measure_cost", measure)
+    timings(measure_cost=measure)
     result = _run(bundle)
     assert result.exit_code == code and ("not kept" if disturbed else "interrupted") in result.stderr
     assert not own_measurements.exists()

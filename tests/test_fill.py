@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from functools import partial
-from time import process_time
 from typing import Any, cast
 
 import numpy as np
@@ -281,14 +280,6 @@ def test_pieces_are_what_the_whole_is(writes: str, suffix: str) -> None:
             pieces = "".join(many.push(each) for each in writes) + many.push("", final=True)
             assert pieces == one.push(writes, final=True)
             assert pieces in writes
-
-
-def test_many_blank_lines_take_no_time() -> None:
-    """Where the suffix has many too, of which any number may be the fill's end."""
-    reader, began = FillReader(Hole("a\n", "\n" * 5000 + "x\n"), None), process_time()
-    shown = "".join(reader.push("\n" * 8) for _ in range(300))
-    assert (shown + reader.push("y\nx", final=True), reader.ended) == ("\n" * 2400 + "y", True)
-    assert process_time() - began < 2
 
 
 class Timed(ToySession):

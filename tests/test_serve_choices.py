@@ -1,22 +1,18 @@
 """Several answers in one stream: whose pieces they are, what they cost, and that they end together."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli import app
 from edgespec.engine import Model
 from edgespec.loading.options import LoadOptions
-from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import EdgespecError
-from tests.kit.models import VOCAB, Gated, printable, queue_of, toy_model
-from tests.kit.serving import ServedModel, ask, events, serving
-from tests.kit.toy import ToySession, markov_logits, until
+from tests.kit.models import VOCAB, printable, toy_model
+from tests.kit.serving import ask, events, serving
+from tests.kit.toy import ToySession, markov_logits
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = "a document of many words " * 4
@@ -77,13 +73,6 @@ def test_a_stream_has_the_answers_that_the_whole_has(url: str, greedy: bool) -> 
                 assert offsets == choice["logprobs"]["text_offset"]
 
 
-def test_greedy_answers_are_decoded_once(url: str) -> None:
-    chunks = events(ask(url, CHAT, chats(temperature=0, stream=True)))[:-1]
-    assert len(set(texts(chunks))) == 1
-    text = ask(url, "/metrics").body.decode()
-    assert "edgespec_tokens_total 12.0" in text
-
-
 def test_answers_come_side_by_side() -> None:
     """As many as run at once; a prompt's progress is told once for answers that are one."""
     with several() as model, serving(model) as url:
@@ -101,59 +90,6 @@ def test_more_answers_than_may_wait_take_their_turns() -> None:
     with several(2, max_waiting=0) as model, serving(model) as url:
         body = DRAWN | {"prompt": ["a", "b", "c"], "n": 16, "stream": True}
         assert len(texts(events(ask(url, TEXT, body))[:-1])) == 48
-
-
-def test_openais_client_tells_them_apart(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    with client:
-        whole = client.chat.completions.create(**chats())
-        said = Counter[int]()
-        written = dict[int, str]()
-        for chunk in client.chat.completions.create(**chats(), stream=True):
-            for choice in chunk.choices:
-                written[choice.index] = written.get(choice.index, "") + (choice.delta.content or "")
-                said[choice.index] += choice.finish_reason is not None
-    assert [written[each.index] for each in whole.choices] == [c.message.content for c in whole.choices]
-    assert said == {0: 1, 1: 1, 2: 1}
-
-
-def test_a_client_that_leaves_ends_all_of_them() -> None:
-    gate = Gated()
-    with toy_model(gate) as model, serving(model) as url:
-        with pytest.raises(TimeoutError):
-            ask(url, CHAT, chats(stream=True, max_tokens=3000), timeout_s=0.5)
-        until(lambda: any(each.interruption is not None for each in queue_of(model).running))
-        gate.open()
-        until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
-        until(lambda: not queue_of(model).running and not queue_of(model).waiting)
-        assert len(gate.passes) == 1
-
-
-def test_a_full_queue_is_told_by_the_status() -> None:
-    gate = Gated()
-    options = LoadOptions(max_waiting=0)
-    with toy_model(gate, options=options) as model, serving(model) as url, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask, url, CHAT, chats(n=1))
-        assert gate.arrived.acquire(timeout=10)
-        assert ask(url, CHAT, chats(stream=True)).status == 429
-        gate.open()
-        assert running.result().status == 200
-
-
-def test_what_goes_wrong_with_one_ends_all() -> None:
-    model = ServedModel(fault=EdgespecError("a session broke"))
-    with serving(model.as_model()) as url:
-        body = {"model": "served", "prompt": ["one", "two", "three"], "stream": True}
-        chunks = events(ask(url, TEXT, body))
-        assert chunks[-1]["error"]["message"] == "a session broke" and "[DONE]" not in chunks
-        until(lambda: model.cancelled == 2)
-
-
-def test_time_that_is_up_is_an_end_of_each_or_an_error() -> None:
-    with several(1) as model, serving(model, ServeOptions(port=0, timeout_s=0.001)) as url:
-        reply = ask(url, CHAT, chats(stream=True, max_tokens=3000))
-        end = events(reply)[-1] if reply.status == 200 else reply.json  # it is up before the headers are sent
-        assert end == "[DONE]" or end["error"]["code"] == "timeout"
 
 
 def test_the_command_says_how_many_run_at_once(loads: Callable[[Any], None]) -> None:

@@ -127,14 +127,3 @@ def test_time_is_up(model: Model) -> None:
         reply = ask(url, PATH, {"model": "embeds", "input": TEXTS * 600})
     assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
     assert re.search(r"1800 texts have no vector: not done within 0\.0[2-5]\d* s", reply.error)
-
-
-def test_clients_at_once_get_their_own(tmp_path: Path) -> None:
-    path = tiny_native(tmp_path / "embeds").path
-    edit_manifest(path, lambda value: value.update(embedding={"pooling": "last", "end": 2}))
-    with edgespec.load(path, options=LoadOptions(threads=1)) as model, serving(model) as url:
-        expected = model.embed(TEXTS).vectors
-        with ThreadPoolExecutor(6) as pool:
-            replies = list(pool.map(lambda t: ask(url, PATH, {"model": "embeds", "input": t}), TEXTS * 4))
-    found = np.array([reply.json["data"][0]["embedding"] for reply in replies])
-    assert np.array_equal(found, np.tile(expected, (4, 1)))

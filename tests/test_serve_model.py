@@ -1,7 +1,6 @@
 """The server over whole models, whose sessions are toys: answers, queue, leaving clients, learning, forms."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -194,20 +193,6 @@ def test_time_that_is_up_while_a_prompt_is_read_ends_it() -> None:
             gate.let(1)
             assert events(asked.result())[-1]["error"]["code"] == "timeout"
         assert len(gate.passes) == 1
-
-
-def test_fifty_clients_at_once_get_their_own_answers(model: Model, url: str) -> None:
-    texts = [f"question {number} " * (1 + number % 3) for number in range(50)]
-    expected = [model.chat([{"role": "user", "content": text}], max_new_tokens=NEW).text for text in texts]
-    start = threading.Barrier(50)
-
-    def client(number: int) -> list[str]:
-        start.wait()
-        return [said(ask(url, CHAT, body(texts[number], stream=(number + n) % 2 == 0))) for n in range(4)]
-
-    with ThreadPoolExecutor(50) as pool:
-        for text, answers in zip(expected, pool.map(client, range(50)), strict=True):
-            assert answers == [text] * 4
 
 
 def test_time_that_is_up_before_the_first_token_is_an_error_and_after_it_an_end() -> None:

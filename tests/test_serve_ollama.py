@@ -21,7 +21,7 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import Busy, Closed, EdgespecError, RequestError
 from tests.kit.models import toy_model, toy_session
 from tests.kit.native import edit_manifest, tiny_native
-from tests.kit.serving import Reply, ServedModel, ask, open_stream, serving, serving_models, tokenizer
+from tests.kit.serving import Reply, ServedModel, ask, serving, serving_models, tokenizer
 from tests.kit.templates import HERMES
 from tests.kit.toy import until
 from tests.test_serve_infill import Filling
@@ -316,13 +316,6 @@ def test_while_nothing_comes_pieces_are_empty(
     assert "".join(map(text_of, pieces)) == "re: a" and sum(not text_of(piece) for piece in pieces) > 2
 
 
-def test_a_client_that_leaves_frees_the_model(model: ServedModel, url: str) -> None:
-    model.pause_s = 0.05
-    with open_stream(url, asked(text="x" * 200), CHAT) as response:
-        assert not json.loads(response.readline())["done"]
-    until(lambda: model.cancelled == 1)
-
-
 @pytest.fixture
 def shelves(tmp_path: Path) -> Iterator[Models]:
     """Two models, none of which is loaded yet: one that chats, and one that makes vectors."""
@@ -429,11 +422,3 @@ def test_clients_find_an_ollama_and_browsers_the_page(url: str) -> None:
         for path in ("/api/tags", "/api/ps", "/api/version"):
             assert ask(locked, path).status == 401
         assert ask(locked, "/api/version", headers={"Authorization": f"Bearer {KEY}"}).status == 200
-
-
-def test_many_messages_are_read_at_once() -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 20_000
-    body = parse(OllamaChatBody, {"model": "m", "messages": messages})
-    assert len(body.chat().conversation()) == 40_000
-    with pytest.raises(RequestError, match="model is missing"):
-        parse(OllamaChatBody, {"messages": messages})

@@ -14,9 +14,8 @@ from edgespec.serve.responses import Kept
 from edgespec_models.errors import Busy, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.kit.models import toy_model, toy_session
-from tests.kit.serving import ServedModel, ask, named_events, open_stream, serving
+from tests.kit.serving import ServedModel, ask, named_events, serving
 from tests.kit.templates import HERMES
-from tests.kit.toy import until
 
 PATH = "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -232,17 +231,6 @@ def test_what_the_model_raises_is_an_error_of_openais(model: ServedModel, client
     failing = pytest.raises(openai.APIError, match="a session broke")
     with failing, client.responses.create(**asked(), stream=stream) as answer:
         assert stream and list(answer)
-
-
-def test_a_client_that_leaves_frees_the_model_and_nothing_is_kept(model: ServedModel) -> None:
-    model.pause_s = 0.05
-    with serving(model.as_model()) as url:
-        with open_stream(url, asked("x" * 200, stream=True), PATH) as response:
-            created = json.loads([response.readline() for _ in range(2)][1].removeprefix(b"data: "))
-        until(lambda: model.cancelled == 1)
-        model.pause_s = 0.0
-        assert ask(url, f"{PATH}/{created['response']['id']}").status == 404
-        assert ask(url, PATH, asked()).status == 200
 
 
 def test_a_key_is_needed_for_what_is_kept() -> None:

@@ -1,6 +1,7 @@
 """Loading: the second time little is done again, and whatever goes wrong, nothing stays loaded."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 
 
 @pytest.fixture(autouse=True)
-def believed(monkeypatch: MonkeyPatch) -> None:
+def believed(timings: Callable[..., None]) -> None:
     """However busy the machine of the test is, what it measures is kept."""
-    monkeypatch.setattr(
-        opening, "measure_cost", lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True)
-    )
+    timings(measure_cost=lambda *a, **o: replace(measure_cost(*a, **o), confirmed=True))
 
 
 class Opened(list[Session]):
@@ -67,7 +66,7 @@ def opened(monkeypatch: MonkeyPatch) -> Opened:
 
 
 @pytest.fixture
-def measured(monkeypatch: MonkeyPatch) -> list[int]:
+def measured(timings: Callable[..., None]) -> list[int]:
     """The machine of this test has one speed; counts what is measured."""
     measured: list[int] = []
 
@@ -75,8 +74,7 @@ def measured(monkeypatch: MonkeyPatch) -> list[int]:
         measured.append(max(rows))
         return CostCurve({n: 1.0 + 0.1 * n for n in rows})
 
-    monkeypatch.setattr(opening, "measure_cost", measure)
-    monkeypatch.setattr(opening, "recheck_cost", lambda session, stored, rows: stored)
+    timings(measure_cost=measure, recheck_cost=lambda session, stored, rows: stored)
     return measured
 
 
@@ -130,21 +128,20 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: Monk
 
 
 def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
-    bundles: Bundles, opened: Opened, measured: list[int], monkeypatch: MonkeyPatch
+    bundles: Bundles, opened: Opened, measured: list[int], timings: Callable[..., None]
 ) -> None:
     _load(bundles)
     tested = opened.tested
-    monkeypatch.setattr(opening, "recheck_cost", lambda *_: None)
+    timings(recheck_cost=lambda *_: None)
     running, known = _load(bundles), _kept(bundles)
     assert not running.remembered and measured == [2, 2]
     assert opened.tested == tested  # the machine's speed is no matter of correctness
     assert known is not None and known.curve == running.curve
 
 
-def test_what_is_in_doubt_is_not_kept(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
+def test_what_is_in_doubt_is_not_kept(bundles: Bundles, timings: Callable[..., None]) -> None:
     doubtful = CostCurve({1: 1.0, 2: 1.1}, confirmed=False)
-    monkeypatch.setattr(opening, "measure_cost", lambda *_, **__: doubtful)
-    monkeypatch.setattr(opening, "measure_context", lambda _, curve: curve)
+    timings(measure_cost=lambda *_, **__: doubtful, measure_context=lambda _, curve: curve)
     for _ in range(2):
         running = _load(bundles)
         assert (running.curve, running.remembered, _kept(bundles)) == (doubtful, False, None)
@@ -157,10 +154,10 @@ def test_a_stored_curve_serves_those_who_need_less_of_it(bundles: Bundles, measu
 
 
 @pytest.mark.usefixtures("measured")
-def test_the_check_does_not_spoil_what_is_kept(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
+def test_the_check_does_not_spoil_what_is_kept(bundles: Bundles, timings: Callable[..., None]) -> None:
     """A few passes in a bad moment scale this load's curve, not the next one's."""
     first, slowed = _load(bundles), CostCurve({1: 50.0, 2: 60.0})
-    monkeypatch.setattr(opening, "recheck_cost", lambda *_: slowed)
+    timings(recheck_cost=lambda *_: slowed)
     second, known = _load(bundles), _kept(bundles)
     assert second.curve == slowed and known is not None and known.curve == first.curve
 
