@@ -30,9 +30,9 @@ from edgespec_models.graphs.plan import FULL, Precision
 from tests.kit.gguf import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 13): "22a77d8c9640f718",
+    ("target", None, 14): "22a77d8c9640f718",
     ("target", "cuda", 8): "3a65411d9c00b959",
-    ("drafter", None, 13): "ba536728f3787540",
+    ("drafter", None, 14): "ba536728f3787540",
     ("drafter", "cuda", 8): "3a65411d9c00b959",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
