@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from edgespec.drafting.pricing import Pricing
 from edgespec_models.progress import Progress
 from edgespec_runtimes import cost
-from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost, recheck_cost
+from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost, recheck_cost, sample_cost
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
@@ -92,6 +92,16 @@ def test_a_size_that_was_disturbed_each_time_is_timed_again(monkeypatch: pytest.
 def test_a_pass_costs_no_more_than_a_wider_one(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = measure_cost(_TimedSession(monkeypatch, SIZES | {1: 3.0}), rows=(1, 2, 5), repeats=2)
     assert curve == CostCurve({1: 1.5, 2: 1.5, 5: 1.75}, confirmed=False)
+
+
+def test_where_weights_come_from_the_disk_the_mean_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass reads other tokens, whose experts may have to come from the disk too."""
+    session = _TimedSession(monkeypatch, SIZES)
+    session.disturbed = (6, 11)  # a pass over one row, and one over two
+    curve = sample_cost(session, (1, 2, 5), 4)
+    assert curve == CostCurve({1: 1.0 + 9 / 4, 2: 1.5 + 9 / 4, 5: 1.5 + 9 / 4})
+    assert session.passes[READING:] == [5] * 4 + [1] * 4 + [2] * 4 + [5] * 4
+    assert session.length == 0
 
 
 def test_a_machine_that_never_settles_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,9 @@ def test_a_row_has_the_same_bits_in_any_company(
     model = mixture.model(feeds)
     wanted, _ = session(model, 1, "plain").run(None, feeds)
     order = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=2 * rows))
-    opened = session(model, threads, data.draw(st.sampled_from(sets())), huge_pages=data.draw(st.booleans()))
+    huge, copied = data.draw(st.booleans()), data.draw(st.none() | st.just(0))
+    sets_of = data.draw(st.sampled_from(sets()))
+    opened = session(model, threads, sets_of, huge_pages=huge, copied_bytes=copied)
     y, different = opened.run(None, {name: value[:, order] for name, value in feeds.items()})
     same_bits(wanted[:, order], y)
     alone = [opened.run(None, {name: value[:, [row]] for name, value in feeds.items()}) for row in order[:3]]

@@ -211,8 +211,25 @@ def test_loading_keeps_weights_mapped_where_copies_have_no_room(
     memory(least + need.weights_bytes)
     assert room_for(bundle, None, ONE_THREAD) is ONE_THREAD and not caplog.records
     memory(least)
-    assert room_for(bundle, None, ONE_THREAD) == replace(ONE_THREAD, huge_pages=False)
-    assert "read from the disk again" in caplog.text and " kB; in all" in caplog.text
+    assert room_for(bundle, None, ONE_THREAD) == replace(ONE_THREAD, copied_bytes=0)
+    assert "a pass will read about 3.0 kB from the disk" in caplog.text and " kB; in all" in caplog.text
+
+
+def test_where_not_all_weights_fit_those_of_every_pass_are_copied_first() -> None:
+    """Half of a row's experts are in memory where half of all experts are."""
+
+    def mixture(available: int) -> Plan:
+        target = replace(of(10**6, per_token=16), expert_bytes=800_000, experts_used=0.125)
+        return plan_of(target, available, of(50_000, per_token=16))
+
+    least = 20 + 2 * 16 * 256
+    for spare, read in ((0, 300_000), (150_000, 200_000), (250_000, 100_000), (650_000, 50_000)):
+        fit = mixture(least + spare).fit(256)
+        assert (fit.verdict, fit.read_bytes) == ("from disk", read)
+    assert mixture(least + 1_050_000).fit(256).read_bytes == 0
+    copied = mixture(least + 600_000).copied_bytes(256)
+    assert copied == 375_000 and copied + 50_000 <= 600_000  # three quarters, without the drafter's, in steps
+    assert mixture(least + 40_000).copied_bytes(256) == 0
 
 
 @pytest.mark.parametrize("make", [tiny_native, tiny_bundle])

@@ -289,7 +289,10 @@ def stored(size: tuple[int, ...], form: str) -> GGMLQuantizationType:
 
 
 def weights(name: str, size: tuple[int, ...], kind: GGMLQuantizationType, seed: int) -> npt.NDArray[Any]:
-    """Routers are random, other floats ones or less; else random blocks whose scales keep a product small."""
+    """Routers are random, other floats ones or less; else random blocks whose scales keep a product small.
+
+    Matrices have a mean of 0: with another, rows become alike, and routers send all to the same experts.
+    """
     if name.endswith("ffn_gate_inp.weight"):
         return np.random.default_rng(seed).normal(0, size[-1] ** -0.5, size).astype(np.float32)
     if kind == GGMLQuantizationType.F32:
@@ -298,18 +301,20 @@ def weights(name: str, size: tuple[int, ...], kind: GGMLQuantizationType, seed: 
         )
     rng, (block, n_bytes) = np.random.default_rng(seed), GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (prod(size) // block, n_bytes), np.uint8)
-    places, spread = _FACTORS[kind.name]
-    for place in places:
+    for place, spread in _FACTORS[kind.name].items():
         raw[:, place : place + 2] = np.frombuffer(np.float16(spread / size[-1] ** 0.5).tobytes(), np.uint8)
     if kind == GGMLQuantizationType.MXFP4:
         raw[:, 0] = 120
     return raw.reshape(*size[:-1], -1)
 
 
-_FACTORS = {"Q4_K": ((0, 2), 0.004), "Q5_K": ((0, 2), 0.002), "Q6_K": ((208,), 0.0007)} | {
-    "Q5_0": ((0,), 0.1),
-    "Q8_0": ((0,), 0.012),
-    "MXFP4": ((), 0.0),
+_FACTORS: dict[str, dict[int, float]] = {
+    "Q4_K": {0: 0.004, 2: 0.03},
+    "Q5_K": {0: 0.002, 2: 0.03},
+    "Q6_K": {208: 0.0007},
+    "Q5_0": {0: 0.1},
+    "Q8_0": {0: 0.012},
+    "MXFP4": {},
 }
 """Where a block has its float16 factors, and how large they are for an input of one."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _VERDICTS = {
     "fits": "fits",
-    "from disk": "slow: weights would be read from the disk again and again",
+    "from disk": "slow: each token would read {read} from the disk",
     "no": "does not fit",
 }
 
@@ -83,7 +83,8 @@ def _facts(model: "Footprint") -> dict[str, str]:
 def _contexts(made: "Plan") -> "Table":
     table = figure_table("text, tokens", "KV cache", "memory in all", "", names=4)
     for fit in made.contexts:
-        table.add_row(f"{fit.tokens:,}", size(fit.kv_bytes), size(fit.memory_bytes), _VERDICTS[fit.verdict])
+        verdict = _VERDICTS[fit.verdict].format(read=size(fit.read_bytes))
+        table.add_row(f"{fit.tokens:,}", size(fit.kv_bytes), size(fit.memory_bytes), verdict)
     return table
 
 

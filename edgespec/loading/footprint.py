@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.config import DecoderShape, ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
 from edgespec_models.errors import DeviceError
 from edgespec_models.storage import size
@@ -17,9 +18,11 @@ from edgespec_runtimes.session import KV_STEP
 State = Literal["here", "to be exported", "to be pulled"]
 
 Verdict = Literal["fits", "from disk", "no"]
-"""``fits``: everything fits. ``from disk``: everything but the weights fits, which are then read from the
-disk again and again, slowly. ``no``: not even that fits."""
+"""``fits``: everything fits. ``from disk``: everything but the weights fits, some of which each pass then
+reads from the disk, slowly. ``no``: not even that fits."""
 
+_STEPS: Final = 16
+_TEXT: Final = 8192  # tokens of the text that copied weights leave room for
 _PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/apps.md)
 _LOG = logging.getLogger("edgespec")
 
@@ -83,11 +86,13 @@ class Footprint:
         name: The model's name.
         state: ``here``, ``to be exported`` or ``to be pulled``.
         weights_bytes: Bytes of the weights that a pass reads.
+        expert_bytes: Bytes of these that belong to experts, of which each row uses a few.
         mapped: Whether weights may stay in their file, from which the system reads them piece by piece. Other
             weights are copied at load.
         table_bytes: Bytes of tables of which a pass reads a few rows. They stay in their file.
         working_bytes: Bytes of the tokenizer and of what passes compute in.
         cache: The KV cache.
+        experts_used: The share of a layer's experts that a row uses.
         download_bytes: Bytes to download before the model can be opened.
         export_bytes: Bytes that an export will write.
         device: The device that the bundle was made for. None is the CPU.
@@ -100,6 +105,8 @@ class Footprint:
     table_bytes: int
     working_bytes: int
     cache: CacheSize
+    expert_bytes: int = 0
+    experts_used: float = 1.0
     download_bytes: int = 0
     export_bytes: int = 0
     device: str | None = None
@@ -126,12 +133,14 @@ class Fit:
         kv_bytes: Bytes of the KV caches.
         memory_bytes: The most bytes of everything, with loading and the program itself.
         verdict: ``fits``, ``from disk`` (all but the weights fits) or ``no``.
+        read_bytes: Bytes that a pass over one row reads from the disk, if all experts are used alike.
     """
 
     tokens: int
     kv_bytes: int
     memory_bytes: int
     verdict: Verdict
+    read_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +184,39 @@ class Plan:
 
     def fit(self, tokens: int) -> Fit:
         """The fit of a text of ``tokens``; the drafter's has as many, at most its context's length."""
-        here = [model for model in self.models if model.device != "cuda"]  # a GPU has memory of its own
-        kv = sum(model.cache.bytes(tokens) for model in here)
-        base = self.program_bytes + sum(model.working_bytes for model in self.models)
-        total = base + kv + sum(model.weights_bytes for model in here)
-        least = base + kv + sum(model.weights_bytes for model in here if not model.mapped)
-        available = self.machine.available
-        verdict: Verdict = "fits" if total <= available else "from disk" if least <= available else "no"
-        return Fit(tokens, kv, total, verdict)
+        kv = sum(model.cache.bytes(tokens) for model in self._here)
+        total = self._least(tokens) + sum(model.weights_bytes for model in self._here if model.mapped)
+        spare = self.machine.available - self._least(tokens)
+        verdict: Verdict = "no" if spare < 0 else "from disk" if total > self.machine.available else "fits"
+        return Fit(tokens, kv, total, verdict, self._read_bytes(spare) if verdict == "from disk" else 0)
+
+    def _read_bytes(self, spare: int) -> int:
+        """Bytes that a row reads from the disk where so many fit; experts have the last of the room."""
+        experts, every = self.target.expert_bytes, self.target.weights_bytes - self.target.expert_bytes
+        others = sum(model.weights_bytes for model in self._here if model.mapped and model is not self.target)
+        missing = max(0, every + others - spare)
+        kept = min(experts, max(0, spare - every - others))
+        return min(every, missing) + round((experts - kept) * self.target.experts_used)
+
+    def copied_bytes(self, tokens: int) -> int:
+        """Bytes of each model's weights to copy where not all of both fit beside a text of ``tokens``.
+
+        A quarter of the room is left to what is read from the disk, and to other programs.
+        """
+        room = max(0, self.machine.available - self._least(tokens)) * 3 // 4
+        second = 0 if self.drafter is None else self.drafter.weights_bytes
+        wanted, step = max(room - second, room // 2), max(1, self.target.weights_bytes // _STEPS)
+        return wanted // step * step  # about as many at every load, so that measurements stay valid
+
+    @property
+    def _here(self) -> list[Footprint]:
+        return [model for model in self.models if model.device != "cuda"]  # a GPU has memory of its own
+
+    def _least(self, tokens: int) -> int:
+        """Bytes of everything but weights that may stay mapped."""
+        models = sum(model.cache.bytes(tokens) for model in self._here)
+        models += sum(model.weights_bytes for model in self._here if not model.mapped)
+        return self.program_bytes + sum(model.working_bytes for model in self.models) + models
 
     def short(self) -> str:
         """A sentence of figures, for messages."""
@@ -219,11 +253,19 @@ def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
         state="here",
         weights_bytes=manifest.matrix_bytes,
         mapped=manifest.operators == "edgespec",
+        expert_bytes=by_class.get("experts", 0),
+        experts_used=share_of_experts(manifest.config),
         table_bytes=sum(by_class.values()) - manifest.matrix_bytes,
         working_bytes=WORKING_BYTES * manifest.config.vocab_size,
         cache=_cache_of(bundle, exact_rows),
         device=manifest.made_for,
     )
+
+
+def share_of_experts(config: DecoderShape) -> float:
+    """The share of a layer's experts that a row uses."""
+    experts = config.experts if isinstance(config, ModelConfig) else None
+    return 1.0 if experts is None else experts.used / experts.count
 
 
 def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:
@@ -256,7 +298,7 @@ def plan_of(target: Bundle, drafter: Bundle | None) -> Plan:
 
 
 def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> CpuOptions:
-    """``options`` under which models can be loaded here: weights stay mapped where copies have no room.
+    """``options`` under which models can be loaded here: where not all weights have room, some stay mapped.
 
     Raises:
         DeviceError: they do not fit even with a short text; the message says what they need.
@@ -270,6 +312,8 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
             "'edgespec plan' shows more"
         )
     if verdict == "from disk":
-        _LOG.warning("slow: weights will be read from the disk again and again: %s", made.short())
-        return replace(options, huge_pages=False)
+        read = size(made.fit(KV_STEP).read_bytes)
+        _LOG.warning("slow: a pass will read about %s from the disk: %s", read, made.short())
+        text = min(_TEXT, target.config.context_length)
+        return replace(options, huge_pages=True, copied_bytes=made.copied_bytes(text))
     return options

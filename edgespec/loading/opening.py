@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 from edgespec.loading.measurements import Conditions, Measurement, recall, remember
@@ -28,6 +29,7 @@ from edgespec_runtimes.cost import (
     measure_cost,
     measure_experts,
     recheck_cost,
+    sample_cost,
 )
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.devices import AUTO, PROCESSOR, Device, Placement
@@ -194,7 +196,7 @@ def open_pair(
             timed = [future.result() for future in opening]
         # Only now, when nothing else runs, do passes take their own time.
         drafting = None if drafter is None else timed[1](_DRAFTER_ROWS)
-        return Loaded(timed[0](DEFAULT_ROWS), drafting, same)
+        return Loaded(timed[0](timed_rows(options)), drafting, same)
 
 
 def open_one(
@@ -207,6 +209,11 @@ def open_one(
     """Load one model. Its curve has a point for each number of ``rows`` that fits in its context."""
     with closed_on_failure() as opened:
         return _open(bundle, options, opened)(rows, progress)
+
+
+def timed_rows(options: CpuOptions) -> Sequence[int]:
+    """Rows of the target's passes that are timed; wide ones take seconds where weights come from the disk."""
+    return [n for n in DEFAULT_ROWS if options.copied_bytes is None or n <= _RECHECKED_ROWS]
 
 
 @contextmanager
@@ -286,11 +293,18 @@ def _curve(
     progress: ProgressCallback,
 ) -> tuple[CostCurve, bool]:
     """The earlier curve if it still holds, and whether it does; else a new one, kept unless in doubt."""
+    from_disk = conditions.options.copied_bytes is not None
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
-        curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
+        wide = max(n for n in rows if n <= _RECHECKED_ROWS)
+        curve = (
+            known.curve if from_disk else recheck_cost(session, known.curve, wide)
+        )  # few passes are no mean
         if curve is not None:
             return curve, True
-    curve = measure_experts(session, measure_cost(session, rows, progress=progress))
+    if from_disk:
+        curve = measure_experts(session, sample_cost(session, rows), fmean)
+    else:
+        curve = measure_experts(session, measure_cost(session, rows, progress=progress))
     curve = measure_context(session, curve)
     if curve.confirmed:
         remember(conditions, Measurement(session.model.row_exact, curve))

@@ -9,7 +9,14 @@ from typing import Annotated, Final
 
 from edgespec.loading import drafters, first_use
 from edgespec.loading.first_use import Found, Wanted, name_of
-from edgespec.loading.footprint import WORKING_BYTES, CacheSize, Footprint, Plan, footprint_of
+from edgespec.loading.footprint import (
+    WORKING_BYTES,
+    CacheSize,
+    Footprint,
+    Plan,
+    footprint_of,
+    share_of_experts,
+)
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.bundles.config import DecoderShape
@@ -192,6 +199,8 @@ def _planned(
         name=name,
         state="to be pulled" if disk[0] else "to be exported",
         weights_bytes=sum(by_class.values()) - tables,
+        expert_bytes=by_class.get("experts", 0),
+        experts_used=share_of_experts(config),
         mapped=native,
         table_bytes=tables,
         working_bytes=WORKING_BYTES * config.vocab_size,

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.loading.footprint import room_for
 from edgespec.loading.measurements import describe_machine, discard
-from edgespec.loading.opening import conditions_of, open_one
+from edgespec.loading.opening import conditions_of, open_one, timed_rows
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
-from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve
+from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
 
@@ -177,11 +178,12 @@ def measure_costs(
     Raises:
         EdgespecError: the model cannot be loaded, or there is too little memory.
     """
+    options = room_for(bundle, None, options)
     conditions = conditions_of(bundle, options)
     if fresh:
         discard(conditions)
     progress(Progress("Loading the model", 0, 1, "models"))
-    running = open_one(bundle, options, DEFAULT_ROWS, progress=progress)
+    running = open_one(bundle, options, timed_rows(options), progress=progress)
     running.session.close()
     progress(Progress("Loading the model", 1, 1, "models"))
     fastest = min(running.curve.seconds_by_rows.values())

@@ -2,9 +2,11 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, count, islice
+from statistics import fmean
 from time import perf_counter
 
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -22,6 +24,7 @@ _CONTEXT = 2048  # tokens
 _CONTEXT_BYTES = 64 << 20
 _CONTEXT_ROWS = 8
 _CONTEXT_REPEATS = 3
+_SAMPLES = 4
 _LEAST_OVERLAP, _HALVINGS = 1e-3, 16
 
 
@@ -110,13 +113,13 @@ def measure_cost(
     wider pass takes clearly less, because samples under a lasting load agree too. Other sizes are timed
     again, at most four times, and then the curve is not ``confirmed``. Its times never fall.
     """
-    tokens = _tokens(session, _PAST + max(rows))
-    session.prefill(tokens[:_PAST])
+    text = _text(session)
+    session.prefill(list(islice(text, _PAST)))
     times: dict[int, list[float]] = {n: [] for n in rows}
     for repeat in range(repeats + 1 + _MORE_REPEATS):
         unsettled = [n for n in rows if repeat <= repeats or not _settled(n, times)]
         for n in unsettled:
-            seconds = _timed(session, tokens[_PAST : _PAST + n])
+            seconds = _timed(session, list(islice(text, n)))
             if repeat:  # the first round binds and warms up
                 times[n].append(seconds)
         progress(Progress("Timing passes", min(repeat + 1, repeats + 1), repeats + 1, "rounds"))
@@ -127,6 +130,21 @@ def measure_cost(
     return CostCurve({n: _least(n, times) for n in rows}, confirmed)
 
 
+def sample_cost(session: Session, rows: Sequence[int], passes: int = _SAMPLES) -> CostCurve:
+    """T(n) where weights come from the disk: the mean of so many passes over each number of rows.
+
+    The experts in memory differ from pass to pass, so the least time says little. The session's sequence is
+    replaced and forgotten.
+    """
+    text = _text(session)
+    session.prefill(list(islice(text, _PAST)))
+    for _ in range(passes):  # what loading left in memory is not what passes leave there
+        _timed(session, list(islice(text, max(rows))))
+    times = {n: fmean(_timed(session, list(islice(text, n))) for _ in range(passes)) for n in rows}
+    session.rewind(0)
+    return CostCurve(dict(zip(times, accumulate(times.values(), max), strict=True)))
+
+
 def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     """The curve with the cost of attention along a context.
 
@@ -135,7 +153,7 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     replaced and forgotten, and its cache is freed. If the cache cannot be copied, the curve stays the same.
     """
     wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
-    tokens = _tokens(session, _PAST + wide)
+    tokens = list(islice(_text(session), _PAST + wide))
     session.prefill(tokens[:_PAST])
     per_token = (session.kv_bytes - sum(array.nbytes for array in session.state())) / session.capacity
     most = min(_CONTEXT, session.model.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
@@ -161,27 +179,30 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     return replace(curve, context_s=max(0.0, single - row_s), row_context_s=row_s)
 
 
-def measure_experts(session: Session, curve: CostCurve) -> CostCurve:
+def measure_experts(
+    session: Session, curve: CostCurve, typical: Callable[[Sequence[float]], float] = min
+) -> CostCurve:
     """The curve with the cost of different experts, if the model has experts.
 
     A pass over eight different tokens and one over eight equal tokens do the same arithmetic. The difference
-    in time is the cost of the further experts. The session's sequence is replaced and forgotten.
+    in time is the cost of the further experts. ``typical`` of several passes is the least time, or the mean.
+    The session's sequence is replaced and forgotten.
     """
     if not session.model.experts_read:
         return curve
     wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
-    tokens = _tokens(session, _PAST + wide)
-    session.prefill(tokens[:_PAST])
-    least, read = {}, {}
-    for kind, rows in {"one": tokens[-1:], "alike": tokens[-1:] * wide, "apart": tokens[_PAST:]}.items():
-        samples = [_timed(session, rows) for _ in range(1 + _CONTEXT_REPEATS)]
-        least[kind] = min(samples[1:])
+    text = _text(session)
+    session.prefill(list(islice(text, _PAST)))
+    seconds, read = {}, {}
+    for kind, different, copies in (("one", 1, 1), ("alike", 1, wide), ("apart", wide, 1)):
+        rows = [list(islice(text, different)) * copies for _ in range(1 + _CONTEXT_REPEATS)]
+        seconds[kind] = typical([_timed(session, tokens) for tokens in rows][1:])
         read[kind] = session.model.experts_read
     session.rewind(0)
     more = read["apart"] - read["alike"]
     if more <= 0:
         return curve
-    costs = ExpertCosts(max(0.0, least["apart"] - least["alike"]) / more, read["one"], 1.0)
+    costs = ExpertCosts(max(0.0, seconds["apart"] - seconds["alike"]) / more, read["one"], 1.0)
     return replace(curve, experts=replace(costs, overlap=costs.overlap_of(wide, read["apart"])))
 
 
@@ -200,13 +221,13 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
     Returns:
         The adjusted curve; None if its shape has changed or it was disturbed. Then measure again.
     """
-    tokens = _tokens(session, 1 + rows)
+    text = _text(session)
     session.rewind(0)
-    session.predict(tokens[:1])  # warms up
+    session.predict([next(text)])  # warms up
     least = {1: math.inf, rows: math.inf}
     for _ in range(_CHECKS):
         for n in (1, 1, rows):
-            least[n] = min(least[n], _timed(session, tokens[1 : 1 + n]))
+            least[n] = min(least[n], _timed(session, list(islice(text, n))))
         single, wide = (least[n] / stored.seconds(n) for n in (1, rows))
         alike = max(single, wide) <= _SHAPE_TOLERANCE * min(single, wide)
         if alike and min(single, wide) <= _SLOWER:
@@ -219,9 +240,9 @@ def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | 
     return CostCurve(points, True, stored.context_s * wide, stored.row_context_s * wide, experts)
 
 
-def _tokens(session: Session, count: int) -> list[int]:
-    """Different tokens; any will do."""
-    return [index * 7919 % session.model.vocab_size for index in range(count)]
+def _text(session: Session) -> Iterator[int]:
+    """Different tokens. None is read twice, because its experts may be in memory the second time."""
+    return (index * 7919 % session.model.vocab_size for index in count())
 
 
 def _timed(session: Session, tokens: Sequence[int]) -> float:

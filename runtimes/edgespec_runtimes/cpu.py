@@ -69,6 +69,8 @@ class CpuOptions(Checked):
         huge_pages: weights of edgespec's own graphs are copied into huge pages when they are loaded (Linux),
             which makes passes a tenth faster. Otherwise they stay mapped: loading only opens a file, and
             processes share them.
+        copied_bytes: bytes of weights that are copied, if memory has no room for all: of those that every
+            pass reads. The others stay mapped, and passes ask the disk for them ahead. None copies all.
         low_priority: passes give way to other programs. They run in threads of their own, because on Linux a
             thread cannot raise its priority again.
         keep_memory: memory that a pass has freed is kept for the next. Faster; turn it off for a few passes
@@ -83,6 +85,7 @@ class CpuOptions(Checked):
     keep_memory: bool = True
     instructions: Instructions = ""
     huge_pages: bool = True
+    copied_bytes: int | None = None
 
 
 def default_threads() -> int:
@@ -179,6 +182,7 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
             threads=options.threads or default_threads(),
             spinning=options.spinning,
             huge_pages=options.huge_pages,
+            copied_bytes=options.copied_bytes,
         )
     try:
         if streams:
@@ -234,12 +238,14 @@ def register_operators(
     threads: int = 1,
     spinning: bool = False,
     huge_pages: bool = False,
+    copied_bytes: int | None = None,
 ) -> None:
     """Make the operators known to sessions with these ``settings``, ONNX Runtime's ``SessionOptions``.
 
     ``instructions`` are one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
     the same bits. ``threads`` threads share a pass, and with ``spinning`` wait busily for a moment.
-    ``huge_pages`` copies weights into huge pages, if the system has them.
+    ``huge_pages`` copies weights into huge pages, if the system has them: all, or ``copied_bytes`` of those that
+    every pass reads.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.
@@ -250,8 +256,9 @@ def register_operators(
             "the best that the processor has"
         )
     path = library()
-    wanted = {"instructions": instructions, "threads": str(threads)}
-    wanted |= {name: "1" for name, on in {"spinning": spinning, "huge_pages": huge_pages}.items() if on}
+    wanted = {"instructions": instructions, "threads": str(threads), "spinning": "1" if spinning else ""}
+    if huge_pages:
+        wanted["huge_pages"] = "all" if copied_bytes is None else str(copied_bytes)
     for name, value in wanted.items():
         if value:
             settings.add_session_config_entry(f"edgespec.{name}", value)

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -86,11 +87,12 @@ inline Tensor read(const Api& api, const OrtValue* value) {
 // The shared parts of a session's kernels: a table, threads, and perhaps huge pages for its weights.
 class Host {
  public:
-  Host(const Kernels& kernels, bool huge, int64_t threads, bool spins, bool low)
-      : kernels(kernels), huge_(huge), threads_(threads), spins_(spins), low_(low) {}
+  // `room` are the bytes that may be copied into huge pages, or Pages::kAll.
+  Host(const Kernels& kernels, std::optional<size_t> room, int64_t threads, bool spins, bool low)
+      : kernels(kernels), room_(room), threads_(threads), spins_(spins), low_(low) {}
 
   // Null if weights stay in place. Both live as long as a kernel of the session, because each holds the crew.
-  std::shared_ptr<Pages> pages() const { return huge_ ? shared(pages_) : nullptr; }
+  std::shared_ptr<Pages> pages() const { return room_ ? shared(pages_, *room_) : nullptr; }
   std::shared_ptr<Crew> crew() const { return shared(crew_, threads_, spins_, low_); }
 
   // Whether all kernels of the session are gone.
@@ -113,7 +115,7 @@ class Host {
     return found;
   }
 
-  bool huge_;
+  std::optional<size_t> room_;
   int64_t threads_;
   bool spins_, low_;
   mutable bool used_ = false;

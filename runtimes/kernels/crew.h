@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "pages.h"
 #include "prefetch.h"
 
 #if defined(_WIN32)
@@ -66,10 +67,11 @@ class Manners {
   Clock::duration ran_{0}, worked_{0}, had_{0}, rest_{0};
 };
 
-// The places at which each thread begins to read weights, perhaps of two matrices in turn, else null; and the next
-// weights of the pass.
+// The places at which each thread begins to read weights, perhaps of two matrices in turn, else null; the matrices that
+// are read from their file; and the next weights of the pass.
 struct Weights {
   std::vector<std::array<const uint8_t*, 2>> starts;
+  std::vector<Mapped> mapped;
   const Weights* next = nullptr;
 };
 

@@ -59,7 +59,8 @@ class Experts {
                           info.constant(kGate + i));
       formats.remove_prefix(std::min(end + 1, formats.size()));
       const size_t bytes = part.bytes(down ? width_ : inputs_);
-      if (pages_ != nullptr) part.tiles = pages_->copy(part.tiles, bytes);
+      if (pages_ != nullptr && pages_->all()) part.tiles = pages_->copy(part.tiles, bytes);
+      if (pages_ != nullptr && !pages_->all()) Mapped{part.tiles, bytes}.scattered();
       matrices_[i] = {part, static_cast<int64_t>(bytes) / experts_};
     }
     const Tensor router = info.constant(kRouter);
@@ -110,6 +111,12 @@ class Experts {
     });
     const std::vector<Group> groups = grouped(choices.get(), pairs);
     *different = static_cast<int64_t>(groups.size());
+    if (pages_ != nullptr && !pages_->all())  // they stay in their file: of all of them the disk hears before the first
+      pass.spread(3 * *different, [&](int64_t i) {
+        const Matrix& of = matrices_[static_cast<size_t>(i / *different)];
+        const int64_t expert = groups[static_cast<size_t>(i % *different)].expert;
+        Mapped{of.part.tiles + expert * of.plane, static_cast<size_t>(of.plane)}.ask();
+      });
 
     const Buffer<Activations> activations(pairs * (inputs_ / kBlock));
     const Buffer<float> factors(pairs), inner(pairs * width_), results(pairs * inputs_);

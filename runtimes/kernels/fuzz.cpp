@@ -334,7 +334,7 @@ const OrtCustomOpDomain* domain(const std::string& set, bool huge) {
   OrtSessionOptions options;
   options.settings["edgespec.instructions"] = set;
   options.settings["edgespec.threads"] = huge ? "3" : "1";
-  if (huge) options.settings["edgespec.huge_pages"] = "1";
+  if (huge) options.settings["edgespec.huge_pages"] = "all";
   const edgespec::ort::ApiBase base = {[](uint32_t) -> const void* const* { return table; }, nullptr};
   delete RegisterCustomOps(&options, &base);
   return at->second = options.domain;

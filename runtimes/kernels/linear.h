@@ -45,13 +45,17 @@ class Linear {
       tiles_ += parts_[i].tile_count();
       bytes += static_cast<int64_t>(parts_[i].bytes(inputs_));
     }
-    for (Part& part : parts_)
-      if (pages_ != nullptr) part.tiles = pages_->copy(part.tiles, part.bytes(inputs_));
+    Weights weights;
+    for (Part& part : parts_) {
+      if (pages_ == nullptr) continue;
+      const Mapped mapped{part.tiles, part.bytes(inputs_)};
+      part.tiles = pages_->copy(mapped.data, mapped.size);
+      if (part.tiles == mapped.data && !pages_->all()) weights.mapped.push_back(mapped);
+    }
     // Enough work for a thread to be worth waking, and enough pieces for threads of uneven speed. With up to 256
     // of them instead of kChunks, passes of two threads took up to 4 % longer.
     chunks_ = std::clamp<int64_t>(bytes / kChunkBytes, 1, std::min<int64_t>(kChunks, tiles_));
     const std::shared_ptr<Crew> crew = host.crew();
-    Weights weights;
     weights.starts.resize(static_cast<size_t>(crew->threads()));
     for (int64_t t = 0; t < std::min(crew->threads(), chunks_); t++)
       weights.starts[static_cast<size_t>(t)] = start(crew->first(chunks_, t));
@@ -87,6 +91,8 @@ class Linear {
     const auto piece = [&](int64_t i) {
       kernels_.project(p, tiles_ * i / chunks_, tiles_ * (i + 1) / chunks_);
     };
+    if (weights_->next != nullptr)
+      for (const Mapped& mapped : weights_->next->mapped) mapped.ask();
     pass.spread(chunks_, piece, weights_);
     if (post_gain != nullptr) add_normalized(pass, p, post_gain, residual);
   }

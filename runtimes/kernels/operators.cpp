@@ -87,7 +87,7 @@ class Registered : public ort::CustomOp {
 // How the operators of a session run.
 struct Settings {
   const Kernels* kernels;
-  bool huge;
+  std::optional<size_t> room;
   int64_t threads;
   bool spins, low;
 
@@ -99,7 +99,7 @@ struct Domain {
   Domain(const void* const* table, const Settings& settings)
       : api(table),
         settings(settings),
-        host(*settings.kernels, settings.huge, settings.threads, settings.spins, settings.low),
+        host(*settings.kernels, settings.room, settings.threads, settings.spins, settings.low),
         linear(api, host),
         attention(api, host),
         convolution(api, host),
@@ -164,8 +164,8 @@ std::string setting(const Api& api, OrtSessionOptions* options, const char* key)
 #endif
 
 // Called by ONNX Runtime. Of the session's settings `edgespec.instructions` names the set to use instead of the
-// best, `edgespec.threads` how many work in a pass (1), and `edgespec.spinning`, `edgespec.low` and
-// `edgespec.huge_pages`, whatever they say, have threads wait busily or give way, and weights copied into huge pages.
+// best, `edgespec.threads` how many work in a pass (1), and `edgespec.spinning` and `edgespec.low`, whatever they say,
+// have threads wait busily or give way. `edgespec.huge_pages` copies weights into huge pages, `all` or so many bytes.
 EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                const edgespec::ort::ApiBase* base) {
   using namespace edgespec;
@@ -182,8 +182,11 @@ EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions
     const std::string threads = said("edgespec.threads");
     int64_t count = 1;
     std::from_chars(threads.data(), threads.data() + threads.size(), count);
-    const Domain& domain = domain_for(table, {kernels, !said("edgespec.huge_pages").empty(),
-                                              std::clamp<int64_t>(count, 1, 1 << 12),
+    const std::string copied = said("edgespec.huge_pages");
+    size_t room = Pages::kAll;
+    std::from_chars(copied.data(), copied.data() + copied.size(), room);
+    const auto pages = copied.empty() ? std::nullopt : std::optional(room);
+    const Domain& domain = domain_for(table, {kernels, pages, std::clamp<int64_t>(count, 1, 1 << 12),
                                               !said("edgespec.spinning").empty(), !said("edgespec.low").empty()});
     check(api.add_domain(options, domain.domain));
     return nullptr;

@@ -1,4 +1,4 @@
-// Memory in huge pages, for weights that every pass reads whole: fewer lookups in the page tables.
+// Where weights lie: in huge pages, for fewer lookups in the page tables, or in the bundle's file, mapped.
 #pragma once
 
 #include <algorithm>
@@ -9,20 +9,52 @@
 #include <utility>
 #include <vector>
 
-#if defined(__linux__)
-#include <fcntl.h>
+#if !defined(_WIN32)
 #include <sys/mman.h>
 #include <unistd.h>
+#endif
+#if defined(__linux__)
+#include <fcntl.h>
 #endif
 
 namespace edgespec {
 
+// Weights that lie in a mapped file.
+struct Mapped {
+  const uint8_t* data;
+  size_t size;
+
+  // Has the system begin to read them from the disk, as far as they are not in memory, and waits for nothing.
+  void ask() const {
+#if !defined(_WIN32)
+    constexpr uintptr_t kAsked = 128 << 10;  // Linux reads no more of a call than it would read ahead
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto end = reinterpret_cast<uintptr_t>(data) + size;
+    for (auto at = reinterpret_cast<uintptr_t>(data) / page * page; at < end; at += kAsked)
+      madvise(reinterpret_cast<void*>(at), std::min(kAsked, end - at), MADV_WILLNEED);
+#endif
+  }
+
+  // Says that what lies beside a page that is read is not needed as well.
+  void scattered() const {
+#if !defined(_WIN32)
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), at = reinterpret_cast<uintptr_t>(data);
+    madvise(reinterpret_cast<void*>(at / page * page), size + at % page, MADV_RANDOM);
+#endif
+  }
+};
+
 // Copies in large blocks, freed together.
 class Pages {
  public:
-  Pages() = default;
+  // Where there is no room for all weights, `room` bytes are for those that every pass reads whole. The others stay
+  // in their file, and passes ask for them before they need them.
+  static constexpr size_t kAll = SIZE_MAX;
+  explicit Pages(size_t room) : room_(room) {}
   Pages(const Pages&) = delete;
   Pages& operator=(const Pages&) = delete;
+
+  bool all() const { return room_ == kAll; }
 
 #if !defined(__linux__)
   const uint8_t* copy(const uint8_t* data, size_t) { return data; }
@@ -40,6 +72,7 @@ class Pages {
   // A copy of `size` bytes, or `data` itself without huge pages or memory for them. The memory of a mapped file is
   // given back piece by piece, so no matrix is in memory twice.
   const uint8_t* copy(const uint8_t* data, size_t size) {
+    if (!all() && size > room_ - taken_) return data;
     if (last_ == nullptr || last_->size - used_ < size) {
       if (!grow(size)) return data;
     }
@@ -50,6 +83,7 @@ class Pages {
       give_back(const_cast<uint8_t*>(data) + done, piece);
     }
     used_ += rounded(size, kAlignment);
+    taken_ += size;
     copies_.emplace_back(data, place);
     return place;
   }
@@ -100,9 +134,11 @@ class Pages {
 
   const int table_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   Block* last_ = nullptr;
-  size_t used_ = 0;
+  size_t used_ = 0, taken_ = 0;
   std::vector<std::pair<const uint8_t*, const uint8_t*>> copies_;
+
 #endif
+  const size_t room_;
 };
 
 }  // namespace edgespec

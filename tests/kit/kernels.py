@@ -68,13 +68,22 @@ def model_of(written: Any) -> bytes:
     return content
 
 
-def session(model: bytes | str, threads: int = 1, instructions: str = "", *, huge_pages: bool = False) -> Any:
+def session(
+    model: bytes | str,
+    threads: int = 1,
+    instructions: str = "",
+    *,
+    huge_pages: bool = False,
+    copied_bytes: int | None = None,
+) -> Any:
     """ONNX Runtime's session over ``model``, or the file there, with edgespec's operators."""
     settings = ort.SessionOptions()
     settings.log_severity_level = 4
     settings.intra_op_num_threads = 1
     settings.inter_op_num_threads = 1
-    cpu.register_operators(settings, instructions, threads=threads, huge_pages=huge_pages)
+    cpu.register_operators(
+        settings, instructions, threads=threads, huge_pages=huge_pages, copied_bytes=copied_bytes
+    )
     return ort.InferenceSession(model, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
