@@ -5,9 +5,9 @@ options, named as ``NAME=FOLDER`` or ``NAME=FOLDER:OPTION,OPTION`` (``ik=ik_llam
 decodes n sequences at once, whose n rows all have logits, as a verification's have. Models with states, which
 that program cannot run, read n tokens of one sequence. edgespec runs passes of n random tokens, and says how
 many different experts a pass used, and how much it read from the disk. Medians over rounds; a round takes
-every program once. ``--behind TOKENS`` measures edgespec alone behind a longer text. ``--neighbour CORE`` keeps
-that core busy meanwhile. Weights are loaded as ``edgespec.load`` does. With ``--forgotten`` the system forgets
-the bundle's file before, so that reading it fills the memory of the control group that this runs in.
+every program once. ``--behind TOKENS`` measures edgespec alone behind a longer text. ``--neighbour CORE``
+keeps that core busy meanwhile. Weights are loaded as ``edgespec.load`` does. With ``--forgotten`` the system
+forgets the bundle's file before, so that reading it fills the memory of the control group of this process.
 
 Usage, from the repository's root: ``python -m tools.peers.passes --gguf FILE --bundle DIR
 [--peer llama.cpp=peers/llama.cpp/bin ...] [--instructions avx512 --instructions avx2 ...] [--rounds 3]
