@@ -223,13 +223,17 @@ def test_where_not_all_weights_fit_those_of_every_pass_are_copied_first() -> Non
         return plan_of(target, available, of(50_000, per_token=16))
 
     least = 20 + 2 * 16 * 256
-    for spare, read in ((0, 300_000), (150_000, 200_000), (250_000, 100_000), (650_000, 50_000)):
+    for spare, read in ((250_000, 100_000), (650_000, 50_000)):
         fit = mixture(least + spare).fit(256)
         assert (fit.verdict, fit.read_bytes) == ("from disk", read)
     assert mixture(least + 1_050_000).fit(256).read_bytes == 0
-    copied = mixture(least + 600_000).copied_bytes(256)
+    long = 20 + 2 * 16 * 8192
+    copied = mixture(long + 600_000).copied_bytes
     assert copied == 375_000 and copied + 50_000 <= 600_000  # three quarters, without the drafter's, in steps
-    assert mixture(least + 40_000).copied_bytes(256) == 0
+    assert mixture(long + 40_000).copied_bytes == 0
+    scarce = mixture(long + 240_000)
+    assert scarce.copied_bytes == 125_000
+    assert scarce.fit(8192).read_bytes == 75_000 + 100_000  # a row reads all experts from the disk, and the rest
 
 
 @pytest.mark.parametrize("make", [tiny_native, tiny_bundle])

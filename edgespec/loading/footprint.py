@@ -190,23 +190,25 @@ class Plan:
         verdict: Verdict = "no" if spare < 0 else "from disk" if total > self.machine.available else "fits"
         return Fit(tokens, kv, total, verdict, self._read_bytes(spare) if verdict == "from disk" else 0)
 
-    def _read_bytes(self, spare: int) -> int:
-        """Bytes that a row reads from the disk where so many fit; experts have the last of the room."""
-        experts, every = self.target.expert_bytes, self.target.weights_bytes - self.target.expert_bytes
-        others = sum(model.weights_bytes for model in self._here if model.mapped and model is not self.target)
-        missing = max(0, every + others - spare)
-        kept = min(experts, max(0, spare - every - others))
-        return min(every, missing) + round((experts - kept) * self.target.experts_used)
-
-    def copied_bytes(self, tokens: int) -> int:
-        """Bytes of each model's weights to copy where not all of both fit beside a text of ``tokens``.
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of each model's weights to copy where not all of both fit, beside a long text.
 
         A quarter of the room is left to what is read from the disk, and to other programs.
         """
-        room = max(0, self.machine.available - self._least(tokens)) * 3 // 4
+        text = min(_TEXT, self.target.cache.longest)
+        room = max(0, self.machine.available - self._least(text)) * 3 // 4
         second = 0 if self.drafter is None else self.drafter.weights_bytes
         wanted, step = max(room - second, room // 2), max(1, self.target.weights_bytes // _STEPS)
         return wanted // step * step  # about as many at every load, so that measurements stay valid
+
+    def _read_bytes(self, spare: int) -> int:
+        """Bytes that a row reads from the disk, where so many are free for weights; experts have what is left."""
+        experts, every = self.target.expert_bytes, self.target.weights_bytes - self.target.expert_bytes
+        others = sum(model.weights_bytes for model in self._here if model.mapped and model is not self.target)
+        left = spare - every - others
+        missing = max(0, every - self.copied_bytes) if left < 0 else 0  # what is read in turn is forgotten in turn
+        return missing + round((experts - min(experts, max(0, left))) * self.target.experts_used)
 
     @property
     def _here(self) -> list[Footprint]:
@@ -314,6 +316,5 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
     if verdict == "from disk":
         read = size(made.fit(KV_STEP).read_bytes)
         _LOG.warning("slow: a pass will read about %s from the disk: %s", read, made.short())
-        text = min(_TEXT, target.config.context_length)
-        return replace(options, huge_pages=True, copied_bytes=made.copied_bytes(text))
+        return replace(options, huge_pages=True, copied_bytes=made.copied_bytes)
     return options
