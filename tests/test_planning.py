@@ -233,7 +233,9 @@ def test_where_not_all_weights_fit_those_of_every_pass_are_copied_first() -> Non
     assert mixture(long + 40_000).copied_bytes == 0
     scarce = mixture(long + 240_000)
     assert scarce.copied_bytes == 125_000
-    assert scarce.fit(8192).read_bytes == 75_000 + 100_000  # a row reads all experts from the disk, and the rest
+    assert (
+        scarce.fit(8192).read_bytes == 75_000 + 100_000
+    )  # a row reads all experts from the disk, and the rest
 
 
 @pytest.mark.parametrize("make", [tiny_native, tiny_bundle])

@@ -244,8 +244,8 @@ def register_operators(
 
     ``instructions`` are one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
     the same bits. ``threads`` threads share a pass, and with ``spinning`` wait busily for a moment.
-    ``huge_pages`` copies weights into huge pages, if the system has them: all, or ``copied_bytes`` of those that
-    every pass reads.
+    ``huge_pages`` copies weights into huge pages, if the system has them: all, or ``copied_bytes`` of those
+    that every pass reads.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.
