@@ -203,7 +203,7 @@ class Plan:
         return wanted // step * step  # about as many at every load, so that measurements stay valid
 
     def _read_bytes(self, spare: int) -> int:
-        """Bytes that a row reads from the disk if ``spare`` are free for weights; experts have what is left."""
+        """Bytes that a row reads from the disk if ``spare`` are free for weights; experts take the rest."""
         experts, every = self.target.expert_bytes, self.target.weights_bytes - self.target.expert_bytes
         others = sum(model.weights_bytes for model in self._here if model.mapped and model is not self.target)
         left = spare - every - others
