@@ -26,11 +26,11 @@ from edgespec_runtimes import discovery
 from edgespec_runtimes import static as static_session
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import CPU, KINDS, Device, Placement
-from edgespec_runtimes.discovery import Runtime, open_on, resolve
+from edgespec_runtimes.discovery import open_on
 from edgespec_runtimes.ort import ort
 from edgespec_runtimes.static import StaticModel, open_static
 from tests.kit.gguf import tiny_gguf
-from tests.kit.machines import EMULATING
+from tests.kit.machines import EMULATING, on_machine
 from tests.kit.models import runner_of
 
 X_ELITE = CHIPS["snapdragon-x-elite"]
@@ -71,7 +71,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _install(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(device_bundle, "resolve", lambda name, runtime: resolve(name, EMULATING))
+    on_machine(patch, EMULATING)
     patch.setattr(device_bundle, "session_settings", lambda options: Settings())
     patch.setattr(ort, "ModelCompiler", Compiler)
 
@@ -241,8 +241,7 @@ def test_once_one_is_refused_the_graphs_are_compiled(made: Path, monkeypatch: py
 
 
 def test_results_say_which_were_used(made: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("register", "found", "options", "version"):
-        monkeypatch.setattr(Runtime, name, lambda self, *args, name=name: getattr(EMULATING, name)(*args))
+    on_machine(monkeypatch, EMULATING)
     with edgespec.load(made, "ngram", device="qnn:htp") as model:
         stats = model.generate("one two", max_new_tokens=2).stats
         static = runner_of(model).session.model

@@ -15,8 +15,8 @@ from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, StaticGraphs, buckets_for
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.devices import KINDS
-from edgespec_runtimes.discovery import Runtime, devices, export_for, place, resolve
-from tests.kit.machines import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine
+from edgespec_runtimes.discovery import devices, export_for, place, resolve
+from tests.kit.machines import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine, on_machine
 from tests.kit.toy import tiny_bundle
 
 QNN = StaticGraphs(
@@ -156,8 +156,7 @@ def test_a_checkpoint_is_exported_for_the_device_that_was_asked_for(
 
 
 def test_load_refuses_before_anything_is_loaded(dynamic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runtime, "register", lambda self, module: PLAIN.register(module))
-    monkeypatch.setattr(Runtime, "providers", lambda self: PLAIN.providers())
+    on_machine(monkeypatch, PLAIN)
     monkeypatch.setattr("edgespec.engine.open_pair", lambda *arguments: pytest.fail("loaded"))
     for device in ("qnn:htp", "openvino:npu", "cuda", "npu"):
         with pytest.raises(DeviceError, match=r"can(not)? be had"):

@@ -21,11 +21,9 @@ import edgespec
 from edgespec.cli import app
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.kit import models
-from tests.kit.models import VOCAB, toy_model, toy_session
+from tests.kit.models import filling_tokenizer, toy_bundle, toy_model, toy_session
 from tests.kit.serving import serving
 from tests.kit.templates import HERMES
-from tests.kit.tokenizers import byte_level_json
 from tools import picture, tables
 
 ROOT = Path(__file__).parents[1]
@@ -105,9 +103,9 @@ def _fences(page: Path, language: str) -> list[str]:
 WITH_CODE = [page for page in PAGES if _fences(page, "python")]
 
 
-def _load(target: str, *_: Any, **__: Any) -> edgespec.Model:
+def _load(target: str, *_: Any, tokenizer: Tokenizer | None = None, **__: Any) -> edgespec.Model:
     """A model by any name, whose template knows tools and no thoughts, of which random ones have no end."""
-    model = toy_model(toy_session(), toy_session())
+    model = toy_model(toy_session(), toy_session(), bundle=partial(toy_bundle, tokenizer=tokenizer))
     bundle = cast(Any, model.target)  # a stand-in, which can be changed
     bundle.manifest.name, bundle.chat_template = target, ChatTemplate(HERMES.replace("think>", "plan>"))
     return model
@@ -133,11 +131,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+def fill(loads: Callable[[Any], None]) -> None:
     """Models have tokens to fill in the middle."""
-    marks = ("<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    tokenizer = Tokenizer.from_json(byte_level_json(specials=marks), vocab_size=VOCAB)
-    monkeypatch.setattr(models, "toy_tokenizer", lambda: tokenizer)
+    loads(partial(_load, tokenizer=filling_tokenizer()))
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)

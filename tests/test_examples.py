@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from time import monotonic
@@ -17,9 +18,7 @@ import pytest
 
 import edgespec
 from edgespec_models.text.tokenizer import Tokenizer
-from tests.kit import models
-from tests.kit.models import VOCAB, Gated, toy_model, toy_session, toy_tokenizer
-from tests.kit.tokenizers import byte_level_json
+from tests.kit.models import Gated, filling_tokenizer, toy_bundle, toy_model, toy_session, toy_tokenizer
 from tests.kit.toy import ToySession
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
@@ -35,10 +34,11 @@ Captured = pytest.CaptureFixture[str]
 def run(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> Run:
     """``python docs/examples/NAME ARGUMENTS``; returns the session that its model ran on."""
 
-    def run(name: str, *arguments: str) -> ToySession:
+    def run(name: str, *arguments: str, tokenizer: Tokenizer | None = None) -> ToySession:
         session = toy_session()
         session.close = lambda: None  # type: ignore[method-assign]  # a test looks at what it has read
-        loads(lambda name: toy_model(session, toy_session()))
+        bundle = partial(toy_bundle, tokenizer=tokenizer)
+        loads(lambda name: toy_model(session, toy_session(), bundle=bundle))
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return session
@@ -78,18 +78,13 @@ def test_the_files_assistant_stops_at_ctrl_c(house: Path, run: Run, capsys: Capt
 def test_an_editors_lines_are_filled_or_told_why_not(
     run: Run, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marks = ("<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    tokenizer = Tokenizer.from_json(byte_level_json(specials=marks), vocab_size=VOCAB)
     asked = [
         {"id": 7, "prefix": "a = ", "suffix": "\n"},
         {"id": 8, "prefix": "", "suffix": "", "max_lines": 0},
     ]
     for has_marks in (True, False):
-        if has_marks:
-            monkeypatch.setattr(models, "toy_tokenizer", lambda: tokenizer)
         monkeypatch.setattr(sys, "stdin", StringIO("".join(f"{json.dumps(each)}\n" for each in asked)))
-        run("fill_for_editor.py")
-        monkeypatch.setattr(models, "toy_tokenizer", toy_tokenizer)
+        run("fill_for_editor.py", tokenizer=filling_tokenizer() if has_marks else None)
         first, second = map(json.loads, capsys.readouterr().out.splitlines())
         assert (first["id"], second["id"]) == (7, 8) and "max_lines is 0" in second["error"]
         assert first["text"] if has_marks else "toy has no tokens for fills" in first["error"]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec_export.devices import device_bundle, static_export, static_weights
+from edgespec_export.devices import static_export, static_weights
 from edgespec_export.devices.static_export import split
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
@@ -30,11 +30,10 @@ from edgespec_models.errors import BundleError, DeviceError, RequestError, Unsup
 from edgespec_models.graphs.static_decoder import encoding
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import open_cpu, open_graph
-from edgespec_runtimes.discovery import resolve
 from edgespec_runtimes.session import Session
 from edgespec_runtimes.static import cheapest_passes, open_static
 from tests.kit.gguf import ARCHITECTURES, tiny_gguf
-from tests.kit.machines import PLAIN
+from tests.kit.machines import PLAIN, on_machine
 from tests.kit.native import edit_manifest
 from tests.kit.sessions import ON_CPU, ONE_THREAD, alike, steps
 from tests.kit.toy import LLAMA
@@ -70,7 +69,7 @@ REFUSED = (
 def test_what_cannot_be_is_refused_and_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: ExportOptions, message: str
 ) -> None:
-    monkeypatch.setattr(device_bundle, "resolve", lambda name, runtime: resolve(name, PLAIN))
+    on_machine(monkeypatch, PLAIN)
     begun: list[Progress] = []
     with pytest.raises((RequestError, DeviceError), match=message):
         export_model(source, tmp_path / "out", options=options, progress=begun.append)

@@ -56,6 +56,12 @@ class Machine(Runtime):
         return "9.9"
 
 
+def on_machine(patch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Have everything that looks for devices find those of ``machine``."""
+    for name in ("providers", "register", "found", "options", "version"):
+        patch.setattr(Runtime, name, lambda _, *arguments, name=name: getattr(machine, name)(*arguments))
+
+
 PLAIN = Machine()
 SNAPDRAGON = Machine(
     plugins=("onnxruntime_qnn",),

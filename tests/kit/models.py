@@ -105,13 +105,19 @@ class Gated(ToySession):
         return super().forward(tokens)
 
 
-def toy_bundle(name: str, context: int) -> Bundle:
-    """All that a model asks of its bundle."""
+def filling_tokenizer() -> Tokenizer:
+    """The toys', with tokens to fill in the middle."""
+    marks = ("<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    return Tokenizer.from_json(byte_level_json(specials=marks), vocab_size=VOCAB)
+
+
+def toy_bundle(name: str, context: int, tokenizer: Tokenizer | None = None) -> Bundle:
+    """All that a model asks of its bundle; without a tokenizer it has the toys'."""
     ends = SpecialTokens(None, (), add_bos=False, pad=None)
     bundle = SimpleNamespace(
         manifest=SimpleNamespace(name=name, special_tokens=ends, kept_bytes=KV_BYTES.__mul__),
         config=SimpleNamespace(context_length=context, vocab_size=VOCAB, is_head=False),
-        tokenizer=toy_tokenizer(),
+        tokenizer=tokenizer or toy_tokenizer(),
         chat_template=ChatTemplate(TEMPLATE),
         head_tokens=None,
         digest="toy",
