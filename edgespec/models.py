@@ -216,14 +216,20 @@ class Models:
     def _make_room(self, name: str, target: Bundle, drafter: Bundle | None) -> None:
         needed = plan_of(target, drafter).fit(PLANNED_TOKENS).memory_bytes
         if self._memory is not None and needed > self._memory:
-            needs = f"{name} takes {size(needed)} by plan, of {size(self._memory)} that all models may"
+            needs = f"{name} needs {size(needed)}, and all models together may take {size(self._memory)}"
             raise DeviceError(f"{needs}; allow more memory, or take a smaller model or drafter='ngram'")
         while not self._has_room(needed):
             with self._changed:
                 self._is_crowded, idle = True, self._idle()[:1]
                 if not idle:
                     stuck = [user for user in self._users if user.owner in self._owners()]
-                    self._fail(stuck, DeviceError("no room beside a model that you use; leave that first"))
+                    self._fail(
+                        stuck,
+                        DeviceError(
+                            "there is no room beside the model of the block around this one; leave that "
+                            "block first"
+                        ),
+                    )
                     if self._closed or not self._waiting([name]):
                         raise Closed("nobody waits for it any more")
                     self._changed.wait(LOOK_S)

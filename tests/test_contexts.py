@@ -164,7 +164,7 @@ def test_missing_and_damaged_binaries_are_errors(made: Path, tmp_path: Path, ope
     [
         (KeyboardInterrupt("stop"), "stop"),
         (RuntimeError("no such operator"), "Qualcomm's compiler refuses model-64x4.onnx: no such operator"),
-        (None, "left no model-64x4.context_qnn.bin"),
+        (None, "made no model-64x4.context_qnn.bin"),
     ],
 )
 def test_what_ends_early_leaves_nothing(
@@ -199,7 +199,7 @@ def test_context_binaries_are_opened_where_they_fit(made: Path, opened: Opened) 
     assert opened == [f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64)]
     assert session.model.compiled == (
         "compiled at load, not from the context binaries for snapdragon-x-elite: "
-        "version 9.9 of the provider compiled them, this is 2.7.0"
+        "version 9.9 of the provider compiled them, and this version is 2.7.0"
     )
     session = open_static(Bundle(made), ON_CPU)  # which takes no notice
     assert session.model.compiled == ""

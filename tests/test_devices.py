@@ -86,7 +86,7 @@ def test_an_npu_is_whichever_there_is() -> None:
     assert resolve("npu", SNAPDRAGON).name == "qnn:htp"
     assert resolve("npu", WORKSTATION).name == "openvino:npu"
     with pytest.raises(
-        DeviceError, match=r"no NPU can be had.*onnxruntime-qnn is not installed.*pip install"
+        DeviceError, match=r"no NPU is available.*onnxruntime-qnn is not installed.*pip install"
     ):
         resolve("npu", PLAIN)
 

@@ -73,7 +73,7 @@ def test_the_hub_delivers(home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch)
         ({"status": 401}, "set HF_TOKEN"),
         ({"status": 500}, "HTTP 500"),
         ({"content": bytes(len(CONTENT))}, "toy from the Hugging Face hub arrived damaged or is another"),
-        ({"content": CONTENT + b"more"}, "is another file now"),
+        ({"content": CONTENT + b"more"}, "has changed and has now"),
     ],
     ids=["nobody", "offline", "silent", "stalls", "404", "401", "500", "damaged", "larger"],
 )

@@ -179,7 +179,7 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
     assert not any(reader.length for reader in runner_of(driven.model).seats.readers)
     late, waiting = queued(driven, "x", timeout=1e-9)
     driven.run()
-    with pytest.raises(Cancelled, match="not done within 1e-09 s"):
+    with pytest.raises(Cancelled, match="not finished within 1e-09 s"):
         late.embeddings(waiting.result.finish_reason)
 
 
@@ -257,7 +257,7 @@ def test_numbers_that_are_not_finite_are_no_vector() -> None:
         ([], {}, "of length 1 or more"),
         (["x", ""], {}, "text 1 is empty; leave it out"),
         ([3], {}, r"texts\[0\] is 3; allowed: a text or a list"),
-        ([[400_000]], {}, r"text 0 is tokens; allowed: 0 to \d+"),
+        ([[400_000]], {}, r"text 0 is a list of tokens; allowed: ids from 0 to \d+"),
         ([[1]], {"instruction": "Find."}, "and no instruction"),
         (["x"], {"dimensions": 97}, "dimensions is 97; allowed: 1 to the model's own, 96"),
         (["x"], {"dimensions": 0}, "dimensions is 0"),
@@ -284,7 +284,7 @@ def test_models_that_were_not_made_for_it_refuse(tmp_path: Path) -> None:
     export_model(source, tmp_path / "portable", options=ExportOptions(weights="portable"))
     with (
         edgespec.load(tmp_path / "portable") as model,
-        pytest.raises(RequestError, match="gives out no hidden states"),
+        pytest.raises(RequestError, match="returns no hidden states"),
     ):
         model.embed("x")
 

@@ -170,7 +170,7 @@ BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{kind}" for kind in ("b
         ("qwen3_moe", lambda t: t.update({LAST.replace("7", "8"): t[LAST]}), "9 of the 8 experts"),
         ("qwen3_moe", lambda t: t.update({LAST: t[LAST][:16]}), r"\(16, 64\).*\(32, 64\)"),
         ("gpt_oss", lambda t: t.pop(SCALES), "down_proj_blocks' without .*down_proj_scales"),
-        ("gpt_oss", lambda t: t.pop(BLOCKS), "down_proj_scales' without what it scales"),
+        ("gpt_oss", lambda t: t.pop(BLOCKS), "down_proj_scales' without its codes"),
         ("gpt_oss", lambda t: t.update({SCALES: t[SCALES][:, :32].copy()}), "scales .* do not fit"),
     ],
 )

@@ -254,7 +254,7 @@ def test_parts_that_are_missing_or_misnamed_are_named(tmp_path: Path) -> None:
     parts = split(tmp_path)
     parts[1].rename(tmp_path / "aside")
     for ask in (lambda: open_checkpoint(parts[2]), lambda: open_model(parts[0], "target")):
-        with pytest.raises(ModelFileError, match=r"one of 3 parts.*tiny-00002-of-00003\.gguf is not beside"):
+        with pytest.raises(ModelFileError, match=r"one of 3 parts.*tiny-00002-of-00003\.gguf is missing"):
             ask()
     shutil.copy(parts[2], parts[1])
     with pytest.raises(ModelFileError, match=r"tiny-00002.* one of 3 parts of a model, number 2 from 0"):

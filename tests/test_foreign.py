@@ -254,7 +254,7 @@ REFUSED_GRAPHS = {
     "exactly 128": set_dim("past", 2, 128),
     "heads and head size fixed": set_dim("past", 1, "heads"),
     "prune_lm_head": set_dim("logits", 1, 1),
-    "one of two ways": branch,
+    "the graph branches": branch,
     "no KV cache": forget_cache,
 }
 
@@ -307,7 +307,7 @@ def test_weights_in_a_file_of_an_impossible_name(tmp_path: Path) -> None:
     model = onnx.load_from_string(data)
     next(e for e in model.graph.initializer[0].external_data if e.key == "location").value = "x" * 5000
     (folder / GRAPH).write_bytes(model.SerializeToString())
-    with pytest.raises(BundleError, match="xxx, which is not there"):
+    with pytest.raises(BundleError, match="xxx, which is missing"):
         open_bundle(folder)
 
 

@@ -202,7 +202,7 @@ def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> 
     refused: list[tuple[dict[str, Any], str]] = [
         ({"weights": "portable"}, f"{kernels}weights"),
         ({"device": "cuda"}, f"{kernels}device"),
-        ({"trim": 100}, "whose LM head stays; leave out trim"),
+        ({"trim": 100}, "whose LM head is not trimmed; leave out trim"),
     ]
     for options, message in refused:
         with pytest.raises(RequestError, match=message):

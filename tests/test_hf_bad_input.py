@@ -63,7 +63,7 @@ def refused(
     [
         ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*--via optimum"),
         ({"model_type": "absent"}, "architecture ''"),
-        ({"model_type": "mixtral"}, "'mixtral'.*mixtures of experts.*a dense Llama or Mistral is near"),
+        ({"model_type": "mixtral"}, "'mixtral'.*mixtures of experts.*use a dense Llama or Mistral instead"),
         ({"num_local_experts": 8}, "num_local_experts is 8.*no mixtures of experts of the family llama"),
         ({"model_type": "qwen3", "residual_multiplier": 0.5}, "residual_multiplier is 0.5; qwen3"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
@@ -205,7 +205,7 @@ def test_a_head_that_is_stored_beside_a_tied_configuration_is_taken_where_it_dif
         assert opened.tied_head is not differs
         assert np.array_equal(opened.values("lm_head"), head)
         assert np.array_equal(opened.values("embed"), tensors["model.embed_tokens.weight"])
-    assert ("is not tied, for its lm_head.weight is stored" in caplog.text) is differs
+    assert ("is not tied, because its lm_head.weight is stored" in caplog.text) is differs
 
 
 def test_unknown_tensors_and_other_dtypes_are_named(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_places_and_sources_that_cannot_be(tmp_path: Path) -> None:
             export_model(folder, out, options=ExportOptions(overwrite=True))
     assert (folder / SINGLE).is_file()
     export_model(folder, tmp_path / "out")
-    with pytest.raises(ModelFileError, match="bundle already"):
+    with pytest.raises(ModelFileError, match="is a bundle, or runs"):
         export_model(Bundle(tmp_path / "out").path, tmp_path / "again")
 
 

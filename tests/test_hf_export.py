@@ -229,7 +229,7 @@ def test_the_text_model_of_one_with_eyes(
         assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
         name = "layers.1.post_mlp_norm"
         assert np.array_equal(opened.values(name), expected.values(name)) and opened.tied_head
-    assert "eyes: the text model is exported; it sees no images" in caplog.text
+    assert "eyes: only the text model is exported; it reads no images" in caplog.text
 
 
 def test_scaled_rotary_frequencies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -133,7 +133,7 @@ def test_what_is_used_stays_and_a_load_waits_for_it(house: House, three: Models)
 def test_memory_that_one_alone_does_not_have_is_an_error_and_so_are_names(house: House) -> None:
     with Models({"a": "a", "d": {"target": "d"}}, memory=39) as models:
         take(models, "a")
-        with pytest.raises(DeviceError, match=r"d takes 40 bytes by plan, of 39 bytes that all models may"):
+        with pytest.raises(DeviceError, match=r"d needs 40 bytes, and all models together may take 39 bytes"):
             take(models, "d")
         assert set(models.loaded) == {"a"}
         with pytest.raises(RequestError, match="there is no model 'e'; allowed: a, d"):

@@ -340,7 +340,7 @@ WRONG: dict[str, tuple[Callable[[TinyGGUF], object], type[EdgespecError], str]] 
     "ungated queries": (_as("attn_q", (256, 64)), ModelFileError, r"attn_q.*\(256, 64\).*\(512, 64\)"),
     "a wide norm": (_as("nextn.enorm", (128,)), ModelFileError, r"enorm.*\(128,\).*\(64,\)"),
     "a tensor more": (_as("ssm_conv1d", (4, 4)), ModelFileError, "conv"),
-    "a strange tensor": (_as("nextn.other", (4, 4)), UnsupportedModelError, "no use for in an MTP layer"),
+    "a strange tensor": (_as("nextn.other", (4, 4)), UnsupportedModelError, "unknown in MTP layers"),
 }
 
 

@@ -127,7 +127,7 @@ def test_sources_and_places_that_cannot_be(tmp_path: Path, program: str) -> None
             export_with_optimum(tmp_path / name, tmp_path / "out", program=program)
     source = checkpoint(tmp_path / "m")
     (tmp_path / "empty" / "letter.txt").write_text("dear")
-    with pytest.raises(RequestError, match="not be overwritten"):
+    with pytest.raises(RequestError, match="is not overwritten"):
         export_with_optimum(source, tmp_path / "empty", program=program, overwrite=True)
     model = write_optimum(tmp_path / "model", ForeignSpec(attention="gqa"))
     with pytest.raises(RequestError, match="exists"):

@@ -69,9 +69,9 @@ class TestOpenFiles:
 @POSIX
 def test_folders_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", "~no-such-user/models")
-    with pytest.raises(RequestError, match="~no-such-user/models begins with a user who has no folder"):
+    with pytest.raises(RequestError, match="~no-such-user/models begins with an unknown user"):
         storage.home()
-    with pytest.raises(RequestError, match="begins with a user who has no folder"):
+    with pytest.raises(RequestError, match="begins with an unknown user"):
         History("~no-such-user/me.history")
 
 

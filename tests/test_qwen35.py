@@ -64,7 +64,7 @@ def test_vision_and_the_mtp_layer_of_a_directory_are_left_out(
     ):
         assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
         assert opened.changes == {"left_out": "mtp"} and not expected.changes
-    assert "whole: the text model is exported; it sees no images" in caplog.text
+    assert "whole: only the text model is exported; it reads no images" in caplog.text
 
 
 def test_layers_are_listed_or_regular(tmp_path: Path) -> None:

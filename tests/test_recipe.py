@@ -88,7 +88,7 @@ def test_a_device_that_settles_formats_takes_no_weights(source: Path) -> None:
     devices: tuple[ExportDevice, ...] = ("npu-qnn", "cuda")
     references: list[str | Path] = [source, *NAMES]
     for reference, device in product(references, devices):
-        with pytest.raises(RequestError, match=f"{device} settles formats; leave out weights"):
+        with pytest.raises(RequestError, match=f"{device} chooses formats itself; leave out weights"):
             open_model(reference, "target", weights="exact", device=device)
     assert made(source) == before
     assert open_model(bundle, "target", weights="exact", device="npu-qnn").path == bundle

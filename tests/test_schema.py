@@ -108,7 +108,7 @@ CALLS: Mapping[str, tuple[Callable[[], object], str]] = {
     "a history": (lambda: edgespec.load("m", history=3), "history is 3"),  # type: ignore[arg-type]
     "progress": (lambda: edgespec.load("m", progress=None), "progress is None"),  # type: ignore[arg-type]
     "history": (lambda: History(None), "history is None"),  # type: ignore[arg-type]
-    "a long name of a history": (lambda: History("/" + "x" * 4000), "cannot be looked for"),
+    "a long name of a history": (lambda: History("/" + "x" * 4000), "cannot be opened"),
     "a file to import": (lambda: History("p").load("x"), "file is 'x'; allowed: a Path"),  # type: ignore[arg-type]
     "a text to forget": (lambda: History("p").forget(None), "text is None"),  # type: ignore[arg-type]
     "a source": (lambda: export_model(None, Path("o")), "source is None"),  # type: ignore[arg-type]

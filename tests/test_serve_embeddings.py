@@ -73,7 +73,7 @@ def test_openais_client_gets_the_models_vectors(model: Model, url: str) -> None:
         ({"input": ["x"] * 2049}, 400, "of length 1 to 2048"),
         ({"input": ["x", ""]}, 400, "text 1 is empty"),
         ({"input": [1, "x"]}, 400, "input has tokens beside texts"),
-        ({"input": [[1, 10_000]]}, 400, "text 0 is tokens; allowed: 0 to 403"),
+        ({"input": [[1, 10_000]]}, 400, "text 0 is a list of tokens; allowed: ids from 0 to 403"),
         ({"input": "the fox " * 5000}, 400, "text 0 is too long: 1"),
         ({"dimensions": 4096}, 400, "dimensions is 4096; allowed: 1 to the model's own, 96"),
         ({"encoding_format": "int8"}, 400, "allowed: 'float' or 'base64'"),
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_said(url: str, body: dict[str, Any], status: int, said
 def test_a_chat_model_says_what_it_lacks(tmp_path: Path) -> None:
     with edgespec.load(tiny_native(tmp_path / "chats").path, None) as model, serving(model) as url:
         reply = ask(url, PATH, {"model": "chats", "input": "x"})
-    assert reply.status == 400 and "chats does not say how a text becomes a vector" in reply.error
+    assert reply.status == 400 and "chats makes no vectors of texts" in reply.error
 
 
 def test_a_client_that_leaves_frees_the_model_and_others_wait_their_turn(model: Model, url: str) -> None:
@@ -126,4 +126,4 @@ def test_time_is_up(model: Model) -> None:
     with serving(model, ServeOptions(port=0, timeout_s=0.05)) as url:
         reply = ask(url, PATH, {"model": "embeds", "input": TEXTS * 600})
     assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
-    assert re.search(r"1800 texts have no vector: not done within 0\.0[2-5]\d* s", reply.error)
+    assert re.search(r"1800 texts have no vector: not finished within 0\.0[2-5]\d* s", reply.error)

@@ -251,7 +251,7 @@ def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
         (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0] is 3"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls is 3"),
-        (GENERATE, {"images": ["x"]}, "no model here sees images"),
+        (GENERATE, {"images": ["x"]}, "models here read no images"),
         (GENERATE, {"template": "{{ .Prompt }}"}, "template is '{{ .Prompt }}'; allowed: a text that is"),
         (GENERATE, {"context": [1, 2]}, "/api/chat takes a conversation"),
         (GENERATE, {"raw": True, "system": "x"}, "give one of them"),
@@ -289,7 +289,7 @@ def test_errors_have_ollamas_shape(
         ),
         ("/api/show", {"name": "llama3"}, {}, 404, "not found"),
         ("/api/banana", {}, {}, 404, "POST /api/banana: Not Found"),
-        (path, asked(path), {"Origin": "https://evil.example"}, 403, "may not ask here"),
+        (path, asked(path), {"Origin": "https://evil.example"}, 403, "is not allowed here"),
         (path, asked(path), {"Host": "evil.example"}, 421, "evil.example"),
         (path, asked(path), {"Content-Type": "text/plain"}, 415, "send application/json"),
         (path, b"{", {}, 400, "not JSON"),
@@ -398,7 +398,7 @@ def test_vectors_are_the_models(shelves: Models, monkeypatch: pytest.MonkeyPatch
         assert uses == ["embeds"] * 4  # a second use would wait for a load that waits for the first to end
         assert ask(url, "/api/embeddings", {"model": "embeds"}).json == {"embedding": []}
         reply = ask(url, "/api/embed", {"model": "chats", "input": "x"})
-        assert reply.status == 400 and "chats does not say how a text becomes a vector" in reply.json["error"]
+        assert reply.status == 400 and "chats makes no vectors of texts" in reply.json["error"]
 
 
 def test_what_changes_models_says_what_to_do_instead(url: str) -> None:

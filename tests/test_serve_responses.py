@@ -253,7 +253,7 @@ def test_a_reference_stands_for_an_item_that_is_kept(model: ServedModel, client:
     assert model.calls[1][0] == model.calls[2][0] and len(model.calls[1][0]) == 3
     unkept = client.responses.create(**asked("one", store=False)).output[0].id
     for id_ in (unkept, first.output[0].id[:-1] + "9", "msg", None, 3):
-        with pytest.raises(openai.NotFoundError, match=r"input\[1\]\.id is .*, which is not here: responses"):
+        with pytest.raises(openai.NotFoundError, match=r"input\[1\]\.id is .*, which is not kept: responses"):
             client.responses.create(**asked([user, {"type": "item_reference", "id": id_}]))
 
 

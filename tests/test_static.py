@@ -49,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CUDA = ExportOptions(device="cuda")
 REFUSED = (
-    (replace(QNN, weights="exact"), "device=npu-qnn settles formats.*leave out weights"),
+    (replace(QNN, weights="exact"), "device=npu-qnn chooses formats.*leave out weights"),
     (replace(QNN, quantization=Quantization()), "leave out quantization"),
     (replace(QNN, role="drafter", trim=1000), "leave out trim"),
     (replace(QNN, buckets=(64, 641)), "641 tokens exceeds the context of 640"),
@@ -59,8 +59,8 @@ REFUSED = (
     (replace(CUDA, role="drafter", trim="auto"), "measures on this CPU"),
     (replace(CUDA, role="drafter", trim=300), "multiple of 8, such as 304"),
     (replace(QNN, chip="tpu"), "chip 'tpu' is not known; allowed: snapdragon-x-elite, "),
-    (replace(QNN, chip=CHIP, device="cuda"), "for the device npu-qnn, not for cuda"),
-    (ExportOptions(chip=CHIP), "for the device npu-qnn, not for the CPU"),
+    (replace(QNN, chip=CHIP, device="cuda"), "needs the device npu-qnn, and the device is cuda"),
+    (ExportOptions(chip=CHIP), "needs the device npu-qnn, and the device is the CPU"),
     (replace(QNN, chip=CHIP), r"x-elite takes Qualcomm's compiler.*pip install 'edgespec\[npu-qnn\]'"),
 )
 

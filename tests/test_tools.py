@@ -481,7 +481,7 @@ def test_between_tags_bounds_of_texts_and_of_all_arguments_are_named() -> None:
     }
     tool: Any = {"type": "function", "function": {"name": "make", "parameters": parameters}}
     (schema,) = Calls(form, [tool], TOKENIZER).grammar().schemas.values()
-    pattern = "pattern at #/properties/a~1b is not held"
+    pattern = "pattern at #/properties/a~1b is not enforced"
     assert [*schema.problems({"a/b": "abc"})] == [pattern]
     long = "the answer breaks anyOf at #/properties/a~1b"
     assert [*schema.problems({"a/b": "abcd"})] == [pattern, long]

@@ -51,7 +51,7 @@ def number_of(prompt: str) -> int:
 
 def read_answers(path: Path) -> list[Answer]:
     """The answers in a file. Raises RequestError if it is unreadable or a line is not of the form above."""
-    return read_lines(Answer, path, 'Give one JSON object a line, with "prompt" and "text"')
+    return read_lines(Answer, path, 'Write one JSON object on each line, with "prompt" and "text"')
 
 
 def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Prompt]:
@@ -66,8 +66,8 @@ def unanswered(prompts: Sequence[Prompt], path: Path, target: str) -> list[Promp
     other = next((answer.target for answer in answers if answer.target not in ("", target)), None)
     if other is not None:
         raise RequestError(
-            f"{path} holds answers of {other}, not of {target}; choose another file or directory, or give it "
-            "with --answers-from if they are to teach too"
+            f"{path} holds answers of {other}, not of {target}; choose another file or directory, or add "
+            "them with --answers-from"
         )
     known = {answer.prompt for answer in answers}
     once = {prompt.turns[0]: prompt for prompt in prompts}

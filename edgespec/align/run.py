@@ -89,8 +89,8 @@ def align(
     kept, held = texts
     if len(kept) < _FEWEST or not held:
         raise RequestError(
-            f"there are {len(kept)} answers to train on and {len(held)} held out; give more prompts, "
-            f"{10 * _FEWEST} at least, better thousands"
+            f"there are {len(kept)} answers to train on and {len(held)} held out; give at least "
+            f"{10 * _FEWEST} prompts, better thousands"
         )
     with open_checkpoint(source) as checkpoint:
         digest = checkpoint.digest(progress)

@@ -27,18 +27,18 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "chat": "Talk with a model.",
         "generate": "Answer one prompt.",
         "serve": "Serve a model to clients of OpenAI, Anthropic and Ollama, with a page to chat.",
-        "cost": "Measure what passes of a model cost on this machine.",
+        "cost": "Measure the costs of a model's passes on this machine.",
         "bench": "Measure plain against speculative decoding.",
         "verify": "Check that speculation does not change the output.",
-        "plan": "Show what memory and disk models would take.",
-        "devices": "List what models can run on here, and what is missing.",
+        "plan": "Show the memory and disk that models would take.",
+        "devices": "List the devices for models here, and missing ones.",
         "models": "List the models of the catalogue.",
         "pull": "Download models of the catalogue.",
         "export": "Make a bundle from a checkpoint.",
-        "align": "Train a drafter on what its target writes.",
+        "align": "Train a drafter on its target's answers.",
         "history": "Show, export and delete what was learned.",
         "cache": "Show and clear prompts that are kept on disk.",
-        "inspect": "Show what a bundle says of itself.",
+        "inspect": "Show the facts of a bundle.",
     }
 )
 """Name of each command -> its line in ``edgespec --help``, in the order shown."""

@@ -30,11 +30,9 @@ def align(
             help="The drafter's checkpoint: a GGUF file, a Hugging Face directory or a name.",
         ),
     ],
-    target: Annotated[
-        str, typer.Option(metavar="TARGET", help="The model that answers, named as for 'chat'.")
-    ],
+    target: Annotated[str, typer.Option(metavar="TARGET", help="The model that answers, as for 'chat'.")],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Where answers and alignment are written.")
+        Path, typer.Option("--out", "-o", metavar="DIR", help="The directory for answers and alignment.")
     ],
     prompts: Annotated[
         list[Path] | None,
@@ -49,25 +47,27 @@ def align(
         typer.Option(
             "--answers-from",
             metavar="FILE.jsonl",
-            help="Answers written elsewhere, such as by a smaller model of the family: prompt and text on "
+            help="Answers from elsewhere, such as a smaller model of the family: prompt and text on "
             "each line. May be repeated.",
         ),
     ] = None,
     answers: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Where the target's answers go. Default: DIR/answers.jsonl."),
+        typer.Option(
+            metavar="FILE.jsonl", help="The file for the target's answers. Default: DIR/answers.jsonl."
+        ),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     answers_only: Annotated[
-        bool, typer.Option("--answers-only", help="End when the prompts are answered; train another time.")
+        bool, typer.Option("--answers-only", help="End when the prompts are answered, without training.")
     ] = False,
     rank: Annotated[
         int, typer.Option(min=1, max=256, help="The rank of the change of each matrix in floats.")
     ] = 8,
     rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
-    passes: Annotated[int, typer.Option(min=1, help="How often every answer is trained on.")] = 1,
-    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, prompts counted.")] = 1024,
+    passes: Annotated[int, typer.Option(min=1, help="The number of passes over the answers.")] = 1,
+    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, with prompts.")] = 1024,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed for the order of the answers and the initial weights.")
     ] = 0,
@@ -77,7 +77,7 @@ def align(
     ] = "auto",
     threads: Threads = 0,
     licence: Annotated[
-        str, typer.Option(metavar="TEXT", help="What the file says of the licence of drafter and answers.")
+        str, typer.Option(metavar="TEXT", help="The licence of drafter and answers, for the file.")
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
@@ -149,7 +149,7 @@ def _checkpoint(drafter: str, progress: "ProgressCallback") -> Path:
 
     source, entry = locate(drafter, progress, note)
     if entry is not None and entry.alignment is not None:
-        raise RequestError(f"{drafter} is aligned already; give the drafter that it was made from")
+        raise RequestError(f"{drafter} is aligned already; give the drafter without its alignment")
     if is_model(source):
         raise RequestError(f"{drafter} is a bundle; give the checkpoint that it was exported from")
     with open_checkpoint(source):

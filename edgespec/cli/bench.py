@@ -80,7 +80,7 @@ def bench(
 def demo(
     context: typer.Context,
     report: Annotated[
-        Path, typer.Option(metavar="OUT.html", help="Where the page with pictures goes.")
+        Path, typer.Option(metavar="OUT.html", help="The file for the page with pictures.")
     ] = Path("edgespec-report.html"),
     threads: options.Threads = 0,
     instructions: options.Instructions = "",
@@ -96,7 +96,7 @@ def demo(
     from edgespec.measuring.bench import BenchOptions
 
     prompts = options.prompts_to_run(None, _DEMO_PROMPTS)
-    note(f"Loading {_DEMO['target']} with {_DEMO['drafter']}; what is not here yet is pulled and exported.")
+    note(f"Loading {_DEMO['target']} with {_DEMO['drafter']}; missing models are pulled and exported.")
     _run(context, prompts, BenchOptions(max_new_tokens=_DEMO_TOKENS), json_file, report, **_DEMO)
     if json_file != Path("-"):
         _what_next()

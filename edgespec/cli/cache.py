@@ -77,7 +77,7 @@ def clear(
 
     models = _by_model()
     if model is not None and model not in models:
-        raise RequestError(f"nothing is kept of {model!r}; there is: {', '.join(models) or 'nothing'}")
+        raise RequestError(f"no prompts are kept of {model!r}; there is: {', '.join(models) or 'nothing'}")
     chosen = [block for name, own in models.items() if model in (None, name) for block in own]
     delete(chosen)
     freed = sum(block.size for block in chosen)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HELP = """/help     show this list
 /clear    forget the conversation
-/stats    show what the last answer cost, in full
+/stats    show all statistics of the last answer
 /sources on   mark drafted tokens, by source (off: do not)
 /quit     leave (also Ctrl-D)
 Ctrl-C    stop the answer"""
@@ -38,7 +38,7 @@ def chat(
         ),
     ] = False,
 ) -> None:
-    """Talk with a model; /help lists what can be typed. Ctrl-C stops an answer, not the program.
+    """Talk with a model; /help lists the commands. Ctrl-C stops an answer, not the program.
 
     Examples:
 
@@ -62,7 +62,7 @@ def chat(
         if as_json:
             _answer_lines(begin())
         else:
-            note(f"{model.name} with {model.drafter_name or 'no drafter'}. /help lists what can be typed.")
+            note(f"{model.name} with {model.drafter_name or 'no drafter'}. /help lists the commands.")
             _talk(_Chat(begin, model.target.tokenizer), _read_line)
 
 
@@ -120,7 +120,7 @@ def _command(text: str, talk: _Chat) -> None:
         talk.sources = text.endswith("on")
         note("Drafted tokens are marked." if talk.sources else "Tokens are not marked.")
     else:
-        note(f"{text} is unknown; /help lists what can be typed.")
+        note(f"{text} is unknown; /help lists the commands.")
 
 
 def _answer_lines(conversation: "Conversation") -> None:

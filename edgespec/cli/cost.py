@@ -41,7 +41,7 @@ def cost(
     threads: Threads = 0,
     instructions: Instructions = "",
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget what was measured earlier and measure again.")
+        bool, typer.Option("--fresh", help="Measure again, also if an earlier measurement is kept.")
     ] = False,
     as_json: JsonFlag = False,
     report: Annotated[

@@ -23,7 +23,7 @@ def export(
         typer.Argument(
             metavar="SOURCE",
             help="A GGUF file, a Hugging Face directory (config.json, safetensors), a catalogue name, or a "
-            "model on the hub, hf:OWNER/REPO[/FILE.gguf][@REVISION]; what is named is pulled first.",
+            "model on the hub, hf:OWNER/REPO[/FILE.gguf][@REVISION]; models by name are pulled first.",
         ),
     ],
     out: Annotated[
@@ -32,13 +32,13 @@ def export(
     ],
     role: Annotated[
         Literal["target", "drafter"] | None,
-        typer.Option(help="What the model is used as. Default: target, but drafter if aligned or a head."),
+        typer.Option(help="The role of the model. Default: target, but drafter if aligned or a head."),
     ] = None,
     weights: Annotated[
         Literal["exact", "portable"] | None,
         typer.Option(
             help="exact keeps the file's blocks, for edgespec's kernels on CPUs; portable takes the nearest "
-            "that ONNX Runtime's operators have. Default: exact."
+            "formats of ONNX Runtime's operators. Default: exact."
         ),
     ] = None,
     trim_vocab: Annotated[
@@ -52,19 +52,19 @@ def export(
     ] = None,
     alignment: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What 'edgespec align' trained; it goes into a drafter's weights."),
+        typer.Option(
+            metavar="FILE", help="A file of 'edgespec align', which is added to a drafter's weights."
+        ),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(
-            metavar="SOURCE", help="Of an EAGLE-3 head or an MTP layer: what its target is exported from."
-        ),
+        typer.Option(metavar="SOURCE", help="For an EAGLE-3 head or an MTP layer: the source of its target."),
     ] = None,
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help='Texts that targets wrote, {"text": ...} on each line. May be repeated.',
+            help='Texts of targets, {"text": ...} on each line. May be repeated.',
         ),
     ] = None,
     calibrate_with: Annotated[
@@ -74,22 +74,22 @@ def export(
     bits: Annotated[
         Literal["4", "8"] | None,
         typer.Option(
-            help="Round all weights to so many bits. Not with --weights exact. Default: 4 if --mixed is set."
+            help="Round all weights to this many bits. Not with --weights exact. Default: 4 with --mixed."
         ),
     ] = None,
     mixed: Annotated[
         Literal["none", "head", "sensitive"] | None,
         typer.Option(
-            help="What keeps 8 bits when --bits is 4: none; the LM head (head); the LM head and half "
-            "of the value and down projections (sensitive). Default: head."
+            help="The matrices that keep 8 bits if --bits is 4: none; the LM head (head); the LM head and "
+            "half of the value and down projections (sensitive). Default: head."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
     via: Annotated[
         Literal["edgespec", "optimum"],
         typer.Option(
-            help="Who builds the graph. optimum knows more architectures, keeps weights in floating "
-            "point, and copies the KV cache in every pass."
+            help="The program that builds the graph. optimum has more architectures, keeps weights "
+            "in floating point, and copies the KV cache in every pass."
         ),
     ] = "edgespec",
     optimum_cli: Annotated[
@@ -101,9 +101,9 @@ def export(
     device: Annotated[
         Literal["cpu", "npu-qnn", "npu-openvino", "cuda"],
         typer.Option(
-            help="What the bundle is for. For cuda activations and KV cache are float16, and weights lie in "
-            "blocks of 32. For NPUs graphs have fixed shapes and int8 weights; those for npu-qnn also have "
-            "16-bit activations, which are calibrated on text."
+            help="The device of the bundle. For cuda activations and KV cache are float16, and weights lie "
+            "in blocks of 32. For NPUs graphs have fixed shapes and int8 weights; graphs for npu-qnn also "
+            "have 16-bit activations, which are calibrated on text."
         ),
     ] = "cpu",
     buckets: Annotated[
@@ -123,7 +123,7 @@ def export(
         ),
     ] = None,
     chat_template: ChatTemplate = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Export a model to ONNX, compare it with its source, and report the result.

@@ -20,7 +20,7 @@ def generate(
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     special: Annotated[
-        bool, typer.Option("--special", help="The same, and control tokens that it spells are meant.")
+        bool, typer.Option("--special", help="The same, and read the control tokens that it spells.")
     ] = False,
     max_new_tokens: options.MaxNewTokens = 256,
     as_json: options.JsonFlag = False,

@@ -31,7 +31,7 @@ history = typer.Typer(
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A history that 'list' shows, or a file.")]
 Namespace = Annotated[
     str | None,
-    typer.Option(metavar="NAMESPACE", help="Take this namespace only; '' is the one without a name."),
+    typer.Option(metavar="NAMESPACE", help="Only this namespace; '' is the default one."),
 ]
 
 
@@ -65,7 +65,7 @@ def list_histories(as_json: JsonFlag = False) -> None:
 def show(
     name: Name,
     namespace: Namespace = None,
-    limit: Annotated[int, typer.Option(min=1, help="Show at most so many passages.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many passages.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
     """Print what was learned, most useful first; before it, which drafters learned from it.

@@ -127,7 +127,7 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
 
 def _files(bundle: "Bundle", verified: bool) -> str:
     if not bundle.manifest.files:
-        return "not edgespec's: run as they are, no digests recorded"
+        return "of another exporter: no digests are recorded"
     return "sizes and SHA-256 are right" if verified else "sizes are right"
 
 

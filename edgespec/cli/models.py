@@ -43,7 +43,7 @@ def models(as_json: JsonFlag = False) -> None:
         table.add_row(name, "target", f"about {size(model.size_bytes)}", model.licence, pulled)
     output().print(table)
     if hub_names():
-        say("Sizes with 'about' are of models on the Hugging Face hub that nobody measured with edgespec.")
+        say("Sizes with 'about' are of models on the Hugging Face hub that were not measured with edgespec.")
 
 
 def pull(

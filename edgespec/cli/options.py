@@ -35,7 +35,7 @@ Threads = Annotated[
     int,
     typer.Option(
         min=0,
-        help="How many threads a pass uses, at most twice the logical cores; 0 takes the physical cores.",
+        help="Threads of a pass, at most twice the logical cores; 0 takes the physical cores.",
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
@@ -93,9 +93,9 @@ def _option(kind: Any, default: Any, text: str, *names: str, **settings: Any) ->
 LOADING: Group = {
     "drafter": (Drafter, "auto"),
     "threads": (Threads, 0),
-    "device": _option(str, "auto", f"Where the target runs: {_DEVICES}.", metavar="DEVICE"),
+    "device": _option(str, "auto", f"The device of the target: {_DEVICES}.", metavar="DEVICE"),
     "drafter_device": _option(
-        str, "auto", "Where the drafter runs: the same names as for --device.", metavar="DEVICE"
+        str, "auto", "The device of the drafter: the same names as for --device.", metavar="DEVICE"
     ),
     "history": _option(
         str | None,
@@ -224,7 +224,7 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
         return int(value or "")
     except ValueError:
         words = "on, off, low, medium, high and a number of tokens"
-        raise typer.BadParameter(f"{value!r} is none of {words}") from None
+        raise typer.BadParameter(f"{value!r} is unknown; allowed: {words}") from None
 
 
 def sampling_options(context: typer.Context) -> "RequestOptions":

@@ -25,7 +25,7 @@ def plan(
     target: Target,
     drafter: Drafter = "auto",
     context: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Plan for a text of N tokens too, answer included.")
+        int | None, typer.Option(min=1, metavar="N", help="Plan for a text of N tokens too, with its answer.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

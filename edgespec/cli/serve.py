@@ -28,8 +28,7 @@ def serve(
         list[str],
         typer.Argument(
             metavar="TARGET...",
-            help="Models, named as for 'edgespec chat'. The first is loaded now, others when a request "
-            "names them.",
+            help="Models, as for 'edgespec chat'. The first is loaded now, others when a request names them.",
         ),
     ],
     host: Annotated[
@@ -66,7 +65,7 @@ def serve(
             min=1,
             max=64,
             help="The most requests that are answered at once, in common passes. Each takes memory for a KV "
-            "cache of its own. None changes the text of another.",
+            "cache of its own. Requests do not change each other's answers.",
         ),
     ] = 4,
     max_request_bytes: Annotated[
@@ -129,7 +128,10 @@ def serve(
                 look_up(target, "target", None)
         named = {_name_of(target): options.load_arguments(context, target=target) for target in targets}
         if len(named) < len(targets):
-            raise RequestError(f"two of {', '.join(targets)} have one name; requests tell models by it")
+            raise RequestError(
+                f"two of {', '.join(targets)} have the same name, by which requests choose a model; "
+                "rename one of them"
+            )
         with Models(named, memory=None if memory is None else int(memory * 1e9), keep=keep) as models:
             _run(models, limits, listening, context.params["history"])
 

@@ -22,8 +22,8 @@ def verify(
         int,
         typer.Option(
             min=0,
-            help="How many answers are drawn each way, from each of 3 texts, to test sampling; 0 skips the "
-            "test.",
+            help="Answers to draw with drafts and without, from each of 3 texts, to test sampling; 0 skips "
+            "the test.",
         ),
     ] = 100,
     as_json: options.JsonFlag = False,

@@ -105,7 +105,8 @@ def changed_row(predictions: Predictions, drafted: Sequence[int], steps: Sequenc
     if not np.isfinite(row.max()):
         check_best(float(original.max()))
         raise RequestError(
-            "the request leaves no token that may come next: its form and logit_bias exclude all; loosen one"
+            "the request allows no next token: its response_format and logit_bias exclude all; relax one "
+            "of them"
         )
     return row
 

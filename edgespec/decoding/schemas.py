@@ -81,7 +81,7 @@ class PreparedSchema:
 
     Attributes:
         grammar: the schema for llguidance.
-        strict: whether a schema that is not held whole is refused.
+        strict: whether a schema that is not enforced whole is refused.
         unheld: keywords that the grammar does not hold.
 
     Raises:
@@ -112,7 +112,7 @@ class PreparedSchema:
     def problems(self, value: object) -> Iterator[str]:
         """The keywords beyond the grammar that ``value`` breaks, and those that cannot be checked."""
         unsure = {part.keyword for part in self.unheld if not self._can_check(part)}
-        yield from (f"{part} is not held" for part in self.unheld if part.keyword in unsure)
+        yield from (f"{part} is not enforced" for part in self.unheld if part.keyword in unsure)
         sure = [part for part in self.unheld if part.keyword not in unsure]
         if sure:
             try:

@@ -35,7 +35,9 @@ class IdentityBridge:
             TokenizerError: the drafter has no such token.
         """
         if self._drafter_size < self._vocab_size and max(tokens, default=0) >= self._drafter_size:
-            raise TokenizerError(f"the drafter has {self._drafter_size} tokens, and not {max(tokens)}")
+            raise TokenizerError(
+                f"the drafter has no token {max(tokens)}; allowed: below {self._drafter_size}"
+            )
         return list(tokens)
 
     def to_target(self, drafted: Sequence[int]) -> list[tuple[int, int]]:

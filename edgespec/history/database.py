@@ -122,7 +122,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     connection = _open_unlocked(path)
     try:
         if _version(connection, path) < 3:  # from version 3 on it has all that is read
-            raise StorageError(f"{path} is of another format version and cannot be written; nothing is read")
+            raise StorageError(f"{path} has another format version; it is neither read nor written")
         _check(connection)
     except BaseException:
         connection.close()
@@ -241,8 +241,8 @@ def _code(error: BaseException) -> int:
 
 def _foreign(path: Path) -> StorageError:
     return StorageError(
-        f"{path} cannot be used as a history: another program made it, or damage left nothing that tells it "
-        "is a history. It was left as it was. Name another file; if this was a history, delete it yourself"
+        f"{path} cannot be used as a history: another program made it, or it is damaged beyond recognition. "
+        "It was not changed. Name another file; if this was a history, delete it"
     )
 
 

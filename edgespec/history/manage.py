@@ -208,9 +208,7 @@ class History:
 
     def _check_exists(self) -> None:
         if not self.path.is_file():
-            raise RequestError(
-                f"there is no history {self.path}; 'edgespec history list' shows those there are"
-            )
+            raise RequestError(f"there is no history {self.path}; 'edgespec history list' shows all")
 
     @contextmanager
     def _store(self) -> Iterator[Store]:
@@ -241,7 +239,8 @@ def _path(history: str | Path) -> Path:
     if isinstance(history, str) and not ("/" in history or "\\" in history or history.endswith(SUFFIX)):
         if not _NAME.fullmatch(history):
             raise RequestError(
-                f"{shown(history)} is no name of a history: letters, digits, '.', '_' and '-', at most 64"
+                f"{shown(history)} is no name of a history; allowed: at most 64 letters, digits, '.', '_' "
+                "and '-'"
             )
         return histories_dir() / f"{history}{SUFFIX}"
     path = expanded(history)
@@ -249,9 +248,7 @@ def _path(history: str | Path) -> Path:
         if path.is_dir():
             raise RequestError(f"the history {path} is a folder; name a file in it")
     except OSError as error:  # a name too long, a folder that cannot be entered
-        raise RequestError(
-            f"the history {shown(str(path))} cannot be looked for: {error.strerror}"
-        ) from error
+        raise RequestError(f"the history {shown(str(path))} cannot be opened: {error.strerror}") from error
     return path
 
 

@@ -282,7 +282,9 @@ def _begun_anew(path: Path, error: BaseException) -> tuple[Store, str]:
 
 def _open_unwritable(path: Path, error: Exception) -> _Opened:
     why = reason(path, error)
-    problem = f"the history {path} cannot be written ({why}); what is learned now is lost at the end"
+    problem = (
+        f"the history {path} cannot be written ({why}); what is learned now lasts until the model is closed"
+    )
     try:
         return Store(connect_read_only(path)) if path.is_file() else None, False, problem
     except (OSError, sqlite3.Error, StorageError):

@@ -80,7 +80,7 @@ class Tuning:
         if failed:  # the gradient is that of gains that are gone
             self._undo("was right less often than before")
         elif reading.gradient is None or not np.isfinite(reading.gradient).all():
-            self._undo("computed what is not finite")
+            self._undo("computed numbers that are not finite")
         else:
             self._step(reading.gradient)
         return reading

@@ -49,7 +49,7 @@ class Wanted(Checked):
         if self.weights is None or self.device is None or (self.weights, self.device) == ("portable", "cuda"):
             return
         raise RequestError(
-            f"weights={self.weights!r}: an export for {self.device} settles formats; leave out weights"
+            f"weights={self.weights!r}: an export for {self.device} chooses formats itself; leave out weights"
         )
 
     def folder(self, name: str, mark: str) -> Path:
@@ -147,7 +147,7 @@ def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) 
     source = None if target is None else locate(target, progress)[0]
     if source is None or is_model(source):
         raise RequestError(
-            f"{head} is a head, whose export needs what its target is exported from; run 'edgespec "
+            f"{head} is a head, whose export needs its target's source; run 'edgespec "
             f"export {head} --target SOURCE -o DIR' and give DIR as the drafter"
         )
     return source
@@ -261,7 +261,8 @@ def _export(
             bundle = Bundle(folder)
             for other in _by_other_recipes(folder):
                 _LOG.warning(
-                    "%s was made by another version of edgespec; delete it unless that is still in use", other
+                    "%s was made by another version of edgespec; delete it unless that version is in use",
+                    other,
                 )
     return bundle
 

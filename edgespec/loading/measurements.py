@@ -118,7 +118,7 @@ def remember(conditions: Conditions, measurement: Measurement) -> None:
 @cache  # once, however many models are loaded
 def _warn(folder: Path, reason: str) -> None:
     _LOG.warning(
-        "every load takes longer, because what it measures cannot be kept in %s: %s. Mend that, or set "
+        "every load takes longer, because measurements cannot be written to %s: %s. Mend that, or set "
         "EDGESPEC_HOME to another folder",
         folder,
         reason,

@@ -109,7 +109,7 @@ def open_model(
         path.is_dir()
     except OSError as error:  # a name too long, a folder that cannot be entered
         raise RequestError(
-            f"{shown(str(reference))} cannot be looked for: {error.strerror}. Give a path that can be "
+            f"{shown(str(reference))} cannot be opened: {error.strerror}. Give a path that can be "
             "read, or a name that 'edgespec models' lists."
         ) from error
     if (path / MANIFEST).is_file():

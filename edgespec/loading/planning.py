@@ -160,7 +160,7 @@ def _shape_of(entry: CatalogueEntry) -> DecoderShape:
     shape = entry.shape
     if shape is None:
         raise RequestError(
-            f"the catalogue does not say what {entry.name} takes; run 'edgespec pull {entry.name}' first"
+            f"the catalogue has no sizes of {entry.name}; run 'edgespec pull {entry.name}' first"
         )
     return DecoderShape(
         architecture=entry.architecture,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgespec.requests.stream import Stream
 
 
-_REMEDY = "Give one JSON object a line: id, category, turns"
+_REMEDY = "Write one JSON object on each line: id, category, turns"
 _Text = Annotated[str, length(1)]
 
 

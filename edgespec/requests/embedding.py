@@ -79,7 +79,7 @@ class EmbeddingTicket(Ticket):
         if reason == "closed":
             raise Closed("the model is closed; load it again")
         if reason != "stop":
-            why = f"not done within {self.request.timeout:g} s" if reason == "timeout" else "cancelled"
+            why = f"not finished within {self.request.timeout:g} s" if reason == "timeout" else "cancelled"
             raise Cancelled(f"{len(self.unread)} of {len(self._counts)} texts have no vector: {why}")
         return Embeddings(self._vectors, self._counts)
 
@@ -97,11 +97,11 @@ class Embedder:
         name, made = bundle.manifest.name, bundle.manifest.embedding
         if made is None:
             raise RequestError(
-                f"{name} does not say how a text becomes a vector; load a model that was made for it, such "
+                f"{name} makes no vectors of texts; load a model for that, such "
                 "as hf:Qwen/Qwen3-Embedding-0.6B, or export this one again if it was made for it"
             )
         if not bundle.embeds:
-            raise RequestError(f"{name} gives out no hidden states; export it for the CPU, weights exact")
+            raise RequestError(f"{name} returns no hidden states; export it for the CPU with weights exact")
         from edgespec_models.bundles.stored_weights import StoredWeights  # answers do not need this
 
         self._bundle, self._model, self._readers, self._end = bundle, model, readers, made.end
@@ -183,7 +183,9 @@ class Embedder:
         else:
             tokens, size = list(text), self._model.vocab_size
             if instruction is not None or not 0 <= min(tokens) <= max(tokens) < size:
-                raise RequestError(f"text {at} is tokens; allowed: 0 to {size - 1}, and no instruction")
+                raise RequestError(
+                    f"text {at} is a list of tokens; allowed: ids from 0 to {size - 1}, no instruction"
+                )
         if self._end is not None and tokens[-1:] != [self._end]:
             tokens.append(self._end)
         if len(tokens) > self._model.longest:

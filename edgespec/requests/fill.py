@@ -42,11 +42,13 @@ def fill_tokens(bundle: Bundle, hole: Hole, request: Request, longest: int) -> t
     if request.tools or request.template_args or request.thinking is not None:
         raise RequestError("tools, template_args and thinking are for chats; use chat, or leave them out")
     if request.special:
-        raise RequestError("special is for prompts that are texts; leave it out")
+        raise RequestError("special is for text prompts; leave it out")
     tokenizer, marks = bundle.tokenizer, _marks(bundle)
     if not fills(bundle):
         name = bundle.manifest.name
-        raise RequestError(f"{name} has no tokens for fills; use qwen2.5-coder-1.5b-instruct, for one")
+        raise RequestError(
+            f"{name} has no tokens for fills; use a model with some, such as qwen2.5-coder-1.5b-instruct"
+        )
     room = longest - min(request.max_new_tokens, longest // 2) - _CONTROL_TOKENS
     extra = _extra(hole, marks, tokenizer, room // 2)
     behind = tokenizer.encode_bytes(hole.suffix.encode())[: max(0, room - len(extra)) // 3]

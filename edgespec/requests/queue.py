@@ -68,8 +68,8 @@ class RequestQueue:
         """Raise RequestError in a process that was forked while the model answered."""
         if self.is_orphaned:
             raise RequestError(
-                "this process was forked while the model answered in its parent, so nothing answers here; "
-                "load the model in this process, or start it otherwise (multiprocessing: 'spawn')"
+                "this process was forked while the model answered in its parent, so it does not answer "
+                "here; load the model in this process, or start processes with 'spawn'"
             )
 
     def put(self, ticket: Ticket) -> None:
@@ -79,7 +79,10 @@ class RequestQueue:
             if ticket.stage is not Stage.NEW:
                 return
             if current_thread() is self.thread:
-                raise RequestError("a request that runs cannot wait for another one; ask from another thread")
+                raise RequestError(
+                    "this thread runs the model's requests, so it cannot wait for another one; ask from "
+                    "another thread"
+                )
             if self.is_closed:
                 raise Closed("the model is closed; load it again")
             self._sweep()
@@ -123,7 +126,10 @@ class RequestQueue:
         """Let no request run within the block. Running ones end first; with ``between_passes`` they pause."""
         self.check_process()
         if current_thread() is self.thread:
-            raise RequestError("a request that runs cannot wait for its own end; ask from another thread")
+            raise RequestError(
+                "this thread runs the model's requests, so it cannot wait for their end; call from another "
+                "thread"
+            )
         if self.is_held and self.running and not (between_passes or self.is_closed):
             raise RequestError(
                 "the model is paused, and this call would wait for its running request; resume it first"

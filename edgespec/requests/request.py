@@ -220,7 +220,7 @@ def _by_own_names(options: dict[str, Any]) -> dict[str, Any]:
         if options.setdefault("max_new_tokens", limit) != limit:
             raise RequestError(
                 f"max_tokens is {shown(limit)} and max_new_tokens {shown(options['max_new_tokens'])}, "
-                "which are two names of one option; give one of them"
+                "which are two names of the same option; leave out one of them"
             )
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
@@ -323,7 +323,7 @@ def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list
         raise RequestError("max_lines is for fills; use fill, or leave it out")
     ids = ids_of(prompt)
     if request.special and not isinstance(prompt, str):
-        raise RequestError("special is for prompts that are texts; leave it out")
+        raise RequestError("special is for text prompts; leave it out")
     if isinstance(prompt, str) or ids is not None:
         if request.tools or request.template_args or request.thinking is not None:
             raise RequestError(
@@ -388,8 +388,8 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
         )
     if "tools" in arguments and _form(bundle) is None:
         raise RequestError(
-            f"the chat template of {bundle.manifest.name} asks for tool calls in a form that edgespec "
-            "does not read; describe the tools in a system message and read the answer's text, or use "
+            f"the chat template of {bundle.manifest.name} has a form of tool calls that edgespec does "
+            "not read; describe the tools in a system message and read the answer's text, or use "
             "another model"
         )
     return _chat(bundle, template, messages, arguments)

@@ -184,7 +184,9 @@ class Runner:
         if self._embedder is not None:
             return self._embedder
         if self.side is not None and self.side.bundle.config.is_head:
-            raise RequestError("a target makes no vectors of texts beside a head; load it without a drafter")
+            raise RequestError(
+                "this target has a head as drafter and makes no vectors of texts; load it without a drafter"
+            )
         from edgespec.requests.embedding import Embedder
 
         self._embedder = Embedder(self.target, self.session.model, self.seats.readers)

@@ -127,7 +127,7 @@ class Stream(
             self._queue.check_process()
             ticket.wait_for_end()
         if ticket.result is None:
-            raise RequestError("the generation is not finished; read the stream to its end, or cancel it")
+            raise RequestError("the answer is not finished; read the stream to its end, or cancel it")
         return ticket.result
 
     def _next(self) -> Record | None:

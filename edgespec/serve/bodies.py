@@ -190,7 +190,7 @@ class ChatBody(_Common):
 def texts_in(field: str, value: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
     """Texts, one or several; numbers are the tokens of one. RequestError for tokens beside texts."""
     if len({isinstance(item, int) for item in value}) > 1:
-        raise RequestError(f"{field} has tokens beside texts; a list of numbers is one text")
+        raise RequestError(f"{field} mixes token ids and texts; allowed: texts, or the token ids of a text")
     return [value] if isinstance(value, str) or isinstance(value[0], int) else value
 
 
@@ -211,7 +211,7 @@ class CompletionBody(_Common):
         if len(self.prompts()) > 64:
             raise RequestError(f"prompt has {len(self.prompts())} texts; allowed: at most 64")
         if self.suffix and self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs scores a prompt, and a fill has none; leave out suffix")
+            raise RequestError("echo with logprobs scores a prompt, which a fill has not; leave out suffix")
 
     def _in_other_words(self) -> dict[str, Any]:
         wanted = None if self.logprobs is None else True

@@ -471,5 +471,5 @@ def _check_ended(answer: Generation) -> None:
 
 
 def _too_late() -> Problem:
-    problem = "no token was written in the time that a request has (--timeout); too many others wait"
+    problem = "no token was written within --timeout, because too many requests wait; ask again later"
     return Problem(503, problem, "timeout", {"Retry-After": "30"})

@@ -151,13 +151,13 @@ class GenerateBody(_Body):
     system: str = ""
     raw: bool = False
     # nothing else: it would change the answer
-    template: Annotated[str, _empty("the model's own is used, and none with raw")] = ""
+    template: Annotated[str, _empty("the model's own template is used; for none set raw")] = ""
     context: Annotated[Sequence[int], _empty("/api/chat takes a conversation")] = ()
-    images: Annotated[Sequence[Any], _empty("no model here sees images")] = ()
+    images: Annotated[Sequence[Any], _empty("models here read no images")] = ()
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.raw, self.suffix, self.system))) > 1:
-            raise RequestError("raw, suffix and system are for prompts of three kinds; give one of them")
+            raise RequestError("raw, suffix and system exclude each other; leave out all but one")
 
     @property
     def is_chat(self) -> bool:
@@ -227,7 +227,7 @@ def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[Json]:
         where = f"messages[{at}]"
         role = field_of(message, "role", where, _ROLES)
         if message.get("images"):
-            raise RequestError(f"{where}.images is not empty; no model here sees images")
+            raise RequestError(f"{where}.images is not empty; models here read no images")
         text = text_of(message.get("content") or "", f"{where}.content", ("text",))
         messages.append({"role": role, "content": text, "reasoning_content": message.get("thinking") or None})
         if role == "tool":

@@ -153,7 +153,7 @@ class Kept:
     def _missing(self, id_: object, where: str) -> Problem:
         return Problem(
             404,
-            f"{where} is {shown(id_)}, which is not here: responses are kept for {self._seconds:g} s, "
+            f"{where} is {shown(id_)}, which is not kept: responses are kept for {self._seconds:g} s, "
             f"{self._most:,} bytes of them, unless store is false, and until the server ends; send the "
             "whole conversation as input",
             "response_not_found",

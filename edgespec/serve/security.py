@@ -49,7 +49,7 @@ class Gate:
         if len(hosts) != 1 or not self._may_be_called(hosts[0]):
             raise Problem(
                 421,
-                f"this server is not known as {', '.join(hosts)[:200]!r}: call it by its address, or start "
+                f"this server has no name {', '.join(hosts)[:200]!r}: call it by its address, or start "
                 "it with --allow-host NAME",
                 "host_not_allowed",
             )
@@ -58,7 +58,7 @@ class Gate:
         if origin is not None and origin.lower() != own.lower() and not self._origins.fullmatch(origin):
             raise Problem(
                 403,
-                f"{origin[:200]!r} may not ask here; to let it, start the server with --allow-origin "
+                f"{origin[:200]!r} is not allowed here; to allow it, start the server with --allow-origin "
                 f"{origin[:200]}",
                 "origin_not_allowed",
             )

@@ -40,7 +40,7 @@ def write_texts(checkpoint: Checkpoint, folder: Path, template: Path | None) -> 
         try:
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
         except UnicodeEncodeError as error:
-            raise ModelFileError(f"what {name} is made of is not valid UTF-8. Download it again.") from error
+            raise ModelFileError(f"the source of {name} is not valid UTF-8. Download it again.") from error
 
 
 def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:

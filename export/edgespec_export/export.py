@@ -87,9 +87,12 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
             "one of them"
         )
     if options.chip is not None and device != "npu-qnn":
-        yield f"chip={options.chip!r} is of bundles for the device npu-qnn, not for {device or 'the CPU'}"
+        yield (
+            f"chip={options.chip!r} needs the device npu-qnn, and the device is {device or 'the CPU'}; leave "
+            "out chip"
+        )
     if device in (None, "cuda") and options.buckets:
-        yield "buckets are of bundles with fixed shapes; give an NPU as device, such as npu-qnn"
+        yield "buckets are for bundles with fixed shapes; give an NPU as device, or leave them out"
     if device == "cuda":
         yield from _contradictions_of_cuda(options)
     elif device is not None:
@@ -101,7 +104,7 @@ def _contradictions(options: ExportOptions) -> Iterator[str]:
         }
         names = ", ".join(name for name, value in settled.items() if value)
         if names:
-            yield f"device={device} settles formats and keeps the whole LM head; leave out {names}"
+            yield f"device={device} chooses formats itself and keeps the whole LM head; leave out {names}"
 
 
 def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:
@@ -110,13 +113,13 @@ def _contradictions_of_heads(options: ExportOptions) -> Iterator[str]:
     names = [name for name in ("device", "alignment") if getattr(options, name)]
     names += ["weights"] * (options.weights == "portable")
     if names:
-        yield f"heads run on edgespec's kernels, as they are; leave out {', '.join(names)}"
+        yield f"heads run on edgespec's kernels, in their own formats; leave out {', '.join(names)}"
 
 
 def _contradictions_of_cuda(options: ExportOptions) -> Iterator[str]:
     size = options.trim
     if options.weights == "exact":
-        yield "weights='exact' is of graphs for edgespec's kernels, which run on CPUs; leave out weights"
+        yield "weights='exact' is for edgespec's kernels, which run on CPUs; leave out weights"
     if size == "auto":
         yield "trim size auto measures on this CPU; with device=cuda give a number, or 'full'"
     if isinstance(size, int) and size % _CUDA_ROWS:

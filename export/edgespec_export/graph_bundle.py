@@ -64,7 +64,7 @@ def _plan_trim(
         if config.architecture == "eagle3" or checkpoint.clustered is not None:
             kind = "an EAGLE-3 head" if not frequent else "an assistant with clusters of tokens"
             if isinstance(size, int):
-                raise RequestError(f"{source.name} is {kind}, whose LM head stays; leave out trim")
+                raise RequestError(f"{source.name} is {kind}, whose LM head is not trimmed; leave out trim")
             return None
         if frequent and size == "auto" and config.vocab_size <= MTP_ROWS:
             return None

@@ -44,7 +44,7 @@ class Journal:
         others = [name for name, value in self._made_of.items() if begun.get(name) != value]
         if not others:
             return values[1:]
-        _LOG.warning("an unfinished export has another %s; this one begins anew", " and ".join(others))
+        _LOG.warning("an unfinished export has another %s; this export begins anew", " and ".join(others))
         return []
 
     def write(self, checksums: Iterable[object]) -> None:

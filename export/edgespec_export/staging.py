@@ -38,11 +38,13 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
     if not out.exists():
         return
     if not overwrite:
-        raise RequestError(f"{out} exists; choose another directory or ask to overwrite it")
+        raise RequestError(f"{out} exists; choose another directory, or overwrite it (--overwrite)")
     if not out.is_dir() or (any(out.iterdir()) and not replaceable()):
-        raise RequestError(f"{out} is not a bundle; it will not be overwritten")
+        raise RequestError(f"{out} is not a bundle and is not overwritten; choose another directory")
     if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise RequestError(f"{out} holds the source {source.name}, which overwriting would delete")
+        raise RequestError(
+            f"{out} holds the source {source.name}, which overwriting would delete; choose another directory"
+        )
 
 
 @contextmanager
@@ -75,7 +77,7 @@ def staging(out: Path) -> Iterator[Path]:
             if (folder / JOURNAL).is_file():
                 left = out.with_name(f"{stopped}{token_hex(4)}")
                 move(folder, left)
-                _LOG.warning("what is converted stays in %s; the same export goes on there", left)
+                _LOG.warning("converted weights stay in %s; the same export goes on there", left)
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)

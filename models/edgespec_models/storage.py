@@ -77,7 +77,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise RequestError(f"{path} begins with a user who has no folder; write the folder out") from error
+        raise RequestError(f"{path} begins with an unknown user; write the whole path") from error
 
 
 def size(count: int) -> str:

@@ -273,7 +273,7 @@ def register_operators(
         if "no instructions called" not in str(error):
             raise _unusable(path, error) from error
         raise DeviceError(
-            f"this processor has no instructions {instructions!r}; name none for the best that it has, "
+            f"this processor lacks the instructions {instructions!r}; leave them out for its best ones, "
             f"{best_instructions()}"
         ) from error
 

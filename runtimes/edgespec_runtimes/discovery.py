@@ -157,7 +157,7 @@ def resolve(name: str, runtime: Runtime | None = None) -> Device:
         raise DeviceError(f"device {name!r} is not known; allowed: {known}")
     device = _look(kind, machine)
     if device.state == "missing":
-        raise DeviceError(f"device {name} cannot be had: {device.problem}. {device.remedy}")
+        raise DeviceError(f"device {name} is not available: {device.problem}. {device.remedy}")
     return device
 
 
@@ -170,7 +170,7 @@ def _any_npu(machine: Runtime) -> Device:
         f"{npu.name}: {npu.problem or 'only emulated here, ask for it by name'}. {npu.remedy or ''}".rstrip()
         for npu in npus
     )
-    raise DeviceError(f"no NPU can be had. {reasons}")
+    raise DeviceError(f"no NPU is available. {reasons}")
 
 
 def _look(kind: DeviceKind, machine: Runtime) -> Device:

@@ -345,7 +345,7 @@ class ForeignModel(_GraphModel):
 
     def failure(self, count: int, error: Exception) -> Exception:
         """Perhaps the graph's fault."""
-        return BundleError(f"ONNX Runtime cannot run this graph, which edgespec did not make: {error}")
+        return BundleError(f"ONNX Runtime cannot run this graph of another exporter: {error}")
 
     def _grows(self, kept: Sequence[KeptTensor]) -> bool:
         """Whether the cache comes back longer than it went in, although it had room."""

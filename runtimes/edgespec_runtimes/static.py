@@ -308,4 +308,5 @@ def _misfit(contexts: Contexts, device: Device) -> str | None:
     """
     if contexts.version.partition(".")[0] == device.version.partition(".")[0]:
         return None
-    return f"version {contexts.version} of the provider compiled them, this is {device.version or 'unknown'}"
+    present = device.version or "unknown"
+    return f"version {contexts.version} of the provider compiled them, and this version is {present}"

@@ -85,7 +85,9 @@ def put(made: Path, to: Path) -> None:
             copy.chmod(0o755)
             copy.replace(to)
     except OSError as error:
-        advice = "close what runs edgespec, and install from a checkout in a folder that you can write to"
+        advice = (
+            "close programs that use edgespec, and install from a checkout in a folder that you can write to"
+        )
         raise SystemExit(f"edgespec: {to} cannot be written ({error.strerror}); {advice}") from error
 
 

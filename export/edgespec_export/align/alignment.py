@@ -195,7 +195,7 @@ def _check_pairs(alignment: Alignment, path: Path) -> None:
         if alone == 1 and a is None and b is None:
             continue
         if alone or a is None or b is None or len(a.codes) != len(b.codes):
-            raise ModelFileError(f"{path} has not both factors of the change of {name}. {_REMEDY}.")
+            raise ModelFileError(f"{path} lacks a factor of the change of {name}. {_REMEDY}.")
 
 
 class AlignedCheckpoint(Checkpoint):

@@ -122,7 +122,7 @@ def compile_contexts(
         compiled, binary = (folder / name for name in graphs.context_files(graph))
         compile_graph(folder / graph, compiled, compiler)
         if not binary.is_file():
-            raise DeviceError(f"compiling {graph} for {chip.name} left no {binary.name}; nothing was kept")
+            raise DeviceError(f"compiling {graph} for {chip.name} made no {binary.name}; nothing was kept")
     progress(Progress("Compiling", len(graphs.graphs), len(graphs.graphs), "graphs"))
     return replace(graphs, contexts=Contexts(chip=chip, version=compiler.version))
 

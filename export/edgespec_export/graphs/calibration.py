@@ -45,10 +45,10 @@ def shipped_prompts() -> list[str]:
 
 def read_texts(path: Path) -> list[str]:
     """The texts of a JSON Lines file; RequestError if it has none, or a line is without a ``text``."""
-    remedy = 'Give one JSON object a line, with a "text" that a target wrote'
+    remedy = 'Write one JSON object on each line, with a "text" of a target'
     texts = [line.text for line in read_lines(_Text, path, remedy)]
     if not texts:
-        raise RequestError(f"{path} holds no calibration text; give some hundred texts that a target wrote")
+        raise RequestError(f"{path} holds no calibration text; give some hundred texts of a target")
     return texts
 
 

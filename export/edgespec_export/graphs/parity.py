@@ -115,7 +115,7 @@ def check_parity(
         raise ParityError(
             f"the export agrees with the reference for {golden.name} in only {top1:.1%} of {len(all_rows)} "
             f"positions (at least {_MIN_TOP1:.0%} is required), KL {kl:.3f} nats (at most {_MAX_KL}). Its "
-            "formats lose too much of this model (leave out what quantizes), or the export is at fault; "
+            "formats lose too much of this model (leave out options that quantize), or the export has a bug; "
             "nothing was kept."
         )
     return {

@@ -302,8 +302,8 @@ HEAD: Final = Family(name="eagle3", gguf="eagle3", neighbours=True)
 ASSISTANT: Final = _GEMMA4._replace(gguf="gemma4-assistant")
 """Gemma 4's assistants (:mod:`edgespec_export.sources.assistants`)."""
 NEEDS_TARGET: Final = (
-    "is a head, which drafts for one target: give it as the drafter, or export it with --target and what its "
-    "target is exported from"
+    "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
+    "target's source"
 )
 
 _EXPERTS = "mixtures of experts"
@@ -337,7 +337,7 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
 def unknown(where: str, name: str, known: str) -> UnsupportedModelError:
     """The error for an architecture outside the table; ``known`` says how it may be exported instead."""
     near = "; ".join(
-        f"it needs {missing}, which edgespec lacks; {model} is near it and works"
+        f"it needs {missing}, which edgespec lacks; use {model} instead"
         for model, (missing, names) in _LACKING.items()
         if name in names
     )

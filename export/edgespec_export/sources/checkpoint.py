@@ -229,7 +229,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if surplus:
             names = ", ".join(sorted(self.tensors[name].name for name in surplus)[:3])
             raise UnsupportedModelError(
-                f"{self.path.name} has tensors a {config.architecture} model lacks: {names}"
+                f"{self.path.name} has tensors that a {config.architecture} model does not have: {names}"
             )
 
 

@@ -73,8 +73,8 @@ def _gating(facts: Facts) -> dict[str, Any]:
     number = facts.integer("expert_gating_func", 0)
     if number not in _GATINGS:
         raise UnsupportedModelError(
-            f"{facts.where}: expert_gating_func is {number}; edgespec weighs experts by 1 (softmax), 2 "
-            "(sigmoid) and 3 (softmax of those that are used)"
+            f"{facts.where}: expert_gating_func is {number}; allowed: 1 (softmax), 2 (sigmoid) and 3 "
+            "(softmax of the used experts)"
         )
     return _GATINGS[number]
 
@@ -183,7 +183,7 @@ def gpt_oss_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Te
             named |= {name: whole.every(len(names), place) for place, name in enumerate(names)}
             taken.add(scales)
         elif name.replace("_scales", "_blocks") not in stored:
-            raise ModelFileError(f"{file.path.name} has {name!r} without what it scales; {_AGAIN}")
+            raise ModelFileError(f"{file.path.name} has {name!r} without its codes; {_AGAIN}")
         taken.add(name)
     return named, taken
 

@@ -39,7 +39,7 @@ def of_layers(facts: Facts, full: list[bool]) -> dict[str, Any]:
         whole = stated
     if each.keys and len(each.keys) != sum(full):
         raise ModelFileError(
-            f"{each.where} says something of {len(each.keys)} layers, and {sum(full)} see the whole context; "
+            f"{each.where} has {len(each.keys)} layers, and {sum(full)} layers see the whole context; "
             f"{_AGAIN}"
         )
     shared, width = facts.integer("num_kv_shared_layers", 0), facts.integer("intermediate_size")
@@ -70,8 +70,8 @@ def in_words(own: Mapping[str, object], tensors: Collection[str], where: str) ->
     layers, windowed = keys.integer("block_count"), own.get("attention.sliding_window_pattern")
     if not 0 < layers <= _LONGEST or not isinstance(windowed, list) or len(windowed) != layers:
         raise ModelFileError(
-            f"{where}: attention.sliding_window_pattern must say of each of {layers} layers whether it has a "
-            f"window; {_AGAIN}"
+            f"{where}: attention.sliding_window_pattern must have an entry for each of {layers} "
+            f"layers; {_AGAIN}"
         )
     local, whole = (_heads(keys, windowed, kind) for kind in (True, False))
     for suffix in ("", "_swa"):

@@ -149,9 +149,9 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "adapter": "an adapter (LoRA); merge it into its base, as llama.cpp's llama-export-lora does",
-        "mmproj": "a projector, with which a model sees or hears; give the model's own file",
-        "imatrix": "an importance matrix, with which a model is quantized; give the model's own file",
+        "adapter": "an adapter (LoRA); merge it into its base model with llama.cpp's llama-export-lora",
+        "mmproj": "a projector for images or sound; give the model's own file",
+        "imatrix": "an importance matrix for quantization; give the model's own file",
     }
 )
 """Files that are no models, by their ``general.type``, and the remedy."""
@@ -187,7 +187,10 @@ class GGUFCheckpoint(Checkpoint):
                 if not has_trunk(file):
                     raise RequestError(f"{path} {NEEDS_TARGET}")
                 self.changes = MTP_LEFT_OUT
-                _LOG.info("%s: its MTP layer is none of the target's; it becomes a drafter", path.name)
+                _LOG.info(
+                    "%s: its MTP layer is left out of the target; it becomes a drafter",
+                    path.name,
+                )
             names = dict(family.tensors)
             self.tensors = named(file, family, GLOBAL | names, LAYER | names, left_out=drafter)
             self.config = self._read_config(family, own)
@@ -295,7 +298,7 @@ def take_mtp(file: GGUFFile, own: dict[str, object]) -> range:
     blocks, drafters = keys.integer("block_count", 0), keys.integer("nextn_predict_layers", 0)
     if not 0 <= drafters < max(blocks, 1):
         raise ModelFileError(
-            f"{where} says that {drafters} of its {blocks} blocks are for MTP; download or convert it again"
+            f"{where} has {blocks} blocks, {drafters} of them for MTP; download or convert it again"
         )
     if drafters:
         own["block_count"] = blocks - drafters
@@ -382,7 +385,7 @@ def named(
         raise UnsupportedModelError(f"{file.path.name} {CLASSIFIES}")
     if surplus:
         raise UnsupportedModelError(
-            f"{file.path.name} ({family.gguf}) has {len(surplus)} tensors that edgespec has no use for, such "
+            f"{file.path.name} ({family.gguf}) has {len(surplus)} unknown tensors, such "
             f"as {surplus[0]!r}: it is not a plain text model of this architecture"
         )
     return {own: file.tensors[name] for name, own in names.items() if own is not None}

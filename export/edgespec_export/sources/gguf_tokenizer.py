@@ -135,9 +135,9 @@ def byte_level_cuts(name: str) -> Json:
     """The part of a ``tokenizer.json`` for the pre-tokenizer ``name``."""
     if name not in CUTS:
         raise UnsupportedModelError(
-            f"The pre-tokenizer {name!r} is not known; another would cut text otherwise than the model has "
-            f"learned. Known are {len(CUTS)}, such as {', '.join(SAMPLES)}. Export from the model's Hugging "
-            "Face directory, whose tokenizer.json says how to cut."
+            f"The pre-tokenizer {name!r} is not known, and another would cut text differently from the "
+            f"model's training. Known are {len(CUTS)}, such as {', '.join(SAMPLES)}. Export from the "
+            "model's Hugging Face directory, whose tokenizer.json says how to cut."
         )
     cuts: list[Json] = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}

@@ -157,7 +157,7 @@ class HFHead(_Eagle, HFCheckpoint):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
-                f"{self.path.name} has {len(unknown)} tensors that EAGLE-3 has not so, such as {unknown[0]!r}"
+                f"{self.path.name} has {len(unknown)} tensors of no EAGLE-3 head, such as {unknown[0]!r}"
             )
         self.tensors = named
         return tokens

@@ -166,7 +166,7 @@ class HFCheckpoint(Checkpoint):
         self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)
         if self._eyes:
-            _LOG.warning("%s: the text model is exported; it sees no images", path.name)
+            _LOG.warning("%s: only the text model is exported; it reads no images", path.name)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
@@ -259,19 +259,24 @@ class HFCheckpoint(Checkpoint):
             if own.endswith(".conv") and tensor.shape[1:2] == (1,):
                 named[own] = replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
         if self.changes:
-            _LOG.info("%s: its MTP layer is none of the target's; it becomes a drafter", self.path.name)
+            _LOG.info(
+                "%s: its MTP layer is left out of the target; it becomes a drafter",
+                self.path.name,
+            )
         if unknown:
             packed = any(name.endswith(".qweight") for name in unknown)
             why = "is not a plain text model of this architecture"
             raise UnsupportedModelError(
-                f"{self.path.name} ({self.config.architecture}) has {len(unknown)} tensors that edgespec has "
-                f"no use for, such as {unknown[0]!r}: it {_PACKED if packed else why}"
+                f"{self.path.name} ({self.config.architecture}) has {len(unknown)} unknown tensors, such "
+                f"as {unknown[0]!r}: it {_PACKED if packed else why}"
             )
         if self._tied and {"embed", "lm_head"} <= named.keys():
             if _are_equal(named["embed"], named["lm_head"]):
                 del named["lm_head"]
             else:
-                _LOG.warning("%s is not tied, for its lm_head.weight is stored and differs", self.path.name)
+                _LOG.warning(
+                    "%s is not tied, because its lm_head.weight is stored and differs", self.path.name
+                )
         if not self._tied and "lm_head" not in named and self.embedding() is None:
             raise ModelFileError(
                 f"{self.path.name} lacks 'lm_head.weight', and {CONFIG} does not say tie_word_embeddings. "

@@ -17,9 +17,7 @@ from edgespec_models.files.facts import Facts
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
 _LEAST = 1e-6  # the least factor: squares and quotients stay finite
 _CHANGES_LOGITS = ("attn_logit_softcapping", "use_bidirectional_attention")
-CLASSIFIES = (
-    "classifies texts and writes none; use a model that writes, such as the one that it was made from"
-)
+CLASSIFIES = "classifies texts and writes none; use a model that writes, such as its base model"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _EXPERTS = ("expert_count", "num_experts", "num_local_experts")
 
@@ -257,8 +255,8 @@ def _check_features(facts: Facts, family: Family) -> None:
             raise UnsupportedModelError(f"{facts.where}: {key} is {facts.value(key)!r}; not supported yet")
     if not facts.boolean("is_causal", default=True):
         raise UnsupportedModelError(
-            f"{facts.where} says that tokens see those behind them: it encodes texts and writes none. Use a "
-            f"model of the family {family.name} that writes"
+            f"{facts.where} has attention in both directions: it encodes texts and writes none. Use a model "
+            f"of the family {family.name} that writes"
         )
     for key in _EXPERTS if family.experts is None else ():
         if facts.value(key):
@@ -284,7 +282,7 @@ def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
     types = facts.value("layer_types")
     interval = facts.integer("full_attention_interval", 0 if types else 4)
     if interval < 0 or (interval == 0 and not types):
-        raise ModelFileError(f"{facts.where}: full_attention_interval is {interval}; it is above 0")
+        raise ModelFileError(f"{facts.where}: full_attention_interval is {interval}; allowed: above 0")
     regular = [interval > 0 and (layer + 1) % interval != 0 for layer in range(layers)]
     if types is not None and not (
         isinstance(types, list) and len(types) == layers and set(map(str, types)) <= {_LINEAR, _FULL}
@@ -393,7 +391,7 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     proportional = kind_of(parameters) == "proportional"
     share = parameters.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", 1.0))
     if share > 1:
-        raise ModelFileError(f"{facts.where}: partial_rotary_factor is {share}; it is a share of a head")
+        raise ModelFileError(f"{facts.where}: partial_rotary_factor is {share}; allowed: above 0 to 1")
     pairs = int(head_dim * share // 2) if proportional else None
     width = facts.integer("rotary_dim", head_dim if proportional else int(head_dim * share))
     context = facts.integer("max_position_embeddings")

@@ -24,7 +24,7 @@ from edgespec_models.text.tokenizer_files import TokenizerFiles
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _UNIGRAM, _BPE = 1, 2
 _WAYS_OUT = {
-    "tekken.json": ", only tekken.json, which edgespec does not read. Take a repository of the model with "
+    "tekken.json": ", only tekken.json, which edgespec does not read. Use a repository of the model with "
     f"{_TOKENIZER}, or a GGUF file.",
     "merges.txt": ", only vocab.json and merges.txt. Convert them: transformers' AutoTokenizer"
     f".from_pretrained(DIR).save_pretrained(DIR) writes {_TOKENIZER}.",

@@ -24,9 +24,7 @@ from edgespec_models.files.blocks import Tensor
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.storage import model_name
 
-_NONE: Final = (
-    "is no EAGLE-3 head and has no MTP layer, and only those are exported for a target; leave out --target"
-)
+_NONE: Final = "is no EAGLE-3 head and has no MTP layer; only these have a target. Leave out --target"
 _GGUF = {"token_embd.weight": "embed", "output_norm.weight": "target_norm", "output.weight": "lm_head"}
 _GGUF_LAYER = {
     "nextn.eh_proj.weight": "both",
@@ -71,7 +69,7 @@ class _Layer(Head):
         own = own_name(f"layers.0.{kind}", r"layers\.", {}, layer)
         if own is None:
             raise UnsupportedModelError(
-                f"{self.path.name} has a tensor that edgespec has no use for in an MTP layer: {name!r}"
+                f"{self.path.name} has a tensor that is unknown in MTP layers: {name!r}"
             )
         return own
 
@@ -190,7 +188,5 @@ def _place(file: GGUFFile) -> tuple[str, int] | None:
     family = family_of(file)
     blocks = take_mtp(file, file.facts(family.gguf))
     if len(blocks) != 1:
-        raise UnsupportedModelError(
-            f"{file.path.name} has {len(blocks)} MTP layers; edgespec drafts with models that have one"
-        )
+        raise UnsupportedModelError(f"{file.path.name} has {len(blocks)} MTP layers; allowed: one")
     return family.name, blocks[0]

@@ -27,8 +27,7 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
         return _classes(source)[0](source, open_checkpoint(target))
     if is_model(source):
         raise ModelFileError(
-            f"{source} is a bundle already, or runs as it is; it needs no export. As a head's target "
-            "give the file that it was exported from"
+            f"{source} is a bundle, or runs without an export. As a head's target give the bundle's source"
         )
     instead = what_instead(source)
     if instead is not None:

@@ -90,7 +90,9 @@ class SafetensorsFile:
         self._file.seek(offset)
         data = self._file.read(prod(shape) * numbers.itemsize)
         if len(data) != prod(shape) * numbers.itemsize:
-            raise ModelFileError(f"{self.path} ended while tensor {name!r} was read; was it changed?")
+            raise ModelFileError(
+                f"{self.path} ended while tensor {name!r} was read; another program may have changed it"
+            )
         return np.frombuffer(data, numbers).reshape(shape)
 
     def _place(self, name: str, width: int) -> tuple[tuple[int, ...], int]:

@@ -169,7 +169,7 @@ class Experts:
             raise UnsupportedModelError(f"a token uses {self.used} experts; there are {self.count}")
         if self.selection_bias and self.gating != "sigmoid":
             raise UnsupportedModelError(
-                f"experts are chosen with a bias and weighed by {self.gating}; edgespec has that for sigmoid"
+                f"experts are chosen with a bias and weighed by {self.gating}; allowed with a bias: sigmoid"
             )
         if self.shared_gate and not self.shared_width:
             raise UnsupportedModelError(
@@ -343,7 +343,7 @@ class ModelConfig(DecoderShape):
         if bool(nets) != (self.delta is not None):
             raise UnsupportedModelError(f"delta is {self.delta} and {nets} layers are delta_net; {both}")
         if self.sinks and self.experts is None:
-            raise UnsupportedModelError("heads have sinks and layers no experts; edgespec has both, or none")
+            raise UnsupportedModelError("heads have sinks and layers no experts; allowed: both, or none")
         for count in (self.num_kv_heads, self.local_kv_heads or 1):
             if self.num_heads % count:
                 raise UnsupportedModelError(

@@ -19,11 +19,11 @@ def what_instead(folder: Path) -> str | None:
     if any(folder.glob("model*.safetensors")):
         return None
     if (folder / "adapter_config.json").is_file():
-        return "is an adapter (LoRA), not a model; merge it into its base, as peft's merge_and_unload does"
+        return "is an adapter (LoRA), not a model; merge it into its base model with peft's merge_and_unload"
     files = [*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")]
     graphs = sorted(file.relative_to(folder).as_posix() for file in files)
     if graphs and (folder / HF_CONFIG).is_file():
-        return f"has {graphs[0]}, not {' or '.join(_OPTIMUM_GRAPHS)}; rename the graph that is to run"
+        return f"has {graphs[0]}, not {' or '.join(_OPTIMUM_GRAPHS)}; rename the graph to run"
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / HF_CONFIG).is_file():
         return f"is a directory of GGUF files; give one of them, such as {files[0]}"

@@ -99,7 +99,7 @@ def _genai(folder: Path) -> tuple[Path, Stated, Facts]:
     window = decoder.section("sliding_window")
     if window.keys and window.boolean("slide_key_value_cache", default=True):
         raise UnsupportedModelError(
-            f"{window.where}: the KV cache slides, so that it cannot be rolled back. Build the model without "
+            f"{window.where}: the KV cache slides, so it cannot be rolled back. Build the model without "
             "slide_key_value_cache."
         )
     sections = {name: decoder.section(name) for name in ("inputs", "outputs")}

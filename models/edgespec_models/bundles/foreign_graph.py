@@ -53,7 +53,7 @@ def judge(
     """
     for file in weight_files(path, header):
         if not is_file(file):
-            raise BundleError(f"{path} keeps weights in {file.name}, which is not there; copy it too")
+            raise BundleError(f"{path} keeps weights in {file.name}, which is missing; copy it too")
     with naming(path):
         tensors, kept = _find_tensors(header, stated)
         return tensors, kept, _shape(header, kept, stated)
@@ -98,8 +98,8 @@ def _find_tensors(header: Graph, stated: Stated) -> tuple[GraphTensors, tuple[Ke
         )
     if any(node.op_type == "If" for node in header.nodes):
         raise UnsupportedModelError(
-            "the graph takes one of two ways (If), by the context's length or in its first pass; both must "
-            "compute the same in every pass. Export the model without (of the Phi models, one of 4k context)."
+            "the graph branches (If), by the context's length or in its first pass. Export the model "
+            "without a branch (of the Phi models, one with a context of 4k)."
         )
     _check_types(header, stated, kept)
     named = {"input_ids": stated.ids, "attention_mask": stated.mask, "position_ids": stated.positions}

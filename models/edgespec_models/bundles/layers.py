@@ -378,7 +378,7 @@ class Decoder(ABC):
         for fact in self.lacks:
             if getattr(config, fact):
                 raise UnsupportedModelError(
-                    f"this {config.architecture} model has {fact}, which edgespec has not for {self.medium}; "
+                    f"this {config.architecture} model has {fact}, which edgespec lacks for {self.medium}; "
                     "export it in another form, or take another model"
                 )
         self.shapes = tensor_shapes(config)

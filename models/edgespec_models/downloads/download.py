@@ -102,8 +102,8 @@ def _fetch(job: Job, sources: Sequence[Source]) -> None:
             if following is not None:
                 job.notify(f"{error}; trying {following.title}")
     raise DownloadError(
-        f"no source could deliver {job.name}: {'; '.join(reasons)}. What has arrived is kept: when a "
-        "source can be reached, pull again to go on"
+        f"no source could deliver {job.name}: {'; '.join(reasons)}. The part that arrived is kept; "
+        "pull again later to go on"
     )
 
 

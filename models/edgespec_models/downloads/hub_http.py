@@ -71,7 +71,7 @@ def _receive(job: Job, source: HubFile, target: Path) -> str:
         try:
             if size.isdecimal() and int(size) != job.size_bytes:
                 file.truncate(0)
-                raise DownloadError(f"{what} is another file now, of {int(size):,} bytes")
+                raise DownloadError(f"{what} has changed and has now {int(size):,} bytes")
             for chunk in _chunks(response):
                 done += len(chunk)
                 if done > job.size_bytes:
@@ -92,8 +92,8 @@ def _answer(path: str, repository: str, what: str, start: int = 0) -> Iterator[A
         status = response.status_code
         if status in {401, 403}:
             raise DownloadError(
-                f"the Hugging Face hub refuses {repository} (HTTP {status}): look whether it is spelt right, "
-                "accept its licence on the model's page where it asks for that, and set HF_TOKEN"
+                f"the Hugging Face hub refuses {repository} (HTTP {status}): check its spelling, accept its "
+                "licence on the model's page if it has one, and set HF_TOKEN"
             )
         if status == 404:
             raise DownloadError(f"the Hugging Face hub has no {what} (HTTP 404)")
@@ -111,7 +111,7 @@ def _ask(path: str, start: int) -> Any:
         answer = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 0) or 5.0
         piece = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or 0) or 10.0
     except ValueError as error:  # such as a HF_ variable that must be a number and is not
-        raise DownloadError(f"the Hugging Face hub cannot be asked: {error}") from error
+        raise DownloadError(f"the Hugging Face hub cannot be reached: {error}") from error
     constants.HF_HUB_DISABLE_TELEMETRY = True  # get_token may ask the hub, in huggingface_hub's own way
     # huggingface_hub reads HF_ENDPOINT when it is first imported; an application may set it later.
     endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")

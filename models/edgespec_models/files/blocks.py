@@ -174,7 +174,9 @@ class Tensor:
         raw = np.empty((lines, width), np.uint8)
         file.seek(offset + start * self.step * width)
         if file.readinto(raw.data.cast("B")) != raw.nbytes:  # type: ignore[attr-defined]
-            raise ModelFileError(f"{file.name} ended while tensor {self.name!r} was read; was it changed?")
+            raise ModelFileError(
+                f"{file.name} ended while tensor {self.name!r} was read; another program may have changed it"
+            )
         return raw[:: self.step]
 
 

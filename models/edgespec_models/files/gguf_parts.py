@@ -23,8 +23,8 @@ def parts_of(path: Path) -> list[Path]:
     for part in parts:
         if len(parts) > 1 and not is_file(part):
             raise ModelFileError(
-                f"{path} is one of {len(parts)} parts of a model, and {part.name} is not beside it. Put all "
-                "parts into one directory."
+                f"{path} is one of {len(parts)} parts of a model, and {part.name} is missing. Put all parts "
+                "into one directory."
             )
     return parts
 

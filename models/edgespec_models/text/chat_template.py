@@ -69,7 +69,7 @@ class ChatTemplate:
         if len(source) > LONGEST_SOURCE:
             raise TokenizerError(
                 f"The chat template has {len(source):,} characters; allowed: at most {LONGEST_SOURCE:,}. "
-                "Use a file of the model's maker, or prompts without a template."
+                "Use the model's original file, or prompts without a template."
             )
         try:
             self._template = _environment().from_string(source)
@@ -293,7 +293,7 @@ def _plain(value: object, where: str, depth: int = 0) -> Any:
         if isinstance(value, list | tuple):
             return [_plain(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
     raise RequestError(
-        f"{where} is {shown(value)}; allowed: what JSON can say (texts, numbers, True, False, None, lists, "
+        f"{where} is {shown(value)}; allowed: values of JSON (texts, numbers, True, False, None, lists, "
         f"tables with texts as keys), at most {_DEEPEST} levels deep"
     )
 
@@ -318,7 +318,7 @@ def _message(message: object, where: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise RequestError(
                 f"{where} has the part {shown(part)}; allowed: {{'type': 'text', 'text': a text}}, "
-                "for the models read nothing but text"
+                "because models read text alone"
             )
     return copy
 

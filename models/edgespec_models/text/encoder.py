@@ -23,8 +23,8 @@ AFFIX = re.compile(r'"(continuing_subword_prefix|end_of_word_suffix)"\s*:\s*"[^"
 _PANIC = "PanicException"  # pyo3's; its module cannot be imported
 _TEXT = "The tokenizers library cannot encode the text"
 _TRY = (
-    "Try a shorter text; if that fails too, the tokenizer.json is at fault: export or download the model "
-    "again, or use another"
+    "Try a shorter text; if that fails too, the tokenizer.json has a fault: export or download the model "
+    "again, or use another model"
 )
 _VOCABULARY = "The tokenizers library cannot show the vocabulary"
 _AGAIN = "Export or download the model again"

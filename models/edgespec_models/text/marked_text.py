@@ -29,7 +29,7 @@ def mark(text: str, spans: Iterable[tuple[int, int, int]]) -> str:
     """``text`` with stand-ins in spans of (start, stop, id); RequestError if it holds some already."""
     if has_marks(text):
         raise RequestError(
-            "A message holds a character from U+18A21 to U+18A7E, which edgespec marks text with. Remove it."
+            "A message holds a character from U+18A21 to U+18A7E, which edgespec uses for marks. Remove it."
         )
     parts, end = list[str](), 0
     for start, stop, _ in spans:

@@ -102,7 +102,7 @@ class _Budget:
                 left += (*item.keys(), *item.values())
             elif isinstance(item, Namespace):
                 if item is not value:  # it is mutable, so its container could grow after it was measured
-                    raise SecurityError("a namespace is within another value")
+                    raise SecurityError("the template puts a namespace into another value")
                 left.append(item._Namespace__attrs)
             elif isinstance(item, Collection) and not isinstance(item, range):
                 left += item

@@ -99,7 +99,7 @@ class TokenizerFiles:
         if "[INST]" in ids and "p{N}{1,3}" in json.dumps(spec.get("pre_tokenizer")):
             _LOG.warning(
                 "%s: tokenizer.json has the known wrong regular expression of Mistral models: some words and "
-                "numbers become other tokens than in training. Take a GGUF file.",
+                "numbers become other tokens than in training. Use a GGUF file.",
                 name,
             )
         return text, Tokenizer(encoder, vocab_size=self._vocab_size)
