@@ -139,7 +139,7 @@ class Cap {
   static constexpr std::array kOutputs = {ort::kFloat};
 
   Cap(const Info& info, const Host& host) : kernels_(host.kernels), most_(info.real("most")) {
-    require(most_ > 0, "logits are to come no farther than 0, or behind it");
+    require(most_ > 0, "the bound of logits is not above 0");
   }
 
   void run(const Pass& pass) const {
