@@ -258,7 +258,7 @@ def test_numbers_that_are_not_finite_are_no_vector() -> None:
         (["x", ""], {}, "text 1 is empty; leave it out"),
         ([3], {}, r"texts\[0\] is 3; allowed: a text or a list"),
         ([[400_000]], {}, r"text 0 is a list of tokens; allowed: ids from 0 to \d+"),
-        ([[1]], {"instruction": "Find."}, "and no instruction"),
+        ([[1]], {"instruction": "Find."}, "no instruction"),
         (["x"], {"dimensions": 97}, "dimensions is 97; allowed: 1 to the model's own, 96"),
         (["x"], {"dimensions": 0}, "dimensions is 0"),
         (["x"], {"timeout": -1}, "timeout is -1"),
@@ -278,7 +278,7 @@ def test_a_text_that_does_not_fit(model: Model) -> None:
 
 def test_models_that_were_not_made_for_it_refuse(tmp_path: Path) -> None:
     chats = tiny_native(tmp_path / "chats").path
-    with edgespec.load(chats, None) as model, pytest.raises(RequestError, match="chats does not say how"):
+    with edgespec.load(chats, None) as model, pytest.raises(RequestError, match="chats makes no vectors"):
         model.embed("x")
     source = embedder(tmp_path / "m", "qwen3")
     export_model(source, tmp_path / "portable", options=ExportOptions(weights="portable"))

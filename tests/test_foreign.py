@@ -140,7 +140,7 @@ def test_what_is_opened_and_what_is_exported(tmp_path: Path) -> None:
         opened = open_model(folder, "drafter")
         assert isinstance(opened, ForeignBundle)
         assert choose(opened, folder) == "ngram"
-        with pytest.raises(ModelFileError, match="runs as it is"):
+        with pytest.raises(ModelFileError, match="runs without an export"):
             export_model(folder, tmp_path / "out")
     assert not isinstance(open_bundle(own), ForeignBundle)
     (optimum / "model.safetensors").write_bytes(b"")
@@ -153,7 +153,7 @@ def test_inspect_shows_it(tmp_path: Path) -> None:
     folder = write_genai(tmp_path / "m")
     shown = CliRunner().invoke(app, ["inspect", str(folder)])
     assert shown.exit_code == 0
-    assert "run as they are" in shown.stdout
+    assert "of another exporter" in shown.stdout
     value = json.loads(CliRunner().invoke(app, ["inspect", str(folder), "--json"]).stdout)
     assert value["manifest"]["config"]["num_layers"] == LAYERS
     with pytest.raises(BundleError, match="no digests"):

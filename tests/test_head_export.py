@@ -325,7 +325,7 @@ def test_the_command_line(tmp_path: Path, target: Path) -> None:
     failed = CliRunner().invoke(app, ["export", str(head), "-o", f"{out}2"])
     assert failed.exit_code and "--target" in failed.output
     failed = CliRunner().invoke(app, ["export", str(target), "-o", f"{out}2", "--target", str(target)])
-    assert failed.exit_code and "leave out --target" in failed.output
+    assert failed.exit_code and "Leave out --target" in failed.output
 
 
 def test_bits_round_a_head_too(tmp_path: Path, target: Path) -> None:

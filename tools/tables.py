@@ -57,7 +57,7 @@ _INTRODUCTION: Final = (
 _LOAD: Final = (
     "`edgespec.load(..., options=edgespec.LoadOptions(NAME=VALUE))`. `edgespec.load` itself takes the two "
     "models, `history`, `device`, `drafter_device`, `priority` and `progress` "
-    "([reference.md](reference.md#loading)).\n"
+    "([reference.md](reference.md#loading), or `help(edgespec.load)`).\n"
 )
 _WORDS: Final = (
     (r"a (whole )?number (from |(?=above))", ""),
