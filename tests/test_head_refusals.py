@@ -194,7 +194,7 @@ def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> 
         with pytest.raises(RequestError, match=r"is no EAGLE-3 head.*Leave out --target"):
             export(source, target, out)
     export_model(target, tmp_path / "bundle")
-    with pytest.raises(ModelFileError, match="As a head's target give the file"):
+    with pytest.raises(ModelFileError, match="As a head's target give the bundle's source"):
         export(head, tmp_path / "bundle", out)
     with pytest.raises(ModelFileError, match="does not exist"):
         export(head, tmp_path / "nowhere", out)
