@@ -99,7 +99,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"ssm.conv_kernel": 3}, r"conv1d.*shape \(192, 4\)"),
     ({"ssm.conv_kernel": 1 << 20}, "conv_taps"),
     ({"ssm.time_step_rank": 2}, "shape"),
-    ({"nextn_predict_layers": 4}, "4 of its 4 blocks are for MTP"),
+    ({"nextn_predict_layers": 4}, "4 blocks, 4 of them for MTP"),
     ({"nextn_predict_layers": 1}, "left out|has tensors"),
     ({"block_count": 5}, "lacks a tensor|layers"),
     ({"ssm.inner_size": None}, "lacks 'ssm.inner_size'"),

@@ -72,7 +72,7 @@ def test_openais_client_gets_the_models_vectors(model: Model, url: str) -> None:
         ({"input": []}, 400, "input is []; allowed: a text or a list"),
         ({"input": ["x"] * 2049}, 400, "of length 1 to 2048"),
         ({"input": ["x", ""]}, 400, "text 1 is empty"),
-        ({"input": [1, "x"]}, 400, "input has tokens beside texts"),
+        ({"input": [1, "x"]}, 400, "input mixes token ids and texts"),
         ({"input": [[1, 10_000]]}, 400, "text 0 is a list of tokens; allowed: ids from 0 to 403"),
         ({"input": "the fox " * 5000}, 400, "text 0 is too long: 1"),
         ({"dimensions": 4096}, 400, "dimensions is 4096; allowed: 1 to the model's own, 96"),

@@ -266,7 +266,7 @@ def test_what_is_referred_to_is_kept_on() -> None:
     assert kept.item("msg_aa0000", "x") == {"id": "msg_aa0000"}
     now[0] = 100.0
     assert kept.item("msg_aa0000", "x") == {"id": "msg_aa0000"}
-    with pytest.raises(Problem, match="x is 'msg_bb0000', which is not here"):
+    with pytest.raises(Problem, match="x is 'msg_bb0000', which is not kept"):
         kept.item("msg_bb0000", "x")
 
 
