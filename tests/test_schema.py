@@ -58,7 +58,7 @@ def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: obje
         ({"stop": [""]}, r"stop\[0\] is ''"),
         ({"stop": ""}, r"stop\[0\] is ''"),
         ({"max_tokens": -1}, "max_new_tokens is -1; allowed: a whole number from 0"),
-        ({"max_tokens": 5, "max_new_tokens": 6}, "max_tokens is 5 and max_new_tokens 6.*leave out one of them"),
+        ({"max_tokens": 5, "max_new_tokens": 6}, "max_tokens is 5 and max_new_tokens 6.*leave out one"),
         ({"presence_penalty": 3}, "presence_penalty is 3; allowed: a number from -2 to 2"),
         ({"logit_bias": {"7": 1}}, r"logit_bias\[key '7'\] is '7'; allowed: a whole number from 0"),
         ({"logit_bias": {7: 101}}, r"logit_bias\[7\] is 101; allowed: a number from -100 to 100"),
