@@ -122,9 +122,8 @@ class Request:
         parallel_tool_calls: False ends the answer after its first call. With True a required call may be
             several calls, where the model's form of calls allows it.
         template_args: Variables of the chat template, such as ``enable_thinking``.
-        thinking: Whether the model thinks before it answers. A number is the most tokens of thoughts. An
-            effort goes to chat templates that take one; for others ``"low"`` is 1,024 tokens, ``"medium"``
-            4,096, and ``"high"`` has no bound. None leaves it to the chat template.
+        thinking: Whether the model thinks before it answers, the most tokens of thoughts, or an effort. None
+            leaves it to the chat template.
         response_format: The form of the answer, such as :class:`edgespec.JsonSchema`. Thoughts and calls of
             tools stand outside of it. An answer that another option ends early is a beginning of that form.
         sampling: How tokens are chosen.
