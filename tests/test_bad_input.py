@@ -244,12 +244,9 @@ def test_convolutions_that_contradict_each_other(
 @pytest.mark.parametrize(
     ("name", "size", "instead"),
     [
-        ("IQ1_S", 50, "Q2_K"),
-        ("IQ2_XXS", 66, "Q2_K"),
-        ("IQ2_S", 82, "Q2_K"),
+        ("IQ1_S", 50, "IQ2_XXS"),
         ("TQ1_0", 54, "Q2_K"),
         ("TQ2_0", 66, "Q2_K"),
-        ("NVFP4", 144, "IQ4_NL or Q4_K_M"),
         ("I32", 1024, "Q4_K_M or Q8_0"),
     ],
 )

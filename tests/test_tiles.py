@@ -23,7 +23,9 @@ ROUNDED = {
 }
 LINES = {"Q4_0": (4, 0), "Q4_1": (4, 0), "Q5_0": (4, 1), "Q5_1": (4, 1), "Q8_0": (8, 0)}
 LINES |= {"Q2_K": (2, 0), "Q3_K": (2, 1), "Q4_K": (4, 0), "Q5_K": (4, 1), "Q6_K": (4, 2)}
-LINES |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "MXFP4"), (4, 0))
+LINES |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4"), (4, 0)) | {
+    "IQ2_XS": (2, 1)
+}
 """Lines of a block in the lower and the upper part; as many as bits."""
 
 by_format = pytest.mark.parametrize("name", FORMATS)

@@ -50,6 +50,18 @@ inline F power(const uint8_t* p) {
   return result;
 }
 
+// kLanes floats of 8 bits without a sign: 4 of an exponent, whose 7 is 1, and 3 behind a leading 1, which the
+// smallest do not have.
+inline F small_floats(const uint8_t* p) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes v;
+  __builtin_memcpy(&v, p, sizeof v);
+  const I whole = __builtin_convertvector(v, I), bits = (whole << 20) + (120 << 23);
+  F result;
+  __builtin_memcpy(&result, &bits, sizeof result);
+  return whole > 7 ? result : __builtin_convertvector(whole, F) * (1.0f / 512.0f);
+}
+
 // e to the x, to about one unit in the last place; 0 below -87.
 inline F exponential(F x) {
   const F magic = splat(12582912.0f);  // adding it rounds to a whole number

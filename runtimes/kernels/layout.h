@@ -41,10 +41,12 @@ constexpr int kMostScale = 255, kMostCode = 127;
 //     kBits      of a code in lines that hold two groups (4 bits) or four (2 bits) or one (8 bits) each
 //     kHighBits  above them, in further lines: 1 bit of all 8 groups, or 2 bits of 4 groups
 //     kScales    scales of a block: 1, or 2 of 16 inputs each
-//     kTable     16 codes, which the 4 bits choose from; no distance to kZero is above kZero
+//     kTable     codes, which the bits choose from; no distance to kZero is above kZero
+//     kUnit      what every scale is multiplied with besides
 //
-// The scale of a block is a float16, a power of two by its exponent, or a float16 of the tile times a number.
-enum class Scale { half, exponent, bytes, signed_bytes, nibbles };
+// The scale of a block is a float16, a power of two by its exponent, or a float16 of the tile times a number:
+// a whole one, or a float of 8 bits without a sign, 4 of them its exponent.
+enum class Scale { half, exponent, bytes, signed_bytes, nibbles, small_floats };
 
 struct Q4_0 {
   static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 1, kScales = 1, kZero = 8;
@@ -112,6 +114,31 @@ struct MXFP4 {
   static constexpr bool kMinimums = false;
   static constexpr uint8_t kTable[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 };
+struct IQ2_XS {
+  static constexpr int kBits = 2, kHighBits = 1, kSubBlocks = 8, kScales = 2, kZero = 128;
+  static constexpr Scale kScale = Scale::signed_bytes;
+  static constexpr bool kMinimums = false;
+  static constexpr float kUnit = 0.125f;
+  static constexpr uint8_t kTable[16] = {85, 103, 120, 136, 153, 171};
+};
+struct IQ3_XXS {
+  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 8, kScales = 1, kZero = 31;
+  static constexpr Scale kScale = Scale::signed_bytes;
+  static constexpr bool kMinimums = false;
+  static constexpr float kUnit = 0.5f;
+  static constexpr uint8_t kTable[] = {0, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 62};
+};
+struct IQ3_S {
+  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 8, kScales = 1, kZero = 16;
+  static constexpr Scale kScale = Scale::signed_bytes;
+  static constexpr bool kMinimums = false;
+  static constexpr uint8_t kTable[] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+};
+struct NVFP4 : MXFP4 {
+  static constexpr int kSubBlocks = 2, kScales = 2;
+  static constexpr Scale kScale = Scale::small_floats;
+  static constexpr float kUnit = 0.00048828125f;  // 2 to the -11: a matrix's own factor is small
+};
 
 // The parts of a tile: low bits, high bits, scales and minimums of blocks, then factors: float16, or exponents in a
 // byte.
@@ -134,11 +161,13 @@ static_assert(Tile<Q4_0>::kBytes == 288 && Tile<Q4_1>::kBytes == 320 && Tile<Q5_
 static_assert(Tile<Q5_1>::kBytes == 384 && Tile<Q8_0>::kBytes == 544 && Tile<Q2_K>::kBytes == 1344);
 static_assert(Tile<Q3_K>::kBytes == 1824 && Tile<Q4_K>::kBytes == 2368 && Tile<Q5_K>::kBytes == 2880);
 static_assert(Tile<Q6_K>::kBytes == 3360 && Tile<IQ4_NL>::kBytes == 288 && Tile<IQ4_XS>::kBytes == 2208);
-static_assert(Tile<MXFP4>::kBytes == 272);
+static_assert(Tile<MXFP4>::kBytes == 272 && Tile<IQ2_XS>::kBytes == 1824 && Tile<IQ3_XXS>::kBytes == 2208);
+static_assert(Tile<IQ3_S>::kBytes == 2208 && Tile<NVFP4>::kBytes == 608);
 
 // In the order of the tables of functions.
 #define EDGESPEC_FORMATS(X) \
-  X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
+  X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) \
+  X(IQ2_XS) X(IQ3_XXS) X(IQ3_S) X(NVFP4)
 
 // The largest code of a format, and the largest distance of a code from zero's.
 template <class Format>

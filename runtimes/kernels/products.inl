@@ -15,10 +15,10 @@ inline void unpack(const uint8_t* tile, int b, int pair, B* codes) {
     const int g = 2 * pair + i;
     const B v = load_line(low + g * kBits / 8 * kLine);
     codes[i] = kBits == 8 ? v : shifted(v, -g * kBits % 8, (1 << kBits) - 1);
-    if constexpr (requires { Format::kTable; }) codes[i] = look_up(Format::kTable, codes[i]);
     if constexpr (Format::kHighBits == 1) codes[i] |= shifted(load_line(high), kBits - g, 1 << kBits);
     if constexpr (Format::kHighBits == 2)
       codes[i] |= shifted(load_line(high + g / 4 * kLine), kBits - 2 * (g % 4), 3 << kBits);
+    if constexpr (requires { Format::kTable; }) codes[i] = look_up(Format::kTable, codes[i]);
   }
 }
 
@@ -30,6 +30,7 @@ struct Factors {
   explicit Factors(const uint8_t* tile) {
     const uint8_t* at = tile + Tile<Format>::kFactorAt;
     scale = Tile<Format>::kExponents ? power(at) : half(at);
+    if constexpr (requires { Format::kUnit; }) scale = scale * Format::kUnit;
     if constexpr (Format::kMinimums) minimum = half(at + 2 * kLanes);
   }
 
@@ -39,6 +40,7 @@ struct Factors {
     const uint8_t* at = tile + T::kScaleAt + b * T::kScaleBytes + s * kLanes;
     if constexpr (Format::kScale == Scale::bytes) return scale * widen(at);
     if constexpr (Format::kScale == Scale::nibbles) return scale * widen_nibbles(at, 0);
+    if constexpr (Format::kScale == Scale::small_floats) return scale * small_floats(at);
     return scale * widen_signed(at);
   }
 

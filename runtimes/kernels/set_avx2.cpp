@@ -49,7 +49,10 @@ inline I scaled(I sum, const Activations& x, int half) {
 }
 
 template <class Format>
-inline F weigh(I sum, const Activations& x, int half) { return real(scaled(sum, x, half)); }
+inline F weigh(I sum, const Activations& x, int half) {
+  if constexpr (!kFits<Format>) return weigh_in_floats(sum, x.floats[half]);
+  return real(scaled(sum, x, half));
+}
 
 template <class Format>
 inline F weigh(I first, I last, const Activations& x) {

@@ -16,8 +16,33 @@ F32 = npt.NDArray[np.float32]
 Raw = npt.NDArray[Any]
 
 ARCHITECTURES = ("llama", "qwen2", "gemma3", "olmo2")
-BLOCKS_OF_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_XXS", "IQ3_S")
-FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *BLOCKS_OF_256, "IQ4_NL", "MXFP4")
+BLOCKS_OF_256 = (
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_XS",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+)
+FORMATS = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    *BLOCKS_OF_256,
+    "IQ4_NL",
+    "MXFP4",
+    "NVFP4",
+)
 HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, CONTEXT, WINDOW = 256, 256, 4, 2, 32, 640, 6
 
 
@@ -80,6 +105,10 @@ def random_raw(rng: np.random.Generator, rows: int, columns: int, kind: str) -> 
     if kind in _BLOCKS:
         weights = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
         return _blocks(rng, rows * columns // weights, kind).reshape(rows, -1)
+    if kind == "NVFP4":
+        blocks: Raw = rng.integers(0, 256, (rows, columns // 64, 36), np.uint8)
+        blocks[..., :4] = rng.integers(1, 5, (rows, columns // 64, 4))  # scales of 0.001 to 0.004
+        return blocks.reshape(rows, -1)
     values = rng.normal(0.0, columns**-0.5, (rows, columns)).astype(np.float32)
     if kind == "F32":
         return values
@@ -97,6 +126,9 @@ _BLOCKS = {
     "IQ4_XS": (136, 0, 5e-5, 0),
     "IQ3_XXS": (98, 0, 3e-4, 0),
     "IQ3_S": (110, 0, 5e-4, 0),
+    "IQ2_XXS": (66, 0, 1e-3, 0),
+    "IQ2_XS": (74, 0, 1e-3, 0),
+    "IQ2_S": (82, 0, 1e-3, 0),
 }
 """Of formats that the ``gguf`` package does not write: bytes, where the scale is, its size, and that of
 minimums beside it, which lie among the codes."""

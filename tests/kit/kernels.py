@@ -117,6 +117,8 @@ def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int) 
         raw[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
     if name == "MXFP4":
         raw[..., 0] = rng.integers(118, 125, raw.shape[:2])
+    if name == "NVFP4":
+        raw[..., :4] = rng.integers(0, 32, (*raw.shape[:2], 4))
     return raw
 
 

@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.files.blocks import GGMLType, Tensor
+from edgespec_models.files.blocks import GGMLType, ScaledBlocks, Tensor
 from edgespec_models.files.gguf_parts import parts_of
 from edgespec_models.files.impostors import refuse_impostor
 
@@ -26,6 +27,7 @@ MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArra
 _ALIGNMENT = 32
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
+_MOST_SCALE = 60.0  # which a float16 in NVFP4's unit still holds
 _I64 = 27  # the one format that holds no weights
 _SCALARS: Mapping[int, str] = MappingProxyType(
     {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -34,15 +36,11 @@ _UNREAD: Mapping[int, tuple[str, str]] = MappingProxyType(
     {
         9: ("Q8_1", "Q8_0"),
         15: ("Q8_K", "Q8_0"),
-        16: ("IQ2_XXS", "Q2_K"),
-        17: ("IQ2_XS", "Q2_K"),
-        19: ("IQ1_S", "Q2_K"),
-        22: ("IQ2_S", "Q2_K"),
+        19: ("IQ1_S", "IQ2_XXS"),
         28: ("F64", "F32"),
-        29: ("IQ1_M", "Q2_K"),
+        29: ("IQ1_M", "IQ2_XXS"),
         34: ("TQ1_0", "Q2_K"),
         35: ("TQ2_0", "Q2_K"),
-        40: ("NVFP4", "IQ4_NL or Q4_K_M"),
         41: ("Q1_0", "Q2_K"),
         42: ("Q2_0", "Q2_K"),
     }
@@ -238,4 +236,34 @@ def open_parts(path: Path, stack: ExitStack) -> GGUFFile:
                 "Parts are found by names such as NAME-00001-of-00003.gguf: name all as they were published."
             )
         files[0].tensors |= file.tensors
+    files[0].tensors = _with_scales(files[0].tensors, path.name)
     return files[0]
+
+
+def _with_scales(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Tensors in NVFP4 with their factors, which lie beside them, one of a matrix; ModelFileError for others.
+
+    Factors of activations, which are not rounded to this format here, are left out.
+    """
+    scaled = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.type is GGMLType.NVFP4:
+            stem, count = name.removesuffix(".weight"), tensor.shape[0] if len(tensor.shape) > 2 else 1
+            scaled.pop(f"{stem}.input_scale", None)
+            scales = scaled.pop(f"{stem}.scale", None)
+            factors = (1.0,) * count
+            if scales is not None:
+                if scales.type is not GGMLType.F32 or scales.shape != (count,):
+                    raise ModelFileError(
+                        f"tensor {scales.name!r} of {where} is {scales.type.name} of shape {scales.shape}; "
+                        f"allowed beside {name!r}: F32 of shape {(count,)}. Download or convert it again."
+                    )
+                factors = tuple(map(float, scales.read().view(np.float32).ravel()))
+            if not max(map(abs, factors)) < _MOST_SCALE:
+                raise ModelFileError(
+                    f"tensor {stem + '.scale'!r} of {where} has a scale of {max(factors, key=abs):.3g}; "
+                    f"allowed: below {_MOST_SCALE:g}. Download or convert it again."
+                )
+            facts = {field.name: getattr(tensor, field.name) for field in fields(tensor)}
+            scaled[name] = ScaledBlocks(**facts, factors=factors)
+    return scaled

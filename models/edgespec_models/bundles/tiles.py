@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.files.blocks import F16, F32, TABLES, U8, Blocks, Fields, GGMLType, Steps, fields
+from edgespec_models.files.blocks import F16, F32, U8, Blocks, Fields, GGMLType, Steps, fields
 
 U32 = npt.NDArray[np.uint32]
 
@@ -38,6 +38,10 @@ _CODES: Final = MappingProxyType(
         "IQ4_NL": (4, 0, 128),
         "IQ4_XS": (4, 0, 128),
         "MXFP4": (4, 0, 12),
+        "IQ2_XS": (2, 1, 128),
+        "IQ3_XXS": (4, 0, 31),
+        "IQ3_S": (4, 0, 16),
+        "NVFP4": (4, 0, 12),
     }
 )
 """Bits of a code in the first lines and above them, and the code of zero."""
@@ -106,7 +110,7 @@ def unpack_tiles(name: str, tiles: U8, rows: int, columns: int) -> F32:
     if high:
         codes |= _codes(above, high) << np.uint8(low)
     by_row = codes.transpose(0, 4, 1, 2, 3, 5).reshape(-1, columns)
-    unpacked = Fields(by_row, zero, low + high, *_numbers(name, rest), table=TABLES.get(name, b""))
+    unpacked = Fields(by_row, zero, low + high, *_numbers(name, rest), form=name)
     return unpacked.blocks().values()[:rows]
 
 
@@ -210,7 +214,7 @@ def _numbers(name: str, rest: U8) -> tuple[F16 | U8, Steps | None, F16 | None, U
     factors = by_row(rest[..., at:], np.float16)
     steps = by_row(rest[..., :at], np.uint8)
     if name not in _WITH_MINIMUMS:
-        return factors[..., 0], steps.view(np.int8) if at else None, None, None
+        return factors[..., 0], steps if name == "NVFP4" else steps.view(np.int8) if at else None, None, None
     if not at:
         return factors[..., 0], None, factors[..., 1], None
     scales, minimums = np.split(steps, 2, axis=-1)

@@ -1,8 +1,8 @@
 """How a matrix is stored: floats, ONNX Runtime's blocks, or tiles of edgespec's kernels.
 
 Tiles are the blocks of a GGUF file as the kernels read them (``runtimes/kernels/layout.h``). A tile is 16
-rows of a matrix by 32 or 256 inputs, the block of its format. Tiles follow each other along the inputs, then
-down the rows; the last rows of a matrix are filled up with zeros.
+rows of a matrix by 32, 64 or 256 inputs, the block of its format. Tiles follow each other along the inputs,
+then down the rows; the last rows of a matrix are filled up with zeros.
 """
 
 from collections.abc import Mapping
@@ -38,6 +38,10 @@ FORMATS: Final[Mapping[str, TileFormat]] = MappingProxyType(
         "IQ4_NL": TileFormat(32, 288),
         "IQ4_XS": TileFormat(256, 2208),
         "MXFP4": TileFormat(32, 272),
+        "IQ2_XS": TileFormat(256, 1824),
+        "IQ3_XXS": TileFormat(256, 2208),
+        "IQ3_S": TileFormat(256, 2208),
+        "NVFP4": TileFormat(64, 608),
     }
 )
 """The formats that the kernels multiply by."""

@@ -2,7 +2,7 @@
 
 Every quantized format is ``w = scale * (code - zero) - minimum`` over blocks of 16 or 32 weights; this
 module brings each to that form without rounding. Scales and minimums of the K formats are themselves whole
-numbers times a float16 of 256 weights. Codes of IQ4_NL, IQ4_XS and MXFP4 are places in a table of sixteen
+numbers times a float16 of 256 weights. Codes of the IQ formats, MXFP4 and NVFP4 are places in a table of
 numbers of 8 bits. Layouts: ggml ``ggml-common.h``; tests compare with the ``gguf``
 package's own dequantization.
 """
@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import cache
 from math import prod
 from types import MappingProxyType
-from typing import BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -57,29 +57,81 @@ class GGMLType(IntEnum):
     Q4_K = 12, 256, 144, 0, 2
     Q5_K = 13, 256, 176, 0, 2
     Q6_K = 14, 256, 210, 208, 1
+    IQ2_XXS = 16, 256, 66, 0, 1
+    IQ2_XS = 17, 256, 74, 0, 1
     IQ3_XXS = 18, 256, 98, 0, 1
     IQ4_NL = 20, 32, 18, 0, 1
     IQ3_S = 21, 256, 110, 0, 1
+    IQ2_S = 22, 256, 82, 0, 1
     IQ4_XS = 23, 256, 136, 0, 1
     BF16 = 30, 1, 2
     MXFP4 = 39, 32, 17
+    NVFP4 = 40, 64, 36
 
 
 FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 """The floating-point formats, whose weights are not quantized."""
 
 _NON_LINEAR: Final = bytes((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241))
+_E2M1: Final = bytes((12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0))
+_NVFP4_FACTOR: Final = 1024  # that stands for 1, because most are small: half the inverse of the unit
+_IQ2: Final = bytes((85, 103, 120, 136, 153, 171))
 TABLES: Final[Mapping[str, bytes]] = MappingProxyType(
     {
         "IQ4_NL": _NON_LINEAR,
         "IQ4_XS": _NON_LINEAR,
-        "MXFP4": bytes((12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)),
+        "MXFP4": _E2M1,
+        "NVFP4": _E2M1,
+        "IQ2_XS": _IQ2,
+        "IQ3_XXS": bytes((0, *range(5, 58, 4), 62)),
+        "IQ3_S": bytes(range(1, 32, 2)),
     }
 )
-"""The codes that a file's 4 bits choose from, by format."""
+"""The codes that the bits of a weight choose from, by format."""
 
-WITHIN: Final[Mapping[str, str]] = MappingProxyType({"IQ3_XXS": "Q6_K", "IQ3_S": "Q5_K"})
-"""Formats whose blocks are read as those of another, which holds the same values in more bits."""
+UNITS: Final[Mapping[str, float]] = MappingProxyType({"IQ2_XS": 2**-3, "IQ3_XXS": 2**-1, "NVFP4": 2**-11})
+"""What the scales of a format are multiplied with besides."""
+
+WITHIN: Final[Mapping[str, str]] = MappingProxyType({"IQ2_XXS": "IQ2_XS", "IQ2_S": "IQ2_XS"})
+"""Formats whose blocks are read as those of another, which has the same values."""
+
+_IQ2_XXS_GRID: Final = (
+    "s;DTc2qJ=l03awL00;m803ZSYC;$Qg0000W000UI0)mJDfG8jW3LpXi2mk<}2mk;I004jh00IC2f+!#YC@25`AOHX$001BW0000003Zke0000000"
+    "00eAP5Km0stV003d(}00II4fB*mh004j>0000000<xgAOZjYAOHXW00;m800;m800ICA0000000000pnw1%00062004*p000000001h000000ssI"
+    "2001Z;004jhfS>>X000082mk;8000UA00000000000)hYlfC2yj00062001BW0ssI200000000000ssI403ZMW0000W0000000000000000001h0"
+    "0000015~qf(QtJC?Eg`00IC203ad&00II400II4fB*mj2mpWp000O82mk;e2mk;800000fB*mh00000001Z;00@8p00000AOHXW00@8}00000001"
+    "BW001BW2qFpq0000WfB*o1001BW00000fB*mh000000ssI2000000007j004jh000000000W00000fB*mh03Zk;0000W000000006200000001BW"
+    "0000000000f&c)3004jh00IC2000620000000IC200;m8004*p000000000004M+e0000W00000000000000000000fB*mh00000000000000000"
+    "000000000007l001BW00IC203ZSYAOHXW00000AOHXW0000004O2=2mk^A0000W0000W00008001BW0ssJj000020000000000004jh000000000"
+    "00Du4h00000001C>2p|9e0001h00IC20006200000004jh00000AOHdYfB*mh000000001h000000000000000000000000000;m80001h000000"
+    "0000000000000003ZMW00;m8AOHXWfB*mh0000003ZMW000000000003ZMW00000000000000000000000000000000000001BW00000AOHXW000"
+    "0000000000000000000"
+)
+_IQ2_XS_GRID: Final = (
+    "s;a7rs-l9ZqJS!@stTfl2%vxfDvAgKf*=5ZfB*`rqJpTXfG8jU3ZjAlpnxDC0007l00^J}00IC20;-^hC?J3c00IJ_fB+x>00IaA0Du4>fB*mh00"
+    "@98s)`Dtf&!p`04j<I0)hYlfC>N#hyVfr0Du4h01Bdl0HS~hAOHXYf&c)30000000ICY004jh00000pr8OC0ssIY004*p00000AOHXW000000ssI"
+    "2006402m*ot0Du4>3J3rK2mlBG000O80Du4h03ZMWB7y({fB*mh00062001Be000080Du6100000000PrfFJ+>fB*;pAOHXW000080Du4hfCvBp0"
+    "01I@01B$2f~ug1C?Eg|qJjXRfB+%@0s?}70)PMj00002sG@)<AOHvefB>L?2p|9e00062fPer32mk;8001Z;00@A9fB*mhAP4{ef&c;l00062000"
+    "00000003ZjAtpnw1%0007lAON5M000000ssI22mk;80007@fFK|M2m$~AfPw%3000022mk;800;m800;m8ARqz&0s;U4004jh00;tr0000000000"
+    "000000ssI4f&c)32nYax015yA0000000000000O8AOHXWfB=93000000000003ZMefB*mh00;m800000000002mk;80001h0000003ZMW0000003"
+    "ZMW00;;G00080pn#|#015yA3aEepAP67;0001h03ZMW00Mvjf+#8g2mk^A0ssIY0001h000000ssIY00000fB*mpAOIi$0Dvd}03aX$000000000"
+    "0001BW000OeAPAs<03ZN>0Du4hfB*;p004jh000000000W00IC2A^-pYf(QTr0000000;m8001Ze00000fB*mh000000000W00000AOHXW0Du4h0"
+    "00002mk;82mk;80HS~(AOHXW004jh000022mk;80w{n02mk;8fB+x>00062000020000000000000000000000IC2AOHdYq5uE@0006AAOHXW000"
+    "1>000000H6Q>004jhfB"
+)
+_IQ2_S_GRID: Final = (
+    "s;a7rs-mi>poprfiVC8tD4?h)DvAgSsvrP}hzJU*qN=K@s4Ak03aY9os;Vd|iU<O#AOMOeAPNWo0;sBps;Y_zfPey^svshY2m%5C0Dve6pa=i}00"
+    "ICis)~xDs;H=nC@QL|qN=E%swe;oD1w3@pa3W!01Be2D5|O`DvAgKs;Ho<C?E<500JnWfG8jU2mk;As)`^giU<OL0062eAPNWo2mk;e2p|9m03ZM"
+    "W001hAsEUH1Ab^MfDhh%EprC*#AOHvm0E!@h005u>BC05$swf}|2mk^opnxbK0Ehqp0HA;XAOIi$0001pC;$ow000620H`1U0000000;m8AOZjY0"
+    "3ZT@01B$AqN=K>C?bjqqN<>(swgUo2m*qrAc`m;3IG5Cs;a6gs)`Dtf&i+jC@P8w3W5Ltswf}|2mk^A00=0miVC8F03d(>DvAgKf&c)30ssmK00I"
+    "C2000003Zkm0s;Vd|iU0ztsGzDSAPNWo0w|z>C?EhR00020swgUo2m*ot0IDb;3J3rK0000eAOMH}0000004j<I0)henfB*mr2mk^A0000000;mG"
+    "000000ssIaqNt#XC?Em|00O9>fG8jU2mlBGAb<cM0Du4h0Dy`pAPNWo0ssI2C?Eg`2mlBGAOIi$00000000O83J3rI000O80DuSp00IC20000000"
+    "000AOHXW00IK2qKGIehzNp!0HUfWDvAICf&c=Dr~nEG0000004l183ZjAlpnw1>iU<ON004l1015~I3IG5A00008f`9;^fB*mh0s?>l0Du4j0000"
+    "0001BW0H6W@0Dz*Z2r7yQ0)hYlh$sLG2nYZG001Z;00;m800002DvAgKf&c)30ssmK00IC20001p2mk;82mlBG0007l00@8p000003IG5A0Ehqp0"
+    "000000000000620EmbPDhL1o001C>000O803ZMW00<xgC;$KeB7gvj2mk^A0001h0tf&I000000000000000AOHXW000620ssI20001h000000ss"
+    "IY0007jD1ZO}00;m8fB"
+)
+"""Which of all magnitudes of eight weights, three each, have a name, the first weight's changing fastest."""
 
 _IQ3_XXS_GRID: Final = (
     "00aPl0zhOAKnMhYECm333&0?T2n2*kD2j*-"
@@ -252,6 +304,26 @@ class SplitBlocks(Tensor):
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledBlocks(Tensor):
+    """NVFP4 whose scales are multiplied with ``factors``, one of each matrix, which lie elsewhere."""
+
+    factors: tuple[float, ...] = field(kw_only=True)
+
+    def matrices(self) -> list[Tensor]:
+        """The matrices of a tensor of three dimensions."""
+        matrices = zip(Tensor.matrices(self), self.factors, strict=True)
+        return [replace(matrix, factors=(factor,)) for matrix, factor in matrices]  # type: ignore[call-arg]
+
+    def read(self, start: int = 0, stop: int | None = None) -> U8:
+        """As of any tensor, with a float16 of the factor behind each block."""
+        raw = Tensor.read(self, start, stop)
+        own = (np.array(self.factors, np.float32) * _NVFP4_FACTOR).astype("<f2")
+        rows = (start + np.arange(len(raw))) * len(own) // self.n_rows
+        halves = np.broadcast_to(own[rows].view(np.uint8).reshape(-1, 1, 2), (*raw.shape[:2], 2))
+        return np.concatenate([raw, halves], axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """Rows of a quantized matrix.
 
@@ -291,13 +363,14 @@ class Fields:
 
     Attributes:
         codes: uint8 ``(rows, columns)``.
-        zero: the code of 0 (before minimums), from ``table`` if there is one.
+        zero: the code of 0 (before minimums), from the format's table if there is one.
         bits: how many bits a code takes.
         factors: float16 ``(rows, file blocks)``, factors of the scales. Uint8 are exponents of two plus 128.
-        scales: uint8 or int8 ``(rows, file blocks, n)``; None if the factor is the scale.
+        scales: uint8 or int8 ``(rows, file blocks, n)``; None if the factor is the scale. In NVFP4 they are
+            floats of 8 bits without a sign, four of them an exponent.
         minimum_factors: float16 like ``factors``; None if minimums are all 0.
         minimums: uint8 like ``scales``; None if the factor is the minimum.
-        table: the numbers of codes, of :data:`TABLES`; empty if codes are numbers.
+        form: the format whose table (:data:`TABLES`) and unit (:data:`UNITS`) hold; empty without both.
     """
 
     codes: U8
@@ -307,15 +380,16 @@ class Fields:
     scales: Steps | None = None
     minimum_factors: F16 | None = None
     minimums: U8 | None = None
-    table: bytes = b""
+    form: str = ""
 
     def blocks(self) -> Blocks:
         """The same numbers multiplied out in float32, which holds each product exactly."""
-        scales = _product(self.factors, self.scales)
+        steps = _small_floats(self.scales) if self.form == "NVFP4" else self.scales
+        scales = _product(self.factors, steps) * np.float32(UNITS.get(self.form, 1))
         minimums = None if self.minimum_factors is None else _product(self.minimum_factors, self.minimums)
         codes, bits = self.codes, self.bits
-        if self.table:
-            codes, bits = np.frombuffer(self.table, np.uint8)[codes], 8
+        if self.form in TABLES:
+            codes, bits = np.frombuffer(TABLES[self.form], np.uint8)[codes], 8
         return Blocks(codes, self.zero, scales, minimums, bits, codes.shape[1] // scales.shape[1])
 
 
@@ -350,7 +424,14 @@ def _floats(kind: GGMLType, raw: U8) -> F32:
     return raw.view(np.float32 if kind is GGMLType.F32 else np.float16).astype(np.float32, copy=False)
 
 
-def _product(factors: F16 | U8, steps: Steps | None) -> F32:
+def _small_floats(steps: Steps | None) -> F32:
+    assert steps is not None  # which the format has
+    numbers = steps.astype(np.int32)
+    normal = ((numbers << 20) + (120 << 23)).view(np.float32)
+    return np.where(numbers > 7, normal, numbers * np.float32(2**-9))
+
+
+def _product(factors: F16 | U8, steps: Steps | F32 | None) -> F32:
     if factors.dtype == np.uint8:
         powers: F32 = np.ldexp(np.float32(1), factors.astype(np.int32) - 128)
         return powers
@@ -456,7 +537,7 @@ def _q6_k(raw: U8) -> Fields:
 
 
 def _iq4_nl(raw: U8) -> Fields:
-    return Fields(_flat(_pieces(raw[..., 2:], 4)), 128, 4, _half(raw, 0), table=_NON_LINEAR)
+    return Fields(_flat(_pieces(raw[..., 2:], 4)), 128, 4, _half(raw, 0), form="IQ4_NL")
 
 
 def _iq4_xs(raw: U8) -> Fields:
@@ -464,11 +545,18 @@ def _iq4_xs(raw: U8) -> Fields:
     scales = _pieces(raw[..., 4:8, None], 4) | _pieces(raw[..., 2:4, None], 2).reshape(*shape, 4, 2) << 4
     codes = _pieces(raw[..., 8:].reshape(*shape, 8, 16), 4)
     steps = scales.reshape(*shape, 8).view(np.int8) - np.int8(32)
-    return Fields(_flat(codes), 128, 4, _half(raw, 0), steps, table=_NON_LINEAR)
+    return Fields(_flat(codes), 128, 4, _half(raw, 0), steps, form="IQ4_XS")
+
+
+def _nvfp4(raw: U8) -> Fields:
+    codes, scales = _flat(_pieces(raw[..., 4:36].reshape(*raw.shape[:2], 4, 8), 4)), raw[..., :4]
+    scales = np.where(scales == 127, np.uint8(0), scales & np.uint8(127))  # no number there
+    own = _half(raw, 36) if raw.shape[-1] > 36 else np.full(raw.shape[:2], _NVFP4_FACTOR, np.float16)
+    return Fields(codes, 12, 4, own, scales, form="NVFP4")
 
 
 def _mxfp4(raw: U8) -> Fields:
-    return Fields(_flat(_pieces(raw[..., 1:], 4)), 12, 4, raw[..., 0], table=TABLES["MXFP4"])
+    return Fields(_flat(_pieces(raw[..., 1:], 4)), 12, 4, raw[..., 0], form="MXFP4")
 
 
 @cache
@@ -479,39 +567,85 @@ def _quadruples(text: str) -> U8:
     return packed
 
 
-def _signed(magnitudes: U8, signs: U8, zero: int) -> U8:
-    """``zero`` plus the magnitude, or minus it if a weight's bit in ``signs`` is set."""
+@cache
+def _octets(text: str) -> U8:
+    """The same of a grid of eight weights: uint8 ``(names, 8)``."""
+    names = np.flatnonzero(np.unpackbits(np.frombuffer(b85decode(text), np.uint8)))
+    levels: U8 = (names[:, None] // 3 ** np.arange(8) % 3).astype(np.uint8)
+    return levels
+
+
+def _places(levels: U8, signs: U8, count: int) -> U8:
+    """Places in a table of ``count`` magnitudes and as many below zero, which bits of ``signs`` choose."""
     negative = np.unpackbits(np.ascontiguousarray(signs), axis=-1, bitorder="little").astype(bool)
-    flat = magnitudes.reshape(len(magnitudes), -1)
-    return np.where(negative.reshape(flat.shape), np.uint8(zero) - flat, np.uint8(zero) + flat)
+    flat = levels.reshape(len(levels), -1)
+    return np.where(negative.reshape(flat.shape), np.uint8(count - 1) - flat, np.uint8(count) + flat)
+
+
+def _of_seven(bits: npt.NDArray[np.unsignedinteger[Any]]) -> U8:
+    """Signs of eight weights, of which the last makes the number of those below zero even."""
+    seven = bits.astype(np.uint8) & np.uint8(127)
+    odd = np.unpackbits(seven[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & np.uint8(1)
+    return seven | odd << np.uint8(7)
+
+
+def _odd(steps: npt.NDArray[np.unsignedinteger[Any]]) -> U8:
+    """Scales, which are stored as halves."""
+    return steps.astype(np.uint8) * np.uint8(2) + np.uint8(1)
+
+
+_SEVENS: Final = (0, 7, 14, 21)  # where signs lie in 32 bits, below a scale
+
+
+def _words(raw: U8) -> tuple[U8, U8]:
+    """The signs in words of 32 bits, uint8 ``(..., 4 of a word)``, and the scales."""
+    words = np.ascontiguousarray(raw).view("<u4")
+    return _of_seven(words[..., None] >> np.array(_SEVENS, np.uint32)), _odd(words >> np.uint32(28))
+
+
+def _iq2(raw: U8, levels: U8, signs: U8, steps: U8) -> Fields:
+    places = _places(levels, signs, 3)
+    return Fields(places, 128, 3, _half(raw, 0), steps, form="IQ2_XS")
+
+
+def _iq2_xxs(raw: U8) -> Fields:
+    pairs = raw[..., 2:].reshape(*raw.shape[:2], 8, 8)
+    signs, steps = _words(pairs[..., 4:])
+    levels = _octets(_IQ2_XXS_GRID)[pairs[..., :4]]
+    return _iq2(raw, levels, signs, np.repeat(steps[..., 0], 2, axis=-1))
+
+
+def _iq2_xs(raw: U8) -> Fields:
+    words = np.ascontiguousarray(raw[..., 2:66]).view("<u2")
+    levels, steps = _octets(_IQ2_XS_GRID)[words & np.uint16(511)], _pieces(raw[..., 66:, None], 4)
+    return _iq2(raw, levels, _of_seven(words >> np.uint16(9)), _odd(steps.reshape(*raw.shape[:2], 16)))
+
+
+def _iq2_s(raw: U8) -> Fields:
+    above = _pieces(raw[..., 66:74, None], 2).reshape(*raw.shape[:2], 32).astype(np.uint16)
+    levels = _octets(_IQ2_S_GRID)[raw[..., 2:34] | above << np.uint16(8)]
+    steps = _odd(_pieces(raw[..., 74:, None], 4).reshape(*raw.shape[:2], 16))
+    return _iq2(raw, levels, raw[..., 34:66], steps)
 
 
 def _iq3_xxs(raw: U8) -> Fields:
-    shape = raw.shape[:2]
-    levels = _quadruples(_IQ3_XXS_GRID)[raw[..., 2:66]]
-    magnitudes = np.where(
-        levels == 7, np.uint8(31), levels * np.uint8(4) + np.uint8(2)
-    )  # halves: 31 is 62 / 2
-    words = np.ascontiguousarray(raw[..., 66:]).view("<u4")
-    sevens = (words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32) & np.uint32(127)).astype(np.uint8)
-    odd = np.unpackbits(sevens[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & np.uint8(1)
-    signs = (sevens | odd << np.uint8(7)).reshape(*shape, 32)
-    steps = ((words >> np.uint32(28)) * 2 + 1).astype(np.int8)
-    factors = _half(raw, 0) * np.float16(0.5)
-    return Fields(_signed(magnitudes, signs, 32), 32, 6, factors, np.repeat(steps, 2, axis=-1))
+    signs, steps = _words(raw[..., 66:])
+    places = _places(_quadruples(_IQ3_XXS_GRID)[raw[..., 2:66]], signs, 8)
+    return Fields(places, 31, 4, _half(raw, 0), steps, form="IQ3_XXS")
 
 
 def _iq3_s(raw: U8) -> Fields:
     ninth = np.unpackbits(np.ascontiguousarray(raw[..., 66:74]), axis=-1, bitorder="little")
     names = raw[..., 2:66] | ninth.astype(np.uint16) << np.uint16(8)
-    magnitudes = _quadruples(_IQ3_S_GRID)[names] * np.uint8(2) + np.uint8(1)
-    steps = _pieces(raw[..., 106:, None], 4).reshape(*raw.shape[:2], 8) * np.uint8(2) + np.uint8(1)
-    factors = _half(raw, 0)
-    codes = _signed(magnitudes, raw[..., 74:106], 16)
-    return Fields(codes, 0, 5, factors, steps, factors * np.float16(16), steps)
+    places = _places(_quadruples(_IQ3_S_GRID)[names], raw[..., 74:106], 8)
+    steps = _odd(_pieces(raw[..., 106:, None], 4).reshape(*raw.shape[:2], 8))
+    return Fields(places, 16, 4, _half(raw, 0), steps, form="IQ3_S")
 
 
 _READERS = {
+    GGMLType.IQ2_XXS: _iq2_xxs,
+    GGMLType.IQ2_XS: _iq2_xs,
+    GGMLType.IQ2_S: _iq2_s,
     GGMLType.IQ3_XXS: _iq3_xxs,
     GGMLType.IQ3_S: _iq3_s,
     GGMLType.Q4_0: _q4_0,
@@ -527,4 +661,5 @@ _READERS = {
     GGMLType.IQ4_NL: _iq4_nl,
     GGMLType.IQ4_XS: _iq4_xs,
     GGMLType.MXFP4: _mxfp4,
+    GGMLType.NVFP4: _nvfp4,
 }
