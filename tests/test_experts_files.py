@@ -93,6 +93,40 @@ def test_codes_of_gpt_oss_are_those_of_the_gguf_package(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values[f"layers.0.{part}_bias"], bias)
 
 
+def floats(tensors: Tensors) -> None:
+    """The experts of gpt-oss as its unquantized checkpoints have them: inputs are rows."""
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        codes, exponents = tensors.pop(name), tensors.pop(name.replace("_blocks", "_scales"))
+        pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:3], 32)  # type: ignore[operator]
+        table = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32) / 2
+        values = np.ldexp(table[pairs.astype(int)], exponents.astype(int)[..., None] - 127)
+        rows = values.reshape(*values.shape[:2], -1)
+        tensors[name.removesuffix("_blocks")] = np.ascontiguousarray(rows.swapaxes(1, 2), np.float32)
+
+
+def test_unquantized_experts_of_gpt_oss_are_the_same(tmp_path: Path) -> None:
+    expected = matrices_of(HFCheckpoint(directory(tmp_path / "codes", "gpt_oss")))
+    source = directory(tmp_path / "floats", "gpt_oss", floats)
+    values = matrices_of(HFCheckpoint(source))
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(values[name], value, name)
+    checkpoint = HFCheckpoint(source)
+    for name in ("layers.2.experts_up", "layers.2.experts_down"):  # across two experts
+        np.testing.assert_array_equal(checkpoint.values(name, 50, 150), expected[name][50:150])
+    checkpoint.close()
+
+
+def test_experts_in_floats_and_in_codes_are_refused(tmp_path: Path) -> None:
+    def both(tensors: Tensors) -> None:
+        codes = {name: values for name, values in tensors.items() if name.endswith(("_blocks", "_scales"))}
+        floats(tensors)
+        tensors |= codes
+
+    with pytest.raises(ModelFileError, match=r"has '.*down_proj' and '.*down_proj_blocks'"):
+        HFCheckpoint(directory(tmp_path / "m", "gpt_oss", both))
+
+
 def say(key: str, value: object) -> Callable[[TinyGGUF], object]:
     return lambda model: model.metadata.update({f"{model.architecture}.{key}": value})
 

@@ -77,10 +77,6 @@ def refused(
         ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "Mamba-2"),
-        (
-            {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2, "num_local_experts": 4},
-            "num_local_experts is 4",
-        ),
         ({"is_causal": False}, "it encodes texts and writes none"),
         ({"use_bidirectional_attention": 30.0}, "use_bidirectional_attention"),
     ],

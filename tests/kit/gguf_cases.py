@@ -17,9 +17,9 @@ GGUF_CASES = tuple(
     for case, facts in CASES.items()
     # GGUF cannot say: Mistral's window, which layers of SmolLM3 rotate, another attention scale of Gemma 3;
     # there a dense Granite 4 is of the same architecture as a Granite 3
-    if case not in ("mistral_window", "smollm3_list", "gemma3", "granite4")
+    if case not in ("mistral_window", "smollm3_list", "gemma3", "granite4", "granite4_moe")
 )
-_ORDERED = ("llama", "smollm3", "granite", "mistral3", "eagle3")
+_ORDERED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "eagle3")
 _TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -75,6 +75,7 @@ _TENSORS = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "feed_forward.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
     "router.proj": "ffn_gate_inp",
     "router": "ffn_gate_inp",
 }
@@ -168,6 +169,7 @@ _FLOATS = (
     "conv1d.weight",
     "mlp.gate.weight",
     "mlp.router.weight",
+    "router.layer.weight",
     "feed_forward.gate.weight",
     "router.proj.weight",
     "shared_expert_gate.weight",
@@ -175,10 +177,16 @@ _FLOATS = (
 """Matrices that llama.cpp's quantizer leaves as they are."""
 
 
+_GRANITE_EXPERTS = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+
+
 def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
     """What is left of ``tensors`` when those of experts are in the file, all of a layer in one."""
     rest, apart = Tensors(), dict[str, list[F32]]()
-    for source, values in tensors.items():
+    for named, values in tensors.items():
+        source = named
+        for name, usual in _GRANITE_EXPERTS.items():
+            source = source.replace(name, usual)
         _, _, behind = source.partition(".experts.")
         layer = f"blk.{source.split('.')[2]}" if behind else ""
         if not behind:

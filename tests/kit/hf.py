@@ -145,6 +145,13 @@ _EXPERTS = {
     "norm_topk_prob": True,
 }
 _OLDER = ("layer_types", "intermediate_size", "tie_word_embeddings", "block_auto_adjust_ff_dim")
+_GRANITE = {
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 3.0,
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
@@ -157,13 +164,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False},
     "qwen3_yarn": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False, "rope_scaling": _YARN},
-    "granite": {
-        "model_type": "granite",
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.05,
-        "logits_scaling": 3.0,
-    },
+    "granite": _GRANITE,
     "qwen35": _QWEN35,
     "qwen35_equal": {
         **_QWEN35,
@@ -175,11 +176,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "granite4": {
+        **_GRANITE,
         "model_type": "granitemoehybrid",
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.05,
-        "logits_scaling": 3.0,
         "num_local_experts": 0,
         "shared_intermediate_size": 96,
         "position_embedding_type": "nope",
@@ -199,6 +197,23 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 6,
         "sliding_window_pattern": "LLLG",
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full")],
+    },
+    "granite_moe": {
+        **_GRANITE,
+        "model_type": "granitemoe",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 64,
+    },
+    "granite4_moe": {
+        **_GRANITE,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 64,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "nope",
+        "layer_types": ["attention"] * 2,
     },
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 32, **_EXPERTS, "decoder_sparse_step": 1},
     "qwen35_moe": {
@@ -396,11 +411,21 @@ def _gpt_oss_experts(hidden: int, count: int, width: int) -> dict[str, tuple[int
     return found
 
 
+def _granite_experts(hidden: int, count: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "block_sparse_moe.router.layer.weight": (count, hidden),
+        "block_sparse_moe.input_linear.weight": (count, 2 * width, hidden),
+        "block_sparse_moe.output_linear.weight": (count, hidden, width),
+    }
+
+
 def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """What a layer has instead of an MLP, as the family's published files name it."""
     hidden = config["hidden_size"]
     if config["model_type"] == "gpt_oss":
         return _gpt_oss_experts(hidden, config["num_local_experts"], config["intermediate_size"])
+    if config["model_type"].startswith("granitemoe"):
+        return _granite_experts(hidden, config["num_local_experts"], config["intermediate_size"])
     count, width = config["num_experts"], config["moe_intermediate_size"]
     if config["model_type"] == "qwen3_5_moe_text":
         shared = config["shared_expert_intermediate_size"]
@@ -471,6 +496,7 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
     if kind == "granitemoehybrid":
         found = {name: shape for name, shape in found.items() if not name.startswith("mlp.")}
+        mlp = config["shared_intermediate_size"]
         found |= {"shared_mlp.input_linear": (2 * mlp, hidden), "shared_mlp.output_linear": (hidden, mlp)}
     if kind in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "exaone4"):
         found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
@@ -535,6 +561,9 @@ def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, .
     return found | {"self_attn.out_proj": (hidden, hidden)}
 
 
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight", "router.layer.weight")
+
+
 def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     """The values of every tensor, float32."""
     # These store their norms' weights less 1.
@@ -555,8 +584,9 @@ def weights(config: Mapping[str, Any], seed: int = 0) -> Tensors:
             few = np.asarray(raw, np.uint64).reshape(tensors[name].shape) >> np.uint64(40)
             codes = few % np.uint64(256) if name.endswith("_blocks") else few % np.uint64(3) + np.uint64(120)
             tensors[name] = codes.astype(np.uint8)
-        elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight")):
-            tensors[name] *= 2 if "lfm2" in config["model_type"] else 4  # choices hang on no rounding
+        elif name.endswith(_ROUTERS):
+            # Choices hang on no rounding, but where the weights of the chosen have to be normalized.
+            tensors[name] *= {"lfm2_moe": 2, "qwen3_moe": 3}.get(config["model_type"], 4)
         elif name.endswith("router.proj.weight"):
             tensors[name] *= 32
     return tensors

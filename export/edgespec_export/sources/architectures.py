@@ -132,6 +132,14 @@ _LFM2: Final = Family(
     },
     tensors={"token_embd_norm.weight": "final_norm"},
 )
+_GRANITE: Final = Family(
+    name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
+)
+_GRANITE_MOE: Final = _GRANITE._replace(
+    gguf="granitemoe",
+    experts={"normalized": True, "shared_gate": False},
+    defaults={**_GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
+)
 _MIXED: Final = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _QWEN3: Final = Family(name="qwen3", gguf="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128})
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
@@ -219,10 +227,10 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
             tensors={"ffn_up.weight": "gate_up"},
         ),
-        "granite": Family(
-            name="granite", gguf="granite", neighbours=True, defaults={"attention_multiplier": 1.0}
-        ),
-        "granitemoehybrid": Family(name="granite", defaults={"attention_multiplier": 1.0}),
+        "granite": _GRANITE,
+        "granitemoe": _GRANITE_MOE,
+        "granitemoeshared": _GRANITE_MOE._replace(gguf=""),
+        "granitemoehybrid": _GRANITE_MOE._replace(gguf=""),
         "exaone4": Family(
             name="exaone4",
             gguf="exaone4",
@@ -316,7 +324,6 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
             ("qwen2moe", "qwen2_moe", "olmoe", "deepseek2", "deepseek_v3"),
         ),
         "a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
-        "a dense Granite, such as Granite-3.3-2B": (_EXPERTS, ("granitemoe", "granitemoeshared")),
         "Phi-4-mini": (_EXPERTS, ("phimoe",)),
         "Qwen3-4B": (
             _STATES,

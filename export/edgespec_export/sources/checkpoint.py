@@ -185,7 +185,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         shapes, tensors = tensor_shapes(self.config), dict(self.tensors)
         for name, stacked in self.tensors.items():
             layer, _, kind = name.rpartition(".")
-            names = [f"{layer}.{part}" for part in PRODUCTS.get(kind, ())]
+            shared = "shared_" * kind.startswith("shared_")
+            names = [f"{layer}.{shared}{part}" for part in PRODUCTS.get(kind.removeprefix(shared), ())]
             parts = {part: shapes[part][0] for part in names if part in shapes}
             if len(parts) < 2:
                 continue

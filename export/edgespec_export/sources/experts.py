@@ -16,7 +16,7 @@ from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.config import Experts, ModelConfig
 from edgespec_models.bundles.layers import tensor_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
-from edgespec_models.files.blocks import Blocks, GGMLType, SplitBlocks, Stack, Tensor, unpack
+from edgespec_models.files.blocks import Blocks, Columns, GGMLType, SplitBlocks, Stack, Tensor, unpack
 from edgespec_models.files.facts import Facts
 
 _GATINGS: Final[Mapping[int, dict[str, Any]]] = MappingProxyType(
@@ -28,7 +28,9 @@ _GATINGS: Final[Mapping[int, dict[str, Any]]] = MappingProxyType(
     }
 )
 """By ``expert_gating_func`` in GGUF files; 0 leaves it to the family."""
-_GPT_OSS: Final = re.compile(r"model\.(layers\.\d+\.)mlp\.experts\.(gate_up|down)_proj_(blocks|scales|bias)")
+_GPT_OSS: Final = re.compile(
+    r"model\.(layers\.\d+\.)mlp\.experts\.(gate_up|down)_proj(?:_(blocks|scales|bias))?"
+)
 _ONE: Final = re.compile(r"(layers\.\d+\.experts_\w+)\.(\d+)")
 _CLAMPED: Final = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 _AGAIN: Final = "download or convert it again"
@@ -43,11 +45,14 @@ def experts_of(facts: Facts, family: Family) -> dict[str, Any]:
     """
     if family.experts is None:
         return {}
+    count = facts.integer("num_experts", facts.integer("num_local_experts", 0))
+    if count == 0 and family.name == "granite":
+        return {}  # a dense one, of the same architecture
     beside = family.experts.get("beside_mlp", False)
     if not facts.boolean("enable_moe_block", default=not beside):
         return {}
     _refuse_others(facts, family)
-    shared = facts.integer("shared_expert_intermediate_size", 0) if family.experts.get("shared_gate") else 0
+    shared = facts.integer("shared_expert_intermediate_size", 0) if "shared_gate" in family.experts else 0
     scale = facts.number("routed_scaling_factor", 1.0)
     own = {
         "normalized": facts.boolean("norm_topk_prob", default=True),
@@ -59,7 +64,7 @@ def experts_of(facts: Facts, family: Family) -> dict[str, Any]:
     }
     with naming(facts.where):
         experts = Experts(
-            count=facts.integer("num_experts", facts.integer("num_local_experts", 0)),
+            count=count,
             used=facts.integer("top_k_experts" if beside else "num_experts_per_tok"),
             width=facts.integer("moe_intermediate_size", facts.integer("intermediate_size", 0)),
             dense_layers=facts.integer("num_dense_layers", 0),
@@ -160,10 +165,11 @@ def check_shape(tensor: Tensor, shape: tuple[int, ...], where: str) -> None:
 def gpt_oss_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Tensor], set[str]]:
     """The experts of gpt-oss's directories by edgespec's names, and the names of the files' tensors.
 
-    Weights are MXFP4 in two tensors; gates and their factors alternate, as rows and in biases.
+    Weights are MXFP4 in two tensors, or floats whose rows are columns; gates and their factors alternate, as
+    rows and in biases.
 
     Raises:
-        ModelFileError: a tensor lacks the other one, or has a wrong shape.
+        ModelFileError: a tensor lacks the other one, has a wrong shape, or is there twice.
     """
     named, taken = dict[str, Tensor](), set[str]()
     for name, file in stored.items():
@@ -173,7 +179,11 @@ def gpt_oss_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Te
         layer, product, kind = parts.groups()
         names = [f"{layer}experts_{part}" for part in ("gate", "up") if product == "gate_up"]
         names = names or [f"{layer}experts_down"]
-        if kind == "bias":
+        if kind is None:
+            if f"{name}_blocks" in stored:
+                raise ModelFileError(f"{file.path.name} has {name!r} and {name + '_blocks'!r}; {_AGAIN}")
+            named |= _columns(file.tensor(name), names)
+        elif kind == "bias":
             named |= _biases(file.tensor(name), [f"{name}_bias" for name in names])
         elif kind == "blocks":
             scales = f"{name.removesuffix('blocks')}scales"
@@ -200,6 +210,18 @@ def _mxfp4(name: str, codes: _Raw, exponents: _Raw) -> SplitBlocks:
     kind = GGMLType.MXFP4
     whole = *shape[:2], shape[2] * kind.block
     return SplitBlocks(name, whole, kind, file, offset, exponents=exponents[1:])
+
+
+def _columns(tensor: Tensor, names: list[str]) -> dict[str, Tensor]:
+    """Columns of matrices that alternate, as the rows of one tensor each."""
+    if len(tensor.shape) != 3 or tensor.shape[2] % len(names):
+        raise ModelFileError(f"tensor {tensor.name!r} has shape {tensor.shape}; {_AGAIN}")
+    count, inputs, columns = tensor.shape
+    place, shape = (tensor.type, tensor.file, tensor.offset), (count, columns // len(names), inputs)
+    return {
+        name: Columns(tensor.name, shape, *place, before=first, step=len(names), file_columns=columns)
+        for first, name in enumerate(names)
+    }
 
 
 def _biases(tensor: Tensor, names: list[str]) -> dict[str, Tensor]:

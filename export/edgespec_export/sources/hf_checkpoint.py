@@ -93,6 +93,9 @@ LAYER = {
     "mlp.shared_expert.gate_proj.weight": "shared_gate",
     "mlp.shared_expert.up_proj.weight": "shared_up",
     "mlp.shared_expert.down_proj.weight": "shared_down",
+    "block_sparse_moe.router.layer.weight": "router",
+    "block_sparse_moe.input_linear.weight": "experts_gate_up",
+    "block_sparse_moe.output_linear.weight": "experts_down",
     "mlp.router.weight": "router",
     "mlp.router.bias": "router_bias",
     "self_attn.sinks": "sinks",
@@ -117,6 +120,10 @@ POST_NORMED_LAYER = LAYER | {
     "experts.*.down_proj.weight": "experts_down",
     "experts.gate_up_proj": "experts_gate_up",
     "experts.down_proj": "experts_down",
+}
+_BESIDE_EXPERTS = {
+    "shared_mlp.input_linear.weight": "shared_gate_up",
+    "shared_mlp.output_linear.weight": "shared_down",
 }
 _LFM2_LAYER = {
     "operator_norm.weight": "attn_norm",
@@ -242,8 +249,10 @@ class HFCheckpoint(Checkpoint):
         """Tensors by edgespec's names."""
         layers = POST_NORMED_LAYER if self.config.post_norms else LAYER
         layers = _LFM2_LAYER if self.config.architecture == "lfm2" else layers
+        layers = layers | (_BESIDE_EXPERTS if self.config.experts else {})
         files = dict(stored)
-        named, taken = gpt_oss_tensors(files)
+        gpt_oss = self.config.architecture == "gpt-oss"
+        named, taken = gpt_oss_tensors(files) if gpt_oss else ({}, set[str]())
         unknown = []
         for name, file in files.items():
             if name in taken:

@@ -38,8 +38,8 @@ def model_facts(facts: Facts) -> Facts:
     family = _family(facts)
     if family.name == "lfm2":
         facts = _lfm2_facts(facts, adjusted=family.experts is None)
-    if facts.value("model_type") == "granitemoehybrid":
-        facts = _granite4_facts(facts)
+    if facts.value("model_type") in ("granitemoeshared", "granitemoehybrid"):
+        facts = _granite_facts(facts)
     return facts.over({"rms_norm_eps": 1e-6, **family.defaults})
 
 
@@ -70,20 +70,25 @@ def assistant_facts(facts: Facts) -> Facts | None:
     return named.over({"rms_norm_eps": 1e-6, **_family(named).defaults})
 
 
-def _granite4_facts(facts: Facts) -> Facts:
-    """The facts of a Granite 4's ``config.json`` with the keys of a Granite 3; a dense one is a Granite 3."""
-    types = facts.value("layer_types") or facts.value("layers_block_type")
-    if not isinstance(types, list) or not {*map(str, types)} <= {"attention", "full_attention"}:
-        raise UnsupportedModelError(
-            f"{facts.where}: layer_types says that some layers have a recurrent state (Mamba-2), which "
-            "edgespec lacks; a dense Granite 4 without them, such as Granite-4.0-Micro, works"
-        )
-    stated = {key: facts.value(key) for key in facts.keys} | {
-        "layer_types": ["full_attention"] * len(types),
-        "intermediate_size": facts.integer("shared_intermediate_size", 1024),
-        "num_local_experts": facts.integer("num_local_experts", 8),
-        "rotates": facts.value("position_embedding_type") == "rope",
-    }
+def _granite_facts(facts: Facts) -> Facts:
+    """The facts of a Granite with an MLP that all tokens share, with the keys of other models.
+
+    Without experts this is the MLP of a Granite 3.
+    """
+    hybrid = facts.value("model_type") == "granitemoehybrid"
+    shared = facts.integer("shared_intermediate_size", 1024 if hybrid else 0)
+    stated = {key: facts.value(key) for key in facts.keys} | {"shared_expert_intermediate_size": shared}
+    if hybrid:
+        types = facts.value("layer_types") or facts.value("layers_block_type")
+        if not isinstance(types, list) or not {*map(str, types)} <= {"attention", "full_attention"}:
+            raise UnsupportedModelError(
+                f"{facts.where}: layer_types says that some layers have a recurrent state (Mamba-2), which "
+                "edgespec lacks; a Granite 4 without them, such as Granite-4.0-Micro, works"
+            )
+        rotates = facts.value("position_embedding_type") == "rope"
+        stated |= {"layer_types": ["full_attention"] * len(types), "rotates": rotates}
+    if facts.integer("num_local_experts", 8) == 0:
+        stated["intermediate_size"] = shared
     return Facts(stated, facts.where)
 
 

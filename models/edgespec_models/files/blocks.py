@@ -304,6 +304,28 @@ class SplitBlocks(Tensor):
 
 
 @dataclass(frozen=True, slots=True)
+class Columns(Tensor):
+    """Matrices of floats whose rows are columns in the file: every ``step``-th behind the first ``before``.
+
+    A matrix in the file has ``file_columns``.
+    """
+
+    file_columns: int = field(kw_only=True)
+
+    def read(self, start: int = 0, stop: int | None = None) -> U8:
+        """As of any tensor. One matrix at a time is in memory."""
+        inputs, rows = self.shape[-1], self.file_columns // self.step
+        stop, size = self.n_rows if stop is None else stop, inputs * self.file_columns * self.type.block_bytes
+        pieces = [np.empty((0, inputs, self.type.block_bytes), np.uint8)]
+        for number in range(start // rows, -(-stop // rows)):
+            place = (self.type, self.file, self.offset + number * size)
+            matrix = Tensor(self.name, (inputs, self.file_columns), *place).read()
+            some = np.arange(max(start - number * rows, 0), min(stop - number * rows, rows))
+            pieces.append(matrix[:, self.before + some * self.step].transpose(1, 0, 2))
+        return np.concatenate(pieces)
+
+
+@dataclass(frozen=True, slots=True)
 class ScaledBlocks(Tensor):
     """NVFP4 whose scales are multiplied with ``factors``, one of each matrix, which lie elsewhere."""
 
