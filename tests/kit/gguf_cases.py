@@ -177,7 +177,8 @@ _FLOATS = (
 """Matrices that llama.cpp's quantizer leaves as they are."""
 
 
-_GRANITE_EXPERTS = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+_GRANITE_EXPERTS = {"input_linear.weight": "experts.gate_up_proj"}
+_GRANITE_EXPERTS |= {"output_linear.weight": "experts.down_proj"}
 
 
 def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
