@@ -604,14 +604,14 @@ def _places(levels: U8, signs: U8, count: int) -> U8:
     return np.where(negative.reshape(flat.shape), np.uint8(count - 1) - flat, np.uint8(count) + flat)
 
 
-def _of_seven(bits: npt.NDArray[np.unsignedinteger[Any]]) -> U8:
+def _of_seven(bits: npt.NDArray[np.integer[Any]]) -> U8:
     """Signs of eight weights, of which the last makes the number of those below zero even."""
-    seven = bits.astype(np.uint8) & np.uint8(127)
-    odd = np.unpackbits(seven[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & np.uint8(1)
+    seven: U8 = bits.astype(np.uint8) & np.uint8(127)
+    odd: U8 = np.unpackbits(seven[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & np.uint8(1)
     return seven | odd << np.uint8(7)
 
 
-def _odd(steps: npt.NDArray[np.unsignedinteger[Any]]) -> U8:
+def _odd(steps: npt.NDArray[np.integer[Any]]) -> U8:
     """Scales, which are stored as halves."""
     return steps.astype(np.uint8) * np.uint8(2) + np.uint8(1)
 
