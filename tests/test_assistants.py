@@ -254,6 +254,7 @@ def test_it_is_made_at_first_use(made: dict[str, Path]) -> None:
         ({}, {"masked_embedding.token_ordering": None}, "token_ordering must list each of 320 tokens once"),
         ({}, {"masked_embedding.token_ordering": np.zeros(320, np.int64)}, "must list each of 320 tokens"),
         ({}, {"pre_projection.weight": np.zeros((32, 64), np.float32)}, r"shape \(32, 64\)"),
+        ({}, {"model.embed_tokens.weight": None}, "has no usable token embedding"),
         ({}, {"post_projection.weight": None}, "lacks a tensor for next_state"),
         ({}, {"model.layers.0.self_attn.q_proj.weight": None}, r"lacks a tensor for layers\.0\.q"),
         ({}, {"model.other.weight": np.zeros((2, 2), np.float32)}, "no use for in an assistant, such as"),

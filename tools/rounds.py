@@ -30,12 +30,14 @@ def round_of(target: Session, head: Session, drafted: int, committed: int) -> li
     times.append(perf_counter() - began)
     head.rewind(BEHIND)
     assert predictions.hidden is not None
-    rows = Rows(head, [9] * committed, 1, features=predictions.hidden[:committed])
+    other = target if head.model.config.architecture == "assistant" else None
+    committed = committed if other is None else 1
+    rows = Rows(head, [9] * committed, 1, features=predictions.hidden[:committed], target=other)
     for _ in range(drafted):
         began = perf_counter()
         (said,) = head.model.predict_together([rows])
         said.best(0)
-        rows = Rows(head, [9], 1, states=said.hidden)
+        rows = Rows(head, [9], 1, states=said.hidden, target=other)
         times.append(perf_counter() - began)
     return times
 

@@ -4,8 +4,9 @@ A pass takes as long as with the published weights; what the model writes has no
 repository's root: ``python -m tools.shapes NAME... --into FOLDER``. Then, for example, ``edgespec export
 FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
 --bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``. ``NAME.head`` is an EAGLE-3 head of that model, with
-32,000 tokens; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf`` with its MTP layer. Models with
-experts have a quarter of their layers, so a pass takes a quarter of the time but for embedding and LM head.
+32,000 tokens; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf`` with its MTP layer; of a Gemma 4 E
+``NAME.assistant`` is the directory of its assistant. Models with experts have a quarter of their layers, so a
+pass takes a quarter of the time but for embedding and LM head.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
+from tests.kit import assistants
 from tools.arguments import arguments
 
 
@@ -379,11 +381,38 @@ def write(name: str, path: Path) -> None:
     writer.close()
 
 
+def write_assistant(shape: Shape, folder: Path) -> None:
+    """Write the assistant of E2B or of E4B."""
+    facts = assistants.config(
+        num_hidden_layers=4,
+        layer_types=[f"{kind}_attention" for kind in ("sliding", "sliding", "sliding", "full")],
+        num_kv_shared_layers=4,
+        hidden_size=256,
+        intermediate_size=2048,
+        num_attention_heads=4,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=256,
+        global_head_dim=512,
+        vocab_size=shape.vocabulary,
+        sliding_window=shape.facts["attention.sliding_window"],
+        max_position_embeddings=32_768,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    clusters = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
+    assistants.write(folder, facts | clusters | {"backbone_hidden_size": shape.hidden})
+
+
 def main() -> None:
     """Read the command line; write the files."""
     options = arguments(__doc__, "names...", into=Path)
     options.into.mkdir(parents=True, exist_ok=True)
     for name in options.names:
+        if name.endswith(".assistant"):
+            write_assistant(SHAPES[name.removesuffix(".assistant")], options.into / name)
+            continue
         path = options.into / (
             f"mtp-{name.removesuffix('.mtp')}.gguf" if name.endswith(".mtp") else f"{name}.gguf"
         )

@@ -69,8 +69,9 @@ def tensors(facts: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     shaped = {"pre_projection.weight": (own, 2 * width), "post_projection.weight": (width, own)}
     found: dict[str, npt.NDArray[Any]] = dict(weights(text, 7))
     if facts["use_ordered_embeddings"]:
-        shaped["masked_embedding.centroids.weight"] = CLUSTERS, own
-        found["masked_embedding.token_ordering"] = np.random.default_rng(3).permutation(VOCAB)
+        shaped["masked_embedding.centroids.weight"] = facts["num_centroids"], own
+        tokens = np.random.default_rng(3).permutation(text["vocab_size"])
+        found["masked_embedding.token_ordering"] = tokens
     return found | drawn(shaped, 8)
 
 

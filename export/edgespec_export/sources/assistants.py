@@ -63,6 +63,10 @@ def is_assistant(source: Path) -> bool:
 class _Assistant(Head):
     """What both forms have in common."""
 
+    def tiles_of(self, name: str) -> str | None:
+        """Eight bits: a step reads little."""
+        return None if name == "embed" else "Q8_0"
+
     def _complete(
         self,
         own: ModelConfig,
@@ -78,6 +82,8 @@ class _Assistant(Head):
         """
         with naming(self.path.name):
             self.config = _config(own, width, self.base, clusters)
+        if "lm_head" not in named:
+            raise ModelFileError(f"{self.path.name} has no usable token embedding; download it again")
         tensors = {"embed": self.base.tensor("embed"), "target_norm": self.base.tensor("final_norm"), **named}
         both = tensors.pop("both", None)
         if both is not None:
@@ -164,20 +170,15 @@ def _config(own: ModelConfig, width: int, base: Checkpoint, clusters: tuple[int,
     theirs = {"architecture": target.architecture, "target width": target.hidden_size}
     stated |= {name: getattr(own, name) for name in _ALIKE}
     theirs |= {name: getattr(target, name) for name in _ALIKE}
+    last = {target.is_global(layer): target.kv_layer(layer) for layer in range(target.num_layers)}
+    stated["kinds of layers"] = len({own.is_global(layer) for layer in range(own.num_layers)})
+    theirs["kinds of layers"] = len(last)
     for name, value in stated.items():
         if value != theirs[name]:
             raise RequestError(
                 f"the assistant was made for a model whose {name} is {value!r}; of {base.path.name} it is "
                 f"{theirs[name]!r}. {OTHER}"
             )
-    last = {target.is_global(layer): target.kv_layer(layer) for layer in range(target.num_layers)}
-    if len(last) < 2:
-        raise RequestError(
-            f"an assistant reads a layer with a window and one without, and {base.path.name} has one kind. "
-            f"{OTHER}"
-        )
-    windowed, whole = last[False], last[True]
-    assert windowed is not None and whole is not None  # which a config sees to
     return replace(
         own,
         architecture="assistant",
@@ -187,8 +188,8 @@ def _config(own: ModelConfig, width: int, base: Checkpoint, clusters: tuple[int,
         feature_layers=(target.num_layers,),
         feature_width=width,
         assistant=Assistant(
-            windowed=windowed,
-            whole=whole,
+            windowed=last.get(False) or 0,
+            whole=last.get(True) or 0,
             clusters=clusters[0],
             clusters_read=clusters[1],
         ),

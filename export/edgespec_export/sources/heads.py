@@ -20,7 +20,7 @@ from edgespec_export.sources.experts import one_below_the_other
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
-from edgespec_export.sources.hf_config import config_of, head_facts
+from edgespec_export.sources.hf_config import config_of, eagle_facts
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.facts import Facts
@@ -48,7 +48,7 @@ def is_eagle(source: Path) -> bool:
     if source.is_file():
         with GGUFFile(source) as file:
             return file.metadata.get("general.architecture") == HEAD.gguf
-    return head_facts(Facts.read(source / CONFIG)) is not None
+    return eagle_facts(Facts.read(source / CONFIG)) is not None
 
 
 class Head(Checkpoint):
@@ -134,7 +134,7 @@ class HFHead(_Eagle, HFCheckpoint):
         self._shards, self.stack = {}, ExitStack()
         with self.stack as opened:
             opened.enter_context(target)
-            facts = head_facts(Facts.read(path / CONFIG))
+            facts = eagle_facts(Facts.read(path / CONFIG))
             assert facts is not None  # as is_eagle says
             facts = facts.over({"vocab_size": target.config.vocab_size})
             self.config = config_of(facts, _reading(facts, target))

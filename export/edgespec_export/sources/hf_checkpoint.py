@@ -15,13 +15,7 @@ import numpy as np
 from edgespec_export.sources.architectures import NEEDS_TARGET
 from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
 from edgespec_export.sources.experts import gpt_oss_tensors
-from edgespec_export.sources.hf_config import (
-    assistant_facts,
-    head_facts,
-    logits_factor,
-    model_facts,
-    read_config,
-)
+from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding
@@ -167,7 +161,7 @@ class HFCheckpoint(Checkpoint):
         self.path, self.model_name = path, model_name(path)
         self._shards: dict[str, SafetensorsFile] = {}
         stated = Facts.read(path / CONFIG)
-        if head_facts(stated) is not None or assistant_facts(stated) is not None:
+        if head_facts(stated) is not None:
             raise RequestError(f"{path} {NEEDS_TARGET}")
         facts = model_facts(stated)
         self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)

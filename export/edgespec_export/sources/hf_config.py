@@ -29,7 +29,7 @@ def model_facts(facts: Facts) -> Facts:
         ModelFileError: ``text_config`` or ``model_type`` is malformed.
         UnsupportedModelError: another architecture.
     """
-    head = head_facts(facts) or assistant_facts(facts)
+    head = head_facts(facts)
     if head is not None:
         return head
     text = facts.section("text_config")
@@ -44,6 +44,11 @@ def model_facts(facts: Facts) -> Facts:
 
 
 def head_facts(facts: Facts) -> Facts | None:
+    """All facts of a head in a ``config.json``; None for other models."""
+    return eagle_facts(facts) or assistant_facts(facts)
+
+
+def eagle_facts(facts: Facts) -> Facts | None:
     """All that the ``config.json`` of an EAGLE-3 head says; None for other models.
 
     The ``speculators`` package has the facts of the layer in ``transformer_layer_config``.
