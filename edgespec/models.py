@@ -106,7 +106,7 @@ class Models:
             yield await asyncio.wrap_future(user)
 
     def unload(self, name: str) -> None:
-        """Unload a model as soon as nobody uses it. The next use loads it again."""
+        """Unload a model as soon as it is unused. The next use loads it again."""
         with self._changed:
             self._keeps[name] = 0.0
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class Models:
                 self._give()
 
     def _give(self) -> None:
-        """Give loaded models to those that wait; while a load waits for room, only to those it waits for."""
+        """Give loaded models to waiting users; while a load waits for room, only to those it waits for."""
         for user in self._waiting(self._models):
             may = not self._is_crowded or user.owner in self._owners()
             if may and user.set_running_or_notify_cancel():
@@ -266,5 +266,5 @@ class Models:
 
 
 def _vocabulary(bundle: Bundle) -> tuple[object, ...]:
-    """What bundles with the same tokenizer have in common."""
+    """The key that bundles with the same tokenizer share."""
     return bundle.manifest.files.get(TOKENIZER), bundle.config.vocab_size, bundle.marks

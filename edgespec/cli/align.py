@@ -81,7 +81,7 @@ def align(
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a drafter on what its target writes, so that more of its guesses are right.
+    """Train a drafter on its target's answers, so that more of its guesses are right.
 
     The target answers prompts, many at once; the drafter is trained on the answers in its own tokens, a
     tenth of the prompts held out; and DIR/alignment.safetensors holds the change of its weights: of the

@@ -19,8 +19,8 @@ cache = typer.Typer(
     rich_markup_mode="markdown",
     help="""Show and clear the prompts that are kept on disk ('show' is the default).
 
-    What models computed of prompts is kept, so that prompts that begin alike need not be read again. Prompts
-    can be read out of it; docs/security.md says by whom.
+    Keys and values of prompts are kept, so that prompts that begin alike need not be read again. Prompts can
+    be read out of them; docs/security.md says by whom.
     """,
 )
 

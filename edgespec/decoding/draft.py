@@ -1,4 +1,4 @@
-"""Drafts and their outcomes: what the loop and the sources of proposals exchange."""
+"""Drafts and their outcomes: the objects that the loop and the sources of proposals exchange."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -236,7 +236,7 @@ class Constraint(RowStep, Protocol):
 
 
 class GrammarConstraint(Constraint):
-    """Holds an answer to a grammar. What it finds out about a proposal is kept for verification.
+    """Holds an answer to a grammar. Its findings about a proposal are kept for verification.
 
     Text that the grammar forces is written in the tokens that the tokenizer would take for it, because a
     model expects these: of several ways to spell it only one is allowed.

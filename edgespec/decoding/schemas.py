@@ -1,4 +1,4 @@
-"""JSON schemas as generators write them: what a grammar holds of one, and a check of the rest.
+"""JSON schemas as generators write them: the part that a grammar holds, and a check of the rest.
 
 llguidance holds most of JSON Schema. The keywords that it lacks only narrow what JSON may be, so its grammar
 leaves them out. They are checked when the answer is complete, where that is possible.
@@ -39,7 +39,7 @@ _KEYWORDS: Final = {
 _COUNTS: Final = ("minProperties", "maxProperties")
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 _ANNOTATIONS: Final = {*("type", "format", "title", "description", "default", "examples")}
-"""Of a property's name."""
+"""The schema of a property's name."""
 _BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 _FARTHEST: Final = 9 * 10**18
 """llguidance compiles no bound beyond it. A nearer one takes its place: what fits that fits the schema."""

@@ -3,7 +3,7 @@
 from typing import Literal
 
 Finding = Literal["proved", "failed"]
-"""What a :class:`Watch` found."""
+"""The finding of a :class:`Watch`."""
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""Guesses of what a drafter will write next, so that one pass of the drafter checks several tokens.
+"""Guesses of a drafter's next tokens, so that one pass of the drafter checks several tokens.
 
 A drafter's pass over four rows takes far less time than four passes over one. So a table, which costs no
 time, drafts for the drafter, and a token on which the drafter agrees needs no pass of its own (cascade
@@ -58,7 +58,7 @@ class Followers:
         self._latest, self._before = {}, {}
 
     def guesses(self, text: Sequence[int], rows: int, most: int) -> list[Follower]:
-        """Guess what follows ``text``, for a pass that has ``rows`` rows and room for ``most`` more."""
+        """Guess the next tokens of ``text``, for a pass that has ``rows`` rows and room for ``most`` more."""
         guesses: list[Follower] = []
         context = list(text[-CONTEXT:])
         while len(guesses) < min(most, _MOST) and (guess := self._find(context, len(guesses))) is not None:

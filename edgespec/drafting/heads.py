@@ -25,7 +25,7 @@ MOST_READ = 128
 
 
 class _StateReader(Chain):
-    """What readers with a head's session have in common: a drafted token is read beside the last state.
+    """The common part of readers with a head's session: a drafted token is read beside the last state.
 
     Tokens that a grammar forces behind the committed ones are read like drafts.
     """

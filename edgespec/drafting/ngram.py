@@ -210,7 +210,7 @@ class NgramDrafter(Extending):
         return draft.then(self._draft(tokens, draft, limit)[1])
 
     def observe(self, step: Step) -> None:
-        """Judge what was considered, whoever drafted."""
+        """Judge the considered proposals, whichever source drafted."""
         considered, self._considered = self._considered, []
         for match, token in zip(considered, step.judged, strict=False):
             key, is_right = _class_of(match), match.token == token

@@ -155,7 +155,7 @@ class Policy(Source):
             self._go_on(self._model, self._clock() - began)
 
     def _go_on(self, model: Source, seconds: float) -> None:
-        """Go on after the model drafted for so many seconds. Its complete draft completes the round's."""
+        """Go on after the model drafted for ``seconds``. Its complete draft completes the round's."""
         choice, self.rows = self._choice, model.rows
         choice.model_s += seconds
         if self.rows is not None:

@@ -50,7 +50,7 @@ class Chain(ABC):
     """Reads a text, and each token that is drafted behind it, with a drafter's session.
 
     :meth:`read` and :meth:`step` begin to read. As long as ``rows`` is not None, the caller has the rows read
-    and calls :meth:`take`. Then :attr:`latest` is there. Nobody else uses the session during the request.
+    and calls :meth:`take`. Then :attr:`latest` is there. No other object uses the session during the request.
     ``curve`` has the times of its passes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Chain(ABC):
         """The prediction behind the text and all drafted tokens that were read."""
 
     def add_features(self, features: Floats, committed: int) -> None:
-        """Note so many new committed tokens, and the target's features before the last one, if it has any."""
+        """Note the ``committed`` new tokens, and the target's features before the last one, if any."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a frozen app needs of edgespec that PyInstaller does not find in its imports."""
+"""The parts of edgespec that a frozen app needs and PyInstaller does not find in its imports."""
 
 from PyInstaller.utils.hooks import collect_data_files, collect_dynamic_libs, copy_metadata
 

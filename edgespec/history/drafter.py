@@ -17,8 +17,8 @@ _LOG = logging.getLogger("edgespec")
 class HistoryDrafter:
     """Proposes what followed the text's last tokens in earlier answers.
 
-    It serves one request. It judges its proposals by the committed tokens, whoever drafted them, and learns
-    the answer.
+    It serves one request. It judges its proposals by the committed tokens, from any source, and learns the
+    answer.
 
     If its proposals cost more than they bring, it proposes nothing for the rest of the request, and longer if
     the guard says so. It then learns anew how far each kind of match can be trusted, from verdicts since the

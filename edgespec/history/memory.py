@@ -207,7 +207,7 @@ Tell = Callable[[Callable[[Delta], None]], None]
 
 
 class Memory:
-    """What one scope has learned. Use it in one thread at a time.
+    """The passages of a scope. Use it in one thread at a time.
 
     Learned passages are indexed at the next :meth:`refresh`, so the proposals of a request depend on earlier
     requests and the committed text alone. ``tallies`` has what became of proposals, by kind.

@@ -386,7 +386,7 @@ class _Block:
         return self.text[self._at]
 
     def _end_of(self, pattern: re.Pattern[str]) -> int:
-        """Where that which matches here ends; patterns match an empty text too."""
+        """The end of the match here. Patterns match an empty text, too."""
         match = pattern.match(self.text, self._at)
         assert match is not None
         return match.end()

@@ -20,7 +20,7 @@ _TAIL: Final = 5  # characters of an escape without its last one
 
 
 QUOTE: Final = '<|"|>'
-"""What Gemma 4 writes around texts."""
+"""Gemma 4's marks around texts."""
 
 
 class MoreError(Exception):
@@ -73,7 +73,7 @@ def keywords_of(
 def _parts(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], combining: Sequence[str]
 ) -> list[Mapping[str, Any]]:
-    """A schema, the schemas that it refers to, and those that it combines."""
+    """A schema, with the schemas that it refers to and combines."""
     parts, left = list[Mapping[str, Any]](), [schema]
     while left and len(parts) < _MOST_PARTS:
         part = pointed(parameters, left.pop(0))

@@ -1,8 +1,8 @@
 """Answers of several messages, each behind a header that names its channel, as gpt-oss writes them (harmony).
 
 A header stands between control tokens: ``<|start|>assistant<|channel|>NAME`` with ``to=RECIPIENT`` before or
-behind the name, then ``<|message|>``. What has a function as its recipient is a call, the other messages of
-``final`` and ``commentary`` are text, all others thoughts. No ordinary token ends a message or begins one.
+behind the name, then ``<|message|>``. A message to a function is a call, other messages of ``final`` and
+``commentary`` are text, and the rest are thoughts. No ordinary token ends a message or begins one.
 """
 
 import re
@@ -40,7 +40,7 @@ class ChannelReader(AnswerReader):
         self._parts: list[CallPart] = []
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> Record:
-        """Take tokens, with the ``final`` ones what was held back: no more come.
+        """Take tokens. The ``final`` ones release held text.
 
         Headers before the first text count as thoughts, with nothing in them.
         """
@@ -59,7 +59,7 @@ class ChannelReader(AnswerReader):
         return Record(self._text, (), content=self._content, calls=tuple(self._parts), thoughts=thoughts)
 
     def _token(self, token: int) -> str:
-        """Read a token; what it adds to the thoughts."""
+        """Read a token, and return its addition to the thoughts."""
         data, thought = self._tokenizer.token_bytes(token), ""
         if self._tokenizer.is_special(token):
             if self._header is None:
@@ -81,7 +81,7 @@ class ChannelReader(AnswerReader):
         return thought
 
     def _begin(self, header: str) -> None:
-        """A message comes."""
+        """Begin a message."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._header, name = None, "" if recipient is None else recipient[1]
         if name.startswith(_FUNCTION):
@@ -96,14 +96,14 @@ class ChannelReader(AnswerReader):
             self._kind = "thoughts"
 
     def _end(self) -> str:
-        """The message is over; what was held back of thoughts."""
+        """End the message, and return held thoughts."""
         if self._kind == "thoughts":
             return self._decoder.decode(b"", final=True)
         self._show(self._streams[0].finish())
         return ""
 
     def _show(self, piece: str) -> None:
-        """A piece of a message."""
+        """Take a piece of a message."""
         self._text += piece
         if self._kind == "call" and self._calls is not None:
             self._take(*self._calls.push(piece))
@@ -112,6 +112,6 @@ class ChannelReader(AnswerReader):
             self._has_text |= bool(piece)
 
     def _take(self, content: str, parts: Sequence[CallPart]) -> None:
-        """What is text of a call, and what is certain of it."""
+        """Take the text of a call, and return its certain parts."""
         self._content += content
         self._parts += parts

@@ -19,11 +19,11 @@ from edgespec_runtimes.predictions import Predictions
 
 
 class RequestDecoding(Decoding):
-    """The decoding of a request: what its rounds commit becomes the answer's text.
+    """The decoding of a request: committed tokens of its rounds become the answer's text.
 
     At its end the ``policy`` is closed and the ``seat`` is freed. The ``request`` has as many new tokens as
-    fit the context. Its turn came when the clock said ``started``. ``cached_tokens`` are those of the prompt
-    that the KV cache held then.
+    fit the context. ``started`` is the time of its turn by the clock. ``cached_tokens`` are tokens of the
+    prompt that the KV cache held then.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RequestDecoding(Decoding):
         return None if self._progress is None else Record("", (), progress=self._progress)
 
     def advance(self, predictions: Predictions, passed: Passed) -> list[Record]:
-        """What a pass adds: how far the prompt is read, what was committed; the last has the reason."""
+        """Add the records of a pass: the prompt's progress, committed tokens, and at last the reason."""
         step, now, records = self.take(predictions, passed), self.clock(), list[Record]()
         if self._progress is not None:
             self._progress = replace(self._progress, read=self.session.length, seconds=now - self._started)
@@ -103,12 +103,12 @@ class RequestDecoding(Decoding):
         return [*records, self._record(step)]
 
     def stop(self, reason: FinishReason) -> Record:
-        """End it early; what it has to say yet."""
+        """End the request early, and return its last records."""
         self._reason = reason
         return self._shown(Record("", ()))
 
     def close(self) -> None:
-        """It is over, however that came: called once."""
+        """Close the request after its end; called once."""
         try:
             super().close()
         finally:
@@ -116,7 +116,7 @@ class RequestDecoding(Decoding):
 
     @property
     def result(self) -> Generation:
-        """As far as it came."""
+        """The result so far."""
         thoughts = tuple(self._reader.thoughts)
         tokens = tuple(token for record in self._records for token in record.tokens)
         stats = replace(
@@ -144,7 +144,7 @@ class RequestDecoding(Decoding):
         )
 
     def _schema_problems(self) -> tuple[str, ...]:
-        """What a whole answer, or its calls, break of schemas that the grammar does not hold whole."""
+        """The rules of schemas, beyond the grammar, that a complete answer or its calls break."""
         schemas = {} if self._constraint is None else self._constraint.schemas
         if self._reason not in ("stop", "tool_calls") or not any(s.unheld for s in schemas.values()):
             return ()
@@ -156,7 +156,7 @@ class RequestDecoding(Decoding):
         return tuple(dict.fromkeys(problem for schema, value in held for problem in schema.problems(value)))
 
     def _record(self, step: Step) -> Record:
-        """What a round adds."""
+        """The record of a round."""
         self._steps.append(step)
         tokens = tuple(map(self._with_again, token_records(step)))
         record = replace(self._reader.push(step.tokens), tokens=tokens)
@@ -169,7 +169,7 @@ class RequestDecoding(Decoding):
         return record
 
     def _with_again(self, token: TokenRecord) -> TokenRecord:
-        """A token with what it writes again."""
+        """A token, with the number of its bytes that a fill writes again."""
         again = min(self._again, len(self._tokenizer.token_bytes(token.id)))
         self._again -= again
         return replace(token, again=again)
@@ -180,7 +180,7 @@ class RequestDecoding(Decoding):
         return over or last in self._stop
 
     def _shown(self, record: Record) -> Record:
-        """The next record, with what was held back if it is the last."""
+        """The next record; the last one has held text, too."""
         if self._reason is not None:
             rest = self._reader.push((), final=True)
             if self._reason == "stop" and self._reader.called:

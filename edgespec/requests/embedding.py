@@ -31,7 +31,7 @@ class EmbeddingOptions(TypedDict, total=False):
     """Keyword arguments of :meth:`edgespec.Model.embed`.
 
     Attributes:
-        instruction: what a query is to find, in a sentence. Documents have none.
+        instruction: the purpose of a query, in a sentence. Documents have none.
         dimensions: the length of vectors, which are cut (Kusupati et al. 2022, "Matryoshka Representation
             Learning").
         timeout: the seconds that the request may take, waiting included.
@@ -43,7 +43,7 @@ class EmbeddingOptions(TypedDict, total=False):
 
 
 class Embeddings(NamedTuple):
-    """What :meth:`edgespec.Model.embed` returns.
+    """The result of :meth:`edgespec.Model.embed`.
 
     Attributes:
         vectors: float32 ``(texts, dimensions)``; each row has the length 1.
@@ -55,7 +55,10 @@ class Embeddings(NamedTuple):
 
 
 class EmbeddingTicket(Ticket):
-    """A request for vectors of ``texts``, each at least one token. ``unread`` are those still without one."""
+    """A request for vectors of ``texts``, each at least one token.
+
+    ``unread`` are the texts still without a vector.
+    """
 
     def __init__(self, request: Request, texts: Sequence[list[int]], dimensions: int) -> None:
         super().__init__(request)

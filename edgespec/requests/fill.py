@@ -1,4 +1,4 @@
-"""Filling in the middle: what a model reads of the text around a hole.
+"""Filling in the middle: the prompt of a model for the text around a hole.
 
 The prompt is ``<prefix> far <suffix> behind <middle> near``: the last lines before the cursor begin the
 middle, as if the model had written them (Bavarian et al., 2022, arXiv 2207.14255, section 3, SPM). So only
@@ -79,7 +79,7 @@ def _marks(bundle: Bundle) -> dict[str, int]:
 
 
 def _taken_back(tokenizer: Tokenizer, tokens: list[int]) -> bytes:
-    """Remove the last token, and those that begin its word, and return their bytes."""
+    """Remove the tokens of the last word, and return their bytes."""
     held = tokenizer.token_bytes(tokens.pop())
     while held[:1].isalpha() and tokenizer.bytes_of(tokens[-1:])[-1:].isalpha() and len(held) < _LONGEST_WORD:
         held = tokenizer.token_bytes(tokens.pop()) + held
@@ -87,7 +87,7 @@ def _taken_back(tokenizer: Tokenizer, tokens: list[int]) -> bytes:
 
 
 def _extra(hole: Hole, marks: dict[str, int], tokenizer: Tokenizer, room: int) -> list[int]:
-    """The tokens of other files, in the model's form: as many of the last files as fit whole."""
+    """The tokens of other files, in the model's form; the last files that fit whole."""
     begin, end, form = list[int](), list[int](), "# {}\n{}\n\n"
     if "file" in marks:
         form, end = "{}\n{}\n", [marks["file"], *tokenizer.encode_bytes(b"file\n")]

@@ -178,9 +178,9 @@ class Request:
 
     @property
     def seeds(self) -> list[int | None]:
-        """The seeds of the ``n`` answers that are to be decoded, of which greedy ones are all the same.
+        """The seeds of the answers to decode; greedy answers are equal, so one is decoded.
 
-        Answer i has the seed ``seed + i``, so that each can be had again alone.
+        Answer i has the seed ``seed + i``, so each can be repeated alone.
         """
         seed, count = self.sampling.seed, 1 if self.sampling.greedy else self.n
         return [None if seed is None else (seed + i) % 2**64 for i in range(count)]
@@ -193,7 +193,7 @@ class Request:
         return [replace(self, n=1, sampling=replace(self.sampling, seed=seed)) for seed in self.seeds]
 
     def check_vocabulary(self, size: int) -> None:
-        """See that the model has the tokens that the request names."""
+        """Check that the model has the tokens of the request."""
         beyond = max(self.sampling.logit_bias, default=0)
         if beyond >= size:
             raise RequestError(f"logit_bias is for token {beyond}; allowed: the model's, 0 to {size - 1}")
@@ -251,7 +251,7 @@ def _default(option: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A place in a text: what stands before and behind it, and names and texts of ``extra`` files.
+    """A place in a text: the texts before and behind it, and names and texts of ``extra`` files.
 
     ``held`` are the last bytes of the prefix, which are not read, but written again. ``ends`` end a fill.
     """
@@ -270,7 +270,7 @@ class Hole:
 
     @property
     def line(self) -> str:
-        """What stands before the cursor on its line."""
+        """The text before the cursor on its line."""
         return self.prefix.rpartition("\n")[2]
 
     @property
@@ -281,7 +281,7 @@ class Hole:
 
 @checked
 def text_prompt(prompt: Annotated[str | Sequence[int], length(1)]) -> PromptInput:
-    """A prompt to continue; RequestError where it is neither a text nor tokens, or empty."""
+    """A prompt to continue; RequestError if it is neither a text nor tokens, or empty."""
     return prompt
 
 
@@ -294,15 +294,15 @@ def chat_prompt(messages: Messages) -> PromptInput:
 
 @checked
 def fill_prompt(prefix: str, suffix: str, extra: Sequence[tuple[str, str]]) -> Hole:
-    """A place in a text to be filled; RequestError where it is not made of texts."""
+    """A place in a text to fill; RequestError unless it consists of texts."""
     return Hole(prefix, suffix, extra)
 
 
 class Prompt(NamedTuple):
-    """A prompt as the target and as the drafter are to read it; the second is empty without a drafter model.
+    """A prompt for the target and for the drafter; the second is empty without a drafter model.
 
-    ``place`` is where the answer begins, with regard to thoughts; None where the model has none. ``hole`` is
-    what the answer fills; None where it fills nothing.
+    ``place`` says whether the answer begins with thoughts; None if the model has none. ``hole`` is the place
+    that the answer fills, or None.
     """
 
     target: list[int]
@@ -312,7 +312,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:
-    """What a target reads: a text or tokens to continue, or a conversation to answer.
+    """The tokens of a prompt for a target: a text or tokens to continue, or a conversation to answer.
 
     Raises:
         RequestError: the prompt is empty, or the model's chat template does not take it; tools or template
@@ -342,7 +342,7 @@ def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list
 
 
 def drafter_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:
-    """What a drafter reads: what its template cannot take is left out, for it only guesses."""
+    """The tokens of a prompt for a drafter, without parts that its template cannot take: it only guesses."""
     if isinstance(prompt, str):
         return encode_text(bundle, prompt, special=request.special)
     messages, template = cast(Messages, prompt), bundle.chat_template
@@ -362,12 +362,12 @@ def ids_of(prompt: object) -> list[int] | None:
 
 
 def encode_text(bundle: Bundle, text: str, *, special: bool = False) -> list[int]:
-    """Tokens of ``text``, begun as the model's texts are; with ``special`` its control tokens are meant."""
+    """Tokens of ``text``, with the beginning of the model's texts; ``special`` reads its control tokens."""
     return begun(bundle, bundle.tokenizer.encode(text, special=special))
 
 
 def no_template(name: str) -> str:
-    """What is wrong where a model has no chat template."""
+    """The error for a model without a chat template."""
     return f"{name} has no chat template; give one (chat_template), use generate, or another model"
 
 
@@ -395,10 +395,10 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
 
 
 def message_starts(tokens: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
-    """Where the second and the last message of a prompt begin: other prompts may share what is before.
+    """The beginnings of a prompt's second and last messages: other prompts may share the text before them.
 
-    Before the second stand the system's message and tools, before the last what a dialogue repeats. The first
-    control token that comes again opens every message, at the end the answer.
+    Before the second stand the system's message and tools, before the last the dialogue so far. The first
+    control token that occurs again opens every message and the answer.
     """
     places = dict[int, list[int]]()
     for place, token in enumerate(tokens):
@@ -409,13 +409,13 @@ def message_starts(tokens: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
 
 
 def calls_tools(bundle: Bundle) -> bool:
-    """Whether the model is shown tools, and what it writes to call them is read."""
+    """Whether the prompt shows tools to the model, and calls are read from its answer."""
     template = bundle.chat_template
     return template is not None and "tools" in template.arguments and _form(bundle) is not None
 
 
 def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "Place | None":
-    """Where the answer to ``prompt`` begins, with regard to thoughts; None where it has none."""
+    """The place at the beginning of the answer to ``prompt``; None if it has no thoughts."""
     tags = None if isinstance(prompt, str) else thoughts_tags(bundle)
     if tags is None:
         return None
@@ -425,7 +425,7 @@ def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> 
 
 
 def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":
-    """What reads tool calls out of the answer to ``prompt``; None where the model is shown no tools."""
+    """The reader of tool calls in the answer to ``prompt``; None if the prompt shows no tools."""
     form = _form(bundle) if request.tools and request.tool_choice != "none" else None
     if form is None:
         return None
@@ -437,9 +437,9 @@ def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "Cal
 
 
 def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
-    """What the answer to a conversation has to be, if anything: a call that is a must, its format, or either.
+    """The form of an answer to a conversation, or None: a required call, its format, or either.
 
-    The format is that of an answer that calls nothing.
+    The format applies to answers without calls.
     """
     tools = request.tools if request.tool_choice != "none" else ()
     if request.response_format is None and (not tools or request.tool_choice == "auto"):
@@ -456,7 +456,7 @@ def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
 
 
 def _form(bundle: Bundle) -> "Form | None":
-    """How the model writes calls; None where that is not known."""
+    """The model's form of calls; None if it is unknown."""
     from edgespec.requests.tool_calls import format_of
 
     template = bundle.chat_template
@@ -474,7 +474,7 @@ def _chat(
 
 
 def begun(bundle: Bundle, ids: list[int]) -> list[int]:
-    """``ids`` as the model's texts begin: behind BOS, where they do."""
+    """``ids``, behind BOS if the model's texts begin with it."""
     special = bundle.manifest.special_tokens
     if not special.add_bos or special.bos is None or ids[:1] == [special.bos]:
         return ids
@@ -482,14 +482,14 @@ def begun(bundle: Bundle, ids: list[int]) -> list[int]:
 
 
 def thoughts_tags(bundle: Bundle) -> "Tags | None":
-    """What the model writes around its thoughts; None where it does not think."""
+    """The tags of the model's thoughts; None if it does not think."""
     from edgespec_models.text.thoughts import tags_of
 
     return None if bundle.chat_template is None else tags_of(bundle.chat_template, bundle.tokenizer)
 
 
 def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
-    """What the chat template is told besides the messages."""
+    """The arguments of the chat template besides the messages."""
     tags = None if request.thinking is None else thoughts_tags(bundle)
     switched = {} if tags is None or request.thinking is None else tags.told(request.thinking)
     tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
@@ -497,7 +497,7 @@ def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
 
 
 def _check_thinking(bundle: Bundle, request: Request) -> None:
-    """See that the model can think if it is to, and that it is told once whether it is."""
+    """Check that the model can think if it shall, and that only one option says so."""
     if request.thinking is None or (tags := thoughts_tags(bundle)) is None:
         if request.thinking:
             raise RequestError(

@@ -87,7 +87,7 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one round added to an answer, or how much of a long prompt has been read.
+    """The addition of a round to an answer, or the progress in a long prompt.
 
     Attributes:
         text: the text that can be shown now. It is empty while a character or a stop string may have only
@@ -97,10 +97,11 @@ class Record:
         stop: the stop string that ended it, or None. It is not part of the text.
         content: the part of ``text`` around calls of tools.
         calls: the parts of calls that became certain.
-        thoughts: what the first of these tokens add to the thoughts.
+        thoughts: additions of the first of these tokens to the thoughts.
         progress: the reading of a prompt that takes more than one pass, in the first records, which have no
             text and tokens; None in all others.
-        prompt: the prompt's tokens, in the first record with text, if their log probabilities are asked for.
+        prompt: the prompt's tokens, in the first record with text, if the request wants their log
+            probabilities.
     """
 
     text: str
@@ -129,7 +130,7 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """What one generation cost. Times are wall-clock seconds.
+    """The statistics of an answer. Times are wall-clock seconds.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
@@ -156,8 +157,9 @@ class GenerationStats:
         used_ahead: Tokens read ahead that a later draft needed.
         history_problem: Why the history cannot be read or written. None if it can, or without one.
         prompt_cache_problem: Why prompts cannot be kept on disk. None if they can.
-        rolled_back: What was learned, misled and was put back since the last request, and why.
-        schema_problems: What the answer, or its calls, break of their schemas, and what was not checked.
+        rolled_back: Corrections of the drafter that misled and were put back since the last request, and why.
+        schema_problems: Rules of schemas that the answer, or its calls, break, and rules that were not
+            checked.
     """
 
     prompt_tokens: int = 0
@@ -232,8 +234,9 @@ class Generation:
         tool_calls: the calls of tools. The text contains them too, as the model wrote them.
         content: the text around the calls; the whole text without calls.
         others: further answers to the same prompt, if the request asks for several.
-        thoughts: what each of the first tokens added to the thoughts.
-        prompt: the prompt's tokens with their log probabilities, if asked for. The first token has none.
+        thoughts: the addition of each of the first tokens to the thoughts.
+        prompt: the prompt's tokens with their log probabilities, if the request wants them. The first has
+            none.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""The loaded models as requests run on them: prompts in, passes, and what is kept between requests."""
+"""The loaded models of requests: their prompts, passes, and the data kept between requests."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.requests.embedding import Embedder
 
 
-_AGAIN = 0.7  # how often a token that was taken back is written again
+_AGAIN = 0.7  # the chance that a token that was taken back is written again
 _SHARE = 2  # of the available memory, what one more KV cache may take beside others, which may move for it
 
 
@@ -54,11 +54,11 @@ class Runner:
 
     :meth:`prompt` and :meth:`constraint` may be called from any thread, the rest from one at a time.
 
-    ``write_behind`` brings to disk what was read, while no request runs; see :class:`KvStore`.
+    ``write_behind`` writes prompts to disk while no request runs; see :class:`KvStore`.
 
-    It closes what was ``loaded``. ``beside`` lets the drafter go on while the target verifies; None where
-    both run on one device. ``side``, ``own`` and ``history`` are None where there is no drafter model, no
-    drafter of the app's own, nothing that is learned across requests.
+    It closes ``loaded``. ``beside`` lets the drafter go on while the target verifies; None if both run on one
+    device. ``side``, ``own`` and ``history`` are None without a drafter model, without an app's own drafter,
+    and without a history.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Runner:
         self._is_closed = False
 
     def constraint(self, request: Request, *, is_chat: bool = True) -> Constraint | None:
-        """What the answer may be, to a conversation or to a text; None where that is anything."""
+        """The constraint of the answer to a conversation or a text; None if it may be anything."""
         request.check_vocabulary(self.session.model.vocab_size)
         wanted = answer_format(self.target, request) if is_chat else request.response_format
         return None if wanted is None else self._grammars.constraint(wanted)
@@ -133,10 +133,10 @@ class Runner:
         return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole)
 
     def begin(self, ticket: Ticket) -> RequestDecoding | None:
-        """Begin a request: room is reserved, and what is known of its prompt lies in the KV cache.
+        """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
 
-        None where there is no memory for it beside those that are being answered. An answer that would not
-        fit the context is shortened.
+        None if there is no memory for it beside running requests. An answer that would not fit the context is
+        shortened.
         """
         prompt, request, constraint = ticket.prompt, ticket.request, ticket.constraint
         started, queued_s, count = self._clock(), ticket.queued_s, len(prompt.target)
@@ -156,7 +156,7 @@ class Runner:
             undoing.callback(seat.free)
             seat.target.reserve(count + new)
             if request.prompt_logprobs:
-                seat.target.rewind(0)  # what is in the cache says nothing of how likely it was
+                seat.target.rewind(0)  # a cached token has no log probability
             policy = self._policy(prompt, request, constraint, seat)
             undoing.callback(policy.close)
             decoding = RequestDecoding(
@@ -195,7 +195,7 @@ class Runner:
     def turn(self, tickets: Sequence[Ticket]) -> None:
         """Take requests that run a pass further; texts that become vectors are read in a pass of their own.
 
-        They wait where there is no memory for them beside the others.
+        The texts wait if there is no memory for them beside the others.
         """
         texts = [] if self._embedder is None else self._embedder.own(tickets)
         others = [ticket for ticket in tickets if ticket not in texts]
@@ -227,7 +227,7 @@ class Runner:
             )
 
     def forget(self, *, on_disk: bool = True) -> None:
-        """Leave nothing of earlier requests in KV caches, nor on disk of what these models read."""
+        """Delete earlier requests from KV caches, and the texts of these models from disk."""
         if not on_disk:
             self.caches.write_behind()
         for session in self.seats.sessions:
@@ -237,7 +237,7 @@ class Runner:
             self.side.forget()
 
     def trim(self) -> int:
-        """Free the KV caches that no request uses, and those of texts that become vectors; their bytes."""
+        """Free unused KV caches, and caches of texts that become vectors, and return their bytes."""
         idle = [seat for seat in self.seats.all if not seat.taken]
         sessions = [session for seat in idle for session in (seat.target, seat.drafter) if session]
         freed = self.caches.trim([seat.target for seat in self.seats.all if seat.taken])

@@ -1,4 +1,4 @@
-"""Where requests that are answered at once have their KV caches: the sessions of target and drafter."""
+"""The seats of running requests: the sessions of target and drafter, with their KV caches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from edgespec_runtimes.session import Session
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A request's sessions; ``drafter`` is None where there is none, or it reads one text at a time.
+    """A request's sessions; ``drafter`` is None without a drafter, or if it reads one text at a time.
 
-    ``caches`` keep what they lose. At the lengths ``checkpoints`` of the prompt, :meth:`checkpoint` is due.
+    ``caches`` keep texts that sessions drop. At the lengths ``checkpoints`` of the prompt, :meth:`checkpoint`
+    is due.
     """
 
     target: Session
@@ -21,16 +22,17 @@ class Seat:
     checkpoints: Sequence[int] = ()
 
     def checkpoint(self) -> None:
-        """Keep what later requests need to go on from what the target has read."""
+        """Keep the target's states, so that later requests can go on from them."""
         self.caches.checkpoint(self.target)
 
     def free(self) -> None:
-        """Let another request have it."""
+        """Release the seat for another request."""
         self.taken = False
 
 
 class Seats:
-    """At most ``most`` seats, made when they are first needed; ``caches`` keep what their sessions lose.
+    """At most ``most`` seats, made when they are first needed; ``caches`` keep texts that their sessions
+    drop.
 
     ``readers`` are the target's sessions for texts that become vectors.
     """
@@ -42,7 +44,7 @@ class Seats:
 
     @property
     def sessions(self) -> list[Session]:
-        """Of all seats, and readers."""
+        """The sessions of all seats, and readers."""
         drafters = [seat.drafter for seat in self.all if seat.drafter is not None]
         return [*(seat.target for seat in self.all), *drafters, *self.readers]
 
@@ -52,7 +54,7 @@ class Seats:
         return any(seat.taken for seat in self.all)
 
     def take(self, tokens: Sequence[int], starts: Sequence[int], *, on_disk: bool) -> Seat:
-        """A free seat, whose target holds as much of ``tokens`` as any cache does.
+        """A free seat, whose target holds the longest known beginning of ``tokens``.
 
         See :meth:`KvStore.fetch` for ``starts``.
         """

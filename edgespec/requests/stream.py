@@ -56,7 +56,7 @@ class Stream(
             await self._ticket.wait_async(None)
 
     def records(self) -> "Records":
-        """What each round added: :class:`edgespec.Record`, for ``for`` and ``async for``.
+        """Iterate over the records of rounds (:class:`edgespec.Record`), with ``for`` or ``async for``.
 
         Records about the reading of a long prompt come first and have no text. Records and text share one
         position: each continues where the other stopped.
@@ -99,7 +99,7 @@ class Stream(
         return self.result
 
     def cancel(self) -> None:
-        """End the request within a pass, from any thread. What came until then stays readable."""
+        """End the request within a pass, from any thread. The text so far stays readable."""
         self._queue.withdraw(self._ticket, "cancelled")
 
     @property

@@ -1,4 +1,4 @@
-"""The part of a request that its threads share: the one that reads the answer, and the one that writes it."""
+"""The part of a request that its threads share: the reader of the answer, and its writer."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -134,7 +134,7 @@ class Ticket:
         self.end(result, error)
 
     def abandon(self) -> None:
-        """End a request that nobody has read."""
+        """End a request that was never read."""
         reason = self.interruption or "cancelled"
         self.put(Record("", (), reason))
         self.end(nothing(reason))
@@ -164,7 +164,7 @@ class Ticket:
         return None
 
     def clear(self) -> None:
-        """Drop the records that nobody will read."""
+        """Drop the unread records."""
         with self._changed:
             self._records.clear()
 

@@ -12,7 +12,7 @@ from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.session import Rows
 
 Begin = Callable[[Ticket], RequestDecoding | None]
-"""Begins a request; None where there is no room for it beside those that run."""
+"""Begins a request; None if there is no room for it beside running requests."""
 Running = list[tuple[Ticket, RequestDecoding]]
 _SHARE = 4  # of the rows that read prompts, so many parts: one is for the first
 
@@ -20,7 +20,7 @@ _SHARE = 4  # of the rows that read prompts, so many parts: one is for the first
 def take_turn(tickets: Sequence[Ticket], begin: Begin, pricing: Pricing) -> None:
     """One pass over the next rows of all requests; who is over or fails is ended, and the others go on.
 
-    ``pricing`` is told of how many requests the pass is, and chooses the rows of all their drafts.
+    ``pricing`` gets the number of requests in the pass, and chooses the rows of all their drafts.
     """
     pricing.sequences = max(1, len(tickets))
     for ticket in tickets:
@@ -98,7 +98,7 @@ def _is_being_read(ticket: Ticket, others: Sequence[RequestDecoding]) -> bool:
 
 
 def _most_rows(decodings: Sequence[Decoding], piece: int) -> list[int]:
-    """How many rows each may have in a pass that reads ``piece`` tokens of prompts: the shortest goes first.
+    """The rows that each may have in a pass that reads ``piece`` tokens of prompts: the shortest goes first.
 
     A share is for the prompt that came first, so that it ends however many short ones come.
     """

@@ -153,7 +153,7 @@ class App:
         return JSONResponse(await asyncio.to_thread(self._history_json))
 
     def _history_json(self) -> dict[str, Any]:
-        """What was learned, the most useful first. A history without answers is empty."""
+        """The learned passages, the most useful first. A history without answers is empty."""
         history = self._history
         if history is None or not history.path.is_file():
             name = None if history is None else history.name

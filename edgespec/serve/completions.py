@@ -84,7 +84,7 @@ class Completions:
         return Response(await asyncio.to_thread(written), media_type="application/json")
 
     async def vectors(self, request: Request, body: EmbeddingBody, model: Model, left_s: float) -> Embeddings:
-        """The vectors of a body's texts, by the request's model, within so many seconds."""
+        """The vectors of a body's texts by the request's model, within the time limit."""
         embed = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
         try:
             embeddings = await _while_connected(request, embed(body.texts(), timeout=left_s))
@@ -278,7 +278,7 @@ class _EventStream(StreamingResponse):
             future.result()
 
     async def close(self) -> None:
-        """End the answers, because nobody reads them any more."""
+        """End the answers, because their client is gone."""
         self._loading.cancel()
         for future in self._coming:
             future.cancel()

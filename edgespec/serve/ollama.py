@@ -81,7 +81,7 @@ class Options(Sampling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """What requests for answers share."""
+    """The common fields of requests for answers."""
 
     model: str
     stream: bool = True
@@ -364,7 +364,7 @@ class Ollama:
         return await self._completions.respond(request, body.chat(), body.asks, form, body.words)
 
     async def _nothing(self, request: Request, body: _Body, form: "partial[OllamaReply]") -> Response:
-        """Load the model, or unload it as soon as nobody uses it."""
+        """Load the model, or unload it as soon as it is unused."""
         name = _name(body.model)
         if body.unloads:
             self._completions.check_name(name)

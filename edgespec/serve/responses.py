@@ -118,7 +118,7 @@ def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None
 
 
 class Kept:
-    """Responses with their chats, kept for so many seconds and bytes of JSON. The oldest go first."""
+    """Responses with their chats, kept for a number of seconds and bytes of JSON. The oldest go first."""
 
     def __init__(
         self, most: int = KEPT_BYTES, seconds: float = KEPT_S, clock: Callable[[], float] = time.monotonic

@@ -1,1 +1,1 @@
-"""What a model is: bundles, the catalogue, tokenizers, chat templates and graph definitions."""
+"""Models: bundles, the catalogue, tokenizers, chat templates and graph definitions."""

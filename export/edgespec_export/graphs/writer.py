@@ -242,7 +242,7 @@ def _small_tensors(
 
 
 def _routers(checkpoint: Checkpoint, layer: str) -> Iterator[tuple[str, F32]]:
-    """What chooses experts, and the score of the one that all tokens share, which lies below."""
+    """The routers, and below them the score of the shared expert."""
     tensors, router = checkpoint.tensors, f"{layer}.router"
     below = [name for name in (router, f"{layer}.shared_router") if name in tensors]
     yield f"{graph_name(router)}.weight", np.concatenate([checkpoint.values(name) for name in below])

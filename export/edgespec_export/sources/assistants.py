@@ -61,7 +61,7 @@ def is_assistant(source: Path) -> bool:
 
 
 class _Assistant(Head):
-    """What both forms have in common."""
+    """The common part of both forms."""
 
     def tiles_of(self, name: str) -> str | None:
         """Eight bits: a step reads little."""

@@ -141,7 +141,7 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
         self.close()
 
     def close(self) -> None:
-        """Close the file; what was read stays valid."""
+        """Close the file; values that were read stay valid."""
         self._file.close()
 
     def facts(self, architecture: str) -> dict[str, object]:

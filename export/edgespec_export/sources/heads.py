@@ -52,7 +52,7 @@ def is_eagle(source: Path) -> bool:
 
 
 class Head(Checkpoint):
-    """What heads have in common. Their base is the target, which is closed with them.
+    """The common part of heads. Their base is the target, which is closed with them.
 
     Opening one also raises RequestError for one of another target.
     """
@@ -60,7 +60,7 @@ class Head(Checkpoint):
     base: Checkpoint
 
     def digest(self, progress: ProgressCallback) -> str:
-        """Of the head's own files; the target's becomes one of :attr:`changes`."""
+        """Digest of the head's own files; the target's becomes one of :attr:`changes`."""
         of_target = self.base.digest(progress)
         self.changes = {"target_sha256": of_target}
         return of_target if self.files == self.base.files else super().digest(progress)
@@ -80,7 +80,7 @@ class Head(Checkpoint):
 
 
 class _Eagle(Head):
-    """What both forms of EAGLE-3's heads have in common."""
+    """The common part of both forms of EAGLE-3's heads."""
 
     def _complete(self, tokens: npt.NDArray[np.int64] | None) -> None:
         """Borrow, cut apart what multiplies embedding and state side by side, and check all.

@@ -47,7 +47,7 @@ class SafetensorsFile:
         self.names = frozenset(self._header)
 
     def close(self) -> None:
-        """Close the file; what was read stays valid."""
+        """Close the file; values that were read stay valid."""
         self._file.close()
 
     def tensor(self, name: str) -> Tensor:
