@@ -1,7 +1,18 @@
 """Tiny targets with EAGLE-3 heads (arXiv 2503.01840), written on the spot.
 
-``tools/head_references.py`` has transformers and llama.cpp read the same files, and stores what they make of
-them in ``tests/golden_heads``. Weights have seven bits, so files in F32 and Q8_0 hold the same values.
+``tests/golden_heads`` has what transformers and llama.cpp made of the same files, by
+``tools/head_references.py`` of commit 5ca9c955. Weights have seven bits, so files in F32 and Q8_0 hold the
+same values.
+
+Arrays, for P prompts, COUNT tokens behind each and drafts of LENGTH:
+
+- ``prompts`` [P, 40], filled up with -1; ``tokens`` [P, COUNT], the target's greedy continuation, the same in
+  both; ``token_margins`` and ``llama_token_margins`` [P, COUNT].
+- ``drafts``, ``probabilities``, ``margins``, and llama.cpp's with ``llama_`` before the name,
+  [P, COUNT, LENGTH]. Draft k stands behind the prompt and k tokens of the continuation. Probabilities are
+  over the draft vocabulary. A margin is how far the best logit is above the second, in standard deviations.
+- ``features`` [n, 3, hidden] of the first n tokens of the first prompt and its continuation.
+- ``digests``: SHA-256 of the tensors in Q8_0 of target and head.
 
 A head's row i takes what the target knew when it read token i, and token i + 1, and says what token i + 2 is.
 """
@@ -139,7 +150,7 @@ def digest(model: TinyGGUF) -> str:
 
 
 def golden(case: str) -> dict[str, npt.NDArray[Any]]:
-    """What is stored of a case; ``tools/head_references.py`` says what each array is."""
+    """What is stored of a case."""
     with np.load(GOLDEN / f"{case}.npz") as stored:
         return dict(stored)
 
