@@ -190,6 +190,9 @@ def test_files_that_contradict_themselves_are_named(
 
 
 LAST = "model.layers.1.mlp.experts.7.up_proj.weight"
+DOWN_FLOATS, UP_FLOATS = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("down", "gate_up"))
+FUSED = "model.layers.1.block_sparse_moe.input_linear.weight"
+SHARED = "model.layers.1.shared_mlp.input_linear.weight"
 BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{kind}" for kind in ("blocks", "scales"))
 
 
@@ -206,6 +209,20 @@ BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{kind}" for kind in ("b
         ("gpt_oss", lambda t: t.pop(SCALES), "down_proj_blocks' without .*down_proj_scales"),
         ("gpt_oss", lambda t: t.pop(BLOCKS), "down_proj_scales' without its codes"),
         ("gpt_oss", lambda t: t.update({SCALES: t[SCALES][:, :32].copy()}), "scales .* do not fit"),
+        ("gpt_oss", lambda t: (floats(t), t.pop(DOWN_FLOATS)), r"lacks a tensor for layers\.1\.experts_down"),
+        (
+            "gpt_oss",
+            lambda t: (floats(t), t.update({UP_FLOATS: t[UP_FLOATS][..., :-1].copy()})),
+            "gate_up_proj' has shape",
+        ),
+        ("granite_moe", lambda t: t.update({FUSED: t[FUSED][:7]}), r"\(7, 128, 64\).*\(8, 128, 64\)"),
+        ("granite_moe", lambda t: t.pop(FUSED), r"lacks a tensor for layers\.1\.experts_gate"),
+        ("granite4_moe", lambda t: t.pop(SHARED), r"lacks a tensor for layers\.1\.shared_gate"),
+        (
+            "granite4_moe",
+            lambda t: t.update({SHARED: t[SHARED][:-1]}),
+            r"\(191, 64\); its metadata ask for \(192, 64\)",
+        ),
     ],
 )
 def test_directories_that_contradict_themselves_are_named(

@@ -47,6 +47,9 @@ _YARN = tuple(CASES["ministral3"]["rope_parameters"])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+GRANITE: dict[str, Any] = {"model_type": "granitemoe", "num_local_experts": 8}
+
+
 def refused(
     folder: Path, change: dict[str, Any], kind: type[EdgespecError], message: str, case: str = "llama"
 ) -> None:
@@ -63,7 +66,10 @@ def refused(
     [
         ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*--via optimum"),
         ({"model_type": "absent"}, "architecture ''"),
-        ({"model_type": "mixtral"}, "'mixtral'.*mixtures of experts.*use a dense Llama or Mistral instead"),
+        (
+            {"model_type": "mixtral"},
+            "'mixtral'.*needs experts in this family's form.*use gpt-oss-20b or a dense Llama",
+        ),
         ({"num_local_experts": 8}, "num_local_experts is 8.*no mixtures of experts of the family llama"),
         ({"model_type": "qwen3", "residual_multiplier": 0.5}, "residual_multiplier is 0.5; qwen3"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized already .gptq.*GGUF"),
@@ -76,7 +82,13 @@ def refused(
         ({"num_attention_heads": 3, "head_dim": 16}, "3 query heads cannot share 2"),
         ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
-        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "Mamba-2"),
+        *(
+            ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], **experts}, "Mamba-2")
+            for experts in ({}, {"num_local_experts": 0}, {"num_local_experts": 4})
+        ),
+        ({**GRANITE, "num_experts_per_tok": 9}, "uses 9 experts; there are 8"),
+        ({**GRANITE, "num_local_experts": -1}, "count is -1"),
+        ({**GRANITE, "n_group": 2}, "n_group is 2"),
         ({"is_causal": False}, "it encodes texts and writes none"),
         ({"use_bidirectional_attention": 30.0}, "use_bidirectional_attention"),
     ],

@@ -314,23 +314,21 @@ NEEDS_TARGET: Final = (
     "target's source"
 )
 
-_EXPERTS = "mixtures of experts"
+_EXPERTS = "experts in this family's form"
+_LATENT = "latent attention"
+_MAMBA = "Mamba layers"
 _VISION = "images (M-RoPE, vision layers)"
-_STATES = "layers with a recurrent state (linear attention, state spaces)"
 _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
     {
-        "a dense Qwen3, such as Qwen3-4B": (
-            _EXPERTS,
-            ("qwen2moe", "qwen2_moe", "olmoe", "deepseek2", "deepseek_v3"),
-        ),
-        "a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
+        "Qwen3-30B-A3B": (_EXPERTS, ("qwen2moe", "qwen2_moe", "olmoe")),
+        "Qwen3-30B-A3B or gpt-oss-20b": (_LATENT, ("deepseek2", "deepseek_v2", "deepseek_v3")),
+        "gpt-oss-20b or a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
         "Phi-4-mini": (_EXPERTS, ("phimoe",)),
-        "Qwen3-4B": (
-            _STATES,
-            ("qwen3next", "qwen3_next", "mamba", "mamba2", "rwkv7"),
-        ),
-        "SmolLM3-3B": (_STATES, ("falcon-h1", "falcon_h1", "jamba", "nemotron_h")),
-        "Granite-3.3-2B": (_STATES, ("granitehybrid",)),
+        "Qwen3.6-35B-A3B": ("delta nets in this family's form", ("qwen3next", "qwen3_next")),
+        "Qwen3.5 of its size": (_MAMBA, ("mamba", "mamba2", "falcon-h1", "falcon_h1", "jamba")),
+        "Qwen3.6-35B-A3B or Qwen3.5 of its size": (_MAMBA, ("nemotron_h", "nemotron_h_moe")),
+        "LFM2 of its size": ("RWKV layers", ("rwkv7",)),
+        "a Granite 4 without them, such as Granite-4.0-Micro,": (_MAMBA, ("granitehybrid",)),
         "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
         "a dense EXAONE 4": (_EXPERTS, ("exaone-moe", "exaone_moe")),
         "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),

@@ -35,7 +35,9 @@ def of_layers(facts: Facts, full: list[bool]) -> dict[str, Any]:
             raise UnsupportedModelError(f"{own.where}: only layers that see the whole context may differ")
         stated = {name: own.integer(name, value) for name, value in whole.items()}
         if key != each.keys[0] and stated != whole:
-            raise UnsupportedModelError(f"{own.where} differs from those before it; not supported yet")
+            raise UnsupportedModelError(
+                f"{own.where} says {stated}, and those before it {whole}; allowed: the same for all"
+            )
         whole = stated
     if each.keys and len(each.keys) != sum(full):
         raise ModelFileError(
@@ -79,7 +81,7 @@ def in_words(own: Mapping[str, object], tensors: Collection[str], where: str) ->
         for key in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
             if keys.integer(key, width) != width:
                 raise UnsupportedModelError(
-                    f"{where}: {key} is {own[key]}, and heads are {width} wide; not supported yet"
+                    f"{where}: {key} is {own[key]}; allowed: {width}, the width of heads"
                 )
     mlp, changed = own.get("feed_forward_length"), dict[str, object]()
     if isinstance(mlp, list):

@@ -232,9 +232,15 @@ class GGUFCheckpoint(Checkpoint):
         config, self.logits_factor = config_of(facts, family), logits_factor(facts)
         self.warn_if_shorter(config, facts.integer("max_position_embeddings"))
         if facts.integer("attention.value_length", config.head_dim) != config.head_dim:
-            raise UnsupportedModelError(f"{where} has values of another width than keys; not supported yet")
+            width = facts.integer("attention.value_length")
+            raise UnsupportedModelError(
+                f"{where} has values {width} wide and keys {config.head_dim} wide; allowed: one width"
+            )
         if family.neighbours and config.rotary_dim is not None:
-            raise UnsupportedModelError(f"{where} rotates only a part of each head; {family.gguf} does not")
+            raise UnsupportedModelError(
+                f"{where} rotates {config.rotary_dim} of the {config.head_dim} elements of a head; allowed "
+                f"for {family.gguf}: all"
+            )
         factors = self._taken("rope_factors")
         if factors and config.rope_factors:
             raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")
@@ -258,8 +264,8 @@ class GGUFCheckpoint(Checkpoint):
         for key in ("yarn_ext_factor", "attn_factor"):
             if own.get(f"{_SCALING}{key}", 1.0) != 1.0 and (kind, key) != ("longrope", "attn_factor"):
                 raise UnsupportedModelError(
-                    f"{self.path.name}: {_SCALING}{key} is {own[f'{_SCALING}{key}']!r} beside {kind!r}; not "
-                    "supported yet"
+                    f"{self.path.name}: {_SCALING}{key} is {own[f'{_SCALING}{key}']!r} beside {kind!r}; "
+                    "allowed: 1.0"
                 )
         return {
             f"{_SCALING}type": kind,

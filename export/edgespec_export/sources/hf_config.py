@@ -262,7 +262,9 @@ def _check_features(facts: Facts, family: Family) -> None:
     for key in _CHANGES_LOGITS:
         vision = (key, facts.value(key)) == ("use_bidirectional_attention", "vision")
         if facts.value(key) and key not in family.defaults and not vision:
-            raise UnsupportedModelError(f"{facts.where}: {key} is {facts.value(key)!r}; not supported yet")
+            raise UnsupportedModelError(
+                f"{facts.where}: {key} is {facts.value(key)!r}; {family.name} is supported without"
+            )
     if not facts.boolean("is_causal", default=True):
         raise UnsupportedModelError(
             f"{facts.where} has attention in both directions: it encodes texts and writes none. Use a model "
@@ -335,7 +337,7 @@ def _mixers(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
     if "short_conv" not in mixers:
         return {}
     if facts.boolean("conv_bias", default=False):
-        raise UnsupportedModelError(f"{facts.where}: conv_bias is true; not supported yet")
+        raise UnsupportedModelError(f"{facts.where}: conv_bias is true; allowed: false")
     return {"mixers": mixers, "conv_taps": facts.integer("conv_L_cache")}
 
 
@@ -354,8 +356,8 @@ def _window(facts: Facts, family: Family, layers: int) -> tuple[int, int | None]
     every = sliding.index(False) + 1
     if sliding != [(layer + 1) % every != 0 for layer in range(layers)]:
         raise UnsupportedModelError(
-            f"{facts.where} mixes layers with and without a sliding window in no regular order; "
-            "not supported yet"
+            f"{facts.where} mixes layers with and without a sliding window in no regular order; allowed: "
+            "every n-th layer without"
         )
     return every, window
 
@@ -395,7 +397,9 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     parameters = facts.section("rope_parameters")
     local = parameters.section("sliding_attention")
     if kind_of(local) != "default":
-        raise UnsupportedModelError(f"{local.where} scales the local rotary embedding; not supported yet")
+        raise UnsupportedModelError(
+            f"{local.where} scales the local rotary embedding by {kind_of(local)!r}; allowed: 'default'"
+        )
     if "full_attention" in parameters.keys:
         parameters = parameters.section("full_attention")
     proportional = kind_of(parameters) == "proportional"

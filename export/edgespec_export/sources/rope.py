@@ -43,8 +43,8 @@ def scaled(scaling: Facts, theta: float, width: int, context: int, original: int
     if kind == "yarn":
         return _yarn(scaling, theta, width, context, original)
     raise UnsupportedModelError(
-        f"{scaling.where} scales the rotary embedding by {kind!r}, which is not supported yet; "
-        "supported are default, dynamic, linear, llama3, longrope and yarn"
+        f"{scaling.where} scales the rotary embedding by {kind!r}; allowed: default, dynamic, linear, "
+        "llama3, longrope and yarn"
     )
 
 
