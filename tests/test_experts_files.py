@@ -93,7 +93,7 @@ def test_codes_of_gpt_oss_are_those_of_the_gguf_package(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values[f"layers.0.{part}_bias"], bias)
 
 
-def floats(tensors: Tensors) -> None:
+def floats(tensors: Tensors) -> Tensors:
     """The experts of gpt-oss as its unquantized checkpoints have them: inputs are rows."""
     for name in [name for name in tensors if name.endswith("_blocks")]:
         codes, exponents = tensors.pop(name), tensors.pop(name.replace("_blocks", "_scales"))
@@ -102,6 +102,7 @@ def floats(tensors: Tensors) -> None:
         values = np.ldexp(table[pairs.astype(int)], exponents.astype(int)[..., None] - 127)
         rows = values.reshape(*values.shape[:2], -1)
         tensors[name.removesuffix("_blocks")] = np.ascontiguousarray(rows.swapaxes(1, 2), np.float32)
+    return tensors
 
 
 def test_unquantized_experts_of_gpt_oss_are_the_same(tmp_path: Path) -> None:
@@ -209,10 +210,10 @@ BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{kind}" for kind in ("b
         ("gpt_oss", lambda t: t.pop(SCALES), "down_proj_blocks' without .*down_proj_scales"),
         ("gpt_oss", lambda t: t.pop(BLOCKS), "down_proj_scales' without its codes"),
         ("gpt_oss", lambda t: t.update({SCALES: t[SCALES][:, :32].copy()}), "scales .* do not fit"),
-        ("gpt_oss", lambda t: (floats(t), t.pop(DOWN_FLOATS)), r"lacks a tensor for layers\.1\.experts_down"),
+        ("gpt_oss", lambda t: floats(t).pop(DOWN_FLOATS), r"lacks a tensor for layers\.1\.experts_down"),
         (
             "gpt_oss",
-            lambda t: (floats(t), t.update({UP_FLOATS: t[UP_FLOATS][..., :-1].copy()})),
+            lambda t: t.update({UP_FLOATS: floats(t)[UP_FLOATS][..., :-1].copy()}),
             "gate_up_proj' has shape",
         ),
         ("granite_moe", lambda t: t.update({FUSED: t[FUSED][:7]}), r"\(7, 128, 64\).*\(8, 128, 64\)"),
