@@ -165,9 +165,9 @@ def test_thoughts_text_and_calls_of_a_conversation() -> None:
 def test_efforts_are_told_and_bounds_are_held() -> None:
     template = ChatTemplate(HARMONY)
     tags = tags_of(template, tokenizer())
-    assert tags is not None and tags.told(True) == {}
-    assert tags.told("high") == {"reasoning_effort": "high"}
-    assert tags.told(300) == tags.told(False) == {"reasoning_effort": "low"}
+    assert tags is not None and tags.variables(True) == {}
+    assert tags.variables("high") == {"reasoning_effort": "high"}
+    assert tags.variables(300) == tags.variables(False) == {"reasoning_effort": "low"}
     with writing(ANSWER, f"{ANALYSIS}H{NEXT}{FINAL}So ", f"{ANALYSIS}{NEXT}{FINAL}So ") as model:
         sizes = [model.count_tokens([SAID], thinking=effort) for effort in (None, "medium", "low")]
         assert sizes[0] == sizes[1] > sizes[2]

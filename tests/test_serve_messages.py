@@ -304,8 +304,8 @@ def test_a_systems_message_behind_a_question_is_read_before_it() -> None:
         ),
     ]
     for messages, roles in cases:
-        assert [each["role"] for each in parse(MessagesBody, asked(messages)).said()] == roles
-    said = parse(MessagesBody, asked([hi, there], system="Be brief.")).said()
+        assert [each["role"] for each in parse(MessagesBody, asked(messages)).chat_messages()] == roles
+    said = parse(MessagesBody, asked([hi, there], system="Be brief.")).chat_messages()
     assert said == [{"role": "system", "content": "Be brief.\nToday is Monday."}, hi]
 
 

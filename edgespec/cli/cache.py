@@ -26,7 +26,7 @@ cache = typer.Typer(
 
 
 @cache.callback()
-def _show_unless_told(context: typer.Context, as_json: JsonFlag = False) -> None:
+def _show_by_default(context: typer.Context, as_json: JsonFlag = False) -> None:
     if context.invoked_subcommand is None:
         show(as_json)
 

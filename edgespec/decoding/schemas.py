@@ -303,13 +303,13 @@ def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[st
     own = {keyword: counted(check) for keyword, check in known.items()}
     validator = validators.extend(kind, own)(schema, registry=EMPTY_REGISTRY)
 
-    def told(error: ValidationError) -> str:
+    def message(error: ValidationError) -> str:
         place = "".join(f"/{escaped(str(part))}" for part in [*error.absolute_schema_path][:-1])
         return f"{error.validator} at #{place}"
 
     sure = sure | {"anyOf", "oneOf"}  # parts of which they may be
     return sorted(
-        {told(error) for error in validator.iter_errors(value) if sure & {*error.absolute_schema_path}}
+        {message(error) for error in validator.iter_errors(value) if sure & {*error.absolute_schema_path}}
     )
 
 

@@ -491,7 +491,7 @@ def thoughts_tags(bundle: Bundle) -> "Tags | None":
 def _arguments(bundle: Bundle, request: Request) -> Mapping[str, Any]:
     """The arguments of the chat template besides the messages."""
     tags = None if request.thinking is None else thoughts_tags(bundle)
-    switched = {} if tags is None or request.thinking is None else tags.told(request.thinking)
+    switched = {} if tags is None or request.thinking is None else tags.variables(request.thinking)
     tools = {"tools": request.tools} if request.tools and request.tool_choice != "none" else {}
     return {**switched, **request.template_args, **tools}
 
@@ -504,7 +504,7 @@ def _check_thinking(bundle: Bundle, request: Request) -> None:
                 f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"
             )
         return
-    for name, value in tags.told(request.thinking).items():
+    for name, value in tags.variables(request.thinking).items():
         stated = request.template_args.get(name, value)
         if (bool(stated) if name == tags.switch else stated) != value:
             raise RequestError(

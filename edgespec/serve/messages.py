@@ -87,7 +87,7 @@ class MessagesBody(Body):
         named = {"type": "function", "function": {"name": choice.name}}
         return ChatBody(
             **self.of(Body),
-            messages=self.said(),
+            messages=self.chat_messages(),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or None,
             tools=functions_of(self.tools, "custom", "input_schema"),
@@ -116,7 +116,7 @@ class MessagesBody(Body):
         }
         return {"may_think": self.thinking.type != "enabled", "words": words}
 
-    def said(self) -> list[Json]:
+    def chat_messages(self) -> list[Json]:
         """The system's text and the messages, as those of a chat."""
         system = text_of(self.system, "system", ("text",))
         messages: list[Json] = [{"role": "system", "content": system}] if system else []

@@ -91,7 +91,7 @@ class ResponsesBody(Body):
             reasoning_effort=self.reasoning.effort,
         )
 
-    def said(self, kept: "Kept") -> list[Json]:
+    def chat_messages(self, kept: "Kept") -> list[Json]:
         """The input as messages of a chat. References lead to items of ``kept`` responses."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
@@ -287,7 +287,7 @@ class Responses:
         before, previous = list[Json](), body.previous_response_id
         if previous is not None:
             _, before = self.kept.get(previous, "previous_response_id")
-        messages = [*before, *body.said(self.kept)]
+        messages = [*before, *body.chat_messages(self.kept)]
         form = partial(ResponseReply, body=body, messages=messages, kept=self.kept)
         return await self._completions.converse(request, body.chat(messages), form, words=_WORDS)
 

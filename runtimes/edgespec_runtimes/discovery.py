@@ -62,7 +62,7 @@ class Runtime:
         """
         return _register(module)
 
-    def found(self) -> Sequence[FoundHardware]:
+    def list_hardware(self) -> Sequence[FoundHardware]:
         """The devices that all known providers found."""
         hardware = [
             FoundHardware(d.ep_name, d.device.type.name, d.device.vendor, d) for d in ort.get_ep_devices()
@@ -177,7 +177,7 @@ def _look(kind: DeviceKind, machine: Runtime) -> Device:
     problem = _provider_problem(kind, machine)
     if problem is not None:
         return Device(kind, "missing", problem=problem, remedy=f"Add it: {kind.install}")
-    mine = [part for part in machine.found() if part.provider == kind.provider]
+    mine = [part for part in machine.list_hardware() if part.provider == kind.provider]
     exact = next((part for part in mine if part.hardware == kind.hardware), None)
     # If Qualcomm's plugin offers a processor of another vendor, it emulates the NPU there. A processor of
     # Qualcomm's own belongs to a Snapdragon whose NPU has no driver.

@@ -45,7 +45,7 @@ class Machine(Runtime):
         self.registered.append(module)
         return None
 
-    def found(self) -> Sequence[FoundHardware]:
+    def list_hardware(self) -> Sequence[FoundHardware]:
         known = {*self.builtin, *(_PROVIDERS[module] for module in self.registered)}
         return [PROCESSOR, *(found for found in self.hardware if found.provider in known)]
 
@@ -58,7 +58,7 @@ class Machine(Runtime):
 
 def on_machine(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Have everything that looks for devices find those of ``machine``."""
-    for name in ("providers", "register", "found", "options", "version"):
+    for name in ("providers", "register", "list_hardware", "options", "version"):
         patch.setattr(Runtime, name, lambda _, *arguments, name=name: getattr(machine, name)(*arguments))
 
 

@@ -124,8 +124,8 @@ def one_below_the_other(tensors: Mapping[str, Tensor], config: ModelConfig, wher
 
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".")
-        if one := _ONE.fullmatch(name):
-            apart.setdefault(one[1], {})[int(one[2])] = tensor
+        if match := _ONE.fullmatch(name):
+            apart.setdefault(match[1], {})[int(match[2])] = tensor
         elif kind == "experts_gate_up":
             check_shape(tensor, (experts.count, 2 * experts.width, config.hidden_size), where)
             for part, start in (("gate", 0), ("up", experts.width)):

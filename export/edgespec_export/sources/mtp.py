@@ -160,8 +160,8 @@ def beside(source: Path, target: DecoderShape) -> Path | None:
         letters = zip(file.name.removeprefix("mtp-"), source.name, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], letters))
 
-    found = (file for file in source.parent.glob("mtp-*.gguf") if file != source and _fits(file, target))
-    return max(sorted(found), key=alike, default=None)
+    files = (file for file in source.parent.glob("mtp-*.gguf") if file != source and _fits(file, target))
+    return max(sorted(files), key=alike, default=None)
 
 
 def _fits(path: Path, target: DecoderShape) -> bool:

@@ -35,14 +35,14 @@ class Tags:
     effort: str | None = None
     channels: bool = False
 
-    def told(self, thinking: bool | int | str) -> dict[str, Any]:
+    def variables(self, thinking: bool | int | str) -> dict[str, Any]:
         """The chat template's variables for ``thinking``; a bound of tokens counts as low effort."""
-        told = dict[str, Any]()
+        variables = dict[str, Any]()
         if self.switch is not None:
-            told[self.switch] = bool(thinking)
+            variables[self.switch] = bool(thinking)
         if self.effort is not None and thinking is not True:
-            told[self.effort] = thinking if isinstance(thinking, str) else "low"
-        return told
+            variables[self.effort] = thinking if isinstance(thinking, str) else "low"
+        return variables
 
 
 @dataclass(frozen=True, slots=True)
