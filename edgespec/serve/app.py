@@ -21,7 +21,7 @@ from edgespec.history.manage import History
 from edgespec.models import Models
 from edgespec.serve.bodies import ForgetBody, read_body
 from edgespec.serve.completions import Completions, described
-from edgespec.serve.messages import Messages
+from edgespec.serve.messages import count_message_tokens, create_message
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.ollama import MANAGING, Ollama
 from edgespec.serve.options import ServeOptions, origin_pattern
@@ -68,17 +68,17 @@ class App:
         self._completions.closing = True
 
     def _starlette(self) -> Starlette:
-        responses, messages = Responses(self._completions), Messages(self._completions)
-        ollama = Ollama(self._completions, self.models)
+        completions = self._completions
+        responses, ollama = Responses(completions), Ollama(completions, self.models)
         routes = [
-            Route("/v1/chat/completions", self._completions.chat, methods=["POST"]),
-            Route("/v1/completions", self._completions.complete, methods=["POST"]),
-            Route("/v1/embeddings", self._completions.embed, methods=["POST"]),
+            Route("/v1/chat/completions", completions.chat, methods=["POST"]),
+            Route("/v1/completions", completions.complete, methods=["POST"]),
+            Route("/v1/embeddings", completions.embed, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
-            Route("/v1/messages", messages.create, methods=["POST"]),
-            Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
-            Route("/infill", self._completions.infill, methods=["POST"]),
+            Route("/v1/messages", partial(create_message, completions), methods=["POST"]),
+            Route("/v1/messages/count_tokens", partial(count_message_tokens, completions), methods=["POST"]),
+            Route("/infill", completions.infill, methods=["POST"]),
             Route("/api/chat", ollama.chat, methods=["POST"]),
             Route("/api/generate", ollama.generate, methods=["POST"]),
             Route("/api/embed", ollama.embed, methods=["POST"]),

@@ -238,19 +238,14 @@ def _ended(answer: Generation) -> Json:
     return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": answer.stop}
 
 
-class Messages:
-    """The paths below ``/v1/messages``; ``completions`` asks the model."""
+async def create_message(completions: Completions, request: Request) -> Response:
+    """``POST /v1/messages``."""
+    body = await completions.read(MessagesBody, request)
+    return await completions.converse(request, body.chat(), MessageReply, **body.asking())
 
-    def __init__(self, completions: Completions) -> None:
-        self._completions = completions
 
-    async def create(self, request: Request) -> Response:
-        """``POST /v1/messages``."""
-        body = await self._completions.read(MessagesBody, request)
-        return await self._completions.converse(request, body.chat(), MessageReply, **body.asking())
-
-    async def count_tokens(self, request: Request) -> Response:
-        """``POST /v1/messages/count_tokens``."""
-        body = await self._completions.read(MessagesBody, request)
-        count = await self._completions.count_tokens(request, body.chat(), **body.asking())
-        return JSONResponse({"input_tokens": count})
+async def count_message_tokens(completions: Completions, request: Request) -> Response:
+    """``POST /v1/messages/count_tokens``."""
+    body = await completions.read(MessagesBody, request)
+    count = await completions.count_tokens(request, body.chat(), **body.asking())
+    return JSONResponse({"input_tokens": count})
