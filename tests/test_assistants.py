@@ -14,11 +14,14 @@ import edgespec
 from edgespec import RequestOptions, plan
 from edgespec.cli import app
 from edgespec.drafting.heads import AssistantReader
+from edgespec.loading import drafters
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
+from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import Assistant, ModelConfig
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows, Session
@@ -223,6 +226,17 @@ def test_one_that_is_mostly_right_is_mostly_accepted(tmp_path: Path) -> None:
         found = answer.stats.by_source["model"]
         assert found.accepted > 0.5 * found.drafted > 2
         assert answer.tokens == plain.generate("one two", max_new_tokens=60).tokens
+
+
+def test_a_pulled_one_drafts_unasked(monkeypatch: pytest.MonkeyPatch, made: dict[str, Path]) -> None:
+    """For a target by its name on the hub; its configuration passes the check of a pull."""
+    target, name = "hf:google/gemma-4-E2B-it", "hf:google/gemma-4-E2B-it-assistant"
+    known = [read_config(Facts(kit.config(), "c")), Bundle(made["target"]).config]
+    assert known[0].architecture == known[1].architecture == "gemma4"
+    for pulled in (False, True):
+        monkeypatch.setattr(drafters, "pulled_place", lambda name, pulled=pulled: Path() if pulled else None)
+        chosen, speed = drafters.recommended(known[1], 3_000_000_000, reference=target)
+        assert (chosen == name) == pulled and (speed > 1.8 or not pulled)
 
 
 def test_it_is_made_at_first_use(made: dict[str, Path]) -> None:
