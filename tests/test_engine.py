@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,18 +193,6 @@ def test_a_prompt_too_long_for_the_drafter_is_decoded_without_it(models: SimpleN
     assert result.stats.prompt_tokens > 100
     assert result.tokens == expected.tokens
     assert "model" not in result.stats.by_source
-
-
-def test_cancelled_it_ends_and_the_model_stays_usable(model: Model, plain: Generation) -> None:
-    asked = count()
-    result = _write(model, cancelled=lambda: next(asked) > 4)
-    _check(result)
-    assert result.finish_reason == "cancelled" and 0 < len(result.tokens) < NEW
-    assert result.tokens == plain.tokens[: len(result.tokens)]
-    assert _write(model).text == plain.text
-    unread = model.generate(PROMPT, cancelled=lambda: True)  # while the prompt is read
-    assert (unread.text, unread.tokens, unread.finish_reason) == ("", (), "cancelled")
-    assert unread.stats.rounds == unread.stats.new_tokens == 0
 
 
 def _is_closed(session: Session) -> bool:

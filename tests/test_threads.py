@@ -17,7 +17,7 @@ from weakref import ref
 
 import pytest
 
-from edgespec import Closed, LoadOptions, Model, Progress, RequestError, RequestOptions
+from edgespec import LoadOptions, Model, Progress, RequestError, RequestOptions
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation, Record, nothing
 from edgespec.requests.ticket import Ticket
@@ -105,28 +105,6 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
         whole = [model.tokenize(prompt) for prompt in prompts]
         assert [tokens for tokens in read if tokens in whole] == whole
         assert results[-1].stats.queued_s > 0.0
-
-
-def test_close_ends_what_runs_and_what_waits() -> None:
-    with held() as (session, model), ThreadPoolExecutor(3) as pool:
-        streams = [model.stream(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-        running = pool.submit(streams[0].run)
-        session.do(8)  # the prompt takes fewer
-        others = [pool.submit(stream.run) for stream in streams[1:]]
-        until(lambda: waiting(model) == 2)
-        closing = threading.Thread(target=model.close)
-        closing.start()
-        for each in others:
-            assert (each.result(60).finish_reason, each.result().tokens) == ("closed", ())
-        session.open()
-        closing.join(60)
-        assert session.closed
-        partial = running.result(60)
-        assert partial is streams[0].result and partial.finish_reason == "closed"
-        assert 0 < len(partial.tokens) < 10
-        assert partial.tokens == alone(PROMPTS[0]).tokens[: len(partial.tokens)]
-        with pytest.raises(Closed, match="load it again"):
-            model.generate("anything")
 
 
 def test_what_a_close_ends_while_it_waits_ends_once() -> None:

@@ -17,7 +17,7 @@ from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.session import Session
-from tests.kit.models import runner_of, side_of
+from tests.kit.models import side_of
 from tests.kit.native import tiny_native
 from tests.kit.tokenizers import sentencepiece_json
 from tests.kit.toy import COLUMNS, F32, INT4, LLAMA, QWEN, tiny_bundle, until
@@ -197,19 +197,6 @@ def test_training_stands_still_while_any_request_runs_then_it_is_offered_what_wa
     assert len(busy) > 8 and all(busy) and not trainer.busy
     assert (8 <= len(result.tokens) < NEW) == (polls == 16)
     assert [example.tokens[example.start :] for example in examples] == [result.tokens] * speculate
-
-
-def test_a_request_that_fails_lets_training_go_on(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("a pass failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner_of(model).session.model, "predict_together", fail)
-        with pytest.raises(RuntimeError):
-            _answer(model)
-    assert not _trainer(model).busy
-    _answer(model)
-    _learned(model, 1)
 
 
 def test_what_was_taught_is_there_at_the_next_load(models: Models, tmp_path: Path) -> None:
