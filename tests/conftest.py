@@ -5,11 +5,6 @@ import shutil
 import signal
 import sys
 
-from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.graph_contract import Part
-from edgespec_runtimes.cpu import CpuOptions, open_cpu
-from edgespec_runtimes.session import Session
-
 # Before NumPy is imported: products here are tiny, and its threads spend ten times as long waiting.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # programs that tests start find what tests do
@@ -26,10 +21,14 @@ from hypothesis import settings
 from edgespec import engine
 from edgespec.cli.console import errors, output
 from edgespec.loading import opening
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.storage import bundles_dir, models_dir
 from edgespec_runtimes import cost
 from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Session
 from tests.kit.downloads import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
 
 if TYPE_CHECKING:
