@@ -1,6 +1,6 @@
 """Gemma 4's assistants, which draft by attending to their target's keys and values, seen as heads.
 
-Directories are Google's; GGUF files are those of llama.cpp. What they compute:
+Directories are Google's; GGUF files are those of llama.cpp. The computation is in
 ``models/gemma4_assistant/modeling_gemma4_assistant.py`` of github.com/huggingface/transformers and
 ``src/models/gemma4-assistant.cpp`` of github.com/ggml-org/llama.cpp, whose converter leaves out the clusters
 of tokens.
@@ -49,7 +49,7 @@ _ALIKE: Final = (
     *("vocab_size", "num_kv_heads", "head_dim", "local_kv_heads", "local_head_dim"),
     *("sliding_window", "rope_theta", "rope_local_theta", "turning_pairs", "rope_factors"),
 )
-"""Facts in which an assistant and its target agree, or its queries do not fit the target's keys."""
+"""Facts that an assistant and its target share: otherwise its queries do not fit the target's keys."""
 
 
 def is_assistant(source: Path) -> bool:
@@ -77,8 +77,8 @@ class _Assistant(Head):
     ) -> None:
         """Take the target's embedding and last norm, and check all.
 
-        ``own`` is the decoder of its layers, for a target so wide. There are so many ``clusters``, of which
-        so many are read; ``tokens`` lists theirs, cluster by cluster.
+        ``own`` is the decoder of its layers, for a target of this width. ``clusters`` are the number of
+        clusters and of those that a step reads; ``tokens`` lists their tokens, cluster by cluster.
         """
         with naming(self.path.name):
             self.config = _config(own, width, self.base, clusters)
@@ -164,7 +164,7 @@ class HFAssistant(_Assistant, HFCheckpoint):
 
 
 def _config(own: ModelConfig, width: int, base: Checkpoint, clusters: tuple[int, int]) -> ModelConfig:
-    """The configuration of an assistant of ``base``; RequestError where it is another model's."""
+    """The configuration of an assistant of ``base``; RequestError if it belongs to another model."""
     target = base.config
     stated = {"architecture": own.architecture, "target width": width}
     theirs = {"architecture": target.architecture, "target width": target.hidden_size}
