@@ -1,5 +1,6 @@
 """NVFP4, whose blocks have small scales and whose matrices have factors beside them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ from gguf.quants import dequantize
 
 from edgespec_export.export import export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
 from tests.kit.gguf import TinyGGUF, random_raw, tiny_gguf
 from tests.kit.gguf_cases import gguf_of
+from tests.kit.hf import Tensors, config_of, weights, write_checkpoint, write_safetensors
 
 ROUNDING = 2.0**-11
 """Of a factor, to float16."""
@@ -78,3 +81,87 @@ def test_scales_of_other_formats_are_no_part_of_a_model(tmp_path: Path) -> None:
     model.tensors["blk.1.ffn_down.scale"] = "F32", np.ones(1, np.float32)
     with pytest.raises(UnsupportedModelError, match=r"1 unknown tensors, such as 'blk\.1\.ffn_down\.scale'"):
         GGUFCheckpoint(model.write(tmp_path / "m.gguf"))
+
+
+def packed(values: Tensors, form: str) -> tuple[Tensors, dict[str, F32]]:
+    """Matrices of layers in NVFP4, as modelopt or compressed-tensors has it, and their values."""
+    rng, stored, expected = np.random.default_rng(3), Tensors(), dict[str, F32]()
+    for name, floats in values.items():
+        stem = name.removesuffix(".weight")
+        if not name.startswith("model.layers.") or floats.ndim != 2 or floats.shape[1] % 64:
+            stored[name] = floats
+            continue
+        rows, columns = floats.shape
+        codes = rng.integers(0, 16, (rows, columns // 16, 16), np.uint8)
+        scales = rng.integers(1, 120, (rows, columns // 16), np.uint8)
+        halves = (codes[..., :8] | codes[..., 8:] << np.uint8(4)).reshape(rows, -1, 32)
+        raw = np.concatenate([scales.reshape(rows, -1, 4), halves], axis=-1)
+        factor = np.float32(2.0**-9)
+        expected[name] = dequantize(raw.reshape(rows, -1), GGMLQuantizationType.NVFP4) * factor
+        other = form == "compressed-tensors"
+        pairs = codes.reshape(rows, -1, 2)
+        stored[f"{stem}.weight{'_packed' * other}"] = pairs[..., 0] | pairs[..., 1] << np.uint8(4)
+        stored[f"{stem}.weight_scale"] = scales
+        number = np.array([1 / factor] if other else factor, np.float32)
+        stored[f"{stem}.weight_{'global_scale' if other else 'scale_2'}"] = number
+        stored[f"{stem}.input_{'global_' * other}scale"] = np.ones_like(number)
+    return stored, expected
+
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+}
+
+
+def directory(
+    folder: Path, form: str, case: str = "qwen3_moe", change: Callable[[Tensors], object] = lambda t: None
+) -> tuple[Path, dict[str, F32]]:
+    config = config_of(case) | {"quantization_config": CONFIGS[form]}
+    write_checkpoint(folder, config)
+    stored, expected = packed(weights(config), form)
+    change(stored)
+    write_safetensors(folder / "model.safetensors", stored, scales="F8_E4M3")
+    return folder, expected
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_directories_have_the_same_values(tmp_path: Path, form: str) -> None:
+    source, expected = directory(tmp_path / "m", form)
+    with HFCheckpoint(source) as checkpoint:
+        np.testing.assert_array_equal(
+            checkpoint.values("layers.1.q"), expected["model.layers.1.self_attn.q_proj.weight"]
+        )
+        ups = [expected[f"model.layers.0.mlp.experts.{n}.up_proj.weight"] for n in range(8)]
+        np.testing.assert_array_equal(
+            checkpoint.values("layers.0.experts_up", 20, 90), np.concatenate(ups)[20:90]
+        )
+
+
+def test_stacked_rows_are_cut_apart(tmp_path: Path) -> None:
+    source, expected = directory(tmp_path / "m", "modelopt", "phi3")
+    stacked = expected["model.layers.0.self_attn.qkv_proj.weight"]
+    with HFCheckpoint(source) as checkpoint:
+        parts = [checkpoint.values(f"layers.0.{part}") for part in "qkv"]
+    np.testing.assert_array_equal(np.concatenate(parts), stacked)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(f"{Q}.weight_scale_2"), "weight_scale' without .*weight_scale_2"),
+        (lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :2]}), "which do not fit"),
+        (lambda t: t.update({f"{Q}.weight_scale_2": np.float32(0)}), "has the factor 0; allowed: above 0"),
+        (lambda t: t.update({f"{Q}.weight_scale_2": np.ones(2, np.float32)}), "not one number in F32"),
+    ],
+    ids=["no factor", "few scales", "nothing", "two factors"],
+)
+def test_directories_that_contradict_themselves(
+    tmp_path: Path, change: Callable[[Tensors], object], words: str
+) -> None:
+    source, _ = directory(tmp_path / "m", "modelopt", change=change)
+    with pytest.raises(ModelFileError, match=words):
+        HFCheckpoint(source)

@@ -607,13 +607,19 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, norm: int = 1) -> Te
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]], dtype: str = "F32") -> Path:
-    """A safetensors file; floats that ``dtype`` cannot hold are cut off; int64, uint8 and bool stay."""
+def write_safetensors(
+    path: Path, tensors: Mapping[str, npt.NDArray[Any]], dtype: str = "F32", scales: str = "U8"
+) -> Path:
+    """A safetensors file; floats that ``dtype`` cannot hold are cut off; int64, uint8 and bool stay.
+
+    Bytes whose name ends with ``weight_scale`` are called ``scales``.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     chunks, at = [], 0
     for name, values in tensors.items():
         form = {"int64": "I64", "bool": "BOOL", "uint8": "U8"}.get(values.dtype.name, dtype)
         data = _bytes(values, form)
+        form = scales if form == "U8" and name.endswith("weight_scale") else form
         header[name] = {"dtype": form, "shape": list(values.shape), "data_offsets": [at, at + len(data)]}
         chunks.append(data)
         at += len(data)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.files.blocks import GGMLType, ScaledBlocks, Tensor
+from edgespec_models.files.blocks import MOST_SCALE, GGMLType, ScaledBlocks, Tensor
 from edgespec_models.files.gguf_parts import parts_of
 from edgespec_models.files.impostors import refuse_impostor
 
@@ -27,7 +27,6 @@ MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArra
 _ALIGNMENT = 32
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
-_MOST_SCALE = 60.0  # which a float16 in NVFP4's unit still holds
 _I64 = 27  # the one format that holds no weights
 _SCALARS: Mapping[int, str] = MappingProxyType(
     {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -259,10 +258,10 @@ def _with_scales(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]
                         f"allowed beside {name!r}: F32 of shape {(count,)}. Download or convert it again."
                     )
                 factors = tuple(map(float, scales.read().view(np.float32).ravel()))
-            if not max(map(abs, factors)) < _MOST_SCALE:
+            if not max(map(abs, factors)) < MOST_SCALE:
                 raise ModelFileError(
                     f"tensor {stem + '.scale'!r} of {where} has a scale of {max(factors, key=abs):.3g}; "
-                    f"allowed: below {_MOST_SCALE:g}. Download or convert it again."
+                    f"allowed: below {MOST_SCALE:g}. Download or convert it again."
                 )
             facts = {field.name: getattr(tensor, field.name) for field in fields(tensor)}
             scaled[name] = ScaledBlocks(**facts, factors=factors)

@@ -17,6 +17,7 @@ from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_nam
 from edgespec_export.sources.experts import gpt_oss_tensors
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
+from edgespec_export.sources.nvfp4 import nvfp4_tensors
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
@@ -247,13 +248,12 @@ class HFCheckpoint(Checkpoint):
         files = dict(stored)
         gpt_oss = self.config.architecture == "gpt-oss"
         named, taken = gpt_oss_tensors(files) if gpt_oss else ({}, set[str]())
+        scaled, parts = nvfp4_tensors(files)
         unknown = []
-        for name, file in files.items():
-            if name in taken:
-                continue
+        for name in (*(name for name in files if name not in taken | parts), *scaled):
             own = own_name(self.alone(name), r"model\.layers\.", GLOBAL, layers)
             if own is not None:
-                named[own] = file.tensor(name)
+                named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif self.config.delta is not None and _MTP.fullmatch(name):
                 self.changes = MTP_LEFT_OUT
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):

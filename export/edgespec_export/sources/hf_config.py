@@ -9,6 +9,7 @@ from typing import Any
 from edgespec_export.sources import gemma4
 from edgespec_export.sources.architectures import FAMILIES, Family, unknown
 from edgespec_export.sources.experts import experts_of
+from edgespec_export.sources.nvfp4 import is_nvfp4
 from edgespec_export.sources.rope import kind_of, scaled
 from edgespec_models.bundles.config import DeltaNet, Mixer, ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
@@ -240,7 +241,7 @@ def _check_features(facts: Facts, family: Family) -> None:
     """Refuse features that a plain model of ``family`` lacks."""
     keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
     method = facts.section("quantization_config").text("quant_method", "an unknown method")
-    own = family.name == "gpt-oss" and method == "mxfp4"  # its published format
+    own = is_nvfp4(facts) or (family.name == "gpt-oss" and method == "mxfp4")
     if not own and any(facts.value(key) is not None for key in keys):
         raise UnsupportedModelError(
             f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "

@@ -76,6 +76,23 @@ class SafetensorsFile:
         shape, offset = self._place(name, 1)
         return shape, self._file, offset
 
+    def kind(self, name: str) -> str:
+        """The dtype of a tensor, as the file says it."""
+        return str(self._entry(name, scalars=True)[0])
+
+    def number(self, name: str) -> float:
+        """The one number of a tensor in F32.
+
+        Raises:
+            ModelFileError: it holds others, its entry is damaged, or it lies beyond the file's end.
+        """
+        dtype, shape, begin, end = self._entry(name, scalars=True)
+        self._file.seek(self._start + begin)
+        data = self._file.read(4)
+        if dtype != "F32" or prod(shape) != 1 or end - begin != 4 or len(data) != 4:
+            raise self._fail(f"tensor {name!r} is {dtype} of shape {shape}, not one number in F32")
+        return float(np.frombuffer(data, "<f4")[0])
+
     def integers(self, name: str, kinds: tuple[str, ...] = ("I8",)) -> npt.NDArray[Any]:
         """The tensor called ``name``, which must be one of ``names`` and of one of ``kinds``: I8, I32, I64.
 
@@ -104,12 +121,12 @@ class SafetensorsFile:
             raise self._fail(f"tensor {name!r} ends at byte {self._start + end:,}: the file is truncated")
         return shape, self._start + begin
 
-    def _entry(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
+    def _entry(self, name: str, *, scalars: bool = False) -> tuple[str, tuple[int, ...], int, int]:
         """Dtype, shape and place among the tensors' bytes."""
         entry = self._header[name]
         try:
             shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], str(entry["dtype"])
-            sound = bool(shape) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            sound = (scalars or bool(shape)) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound or 0 in shape:

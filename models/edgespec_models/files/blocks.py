@@ -75,6 +75,8 @@ FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 _NON_LINEAR: Final = bytes((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241))
 _E2M1: Final = bytes((12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0))
 _NVFP4_FACTOR: Final = 1024  # that stands for 1, because most are small: half the inverse of the unit
+MOST_SCALE: Final = 60.0
+"""No factor of a matrix in NVFP4 is larger, because float16 holds it times 1024."""
 _IQ2: Final = bytes((85, 103, 120, 136, 153, 171))
 TABLES: Final[Mapping[str, bytes]] = MappingProxyType(
     {
@@ -343,6 +345,41 @@ class ScaledBlocks(Tensor):
         rows = (start + np.arange(len(raw))) * len(own) // self.n_rows
         halves = np.broadcast_to(own[rows].view(np.uint8).reshape(-1, 1, 2), (*raw.shape[:2], 2))
         return np.concatenate([raw, halves], axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScaledBlocks(Tensor):
+    """NVFP4 as safetensors have it: neighbours in a byte of codes, scales from some byte of a file on.
+
+    Scales are multiplied with ``factor``.
+    """
+
+    scales: tuple[BinaryIO, int] = field(kw_only=True)
+    factor: float = field(kw_only=True)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` as a tensor of their own."""
+        columns, (file, offset) = self.shape[1], self.scales
+        return replace(
+            self,
+            shape=(stop - start, columns),
+            offset=self.offset + start * columns // 2,
+            scales=(file, offset + start * columns // 16),
+        )
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """No columns are read apart: UnsupportedModelError."""
+        raise UnsupportedModelError(f"tensor {self.name!r} in NVFP4 is cut at column {stop}; allowed: floats")
+
+    def read(self, start: int = 0, stop: int | None = None) -> U8:
+        """As of any tensor in NVFP4, with a float16 of the factor behind each block."""
+        blocks = self.shape[-1] // self.type.block
+        packed = self._raw(start, stop, (self.file, self.offset), blocks * 32).reshape(-1, blocks, 4, 8)
+        scales = self._raw(start, stop, self.scales, blocks * 4).reshape(-1, blocks, 4)
+        codes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(-1, blocks, 4, 16)
+        halves = (codes[..., :8] | codes[..., 8:] << np.uint8(4)).reshape(-1, blocks, 32)
+        own = np.array([self.factor * _NVFP4_FACTOR], "<f2").view(np.uint8)
+        return np.concatenate([scales, halves, np.broadcast_to(own, (*scales.shape[:2], 2))], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
