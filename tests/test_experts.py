@@ -129,3 +129,19 @@ def test_a_pass_of_one_row_reads_the_experts_that_it_uses(tmp_path: Path) -> Non
     assert weighed.matrix_bytes == 2500
     assert weighed.bytes_per_pass == 100 + 2400 * 3 // 12
     assert weighed.expert_bytes == 2400 / (12 * 2)
+
+
+def test_each_source_has_the_overlap_of_its_rows() -> None:
+    """A copy repeats tokens that other experts know already; guesses of a model do not."""
+    curve = CostCurve({1: 0.01, 8: 0.01 + 7 * 0.009}, experts=COSTS)
+    pricing = Pricing(curve)
+    for _ in range(200):
+        for source, overlap in (("ngram", 0.9), ("model", 0.1)):
+            read = round(COSTS.expected(4, overlap))
+            seconds = curve.seconds(4) + COSTS.read_s * (read - COSTS.expected(4))
+            pricing.observe_pass(4, seconds, read, source)
+    copies, guesses = (pricing.rows_seconds(3, source=source) for source in ("ngram", "model"))
+    assert copies < 0.5 * guesses
+    assert copies < pricing.rows_seconds(3) < guesses
+    kept = [pricing.keep([0.55] * 4, source)[0] for source in ("ngram", "model")]
+    assert kept[0] > kept[1]

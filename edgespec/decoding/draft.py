@@ -26,6 +26,11 @@ class Draft:
     sources: tuple[str, ...] = ()
     confidence: tuple[float, ...] = field(default=())
 
+    @property
+    def first(self) -> str:
+        """The drafter of the first token; empty without tokens."""
+        return self.sources[0] if self.sources else ""
+
     def head(self, count: int) -> "Draft":
         """The first ``count`` proposals."""
         return Draft(self.tokens[:count], self.sources[:count], self.confidence[:count])

@@ -156,7 +156,7 @@ class ModelDrafter(Source):
         The drafter's pass takes ``seconds``; all requests are expected to share it.
         """
         typical, seconds = self.calibration.typical, seconds / self._pricing.sequences
-        return self._pricing.pays(survival * typical, rows, seconds, typical=typical)
+        return self._pricing.pays(survival * typical, rows, seconds, typical=typical, source=_SOURCE)
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
         """The drafter's tokens to read; none if one of the vocabularies cannot spell the text."""
@@ -197,7 +197,7 @@ class ModelDrafter(Source):
     def _propose(self, guesses: Sequence[Guess]) -> None:
         """Propose the guesses that are worth their rows."""
         confidence = tuple(self.calibration.probability(guess) for guess in guesses)
-        count, _ = self._pricing.keep(confidence)
+        count, _ = self._pricing.keep(confidence, _SOURCE)
         if not count:
             self.calibration.fade()
         self._guesses = list(guesses[:count])

@@ -116,7 +116,8 @@ class Policy(Source):
             rests = self._free is not None and not self._guard.allows
             self._judge_model(choice)
             slowdown = 1.0 if self._model is None else self._model.slowdown
-            self._pricing.observe_pass(passed.rows, passed.seconds / slowdown, passed.experts)
+            alone_s = passed.seconds / slowdown
+            self._pricing.observe_pass(passed.rows, alone_s, passed.experts, step.draft.first)
             self._judge_round(choice, step)
             if rests:
                 self._guard.rest()
@@ -141,7 +142,7 @@ class Policy(Source):
         free = self._free.propose(tokens, most)
         if not self._written and self._opening is not None and self._opening.tokens:
             free = self._free.extend(tokens, self._opening.head(most), most)
-        count, surplus = self._pricing.keep(free.confidence)
+        count, surplus = self._pricing.keep(free.confidence, free.first)
         choice.most, choice.free = most, free.head(count)
         if self._model is None or self._written < max(1, self._model.earliest):
             self._propose(choice.free)
@@ -162,18 +163,18 @@ class Policy(Source):
             return
         choice.reads, draft = model.is_reading, model.draft
         if not choice.reads:
-            _, choice.promised = self._pricing.keep(draft.confidence)
+            _, choice.promised = self._pricing.keep(draft.confidence, draft.first)
         if not draft.tokens or self._free is None:
             self._propose(choice.free)
         else:  # n-grams fill idle rows, and others if they pay
             draft = self._free.extend(choice.tokens, draft, choice.most)
-            self._propose(draft.head(self._pricing.keep(draft.confidence)[0]))
+            self._propose(draft.head(self._pricing.keep(draft.confidence, draft.first)[0]))
 
     def _propose(self, draft: Draft) -> None:
         """Propose ``draft``, as far as a grammar allows it."""
         if self._constraint is not None:
             draft = self._constraint.fit(self._choice.forced, draft, self._choice.limit)
-            draft = draft.head(self._pricing.keep(draft.confidence)[0])
+            draft = draft.head(self._pricing.keep(draft.confidence, draft.first)[0])
         self.draft = draft
 
     def _judge_model(self, choice: _Choice) -> None:

@@ -34,7 +34,8 @@ class Pricing:
     Several requests may share a pass. ``sequences`` is their number: each has a row in any case, and
     proposals are priced behind these rows. Plain decoding gives all of them a token in T(sequences).
     ``context`` is the mean number of tokens that a layer attends to in these requests; more make rows dearer.
-    In a mixture of experts, rows cost more the more different experts they use, which passes report too.
+    In a mixture of experts, rows cost more the more different experts they use, which passes report too. So
+    the rows of each source's drafts have prices of their own.
     """
 
     def __init__(self, curve: CostCurve) -> None:
@@ -42,19 +43,21 @@ class Pricing:
         self._scale = 1.0  # the present speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: the curve's remaining error
         self._overlap = max(_NEIGHBOURS, curve.experts.overlap) if curve.experts else 1.0
+        self._overlaps: dict[str, float] = {}  # of the rows of each source's drafts
         self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
-    def pass_seconds(self, rows: int) -> float:
-        """Expected seconds of a target pass over ``rows`` tokens, now."""
+    def pass_seconds(self, rows: int, source: str = "") -> float:
+        """Expected seconds of a target pass over ``rows`` tokens, now, if ``source`` drafted them."""
         seconds, costs = self._curve.seconds(rows, self.context, self.sequences), self._curve.experts
         if costs is not None:
-            seconds += costs.read_s * (costs.expected(rows, self._overlap) - costs.expected(rows))
+            overlap = self._overlaps.get(source, self._overlap)
+            seconds += costs.read_s * (costs.expected(rows, overlap) - costs.expected(rows))
         return seconds * self._scale * self._shape.get(rows, 1.0)
 
-    def rows_seconds(self, count: int, behind: int = 0) -> float:
+    def rows_seconds(self, count: int, behind: int = 0, source: str = "") -> float:
         """Expected seconds by which ``count`` proposals, behind others, make a pass longer."""
         first = self.sequences + behind
-        return self.pass_seconds(first + count) - self.pass_seconds(first)
+        return self.pass_seconds(first + count, source) - self.pass_seconds(first, source)
 
     @property
     def token_s(self) -> float:
@@ -75,18 +78,19 @@ class Pricing:
         gain = self._tokens / self._plain_tokens if self._plain_tokens else 0.0
         return self.plain_rate * max(1.0, gain)
 
-    def keep(self, confidence: Iterable[float]) -> tuple[int, float]:
+    def keep(self, confidence: Iterable[float], source: str = "") -> tuple[int, float]:
         """The number of proposals to verify: the prefix with the highest expected surplus over its cost.
 
         Args:
             confidence: for each proposal, the probability that it is accepted if those before it are.
+            source: who drafted them.
 
         Returns:
             The length, and the surplus: the expected accepted tokens less the tokens that the same time would
             yield otherwise.
         """
         survivals = list(accumulate(confidence, mul))
-        return self._best(survivals)
+        return self._best(survivals, source)
 
     def share(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """The number of proposals of each request to verify in a pass of all: the most promising ones.
@@ -109,17 +113,19 @@ class Pricing:
             count *= 2
         return count
 
-    def _best(self, survivals: Sequence[float]) -> tuple[int, float]:
+    def _best(self, survivals: Sequence[float], source: str = "") -> tuple[int, float]:
         """The best number of proposals with such probabilities to be accepted, and its surplus."""
         best_count, best_surplus, expected = 0, 0.0, 0.0
         for count, survival in enumerate(survivals, start=1):
             expected += survival
-            surplus = expected - self.rate * self.rows_seconds(count)
+            surplus = expected - self.rate * self.rows_seconds(count, source=source)
             if surplus > best_surplus:
                 best_count, best_surplus = count, surplus
         return best_count, best_surplus
 
-    def pays(self, survival: float, rows: int, drafting_s: float, *, typical: float = 0.0) -> bool:
+    def pays(
+        self, survival: float, rows: int, drafting_s: float, *, typical: float = 0.0, source: str = ""
+    ) -> bool:
         """Whether to draft on for a pass that has ``rows`` already: one more token, or several.
 
         T(n) has steps, so several are tried: if two more rows cost as much as one, one token may not pay.
@@ -129,26 +135,31 @@ class Pricing:
             rows: rows of this request without it.
             drafting_s: seconds it takes to draft a token.
             typical: expected acceptance of the tokens behind it.
+            source: who drafts them.
         """
         gain = 0.0
         for count in range(1, 1 + (_AHEAD if typical else 1)):
             gain += survival
-            cost = self.rate * (count * drafting_s + self.rows_seconds(count, behind=rows - 1))
+            cost = self.rate * (count * drafting_s + self.rows_seconds(count, rows - 1, source))
             if gain > cost:
                 return True
             survival *= typical
         return False
 
-    def observe_pass(self, rows: int, seconds: float, experts: int = 0) -> None:
+    def observe_pass(self, rows: int, seconds: float, experts: int = 0, source: str = "") -> None:
         """Learn from a target pass that took ``seconds``, and from its ``experts``; outliers count little.
+
+        Rows that ``source`` drafted may share more experts than others: copies repeat what was read.
 
         Each of the requests that share a pass reports it.
         """
-        expected, costs = self.pass_seconds(rows), self._curve.experts
+        expected, costs = self.pass_seconds(rows, source), self._curve.experts
         if costs is not None and rows > 1 and experts:
-            seconds -= self._scale * costs.read_s * (experts - costs.expected(rows, self._overlap))
-            overlap = costs.overlap_of(rows, experts)
-            self._overlap += _OVERLAP_SMOOTHING / self.sequences * (overlap - self._overlap)
+            known = self._overlaps.get(source, self._overlap)
+            seconds -= self._scale * costs.read_s * (experts - costs.expected(rows, known))
+            overlap, smoothing = costs.overlap_of(rows, experts), _OVERLAP_SMOOTHING / self.sequences
+            self._overlaps[source] = known + smoothing * (overlap - known)
+            self._overlap += smoothing * (overlap - self._overlap)
         ratio = min(max(seconds / expected, 0.5), 2.0)
         factor = 1.0 + _SMOOTHING / self.sequences * (ratio - 1.0)
         self._scale *= factor
@@ -212,5 +223,5 @@ class Guard:
         if not places:
             return None
         behind = len(step.draft.tokens) - len(places)
-        seconds = self._pricing.rows_seconds(len(places), behind)
+        seconds = self._pricing.rows_seconds(len(places), behind, source)
         return self.observe(sum(place < step.accepted for place in places), max(0.0, seconds))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # only drafters that are taught need these
 _PROMPT, _ANSWER = 256, 512  # the most tokens of a text to learn from: the prompt's last, the answer's first
 _SHORTEST = 8  # answer
 _REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
-_READING = 2.0  # times a token of plain decoding that reading a prompt may take
+_READING = 1.0  # times a token of plain decoding that reading a prompt may take
 _LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
 _EARLIEST = 2  # tokens of an answer; one of one word is over by then
 _GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays to read for it

@@ -55,7 +55,7 @@ def peer(
     valued = [word for option in options for word in (option, "1")]  # llama-bench's switches have values
     bench = [str(folder / "llama-bench"), *model, *["-n", "0", "-o", "json"], *valued]
     sequence = [*bench, "-p", rows, "-d", str(_BEHIND), "-r", str(_STEPS)]
-    for run in [] if times else json.loads(_run(sequence, log=False)):
+    for run in [] if len(times) == len(counts) else json.loads(_run(sequence, log=False)):
         times[str(run["n_prompt"])] = median(run["samples_ns"]) / 1e6
     (read,) = json.loads(_run([*bench, "-p", str(prompt), "-r", "3"], log=False))
     return times | {"prompt": median(read["samples_ts"])}
