@@ -114,7 +114,7 @@ def test_a_place_that_cannot_be_written_is_told_once_and_no_error(
     for _ in range(2):
         remember(HERE, FOUND)
     [said] = caplog.messages
-    assert f"cannot be kept in {file}" in said
+    assert f"measurements cannot be written to {file}" in said
     assert recall(HERE) is None
     discard(HERE)
     assert file.read_text(encoding="utf-8") == "in the way"
