@@ -30,10 +30,10 @@ from edgespec_models.graphs.plan import FULL, Precision
 from tests.kit.gguf import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 14): "22a77d8c9640f718",
-    ("target", "cuda", 8): "3a65411d9c00b959",
-    ("drafter", None, 14): "ba536728f3787540",
-    ("drafter", "cuda", 8): "3a65411d9c00b959",
+    ("target", None, 15): "9877bee80e05d80f",
+    ("target", "cuda", 9): "0145e17d7f9a82a0",
+    ("drafter", None, 15): "ea188b67df35e2a8",
+    ("drafter", "cuda", 9): "0145e17d7f9a82a0",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")
