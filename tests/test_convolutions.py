@@ -28,6 +28,7 @@ from tests.kit.drafters import draft_eagerly
 from tests.kit.kernels import sets
 from tests.kit.native import edit_manifest, tiny_native
 from tests.kit.several import facts
+from tests.kit.states import shared
 from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import F32, LLAMA
 
@@ -112,10 +113,7 @@ def test_rows_have_the_bits_of_one_plain_run(opened: Session, plain: Session, da
             session.close()
             del texts[session]
         elif step == "copy" and len(texts) < 3:
-            view = session.view(0, len(text))
-            assert view is not None
-            saved, other = [array.copy() for array in view], model.session()
-            other.append(text, saved)
+            other = shared(session, text)
             texts[other] = text[: len(text) // BLOCK * BLOCK]
             assert other.stretch.tokens == texts[other]
         elif step == "fail":
@@ -208,11 +206,11 @@ def test_costs_and_sizes_count_convolutions(bundle: Bundle, opened: Session) -> 
     token += (config.num_layers - layers) * 2 * config.kv_width * 2
     assert bundle.manifest.kv_bytes_per_token == token
     assert bundle.manifest.kept_bytes(100) == state + 100 * token
-    assert footprint_of(bundle, exact_rows=True).cache.bytes(100) == state + 256 * token
+    assert footprint_of(bundle, exact_rows=True).cache.bytes(100) == state + 128 * token
     assert config.attended(100) == 100 * (1 - layers / config.num_layers)
     session = open_cpu(bundle, CpuOptions(threads=1))
     session.predict(TEXT[:20])
-    assert session.model.kv_bytes == state + 256 * token
+    assert session.model.kv_bytes == state + BLOCK * token
     session.close()
 
 

@@ -239,7 +239,7 @@ def test_what_attention_adds_along_a_context_is_measured(
 def test_a_cache_that_cannot_be_copied_leaves_the_curve_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = CostCurve({1: 1.0, 8: 2.0})
     session = _TimedSession(monkeypatch, dict.fromkeys(range(1, 20), 1.0))
-    monkeypatch.setattr(session, "view", lambda start, end: None)
+    monkeypatch.setattr(session, "save", lambda at: None)
     assert measure_context(session, curve) == curve and session.length == 0
 
 

@@ -11,12 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
+from edgespec_models.bundles.kept import BLOCK, EXTENT
 from tests.kit.gguf import F32
 from tests.kit.kernels import F64, graph, normed, same_bits, session, sets
 
 LANES = 16
 SEEDS = st.integers(0, 2**32 - 1)
-INPUTS = ("packed", "past_key", "past_value", "sequences", "cos", "sin", "query_gain", "key_gain", "sinks")
+NAMES = (
+    "packed",
+    "past_key",
+    "past_value",
+    "sequences",
+    "blocks",
+    "cos",
+    "sin",
+    "query_gain",
+    "key_gain",
+    "sinks",
+)
 OUTPUTS = {"y": TensorProto.FLOAT, "key": TensorProto.FLOAT16, "value": TensorProto.FLOAT16}
 F16 = npt.NDArray[np.float16]
 
@@ -43,18 +55,20 @@ class Layer:
         return ((1 + self.gated) * self.heads + 2 * self.kv_heads) * self.head_dim
 
     def model(self) -> bytes:
-        feeds = self.feeds(np.zeros((1, 1, self.width), np.float32), Cache.empty(self, LANES))
+        feeds = self.feeds(np.zeros((1, 1, self.width), np.float32), Cache.empty(self, BLOCK))
         attributes: dict[str, int | float] = {"heads": self.heads, "kv_heads": self.kv_heads}
         attributes |= {"head_dim": self.head_dim, "window": self.window, "interleaved": int(self.interleaved)}
         attributes |= {"scale": self.head_dim**-0.5, "epsilon": 1e-5}
         attributes |= {"cap": self.cap} if self.cap else {}
-        names = [name if name in feeds else "" for name in INPUTS]
+        names = [name if name in feeds else "" for name in NAMES]
         return graph("Attention", names, OUTPUTS, feeds, {}, attributes)
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
-        one, tables = np.array([[0, cache.length, packed.shape[1]]], np.int64), self.tables or (None, None)
-        values = (packed, cache.keys, cache.values, one, *tables, self.query_gain, self.key_gain, self.sinks)
-        return {name: value for name, value in zip(INPUTS, values, strict=True) if value is not None}
+        one, tables = np.array([[cache.length, packed.shape[1]]], np.int64), self.tables or (None, None)
+        blocks = cache.blocks[: -(-(cache.length + packed.shape[1]) // BLOCK)]
+        values: tuple[Any, ...] = (packed, cache.keys, cache.values, one, blocks, *tables)
+        values += self.query_gain, self.key_gain, self.sinks
+        return {name: value for name, value in zip(NAMES, values, strict=True) if value is not None}
 
     def split(self, packed: F32) -> tuple[F64, F64, F32]:
         """Queries, keys and values, ``(heads, rows, head_dim)``, normalized but not rotated."""
@@ -116,36 +130,61 @@ class Layer:
         return mixed
 
 
+def by_block(pool: F16) -> F16:
+    """A view of a pool of keys or values, ``(blocks / 8, 8, kv_heads, 32, head_dim)``."""
+    extents, heads, _, width = pool.shape
+    return pool.reshape(extents, heads, EXTENT, BLOCK, width).swapaxes(1, 2)
+
+
 @dataclass(slots=True)
 class Cache:
-    """Keys and values of ``length`` tokens as the kernels keep them, NaN where there are none."""
+    """Keys and values of ``length`` tokens as the kernels keep them, NaN where there are none.
+
+    ``blocks`` are a shuffled part of the pool, of which some follow each other.
+    """
 
     keys: F16
     values: F16
+    blocks: npt.NDArray[np.int64]
     length: int = 0
 
     @classmethod
     def empty(cls, layer: Layer, capacity: int) -> "Cache":
-        shape = (1, layer.kv_heads, capacity, layer.head_dim)
-        return cls(np.full(shape, np.nan, np.float16), np.full(shape, np.nan, np.float16))
+        count, rng = -(-capacity // BLOCK), np.random.default_rng(capacity)
+        extents, run = -(-2 * count // EXTENT), rng.integers(1, EXTENT + 1)
+        shape = (extents, layer.kv_heads, EXTENT * BLOCK, layer.head_dim)
+        runs = np.arange(extents * EXTENT // run * run).reshape(-1, run)
+        blocks = rng.permutation(runs).reshape(-1)[:count]
+        return cls(np.full(shape, np.nan, np.float16), np.full(shape, np.nan, np.float16), blocks)
 
     def copy(self) -> "Cache":
-        return Cache(self.keys.copy(), self.values.copy(), self.length)
+        return Cache(self.keys.copy(), self.values.copy(), self.blocks, self.length)
+
+    @property
+    def at(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Extents, and where in each the blocks lie."""
+        return np.divmod(self.blocks, EXTENT)
 
     def key_rows(self) -> F16:
         """``(kv_heads, capacity, head_dim)``: of 16 tokens, channel by channel."""
-        _, heads, capacity, width = self.keys.shape
-        tiles = self.keys.reshape(heads, -1, width, LANES)
-        return tiles.transpose(0, 1, 3, 2).reshape(heads, capacity, width)
+        count, heads, width = len(self.blocks), *self.keys.shape[1::2]
+        tiles = by_block(self.keys)[self.at].reshape(count, heads, -1, width, LANES)
+        return tiles.transpose(1, 0, 2, 4, 3).reshape(heads, -1, width)
+
+    def value_rows(self) -> F16:
+        """``(kv_heads, capacity, head_dim)``."""
+        heads, width = self.values.shape[1::2]
+        return by_block(self.values)[self.at].transpose(1, 0, 2, 3).reshape(heads, -1, width)
 
     def put(self, keys: Any, values: Any) -> None:
         """Write tokens ``(kv_heads, tokens, head_dim)`` behind the others."""
-        rows, to = self.key_rows(), self.length + keys.shape[1]
-        rows[:, self.length : to] = keys
-        heads, capacity, width = rows.shape
-        tiles = rows.reshape(heads, -1, LANES, width).transpose(0, 1, 3, 2)
-        self.keys = np.ascontiguousarray(tiles).reshape(1, heads, capacity, width)
-        self.values[0, :, self.length : to] = values
+        to = self.length + keys.shape[1]
+        rows, others = self.key_rows(), self.value_rows()
+        rows[:, self.length : to], others[:, self.length : to] = keys, values
+        count, heads, width = len(self.blocks), *self.keys.shape[1::2]
+        tiles = rows.reshape(heads, count, -1, LANES, width).transpose(1, 0, 2, 4, 3)
+        by_block(self.keys)[self.at] = tiles.reshape(count, heads, BLOCK, width)
+        by_block(self.values)[self.at] = others.reshape(heads, count, BLOCK, width).transpose(1, 0, 2, 3)
         self.length = to
 
 
@@ -162,15 +201,16 @@ class Case:
         past, rows = self.cache.length, self.packed.shape[1]
         queries, new, added = self.layer.split(self.packed)
         queries, new = self.layer.rotate(queries, past), self.layer.rotate(new, past)
-        now = Cache(keys, values)
+        now = Cache(keys, values, self.cache.blocks)
         kept = now.key_rows()[:, past : past + rows]
         np.testing.assert_allclose(kept, new, rtol=2**-11 + 2e-6, atol=1e-5)
-        same_bits(added.astype(np.float16), values[0, :, past : past + rows])
-        for old, new_rows in ((self.cache.key_rows(), now.key_rows()), (self.cache.values[0], values[0])):
+        same_bits(added.astype(np.float16), now.value_rows()[:, past : past + rows])
+        pairs = (self.cache.key_rows(), now.key_rows()), (self.cache.value_rows(), now.value_rows())
+        for old, new_rows in pairs:
             same_bits(old[:, :past], new_rows[:, :past])
             same_bits(old[:, past + rows :], new_rows[:, past + rows :])
         keys_64 = now.key_rows()[:, : past + rows].astype(np.float64)
-        values_64 = values[0, :, : past + rows].astype(np.float64)
+        values_64 = now.value_rows()[:, : past + rows].astype(np.float64)
         wanted = self.layer.attend(queries, keys_64, values_64, past) * self.layer.gates(self.packed)
         # Scores go up to a hundred, and an error in a score is one in the exponent.
         np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=2e-5)
@@ -285,31 +325,43 @@ def test_a_row_does_not_depend_on_how_rows_are_grouped(case: Case, data: st.Data
 def test_sequences_of_a_pass_are_as_if_alone(
     case: Case, lengths: list[int], threads: int, data: st.DataObject
 ) -> None:
-    """Each has its stretch of the cache and as many rows as it wants, in any order."""
+    """Each has blocks of its own and as many rows as it wants; those with the same tokens share them."""
     layer, rng = case.layer, np.random.default_rng(len(lengths))
     positions = 1 << 20 if layer.tables is None else len(layer.tables[0])
     cases = [case]
     for length in lengths:
         rows = data.draw(st.integers(0, min(20, positions)))
         past = min(length, positions - rows)
-        cases.append(make_case(rng, layer, past, rows, -(-(past + rows) // LANES) * LANES))
-    order = data.draw(st.permutations(range(len(cases))))
-    begins, end = dict[int, int](), 0
-    for at in order:
-        begins[at] = end
-        end += cases[at].cache.keys.shape[2]
-    feeds = layer.feeds(np.concatenate([one.packed for one in cases], axis=1), case.cache)
-    said = [(begins[at], one.cache.length, one.packed.shape[1]) for at, one in enumerate(cases)]
-    feeds["sequences"] = np.array(said, np.int64)
-    feeds["past_key"] = np.concatenate([cases[at].cache.keys for at in order], axis=2)
-    feeds["past_value"] = np.concatenate([cases[at].cache.values for at in order], axis=2)
+        cases.append(make_case(rng, layer, past, rows, max(1, past + rows)))
+    firsts = np.cumsum([0, *(len(one.cache.keys) for one in cases)])
+    tables = [
+        EXTENT * first + layer.feeds(one.packed, one.cache)["blocks"]
+        for first, one in zip(firsts[:-1], cases, strict=True)
+    ]
+    whole = case.cache.length // BLOCK  # which the last shares, and reads some rows behind
+    again = case.packed[:, : data.draw(st.integers(0, min(5, case.packed.shape[1])))]
+    packed = [*(one.packed for one in cases), again]
+    feeds = layer.feeds(np.concatenate(packed, axis=1), case.cache)
+    ends = [(one.cache.length, one.packed.shape[1]) for one in cases]
+    feeds["sequences"] = np.array([*ends, (case.cache.length, again.shape[1])], np.int64)
+    own = np.arange(-(-(case.cache.length + again.shape[1]) // BLOCK) - whole)
+    feeds["blocks"] = np.concatenate([*tables, tables[0][:whole], EXTENT * firsts[-1] + own])
+    pools = [
+        np.concatenate([*arrays, np.zeros((2, *arrays[0].shape[1:]), np.float16)])
+        for arrays in zip(*((one.cache.keys, one.cache.values) for one in cases), strict=True)
+    ]
+    if case.cache.length % BLOCK:
+        for pool in pools:
+            by_block(pool)[firsts[-1], 0] = by_block(pool)[divmod(tables[0][whole], EXTENT)]
+    feeds["past_key"], feeds["past_value"] = pools
     y, *caches = session(layer.model(), threads, data.draw(st.sampled_from(sets()))).run(None, feeds)
     row = 0
     for at, one in enumerate(cases):
-        rows, stretch = one.packed.shape[1], slice(begins[at], begins[at] + one.cache.keys.shape[2])
-        outputs = y[:, row : row + rows], *(each[:, :, stretch] for each in caches)
+        rows = one.packed.shape[1]
+        outputs = y[:, row : row + rows], *(each[firsts[at] : firsts[at + 1]] for each in caches)
         same(copied(session(layer.model()), one), outputs)
         row += rows
+    same_bits(y[:, : again.shape[1]], y[:, row:], "of shared blocks")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 20])
@@ -340,9 +392,9 @@ def narrowed(values: F32) -> F16:
     layer = Layer(heads=1, kv_heads=1, head_dim=width)
     packed = np.zeros((1, rows, layer.width), np.float32)
     packed[0, :, 2 * width :] = np.resize(values, (rows, width))
-    capacity = -(-rows // LANES) * LANES
-    _, _, kept = session(layer.model()).run(None, layer.feeds(packed, Cache.empty(layer, capacity)))
-    flat: F16 = kept[0, 0, :rows].reshape(-1)[: values.size]
+    cache = Cache.empty(layer, rows)
+    _, keys, kept = session(layer.model()).run(None, layer.feeds(packed, cache))
+    flat: F16 = Cache(keys, kept, cache.blocks).value_rows()[0, :rows].reshape(-1)[: values.size]
     return flat
 
 
@@ -367,8 +419,9 @@ def test_huge_keys_and_values_leave_attention_finite() -> None:
     case.packed[..., 16:] *= 1e6
     y, keys, values = copied(session(case.layer.model()), case)
     assert np.isfinite(y).all()
-    assert np.abs(values[0, 0, 20:23]).max() == 65504
-    assert np.abs(Cache(keys, values).key_rows()[0, 20:23]).max() == 65504
+    now = Cache(keys, values, case.cache.blocks)
+    assert np.abs(now.value_rows()[0, 20:23]).max() == 65504
+    assert np.abs(now.key_rows()[0, 20:23]).max() == 65504
 
 
 def test_no_rows() -> None:
@@ -382,9 +435,10 @@ def test_scores_that_overflow_the_exponential_function() -> None:
     """One key outweighs the others by far more than float32 can tell."""
     case = fixed_case(20, 3, 32, heads=1)
     case.packed[..., :32] *= 1e3
-    y, _, values = copied(session(case.layer.model()), case)
+    y, keys, values = copied(session(case.layer.model()), case)
     assert np.isfinite(y).all()
-    rows = {row.tobytes() for row in values[0, 0, :23].astype(np.float32)}
+    kept = Cache(keys, values, case.cache.blocks).value_rows()[0, :23]
+    rows = {row.tobytes() for row in kept.astype(np.float32)}
     assert all(row.tobytes() in rows for row in y[0])
 
 
@@ -404,6 +458,6 @@ def test_what_later_tokens_hold_is_not_read(name: str) -> None:
 def test_a_value_that_is_no_number_reaches_the_rows_that_see_it_alone(name: str) -> None:
     """Rows are computed in groups, whose size differs from set to set."""
     case = fixed_case(29, 16, 64, window=3)
-    case.cache.values[0, :, 28] = np.nan
+    by_block(case.cache.values)[divmod(case.cache.blocks[0], EXTENT)][:, 28] = np.nan
     y, *_ = copied(session(case.layer.model(), 1, name), case)
     assert [row for row in range(16) if np.isnan(y[0, row]).any()] == [0, 1]  # tokens 29 and 30

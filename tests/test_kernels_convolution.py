@@ -17,7 +17,7 @@ from tests.test_kernels_refusals import cases_of, refuse
 F32 = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
 
-NAMES = ("gated", "ring", "ends", "sequences", "places", "weights")
+NAMES = ("gated", "ring", "ends", "sequences", "blocks", "places", "weights")
 OUTPUTS = dict.fromkeys(("y", "ring_now", "ends_now"), TensorProto.FLOAT)
 
 
@@ -43,8 +43,8 @@ def expected(gated: F32, weights: F32) -> tuple[F32, F32]:
 class Kept:
     """A sequence's rows, and where the operator keeps what it read of them."""
 
-    def __init__(self, slot: int, begin: int) -> None:
-        self.slot, self.begin, self.length, self.behind = slot, begin, 0, 0
+    def __init__(self, slot: int, blocks: Sequence[int]) -> None:
+        self.slot, self.blocks, self.length, self.behind = slot, blocks, 0, 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,8 +57,9 @@ def test_any_cut_gives_the_bits_of_one_pass(taps: int, channels: int, data: st.D
     weights = weights_of(channels, taps)
     whole = [expected(each, weights) for each in gated]
     ring = np.full((count + 1, LOGGED + taps - 1, channels), np.nan, np.float32)
-    ends = np.full((1, 1, count * capacity, channels * (taps - 1) // BLOCK), np.nan, np.float32)
-    running = [Kept(slot, at * capacity) for at, slot in enumerate((2, 0, 3))]
+    ends = np.full((count * capacity // BLOCK, taps - 1, channels), np.nan, np.float32)
+    tables = rng.permutation(len(ends)).reshape(count, -1).tolist()
+    running = [Kept(slot, blocks) for slot, blocks in zip((2, 0, 3), tables, strict=True)]
     threads, name = data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from(["", "plain"]))
     opened = session(
         model(_feeds(gated[0][:1], weights, [], ring, ends), channels=channels, taps=taps), threads, name
@@ -86,7 +87,10 @@ def _feeds(gated: F32, weights: F32, parts: Sequence[tuple[Kept, int]], ring: F3
     return {
         "gated": gated[None],
         "weights": weights,
-        "sequences": np.array([(each.begin, each.length, n) for each, n in parts], np.int64).reshape(-1, 3),
+        "sequences": np.array([(each.length, n) for each, n in parts], np.int64).reshape(-1, 2),
+        "blocks": np.array(
+            [b for each, n in parts for b in each.blocks[: -(-(each.length + n) // BLOCK)]], int
+        ),
         "places": np.array([(each.slot, each.behind) for each, _ in parts], np.int64).reshape(-1, 2),
         "ring": ring,
         "ends": ends,
@@ -95,19 +99,18 @@ def _feeds(gated: F32, weights: F32, parts: Sequence[tuple[Kept, int]], ring: F3
 
 @pytest.mark.parametrize("taps", [2, 3, 4, 16])
 def test_where_rows_are_kept(taps: int) -> None:
-    """The last before the end of a block beside keys and values, the others in the ring."""
+    """The last before the end of a block there, the others in the ring."""
     channels, length = 64, 75
     gated = np.random.default_rng(0).normal(size=(length, 3 * channels)).astype(np.float32)
     ring = np.zeros((1, LOGGED + taps - 1, channels), np.float32)
-    ends = np.zeros((1, 1, 96, channels * (taps - 1) // BLOCK), np.float32)
-    one = Kept(0, 0)
+    ends = np.zeros((3, taps - 1, channels), np.float32)
+    one = Kept(0, range(3))
     feeds = _feeds(gated, weights_of(channels, taps), [(one, length)], ring, ends)
     y, ring, ends = everywhere(model(feeds, channels=channels, taps=taps), feeds, threads=2)
     wanted, u = expected(gated, weights_of(channels, taps))
     same_bits(wanted[None], y)
-    kept = ends.reshape(-1, taps - 1, channels)
     for block in range(2):
-        same_bits(u[(block + 1) * BLOCK - taps + 1 : (block + 1) * BLOCK], kept[block])
+        same_bits(u[(block + 1) * BLOCK - taps + 1 : (block + 1) * BLOCK], ends[block])
     for token in range(length - LOGGED, length):
         if token % BLOCK < BLOCK - taps + 1:
             same_bits(u[token], ring[0, token % (LOGGED + taps - 1)])
@@ -116,8 +119,8 @@ def test_where_rows_are_kept(taps: int) -> None:
 def test_numbers_that_are_none_stay_with_their_sequence() -> None:
     gated = np.ones((4, 96), np.float32)
     gated[1] = np.inf
-    one, other = Kept(0, 0), Kept(1, 32)
-    ring, ends = np.zeros((2, 18, 32), np.float32), np.zeros((1, 1, 64, 2), np.float32)
+    one, other = Kept(0, [0]), Kept(1, [1])
+    ring, ends = np.zeros((2, 18, 32), np.float32), np.zeros((2, 2, 32), np.float32)
     feeds = _feeds(gated, weights_of(32, 3), [(one, 2), (other, 2)], ring, ends)
     y, ring, _ = everywhere(model(feeds), feeds)
     assert np.isfinite(y[0, 2:]).all() and not np.isfinite(y[0, 1]).any()
@@ -125,8 +128,8 @@ def test_numbers_that_are_none_stay_with_their_sequence() -> None:
 
 
 def _ordinary(rows: int = 2, past: int = 5) -> Arrays:
-    ring, ends = np.zeros((2, 18, 32), np.float32), np.zeros((1, 1, 64, 2), np.float32)
-    one = Kept(1, 0)
+    ring, ends = np.zeros((2, 18, 32), np.float32), np.zeros((2, 2, 32), np.float32)
+    one = Kept(1, [1])
     one.length, one.behind = past, past
     return _feeds(np.ones((rows, 96), np.float32), weights_of(32, 3), [(one, rows)], ring, ends)
 
@@ -152,11 +155,11 @@ PASSES: dict[str, Sequence[Arrays]] = {
         {"ring": _zeros(2, 18, 31)},
     ],
     "a convolution's ends": [
-        *({"ends": _zeros(1, 1, *shape)} for shape in ((64, 3), (64,), (60, 2))),
-        *({"ends": _zeros(*shape)} for shape in ((2, 1, 64, 2), (1, 2, 64, 2))),
+        *({"ends": _zeros(*shape)} for shape in ((2, 3, 32), (2, 2, 31), (2, 64))),
     ],
-    "more tokens than its KV cache": [_numbers("sequences", (0, 63, 2)), _numbers("sequences", (0, -1, 2))],
-    "begins outside": [_numbers("sequences", (8, 5, 2))],
+    "impossible number of tokens": [_numbers("sequences", (-1, 2))],
+    "fewer blocks": [_numbers("sequences", (31, 2)) | _numbers("places", (1, 31))],
+    "none of those that there are": [{"blocks": np.array([each], np.int64)} for each in (2, -1)],
     "the places are no int64": [
         _numbers("places", (1, 5), (0, 0)),
         _numbers("places", (1, 5, 0)),
@@ -165,9 +168,11 @@ PASSES: dict[str, Sequence[Arrays]] = {
     "slot is none of those": [_numbers("places", (each, 5)) for each in (-1, 2, 2**62, -(2**63))],
     "behind more tokens than it has, or too few": [
         *(_numbers("places", (1, each)) for each in (6, -1, 2**63 - 1, -(2**63))),
-        _numbers("sequences", (0, 22, 2)),
+        _numbers("sequences", (22, 2)),
     ],
-    "share a slot": [_numbers("sequences", (0, 5, 1), (32, 0, 1)) | _numbers("places", (1, 5), (1, 0))],
+    "share a slot": [
+        _numbers("sequences", (5, 1), (0, 1)) | _numbers("places", (1, 5), (1, 0)) | {"blocks": np.arange(2)}
+    ],
 }
 
 
@@ -181,7 +186,7 @@ def test_passes_that_are_refused(words: str, feeds: Arrays) -> None:
     ("words", "attributes"),
     [
         *(("impossible number of taps", {"taps": each}) for each in (1, 0, -3, 17, 1 << 40)),
-        *(("do not fit blocks", {"channels": each}) for each in (0, -32, 17, 1 << 40)),
+        *(("impossible number of channels", {"channels": each}) for each in (0, -32, 1 << 40)),
     ],
 )
 def test_attributes_that_are_refused(words: str, attributes: dict[str, int]) -> None:

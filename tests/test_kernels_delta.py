@@ -32,7 +32,7 @@ def nets(draw: st.DrawFn) -> Net:
 def alone(net: Net, text: F32, instructions: str = "plain") -> F32:
     """Every row of a text in one pass."""
     opened = session(net.model(), 1, instructions)
-    return run_in_place(opened, net, text, Kept(net, 1), (0, 0, len(text)), (0, 0))
+    return run_in_place(opened, net, text, Kept(net, 1), (0, len(text)), (0, 0))
 
 
 @settings(max_examples=40)
@@ -44,7 +44,7 @@ def test_a_delta_net_is_what_it_is_in_float64(net: Net, seed: int, rows: int, th
     for name in sets()[1:]:
         kept = Kept(net, 1)
         opened = session(net.model(), threads, name)
-        same_bits(first, run_in_place(opened, net, text, kept, (0, 0, rows), (0, 0)), name)
+        same_bits(first, run_in_place(opened, net, text, kept, (0, rows), (0, 0)), name)
 
 
 @settings(max_examples=60)
@@ -73,7 +73,7 @@ def test_rows_have_the_bits_of_one_plain_run(
         said = [all_of[at].read(len(rows)) for at, _, rows in parts]
         packed = np.concatenate([rows for _, _, rows in parts])
         y, row = run_in_place(opened, net, packed, kept, said, places), 0
-        for (at, right, rows), (_, past, _) in zip(parts, said, strict=True):
+        for (at, right, rows), (past, _) in zip(parts, said, strict=True):
             same_bits(wanted[at][past : past + right], y[row : row + right])
             back = data.draw(st.integers(0, 2)) if right + past < len(all_of[at].text) else 0
             all_of[at].length = max(all_of[at].behind, past + right - back)
@@ -94,8 +94,8 @@ def test_heads_as_wide_as_models_have_them(name: str, tiled: int) -> None:
     sequence = Sequence(0, text)
     for rows in (30, 1, 4, 15):
         place, said = (0, sequence.behind), sequence.read(rows)
-        y = run_in_place(opened, net, text[said[1] : sequence.length], kept, said, place)
-        same_bits(wanted[said[1] : sequence.length], y)
+        y = run_in_place(opened, net, text[said[0] : sequence.length], kept, said, place)
+        same_bits(wanted[said[0] : sequence.length], y)
 
 
 def test_what_is_not_in_place_is_copied() -> None:
@@ -103,8 +103,8 @@ def test_what_is_not_in_place_is_copied() -> None:
     net = make_net(rng)
     text, kept, other = make_text(rng, net, 20), Kept(net, 2), Kept(net, 2)
     opened = session(net.model())
-    y, *now = opened.run(None, net.feeds(text[None], kept, (0, 0, 20), (1, 0)))
-    same_bits(run_in_place(opened, net, text, other, (0, 0, 20), (1, 0)), y[0])
+    y, *now = opened.run(None, net.feeds(text[None], kept, (0, 20), (1, 0)))
+    same_bits(run_in_place(opened, net, text, other, (0, 20), (1, 0)), y[0])
     for mine, theirs, before in zip(now, other.arrays, kept.arrays, strict=True):
         same_bits(mine, theirs)
         assert np.isnan(before).all()
@@ -125,6 +125,6 @@ def test_strong_decays_and_huge_inputs() -> None:
 def test_no_rows_change_nothing() -> None:
     net = make_net(np.random.default_rng(0))
     kept = Kept(net, 1)
-    y = run_in_place(session(net.model()), net, np.zeros((0, net.width), np.float32), kept, (0, 0, 0), (0, 0))
+    y = run_in_place(session(net.model()), net, np.zeros((0, net.width), np.float32), kept, (0, 0), (0, 0))
     assert y.shape == (0, net.values)
     assert all(np.isnan(array).all() for array in kept.arrays)

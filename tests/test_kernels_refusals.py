@@ -19,7 +19,17 @@ Arrays = dict[str, npt.NDArray[Any]]
 Attributes = dict[str, Any]
 
 LINEAR = ("x", "gain", "bias", "post_gain", "residual", "w0", "w1")
-ATTENTION = ("packed", "past_key", "past_value", "sequences", "cos", "sin", "query_gain", "key_gain")
+ATTENTION = (
+    "packed",
+    "past_key",
+    "past_value",
+    "sequences",
+    "blocks",
+    "cos",
+    "sin",
+    "query_gain",
+    "key_gain",
+)
 MANY = st.one_of(st.integers(-3, 300), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**31, 2**31 - 1]))
 
 
@@ -163,10 +173,11 @@ def attention(feeds: Arrays, constants: Arrays | None = None, **attributes: Any)
     return graph("Attention", names, outputs, feeds, weights, known | attributes)
 
 
-def pass_over(rows: int = 2, past: int = 5, capacity: int = 32) -> Arrays:
-    cache = halves(1, 1, capacity, 16)
+def pass_over(rows: int = 2, past: int = 5) -> Arrays:
+    """Of one sequence, in block 1 of eight."""
+    cache = halves(1, 1, 256, 16)
     feeds: Arrays = {"packed": zeros(1, rows, 64), "past_key": cache, "past_value": cache}
-    return feeds | {"sequences": np.array([[0, past, rows]], np.int64)}
+    return feeds | sequences((past, rows)) | blocks(1)
 
 
 HUGE = dict.fromkeys(("heads", "kv_heads", "head_dim"), 2**31 - 1)
@@ -187,13 +198,17 @@ def test_attributes_of_attention(words: str, attributes: Attributes) -> None:
     refuse(words, attention(pass_over(), **attributes))
 
 
-def sequences(*each: tuple[int, int, int]) -> Arrays:
-    """Where each begins in the cache, tokens that lie there, and rows that follow."""
-    return {"sequences": np.array(each, np.int64).reshape(-1, 3)}
+def sequences(*each: tuple[int, int]) -> Arrays:
+    """Tokens that each has, and rows that follow."""
+    return {"sequences": np.array(each, np.int64).reshape(-1, 2)}
 
 
-def caches(capacity: int) -> Arrays:
-    return dict.fromkeys(("past_key", "past_value"), halves(1, 1, capacity, 16))
+def blocks(*numbers: int) -> Arrays:
+    return {"blocks": np.array(numbers, np.int64)}
+
+
+def caches(*shape: int) -> Arrays:
+    return dict.fromkeys(("past_key", "past_value"), halves(*shape))
 
 
 def tables(*shape: int) -> Arrays:
@@ -202,38 +217,51 @@ def tables(*shape: int) -> Arrays:
 
 BEHIND: dict[str, Sequence[Arrays]] = {
     "attention's input": [{"packed": zeros(1, 2, 63)}, {"packed": zeros(2, 64)}],
-    "more tokens than its KV cache": [
-        *(sequences((0, past, 2)) for past in (-1, 31, 33, 2**63 - 1, -(2**63))),
-        *(sequences((16, 5, 1), (0, 32, 1)), sequences((16, 15, 2)), caches(0)),
-        *(sequences((0, 5, rows)) for rows in (-1, 28, 2**63 - 1, -(2**63))),
+    "impossible number of tokens": [
+        *(sequences((past, 2)) for past in (-1, 2**63 - 1, -(2**63), 2**41)),
+        *(sequences((5, rows)) for rows in (-1, -(2**63))),
     ],
-    "begins outside the KV cache": [sequences((each, 0, 2)) for each in (-16, 8, 48, 2**62, -(2**63))],
-    "share a part of the KV cache": [
+    "fewer blocks than their tokens": [
+        *(blocks(), sequences((31, 2)), sequences((64, 2)) | blocks(0, 1), sequences((2**40, 2))),
+        sequences((5, 1), (32, 1)) | blocks(0, 1),
+    ],
+    "more blocks than their tokens": [blocks(0, 1), sequences((30, 2)) | blocks(0, 1)],
+    "none of those that there are": [
+        *(blocks(each) for each in (-1, 8, 2**62, -(2**63))),
+        caches(0, 1, 256, 16),
+    ],
+    "is there twice": [
         *(
-            sequences((0, 5, 1), (0, 5, 1)),
-            sequences((0, 16, 1), (16, 0, 1)),
-            sequences((16, 0, 1), (0, 16, 1)),
+            sequences((5, 1), (5, 1)) | blocks(1, 1),
+            sequences((32, 1), (0, 1)) | blocks(0, 1, 0),
+            sequences((5, 1), (32, 1)) | blocks(0, 0, 1),
+            sequences((33, 2)) | blocks(1, 1),
+            sequences((31, 2)) | blocks(1, 1),
+            sequences((5, 2), (5, 0)) | blocks(1, 1),
         ),
     ],
-    "more rows than the pass": [sequences((0, 5, 3)), sequences((0, 5, 2), (16, 0, 1))],
-    "fewer rows than the pass": [sequences(), sequences((0, 5, 1)), {"packed": zeros(1, 3, 64)}],
-    "sequences are no int64": [
-        *({"sequences": np.zeros(shape, np.int64)} for shape in ((3,), (1, 2), (1, 3, 1))),
+    "the blocks are no int64": [{"blocks": np.zeros(shape, np.int64)} for shape in ((), (1, 1))],
+    "more rows than the pass": [
+        *(sequences((5, rows)) for rows in (3, 2**63 - 1)),
+        sequences((5, 2), (0, 1)) | blocks(0, 1),
     ],
-    "no multiple of 16": [caches(24)],
+    "fewer rows than the pass": [sequences(), sequences((5, 1)), {"packed": zeros(1, 3, 64)}],
+    "sequences are no int64": [
+        *({"sequences": np.zeros(shape, np.int64)} for shape in ((2,), (1, 3), (1, 2, 1))),
+    ],
     "caches of different length": [
-        *({"past_key": halves(1, 1, 48, 16)}, {"past_value": halves(1, 1, 16, 16)}),
+        *({name: halves(2, 1, 256, 16)} for name in ("past_key", "past_value")),
     ],
     "a KV cache is not": [
-        *({"past_key": halves(1, 2, 32, 16)}, {"past_key": halves(2, 1, 32, 16)}),
-        *({"past_value": halves(1, 1, 32, 8)}, {"past_value": halves(1, 32, 16)}),
+        *({"past_key": halves(1, 2, 256, 16)}, {"past_key": halves(8, 1, 32, 16)}),
+        *({"past_value": halves(1, 1, 256, 8)}, {"past_value": halves(1, 256, 16)}),
     ],
     "rotary tables are not": [
         *({"cos": zeros(40, 8)}, {"sin": zeros(40, 8)}, {"cos": zeros(40, 8), "sin": zeros(40, 7)}),
         *(tables(40, 9), tables(320)),
     ],
     "beyond the rotary tables": [
-        *(tables(6, 8), tables(0, 8), sequences((0, 4, 1), (16, 6, 1)) | tables(6, 8)),
+        *(tables(6, 8), tables(0, 8), sequences((4, 1), (6, 1)) | blocks(0, 1) | tables(6, 8)),
     ],
     "as wide as a head": [{"query_gain": zeros(15)}, {"key_gain": zeros(32)}, {"key_gain": zeros(0)}],
 }
@@ -249,7 +277,7 @@ def test_passes_through_attention(words: str, feeds: Arrays) -> None:
 def test_a_cache_of_another_type(name: str) -> None:
     """As graphs had it that were exported before."""
     with pytest.raises(Exception, match=r"(?i)type"):
-        session(attention(pass_over() | {name: zeros(1, 1, 32, 16)}))
+        session(attention(pass_over() | {name: zeros(1, 1, 256, 16)}))
 
 
 def stretched(model: bytes, last: int) -> bytes:
@@ -262,19 +290,19 @@ def stretched(model: bytes, last: int) -> bytes:
 
 
 def test_rotary_tables_of_no_positions_and_any_width() -> None:
-    feeds = pass_over(0, 0)
+    feeds = pass_over(0, 0) | blocks()
     refuse("rotary tables are not", stretched(attention(feeds, tables(0, 8)), 2**62), feeds)
 
 
 @settings(max_examples=100)
-@given(st.integers(0, 40), MANY, st.integers(0, 6), st.integers(0, 40), st.booleans())
-def test_any_pass(rows: int, past: int, tiles: int, positions: int, rotated: bool) -> None:
+@given(st.integers(0, 40), MANY, st.integers(0, 10), st.integers(0, 40), st.booleans())
+def test_any_pass(rows: int, past: int, count: int, positions: int, rotated: bool) -> None:
     """Whatever a pass brings: it is refused, or its outputs are right in number."""
-    feeds = pass_over(rows, past, tiles * 8)
+    feeds = pass_over(rows, past) | blocks(*range(count)) | caches(1, 1, 256, 16)
     if rotated:
         feeds |= {"cos": zeros(positions, 8), "sin": zeros(positions, 8)}
-    held = min(tiles * 8, positions) if rotated else tiles * 8
-    fits = past >= 0 and past + rows <= held and tiles % 2 == 0
+    held = past + rows <= positions or not rotated
+    fits = past >= 0 and held and count == -(-(past + rows) // 32) <= 8
     try:
         y, *_ = session(attention(feeds), 2).run(None, feeds)
     except Exception as error:  # noqa: BLE001 - ONNX Runtime's share no base
@@ -355,7 +383,7 @@ def delta(feeds: Arrays, **attributes: Any) -> bytes:
 
 def delta_pass(rows: int = 2, slots: int = 2) -> Arrays:
     """Behind five tokens, of which the state has three."""
-    return NET.feeds(zeros(1, rows, NET.width), Kept(NET, slots), (0, 5, rows), (1, 3))
+    return NET.feeds(zeros(1, rows, NET.width), Kept(NET, slots), (5, rows), (1, 3))
 
 
 def places(*each: tuple[int, int]) -> Arrays:
@@ -375,14 +403,14 @@ STATES: dict[str, Sequence[Arrays]] = {
         *({"log": zeros(2, 15, 132)}, {"log": zeros(1, 16, 132)}, {"ring": zeros(2, 18, NET.channels)}),
     ],
     "are no int64": [places(), {"places": np.zeros((1, 3), np.int64)}],
-    "more rows than the pass": [sequences((0, 5, 3))],
-    "fewer rows than the pass": [sequences((0, 5, 1)), sequences((0, 5, 0)), sequences()],
-    "has room for": [sequences((0, 5, -1)), *(sequences((0, each, 2)) for each in (-1, 2**63 - 1))],
+    "more rows than the pass": [sequences((5, 3))],
+    "fewer rows than the pass": [sequences((5, 1)), sequences((5, 0)), sequences()],
+    "impossible number of tokens": [sequences((5, -1)), *(sequences((each, 2)) for each in (-1, 2**63 - 1))],
     "none of those that there are": [places((each, 3)) for each in (2, -1, 2**63 - 1)],
-    "share a slot": [sequences((0, 5, 1), (16, 5, 1)) | places((1, 3), (1, 4))],
+    "share a slot": [sequences((5, 1), (5, 1)) | places((1, 3), (1, 4))],
     "behind more tokens than it has, or too few": [
         *(places((1, each)) for each in (6, -1, 2**63 - 1)),
-        sequences((0, 20, 2)) | places((1, 3)),
+        sequences((20, 2)) | places((1, 3)),
     ],
 }
 

@@ -75,7 +75,8 @@ def test_what_was_read_stays_read_and_has_the_same_bits(
         session, tokens = sessions[at], text(number, length)
         found = read(store, session, tokens, sessions[:at] + sessions[at + 1 :], on_disk=on_disk)
         if memory > 1000:
-            assert found > longest(known, tokens) - 2 * LEAST
+            lost = BLOCK if is_damaged else 2 * LEAST  # which the session itself had, before a file was read
+            assert found > longest(known, tokens) - lost
         if on_disk and disk == 1000 and not is_damaged:
             assert found > longest(written, tokens) // BLOCK * BLOCK - LEAST
         known.append(tokens)
@@ -125,7 +126,7 @@ def test_the_least_recently_used_go_first_and_ends_before_beginnings() -> None:
 def test_of_a_text_too_large_its_beginning_is_kept(budget: int, gives: bool, held: int) -> None:
     store, session = KvStore(budget * KV_BYTES), toy_session()
     if not gives:
-        session.view = lambda start, end: None  # type: ignore[method-assign]
+        session.save = lambda at: None  # type: ignore[method-assign]
     first, second = texts(2)
     for tokens in (first, second):
         assert read(store, session, tokens) == 0

@@ -30,9 +30,9 @@ from edgespec_models.graphs.plan import FULL, Precision
 from tests.kit.gguf import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 15): "9877bee80e05d80f",
+    ("target", None, 16): "f03cf146d81c2a02",
     ("target", "cuda", 9): "0145e17d7f9a82a0",
-    ("drafter", None, 15): "ea188b67df35e2a8",
+    ("drafter", None, 16): "71130817583064a2",
     ("drafter", "cuda", 9): "0145e17d7f9a82a0",
 }
 """Of each recipe, the beginning of a digest of tiny models."""

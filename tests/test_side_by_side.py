@@ -91,27 +91,36 @@ def test_the_model_goes_with_its_last_session(bundle: Bundle) -> None:
             each.predict([1])
 
 
-def test_each_knows_its_own_room(bundle: Bundle) -> None:
-    """By which what may be put aside is counted."""
+def test_beginnings_are_there_once(bundle: Bundle) -> None:
+    """In sessions side by side and in memory; what nobody has is given back."""
     with closing(open_cpu(bundle, CHUNKS)) as first, closing(first.model.session()) as second:
-        first.reserve(100)
-        alone = first.kv_bytes
-        second.reserve(500)
-        assert (first.kv_bytes, second.kv_bytes) == (alone, 2 * alone)
-        second.prefill(list(range(300)))
-        store = KvStore(300 * alone // 256 + 4096)
-        store.fetch(second, [403])
-        assert second.length == 300
-        second.prefill([403])
-        store.fetch(second, list(range(300)))
-        assert second.length == 300
+        text, model, store = list(range(300)), first.model, KvStore(1 << 30)
+        first.prefill(text)
+        alone = model.kv_bytes
+        assert alone == first.kv_bytes == 10 * model.block_bytes
+        store.fetch(second, [*text, 5], [first])
+        assert second.length == 300 and model.kv_bytes == alone
+        wanted = first.predict([5]).logits.copy()  # in a copy of the last block, which others have too
+        assert model.kv_bytes == alone + model.block_bytes
+        np.testing.assert_array_equal(second.predict([5]).logits, wanted)
+        store.fetch(first, [403])
+        first.release()
+        assert store.nbytes == first.model.kv_bytes - second.kv_bytes + 9 * model.block_bytes
+        store.fetch(first, [*text, 5])
+        assert first.length == 301
+        first.rewind(0)
+        store.forget(first)
+        assert model.kv_bytes == second.kv_bytes
 
 
-def test_room_that_there_is_no_memory_for_empties_all(
+def test_blocks_that_there_is_no_memory_for_cost_the_others_nothing(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_cpu(bundle, CHUNKS)) as first, closing(first.model.session()) as second:
-        wanted = first.predict([1, 2, 3]).logits.copy()
+        second.prefill([1, 2, 3])
+        expected = second.predict([7]).logits.copy()
+        second.release()
+        first.prefill([1, 2, 3])
         zeros = np.zeros
 
         def scarce(shape: tuple[int, ...], kind: type) -> object:
@@ -121,18 +130,18 @@ def test_room_that_there_is_no_memory_for_empties_all(
 
         with monkeypatch.context() as patch, pytest.raises(DeviceError, match="not enough memory"):
             patch.setattr(np, "zeros", scarce)
-            second.predict([1])
-        assert first.length == second.length == first.capacity == 0
-        np.testing.assert_array_equal(first.predict([1, 2, 3]).logits, wanted)
+            second.predict([1] * 300)
+        assert (first.length, second.length) == (3, 0)
+        np.testing.assert_array_equal(first.predict([7]).logits, expected)
 
 
 def test_bundles_of_before_are_to_be_exported_again(tmp_path: Path) -> None:
     bundle = tiny_native(tmp_path / "old").bundle
     graph = onnx.load(bundle.graph, load_external_data=False)
     for each in graph.graph.input:
-        each.name = each.name.replace("sequences", "past_length")
+        each.name = each.name.replace("blocks", "past_length")
     for node in graph.graph.node:
-        node.input[:] = [name.replace("sequences", "past_length") for name in node.input]
+        node.input[:] = [name.replace("blocks", "past_length") for name in node.input]
     onnx.save(graph, bundle.graph)
     with pytest.raises(BundleError, match="was made by an earlier version; export the model again"):
         open_cpu(bundle, CHUNKS)

@@ -20,7 +20,7 @@ from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
 from edgespec_runtimes.states import Places
 from tests.kit.drafters import GREEDY
-from tests.kit.states import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel
+from tests.kit.states import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel, shared
 from tests.kit.toy import F32, RandomDrafter, decode
 
 KINDS = pytest.mark.parametrize("kept", [CONVOLUTION, DELTA], ids=["convolution", "delta"])
@@ -46,7 +46,9 @@ def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.Da
     model = StatesModel(kept)
     texts: dict[Session, list[int]] = {}
     for _ in range(data.draw(st.integers(1, 14))):
-        step = data.draw(st.sampled_from(("open", "read", "read", "keep", "rewind", "fail", "close", "copy")))
+        step = data.draw(
+            st.sampled_from(("open", "read", "read", "keep", "rewind", "fail", "close", "share"))
+        )
         if step == "open" or not texts:
             texts[model.session()] = []
             continue
@@ -79,11 +81,9 @@ def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.Da
         elif step == "close" and len(texts) > 1:
             session.close()
             del texts[session]
-        elif step == "copy" and (view := session.view(0, len(text))) is not None:
-            count = data.draw(st.integers(0, len(text)))
-            saved, other = [array.copy() for array in view], model.session()
-            other.append(text[:count], saved)
-            assert other.length == (count // BLOCK * BLOCK if kept is CONVOLUTION else 0)
+        elif step == "share":
+            other = shared(session, text[: data.draw(st.integers(0, len(text)))])
+            assert other.length == (len(other.stretch.blocks) * BLOCK if kept is CONVOLUTION else 0)
             texts[other] = text[: other.length]
         assert [each.stretch.tokens for each in texts] == list(texts.values())
 
@@ -159,7 +159,7 @@ def test_slots_are_as_many_as_there_were_sessions_at_once() -> None:
     for each in sessions:
         each.predict(TEXT[:20])
     assert model.states.nbytes == 3 * bytes_per_sequence(CONVOLUTION)
-    assert model.kv_bytes == model.states.nbytes + 3 * 256 * bytes_per_token(CONVOLUTION)
+    assert model.kv_bytes == model.states.nbytes + 3 * BLOCK * bytes_per_token(CONVOLUTION)
     sessions[1].close()
     again = model.session()
     assert again.stretch.slot == 1

@@ -7,11 +7,10 @@ from typing import Any, Final, Literal
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import DecoderShape, ModelConfig
-from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
+from edgespec_models.bundles.kept import BLOCK, KeptTensor, bytes_per_sequence, bytes_per_token, types_of
 from edgespec_models.errors import DeviceError
 from edgespec_models.storage import size
 from edgespec_runtimes.cpu import CpuOptions
-from edgespec_runtimes.kv_cache import KEY_TILE
 from edgespec_runtimes.memory import MachineMemory, machine_memory
 from edgespec_runtimes.session import KV_STEP
 
@@ -32,13 +31,13 @@ WORKING_BYTES: Final = 950
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
-    """The size of a text's KV cache, for which sessions make room in steps.
+    """The size of a text's KV cache, for which room is made in steps.
 
     Attributes:
         kept: The tensors that a sequence keeps.
         longest: The most tokens that the context holds.
         spare: Tokens of room behind the text, which some passes write.
-        tile: The room is a multiple of this number of tokens.
+        step: The number of tokens that room is made for at once.
         copies: The number of copies. Graphs that concatenate their cache keep two.
         buckets: The lengths of graphs of fixed shapes. Empty where any length will do.
     """
@@ -46,7 +45,7 @@ class CacheSize:
     kept: Sequence[KeptTensor]
     longest: int
     spare: int = 0
-    tile: int = 1
+    step: int = KV_STEP
     copies: int = 1
     buckets: tuple[int, ...] = ()
 
@@ -55,8 +54,8 @@ class CacheSize:
         wanted = min(tokens, self.longest)
         if self.buckets:
             return next(bucket for bucket in self.buckets if bucket >= wanted)
-        rounded = min(-(-wanted // KV_STEP) * KV_STEP, self.longest) + self.spare
-        return -(-rounded // self.tile) * self.tile if self.tile > 1 else min(rounded, self.longest)
+        rounded = -(-wanted // self.step) * self.step
+        return rounded if self.step == BLOCK else min(rounded, self.longest) + self.spare
 
     def bytes(self, tokens: int) -> int:
         """Bytes that are reserved for a text of ``tokens``."""
@@ -277,10 +276,12 @@ def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:
     if static is not None:
         return CacheSize(kept=manifest.kept, longest=static.longest, buckets=static.buckets)
     spare, longest = int(exact_rows and manifest.operators == "standard"), bundle.config.context_length
-    own = CacheSize(kept=manifest.kept, longest=longest, spare=spare, tile=KEY_TILE)
+    step = BLOCK if manifest.operators == "edgespec" else KV_STEP
+    own = CacheSize(kept=manifest.kept, longest=longest, spare=spare, step=step)
     if manifest.files:
         return own
-    return replace(own, tile=1, copies=1 if _shares_cache(bundle) else 2)  # another exporter's, without files
+    copies = 1 if _shares_cache(bundle) else 2  # another exporter's, without files
+    return replace(own, longest=longest - spare, copies=copies)
 
 
 def _shares_cache(bundle: Bundle) -> bool:

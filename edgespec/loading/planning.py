@@ -20,7 +20,7 @@ from edgespec.loading.footprint import (
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.bundles.kept import KeptTensor, KeptType, keys_and_values
+from edgespec_models.bundles.kept import BLOCK, KeptTensor, KeptType, keys_and_values
 from edgespec_models.bundles.layers import kept_by
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
@@ -29,8 +29,8 @@ from edgespec_models.errors import RequestError
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import home
-from edgespec_runtimes.kv_cache import KEY_TILE
 from edgespec_runtimes.memory import machine_memory
+from edgespec_runtimes.session import KV_STEP
 
 _LENGTHS: Final = (2048, 8192, 32768)
 
@@ -193,7 +193,7 @@ def _planned(
         kept=kept,
         longest=config.context_length,
         spare=int(not native and role == "target"),
-        tile=KEY_TILE,
+        step=BLOCK if native else KV_STEP,
     )
     return Footprint(
         name=name,

@@ -9,6 +9,7 @@ from itertools import accumulate, count, islice
 from statistics import fmean
 from time import perf_counter
 
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.session import Session
 
@@ -148,27 +149,26 @@ def sample_cost(session: Session, rows: Sequence[int], passes: int = _SAMPLES) -
 def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     """The curve with the cost of attention along a context.
 
-    Passes over one and over eight rows are timed behind 16 tokens and behind 2,048, or as many as take 64 MB
+    Passes over one and over eight rows are timed behind 32 tokens and behind 2,048, or as many as take 64 MB
     of KV cache. The context consists of copies, because reading it would take long. The session's sequence is
     replaced and forgotten, and its cache is freed. If the cache cannot be copied, the curve stays the same.
     """
     wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
-    tokens = list(islice(_text(session), _PAST + wide))
-    session.prefill(tokens[:_PAST])
-    per_token = (session.kv_bytes - sum(array.nbytes for array in session.state())) / session.capacity
-    most = min(_CONTEXT, session.model.longest - wide, int(_CONTEXT_BYTES / max(per_token, 1.0)))
-    if wide == 1 or most < 4 * _PAST or session.view(0, _PAST) is None:
+    tokens = list(islice(_text(session), BLOCK + wide))
+    session.prefill(tokens[:BLOCK])
+    saved = session.save(0)
+    most = min(
+        _CONTEXT, session.model.longest - wide, _CONTEXT_BYTES * BLOCK // max(session.model.block_bytes, 1)
+    )
+    if wide == 1 or most < 2 * BLOCK or saved is None:
         session.rewind(0)
         return curve
-    session.reserve(most + wide)
+    copy = memoryview(bytes(saved))  # of which each is one, as other blocks are
     least, near = {}, session.attended
     for far in (False, True):
-        while far and 2 * session.length <= most and (copied := session.view(0, session.length)) is not None:
-            text = session.stretch.tokens
-            if session.model.places.every:
-                session.append(text, copied)
-            else:  # timing passes needs no state of the copies
-                session.resume(len(text), [(text, copied)], session.state(), 2 * len(text))
+        if far:  # timing passes needs no state of the copies
+            parts = [(tokens[:BLOCK], copy)] * (most // BLOCK)
+            session.resume(0, parts, session.state(), most // BLOCK * BLOCK)
         for n in (1, wide):
             samples = [_timed(session, tokens[-n:]) for _ in range(1 + _CONTEXT_REPEATS)]
             least[far, n] = min(samples[1:])

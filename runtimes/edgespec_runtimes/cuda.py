@@ -21,7 +21,7 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
 from edgespec_runtimes.graph_io import OwnModel
-from edgespec_runtimes.kv_cache import KVBuffers, Memory, Move
+from edgespec_runtimes.kv_cache import KVBuffers, Memory
 from edgespec_runtimes.ort import RUN_ERRORS, ort
 from edgespec_runtimes.session import Session
 
@@ -102,14 +102,14 @@ class DeviceCache(KVBuffers):
         """Bytes reserved."""
         return self._nbytes
 
-    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
-        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void.
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void.
 
         Raises:
             DeviceError: the device has no room for it; nothing is kept then.
         """
         try:
-            self._reserve(capacity, sum(move.held for move in moves))
+            self._reserve(capacity, keep)
         except BaseException:
             self.clear()
             raise

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import (
+    BLOCKS,
     CHANGING,
     EXPERTS_READ,
     INPUTS,
@@ -27,7 +28,8 @@ from edgespec_models.bundles.graph_contract import (
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.layers import read_by
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.kv_cache import KEY_TILE, GrowingCache, KVBuffers, Memory, Move, Stretch, ort_value
+from edgespec_runtimes.block_pool import BlockPool
+from edgespec_runtimes.kv_cache import GrowingCache, KVBuffers, Memory, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
 from edgespec_runtimes.predictions import DevicePredictions, Floats, Hidden, Predictions
 from edgespec_runtimes.session import LoadedModel
@@ -134,9 +136,9 @@ class OwnModel(_GraphModel):
     """A graph that edgespec built.
 
     It has logits of the rows that are asked for, and writes a cache with room to spare in place, so that a
-    binding serves every pass of as many tokens. Of edgespec's operators it takes several sequences, whose
-    stretches lie in the cache one behind the other. Of ONNX Runtime's it takes one, and where rows are to be
-    exact at least two rows of logits are asked for.
+    binding serves every pass of as many tokens. Of edgespec's operators it takes several sequences, each with
+    a table of blocks. Of ONNX Runtime's it takes one, and where rows are to be exact at least two rows of
+    logits are asked for.
 
     ``passes`` are bindings by number of tokens, of wanted rows and of parts.
     """
@@ -159,7 +161,7 @@ class OwnModel(_GraphModel):
         rows. Predictions have the streams that enter ``read_layers``, side by side.
         """
         super().__init__(session, bundle, chunk=chunk, memory=memory)
-        self.takes_several = "sequences" in self._inputs
+        self.takes_several = self._inputs.pop(BLOCKS, None) is not None
         tunable = session.get_overridable_initializers()  # inputs too, whose stored values are defaults
         self._shapes = {value.name: tuple(value.shape) for value in tunable}
         self.tunable = frozenset(self._shapes)
@@ -179,8 +181,10 @@ class OwnModel(_GraphModel):
         kept, has_slots = bundle.manifest.kept, "places" in self._inputs
         read = read_by(bundle.config, "float16") if isinstance(bundle.config, ModelConfig) else ()
         self.lent = tuple(tensor.input for tensor in read)
-        own = [each for each in kept if each.per != "sequence" or not has_slots]
-        self.cache = self._memory.cache(read or own)
+        layout = read or [each for each in kept if each.per != "sequence" or not has_slots]
+        self.cache = (
+            BlockPool(layout, self.passes.clear) if self.takes_several else self._memory.cache(layout)
+        )
         self.states, self.places = States(kept), Places.of(kept)
 
     @property
@@ -222,14 +226,7 @@ class OwnModel(_GraphModel):
         """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
         self.passes.clear()
         self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
-        moves, end = list[Move](), 0
-        for each in self.stretches:
-            moves.append(Move(each.begin, end, len(each.tokens)))
-            room = (capacity if each is stretch else each.capacity) + self._spare
-            end += -(-room // KEY_TILE) * KEY_TILE
-        self.cache.reserve(end, moves)
-        for each, move in zip(self.stretches, moves, strict=True):
-            each.begin = move.to
+        self.cache.reserve(capacity + self._spare, len(stretch.tokens))
 
     def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
         """A row for each of the last ``rows`` of each part."""
@@ -250,6 +247,9 @@ class OwnModel(_GraphModel):
             for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](one)
                 memory.write(value, array)
+        blocks = np.array(INPUTS[BLOCKS](one), np.int64)
+        if self.takes_several:  # of another shape again and again
+            bound.binding.bind_ortvalue_input(BLOCKS, ort_value(blocks))
         if self.lent:  # at every pass, since the target may have moved them
             (parts[0].cache or self.cache).lend(bound.binding, self.lent)
         self._session.run_with_iobinding(bound.binding)
@@ -328,7 +328,7 @@ class ForeignModel(_GraphModel):
         """Make room for ``capacity`` tokens in ``stretch``, keeping what it holds."""
         # With the context the model's rotary tables end.
         room = min(capacity + int(self._pairs), self.config.context_length)
-        self.cache.reserve(room, [Move(0, 0, len(stretch.tokens))])
+        self.cache.reserve(room, len(stretch.tokens))
 
     def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
         """A row for each of the last ``rows`` of the only part."""

@@ -4,17 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.bundles.kept import BLOCK, KeptTensor
 from edgespec_models.errors import BundleError
 from edgespec_runtimes.ort import ort
 
-KEY_TILE: Final = 16
-"""Tokens whose keys edgespec's own attention keeps together, channel by channel."""
 _Array = npt.NDArray[Any]
 _ONNX_TYPES = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int32": 6, "int64": 7, "float16": 10}
 
@@ -24,16 +22,42 @@ def ort_value(array: _Array) -> Any:
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPES[array.dtype.name])
 
 
+class Block:
+    """What is kept of 32 tokens of a sequence, or of its last ones.
+
+    It has a ``number`` in a pool and takes ``nbytes``. A ``frozen`` one is not written any more, since others
+    may have it. When nobody has it, which Python counts, ``free`` is called.
+    """
+
+    __slots__ = ("_free", "_read", "frozen", "nbytes", "number")
+
+    def __init__(
+        self, number: int, nbytes: int, read: Callable[[int], bytes], free: Callable[[int], object]
+    ) -> None:
+        self.number, self.nbytes, self.frozen = number, nbytes, False
+        self._read, self._free = read, free
+
+    def __del__(self) -> None:
+        self._free(self.number)
+
+    def __bytes__(self) -> bytes:
+        return self._read(self.number)
+
+
+Saved = Block | memoryview
+"""What a cache holds of a block of tokens: a block of its pool, or a copy."""
+
+
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """A sequence's part of a KV cache: its tokens, where it begins, and how many tokens it has room for.
+    """A sequence's part of a KV cache: its tokens, its blocks, and how many tokens it has room for.
 
     ``fresh`` are the tokens at the end that the last pass read, if nothing was changed since. Its states lie
     in ``slot``, ``behind`` so many of the tokens (:class:`edgespec_runtimes.states.Places`).
     """
 
     tokens: list[int] = field(default_factory=list)
-    begin: int = 0
+    blocks: list[Block] = field(default_factory=list)
     capacity: int = 0
     fresh: int = 0
     slot: int = 0
@@ -46,16 +70,8 @@ class Stretch:
 
     def cut(self, length: int) -> None:
         """Tell that the cache holds the first ``length`` tokens only."""
-        del self.tokens[length:]
+        del self.tokens[length:], self.blocks[-(-length // BLOCK) :]
         self.fresh, self.behind = 0, min(self.behind, length)
-
-
-class Move(NamedTuple):
-    """Keys and values of ``held`` tokens from place ``begin`` on go to ``to``, where there is more room."""
-
-    begin: int
-    to: int
-    held: int
 
 
 def refuse_states(layout: Sequence[KeptTensor]) -> None:
@@ -68,7 +84,7 @@ def refuse_states(layout: Sequence[KeptTensor]) -> None:
 
 
 class KVBuffers(ABC):
-    """The KV cache of a model, for one sequence or, in numpy's memory, several.
+    """The KV cache of a model, for one sequence or, in blocks, several.
 
     The default methods are for graphs that read and write one buffer of full capacity per tensor.
     """
@@ -78,6 +94,7 @@ class KVBuffers(ABC):
         refuse_states(layout)
         self._layout = layout
         self._values: list[Any] = []
+        self.block_bytes = sum(tensor.nbytes * (BLOCK if tensor.per == "token" else 1) for tensor in layout)
 
     @property
     @abstractmethod
@@ -85,8 +102,12 @@ class KVBuffers(ABC):
         """Bytes reserved."""
 
     @abstractmethod
-    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
-        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+
+    def extend(self, stretch: Stretch, end: int) -> None:
+        """Let a sequence, for which room is reserved, have ``end`` tokens."""
+        return
 
     def bind(self, binding: Any, start: int, count: int) -> None:
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
@@ -104,11 +125,24 @@ class KVBuffers(ABC):
         """Tell that the bound pass ran, and left keys and values of ``length`` tokens."""
         return
 
-    def view(self, start: int, end: int) -> list[_Array] | None:
-        """Keys and values of the tokens from ``start`` on and before ``end``; None where the host has none.
+    def save(self, stretch: Stretch, at: int) -> Saved | None:
+        """What the cache holds of a sequence's block ``at`` now; None where the host has nothing."""
+        view = self.view(at * BLOCK, min((at + 1) * BLOCK, len(stretch.tokens)))
+        return None if view is None else memoryview(b"".join(array.tobytes() for array in view))
 
-        They are where passes read them. Whole tiles of tokens, which ``start`` begins.
-        """
+    def load(self, stretch: Stretch, saved: Saved, count: int) -> None:
+        """Put the first ``count`` tokens that were saved behind the sequence's, which fill their blocks."""
+        tokens = saved.nbytes * BLOCK // self.block_bytes
+        arrays = self.split(saved, [tensor.of_tokens(tokens) for tensor in self._layout])
+        self.paste(arrays, len(stretch.tokens), count)
+
+    def split(self, saved: Saved, shapes: Sequence[tuple[int, ...]]) -> list[_Array]:
+        """A copy as an array of each tensor."""
+        form = [("", tensor.dtype, shape) for tensor, shape in zip(self._layout, shapes, strict=True)]
+        return [*np.frombuffer(bytes(saved), np.dtype(form))[0]]
+
+    def view(self, start: int, end: int) -> list[_Array] | None:
+        """Keys and values of the tokens from ``start`` to ``end``; None where the host has none."""
         return None
 
     def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
@@ -135,32 +169,27 @@ class SharedCache(KVBuffers):
         """Bytes reserved."""
         return sum(array.nbytes for array in self.arrays)
 
-    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
-        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
-        moves = [move for move in moves if move.held]
-        if not moves:
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
+        if not keep:
             self.clear()
         self._values.clear()
         arrays = []
         for tensor in self._layout:
             array = np.zeros(tensor.of_tokens(capacity), tensor.dtype)
-            # Each goes when it is copied, so that one alone is there twice.
-            old = self.arrays.pop(0) if moves else array
-            for begin, to, held in moves:
-                kept = old[:, :, begin : begin + _whole_tiles(held)]
-                array[:, :, to : to + kept.shape[2]] = kept
+            if keep:  # each goes when it is copied, so that one alone is there twice
+                array[:, :, :keep] = self.arrays.pop(0)[:, :, :keep]
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
 
     def view(self, start: int, end: int) -> list[_Array] | None:
         """Keys and values of the tokens from ``start`` on and before ``end``."""
-        return [array[:, :, start : _whole_tiles(end)] for array in self.arrays]
+        return [array[:, :, start:end] for array in self.arrays]
 
     def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
         """Put the first ``count`` tokens of such views behind ``start`` others."""
-        held = _whole_tiles(count)
         for array, saved in zip(self.arrays, arrays, strict=True):
-            array[:, :, start : start + held] = saved[:, :, :held]
+            array[:, :, start : start + count] = saved[:, :, :count]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -187,9 +216,8 @@ class GrowingCache(KVBuffers):
         """Bytes reserved."""
         return sum(array.nbytes for array in (*self._past, *self._present))
 
-    def reserve(self, capacity: int, moves: Sequence[Move]) -> None:
-        """Make room for ``capacity`` tokens, keeping what moves; earlier bindings are void."""
-        keep = sum(move.held for move in moves)
+    def reserve(self, capacity: int, keep: int) -> None:
+        """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
         if not keep:
             self.clear()
         past, present = [], []
@@ -238,11 +266,6 @@ class GrowingCache(KVBuffers):
         """Free the memory."""
         for kept in (self._past, self._present, self._bound):
             kept.clear()
-
-
-def _whole_tiles(tokens: int) -> int:
-    """Keys may lie in tiles of tokens, which move as a whole."""
-    return -(-tokens // KEY_TILE) * KEY_TILE
 
 
 def _rows(buffer: _Array, tensor: KeptTensor, tokens: int) -> _Array:

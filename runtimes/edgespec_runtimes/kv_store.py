@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.kept import BLOCK, LOGGED
 from edgespec_runtimes.block_files import BlockFiles
-from edgespec_runtimes.kv_cache import shared_length
+from edgespec_runtimes.kv_cache import Saved, shared_length
 from edgespec_runtimes.session import LoadedModel, Session
 
 _LEAST: Final = 4
@@ -47,20 +47,13 @@ class _Place(NamedTuple):
 
 
 class _Sources:
-    """Where blocks of a text lie: in memory, in a session ``beside``, in ``files``."""
+    """Where blocks of a text lie: in memory, as ``known``, or in ``files``."""
 
     def __init__(
-        self,
-        text: Sequence[_Place],
-        tokens: Sequence[int],
-        known: Mapping[_Place, bytes],
-        beside: Sequence[Session],
-        files: BlockFiles | None,
+        self, text: Sequence[_Place], known: Mapping[_Place, Saved], files: BlockFiles | None
     ) -> None:
-        self._text, self._whole, self.known, self.files = text, len(tokens) // BLOCK, known, files
-        others = [other for other in beside if other.view(0, 0) is not None]
-        self._other = max(others, key=lambda other: other.shared_prefix(tokens), default=None)
-        self._shared = 0 if self._other is None else self._other.shared_prefix(tokens)
+        self._text, self.known, self.files = text, known, files
+        self._whole = sum(len(place.tokens) == BLOCK for place in text)
 
     def end(self, first: int) -> int:
         """How many whole blocks there are of the text, those before ``first`` among them."""
@@ -68,33 +61,20 @@ class _Sources:
 
     def _has(self, at: int) -> bool:
         place, files = self._text[at], self.files
-        return (
-            place in self.known
-            or self._shared >= (at + 1) * BLOCK
-            or (files is not None and files.has(place.model.prompt_key, place.name))
-        )
+        return place in self.known or (files is not None and files.has(place.model.prompt_key, place.name))
 
     def length(self, at: int) -> int:
-        """The tokens before a block, and those of it of which something else than a file has a part."""
-        return at * BLOCK + (max(self._in_memory(at)[0], self._beside(at)) if at < len(self._text) else 0)
+        """The tokens before a block, and those of it of which memory has a part."""
+        return at * BLOCK + (self._in_memory(at)[0] if at < len(self._text) else 0)
 
-    def part(self, session: Session, at: int) -> tuple[Sequence[int], Sequence[npt.NDArray[Any]]] | None:
-        """Tokens of a block with keys and values for ``session``, or of its beginning; None if it is lost."""
-        place, (count, known), beside = self._text[at], self._in_memory(at), self._beside(at)
-        like, content = session.view(0, 0), None if known is None else memoryview(self.known[known])
-        assert like is not None  # or no block would be known
-        form = _form(like, BLOCK)
-        if self.files is not None and len(place.tokens) == BLOCK > max(count, beside):
-            of_file = self.files.read(place.model.prompt_key, place.name, form.itemsize)
-            count, content = (count, content) if of_file is None else (BLOCK, of_file)
-        if self._other is not None and beside > count:
-            view = self._other.view(at * BLOCK, at * BLOCK + beside)
-            return None if view is None else (place.tokens[:beside], view)
-        if content is None:
-            return None
-        if len(content) != form.itemsize:
-            form = _form(like, BLOCK * len(content) // form.itemsize)
-        return place.tokens[:count], [*np.frombuffer(content, form)[0]]
+    def part(self, at: int) -> tuple[Sequence[int], Saved] | None:
+        """Tokens of a block, or of its beginning, with what is kept of them; None if it is lost."""
+        place, (count, known) = self._text[at], self._in_memory(at)
+        saved = None if known is None else self.known[known]
+        if self.files is not None and len(place.tokens) == BLOCK > count:
+            of_file = self.files.read(place.model.prompt_key, place.name, place.model.block_bytes)
+            count, saved = (count, saved) if of_file is None else (BLOCK, of_file)
+        return None if saved is None or not count else (place.tokens[:count], saved)
 
     def checkpoint(self, at: int) -> _Place:
         """That behind so many blocks."""
@@ -109,10 +89,6 @@ class _Sources:
         others = [other for other in self.known if other.before == place.before and other.tokens]
         shared = [(shared_length(other.tokens, place.tokens), other) for other in others]
         return max(shared, key=lambda each: each[0], default=(0, None))
-
-    def _beside(self, at: int) -> int:
-        """How many tokens of a block the session beside shares."""
-        return min(max(0, self._shared - at * BLOCK), len(self._text[at].tokens))
 
 
 class KvStore:
@@ -129,7 +105,7 @@ class KvStore:
     def __init__(self, budget: int, files: BlockFiles | None = None) -> None:
         self._budget, self._files = budget, files
         self.nbytes = 0
-        self._blocks = dict[_Place, bytes]()  # the least recently used first
+        self._blocks = dict[_Place, Saved]()  # the least recently used first
         self._readers = list[Session]()  # of which what they hold is to be written
         self._unwritten = list[list[_Place]]()  # texts in memory that are to be written
         self._private = set[_Place]()  # checkpoints in memory of texts that are not to be written
@@ -162,13 +138,13 @@ class KvStore:
         """
         files = self._files if on_disk and session.model.prompt_key else None
         text = [*_places(session.model, tokens)]
-        known = self._known(text)  # although another text may need their room now
+        known = self._known(text, beside)  # although another text may need their room now
         if self._budget and session.length - session.shared_prefix(tokens) >= _LEAST:
             self.checkpoint(session)
             self._put_aside(session)
         if session in self._readers:
             self._readers.remove(session)
-        same = self._take_up(session, tokens, _Sources(text, tokens, known, beside, files))
+        same = self._take_up(session, tokens, _Sources(text, known, files))
         if files is not None:
             session.rewind(session.shared_prefix(tokens))  # the rest may be of what is not to be written
             self._readers.append(session)
@@ -181,19 +157,18 @@ class KvStore:
             return
         if not all(np.isfinite(np.vdot(array, array)) for array in session.state()):
             return  # whoever went on from it could only fail
-        place, like = _checkpoint_place(session), session.view(0, 0)
-        assert like is not None  # of models with states
+        place = _checkpoint_place(session)
         if place in self._blocks:
             rest = session.stretch.tokens[session.stretch.behind // BLOCK * BLOCK :]
-            before = _Checkpoint.read(self._blocks[place], session, like)
+            before = _Checkpoint.read(self._blocks[place], session)
             if before is not None and shared_length(before.tokens, rest) >= before.behind:
                 return  # most texts that share this one's end go on from there, too
             self._drop(place)
         with suppress(MemoryError):
             content = _checkpoint(session)
-            if self._make_room(len(content)):
+            if self._make_room(content.nbytes):
                 self._blocks[place] = content
-                self.nbytes += len(content)
+                self.nbytes += content.nbytes
                 if session not in self._readers:
                     self._private.add(place)
 
@@ -233,14 +208,23 @@ class KvStore:
         if on_disk and self._files is not None:
             self._files.forget(model.prompt_key)
 
-    def _known(self, text: Sequence[_Place]) -> dict[_Place, bytes]:
-        """Blocks in memory of a text, which are used now, and others behind the same beginnings."""
+    def _known(self, text: Sequence[_Place], beside: Sequence[Session]) -> dict[_Place, Saved]:
+        """Blocks in memory of a text, which are used now, and others behind the same beginnings.
+
+        Those that sessions ``beside`` hold are among them.
+        """
         for place in reversed(text):
             for used in (place._replace(tokens=()), place):
                 if used in self._blocks:
                     self._blocks[used] = self._blocks.pop(used)
         befores = {place[:2] for place in text}
-        return {place: block for place, block in self._blocks.items() if place[:2] in befores}
+        known = {place: saved for place, saved in self._blocks.items() if place[:2] in befores}
+        for other in beside:
+            for at, place in enumerate(_places(other.model, other.stretch.tokens)):
+                if place[:2] not in befores or (saved := other.save(at)) is None:
+                    break
+                known.setdefault(place, saved)
+        return known
 
     def _take_up(self, session: Session, tokens: Sequence[int], sources: "_Sources") -> int:
         """Let ``session`` hold what is known of ``tokens``, if that is worth it; how far blocks are known."""
@@ -252,9 +236,11 @@ class KvStore:
             if length >= held + _LEAST and session.rewind(first * BLOCK) == first * BLOCK:
                 session.reserve(length)
                 for at in range(first, -(-length // BLOCK)):
-                    if (part := sources.part(session, at)) is None:
+                    if (part := sources.part(at)) is None:
                         break
                     session.append(part[0][: length - session.length], part[1])
+                    if session.length < (at + 1) * BLOCK:  # a damaged file, of which memory has the beginning
+                        break
             return there * BLOCK
         session.reserve(min(len(tokens), session.model.longest))
         for at in reversed(range(there + 1)):
@@ -267,9 +253,10 @@ class KvStore:
             if length < checkpoint.behind or at * BLOCK + length < held + _LEAST:
                 continue
             lacking = range(min(first, at), at)  # of keys and values that the session has not itself
-            parts = [part for each in lacking if (part := sources.part(session, each)) is not None]
-            if len(parts) == len(lacking):
-                parts.append((checkpoint.tokens[:length], checkpoint.arrays))
+            parts = [part for each in lacking if (part := sources.part(each)) is not None]
+            if sum(len(part[0]) for part in parts) == BLOCK * len(lacking):
+                for start, saved in zip(range(0, length, BLOCK), checkpoint.blocks, strict=False):
+                    parts.append((checkpoint.tokens[start : min(start + BLOCK, length)], saved))
                 behind = at * BLOCK + checkpoint.behind
                 session.resume(lacking.start * BLOCK, parts, checkpoint.state, behind)
                 break
@@ -277,30 +264,28 @@ class KvStore:
 
     def _checkpoint_behind(self, session: Session, at: int, sources: "_Sources") -> "_Checkpoint | None":
         """The one behind so many blocks, kept in memory unless the session has just left another there."""
-        place, like = sources.checkpoint(at), session.view(0, 0)
-        assert like is not None  # of models with states
-        content: bytes | memoryview | None = sources.known.get(place)
-        files = sources.files
+        place, files = sources.checkpoint(at), sources.files
+        content = sources.known.get(place)
         if content is None and files is not None:
-            size = _checkpoint_form(session, like).itemsize
+            size = _checkpoint_form(session).itemsize
             content = files.read(session.model.prompt_key, place.name, size)
             if content is not None and place not in self._blocks and self._make_room(size):
-                self._blocks[place] = bytes(content)
+                self._blocks[place] = content
                 self.nbytes += size
-        return None if content is None else _Checkpoint.read(content, session, like)
+        return None if content is None else _Checkpoint.read(content, session)
 
     def _put_aside(self, session: Session) -> None:
         """Keep what ``session`` holds, or its beginning as far as the budget has room for it."""
-        kept = dict[_Place, bytes]()
+        kept = dict[_Place, Saved]()
         try:
             for at, place in enumerate(_places(session.model, session.stretch.tokens)):
                 block = self._blocks.pop(place, None)
                 if block is None:
                     least = _LEAST if session.model.places.every else BLOCK
-                    block = _content(session, at) if len(place.tokens) >= least else None
-                    if block is None or not self._make_room(len(block)):
+                    block = session.save(at) if len(place.tokens) >= least else None
+                    if block is None or not self._make_room(block.nbytes):
                         break
-                    self.nbytes += len(block)
+                    self.nbytes += block.nbytes
                 kept[place] = block
         finally:
             self._blocks.update(reversed(kept.items()))
@@ -320,7 +305,7 @@ class KvStore:
         return self.nbytes + nbytes <= self._budget
 
     def _drop(self, place: _Place) -> None:
-        self.nbytes -= len(self._blocks.pop(place))
+        self.nbytes -= self._blocks.pop(place).nbytes
         self._private.discard(place)
 
     def _write(self, text: Sequence[_Place], session: Session | None, stop: Callable[[], bool]) -> bool:
@@ -330,11 +315,11 @@ class KvStore:
         """
         if self._files is None:
             return True
-        contents = list[tuple[str, Callable[[], bytes | None]]]()
+        contents = list[tuple[str, Callable[[], Saved | None]]]()
         for at, place in enumerate(text):
             if len(place.tokens) < BLOCK:
                 break
-            held = partial(self._blocks.get, place) if session is None else partial(_content, session, at)
+            held = partial(self._blocks.get, place) if session is None else partial(session.save, at)
             contents.append((place.name, held))
             checkpoint = _Place(place.model, place.name, ())
             is_there = self._files.has(place.model.prompt_key, checkpoint.name)
@@ -343,7 +328,12 @@ class KvStore:
         if not contents:
             return True
         names = [name for name, _ in contents]
-        return self._files.write(text[0].model.prompt_key, names, lambda at: contents[at][1](), stop)
+
+        def content(at: int) -> bytes | None:
+            saved = contents[at][1]()
+            return None if saved is None else bytes(saved)
+
+        return self._files.write(text[0].model.prompt_key, names, content, stop)
 
 
 def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_Place]:
@@ -364,46 +354,33 @@ def _worth(places: Collection[int], held: int, end: int) -> list[int]:
     return worth[1:]
 
 
-def _content(session: Session, at: int) -> bytes | None:
-    """What a session holds of the block of that number of its text; None where the device keeps no rows."""
-    view = session.view(at * BLOCK, min((at + 1) * BLOCK, session.length))
-    return None if view is None else b"".join(array.tobytes() for array in view)
-
-
-def _form(like: Sequence[npt.NDArray[Any]], tokens: int) -> np.dtype[Any]:
-    """Of a block of so many tokens: arrays such as these, one behind the other."""
-    return np.dtype([("", array.dtype, (1, array.shape[1], tokens, array.shape[3])) for array in like])
-
-
 _ROWS: Final = BLOCK + LOGGED
 """Tokens of a checkpoint at most: states lie behind one of a block, and the log has the rows since."""
 
 
 class _Checkpoint(NamedTuple):
-    """Tokens behind a block, with keys and values, and states that lie behind ``behind`` of these."""
+    """Tokens behind a block, with what is kept of them, and states that lie behind ``behind`` of these."""
 
     behind: int
     tokens: list[int]
-    arrays: list[npt.NDArray[Any]]
+    blocks: list[memoryview]
     state: list[npt.NDArray[Any]]
 
     @classmethod
-    def read(
-        cls, content: bytes | memoryview, session: Session, like: Sequence[npt.NDArray[Any]]
-    ) -> "_Checkpoint | None":
+    def read(cls, content: Saved, session: Session) -> "_Checkpoint | None":
         """What :func:`_checkpoint` wrote; None where it is of no use."""
-        facts, rows, state = np.frombuffer(content, _checkpoint_form(session, like))[0]
+        facts, blocks, state = np.frombuffer(bytes(content), _checkpoint_form(session))[0]
         behind, count, *tokens = facts.tolist()
         if not 0 <= behind <= count <= min(behind + LOGGED, _ROWS):
             return None
-        return cls(behind, tokens[:count], [*rows], [*state])
+        return cls(behind, tokens[:count], [memoryview(block) for block in blocks], [*state])
 
 
-def _checkpoint_form(session: Session, like: Sequence[npt.NDArray[Any]]) -> np.dtype[Any]:
-    """Of a checkpoint: where states lie and how many tokens follow, these, keys and values, states."""
-    rows = _form(like, _ROWS)
+def _checkpoint_form(session: Session) -> np.dtype[Any]:
+    """Of a checkpoint: where states lie and how many tokens follow, these, two blocks, states."""
     states = [("", array.dtype, array.shape) for array in session.state()]
-    return np.dtype([("facts", "<i8", (2 + _ROWS,)), ("rows", rows), ("states", states)])
+    shape = 2, session.model.block_bytes
+    return np.dtype([("facts", "<i8", (2 + _ROWS,)), ("blocks", "u1", shape), ("states", states)])
 
 
 def _checkpoint_place(session: Session) -> _Place:
@@ -413,16 +390,17 @@ def _checkpoint_place(session: Session) -> _Place:
     return _Place(session.model, before[-1], ())
 
 
-def _checkpoint(session: Session) -> bytes:
+def _checkpoint(session: Session) -> memoryview:
     """The states of ``session``, of a size that depends on the model alone."""
     stretch = session.stretch
-    begin = stretch.behind // BLOCK * BLOCK
-    view, tokens = session.view(begin, session.length), stretch.tokens[begin:]
-    assert view is not None  # of models with states
-    content = np.zeros(1, _checkpoint_form(session, view))
-    content["facts"][0, : 2 + len(tokens)] = stretch.behind - begin, len(tokens), *tokens
-    for name, array in zip(content["rows"].dtype.names or (), view, strict=True):
-        content["rows"][name][0][:, :, : array.shape[2]] = array
+    first = stretch.behind // BLOCK
+    tokens = stretch.tokens[first * BLOCK :]
+    content = np.zeros(1, _checkpoint_form(session))
+    content["facts"][0, : 2 + len(tokens)] = stretch.behind - first * BLOCK, len(tokens), *tokens
+    for at in range(-(-len(tokens) // BLOCK)):
+        saved = session.save(first + at)
+        assert saved is not None  # of models with states
+        content["blocks"][0, at] = np.frombuffer(bytes(saved), np.uint8)
     for name, array in zip(content["states"].dtype.names or (), session.state(), strict=True):
         content["states"][name][0] = array
-    return content.tobytes()
+    return memoryview(content.tobytes())

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.errors import BundleError, DeviceError, RequestError
-from edgespec_runtimes.kv_cache import KVBuffers, Stretch, shared_length
+from edgespec_runtimes.kv_cache import KVBuffers, Saved, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.states import ANYWHERE, States
 
@@ -54,7 +53,7 @@ class LoadedModel(ABC):
         takes_several: whether passes may be over rows of several sessions.
         copies_cache: whether every pass writes the whole KV cache anew, as graphs do that concatenate.
         cache: where keys and values of all sessions lie; None where the host has none.
-        stretches: those of the sessions, one behind the other.
+        stretches: what the sessions have of it.
         states: of all sessions; None where layers have none.
         places: from where sequences can go on.
         tunable: weights that :meth:`tune` replaces, by their names in the graph.
@@ -124,6 +123,11 @@ class LoadedModel(ABC):
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV caches of all sessions."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that the cache takes for 32 tokens of a sequence; 0 where the host has none of it."""
+        return 0 if self.cache is None else self.cache.block_bytes
+
     def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
         """One pass over rows of sessions, to whose caches they are appended; a row has the bits it has alone.
 
@@ -140,7 +144,9 @@ class LoadedModel(ABC):
             session.reserve(session.length + len(tokens))
             if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
                 raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-        for each in rows:  # all have their places now
+        owners = [each for each in rows if each.target is None]
+        self._extend([(each.session.stretch, each.session.length + len(each.tokens)) for each in owners])
+        for each in rows:
             stretch, target = each.session.stretch, each.target
             seen = stretch if target is None else target.stretch
             parts.append(
@@ -148,7 +154,7 @@ class LoadedModel(ABC):
                     each.tokens,
                     len(seen.tokens) - (target is not None),
                     each.wanted,
-                    seen.begin,
+                    [block.number for block in seen.blocks],
                     features=each.features,
                     states=each.states,
                     slot=stretch.slot,
@@ -185,12 +191,23 @@ class LoadedModel(ABC):
                 each.cut(0)
                 each.capacity = 0
             if isinstance(error, MemoryError):
-                raise DeviceError(
-                    f"not enough memory for a KV cache of {capacity:,} tokens; shorten the prompt, ask for "
-                    "fewer new tokens, or free memory"
-                ) from error
+                raise _no_memory(capacity) from error
             raise
         stretch.capacity = capacity
+
+    def _extend(self, ends: Sequence[tuple[Stretch, int]]) -> None:
+        """Let sequences, for which room is reserved, have so many tokens."""
+        if self.cache is None:
+            return
+        try:
+            for stretch, end in ends:
+                self.cache.extend(stretch, end)
+        except BaseException as error:
+            for stretch, _ in ends:
+                stretch.cut(len(stretch.tokens))
+            if isinstance(error, MemoryError):
+                raise _no_memory(max(end for _, end in ends)) from error
+            raise
 
     @abstractmethod
     def make_room(self, stretch: Stretch, capacity: int) -> None:
@@ -262,11 +279,11 @@ class Session:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved for its part of the cache."""
+        """Bytes of its part of the cache; others may have the same blocks."""
         if self.closed:
             return 0
-        whole = sum(each.capacity for each in self.model.stretches)
-        return self.model.kv_bytes * self.capacity // whole if whole else self.model.kv_bytes
+        several = self.model.takes_several
+        return len(self.stretch.blocks) * self.model.block_bytes if several else self.model.kv_bytes
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
@@ -342,37 +359,30 @@ class Session:
 
     def release(self) -> int:
         """Forget every token and free their memory, where no graph has to be opened for that; its bytes."""
+        before = self.model.kv_bytes
         self.rewind(0)
-        before = self.kv_bytes
         if self.model.takes_several:
             self.model.reserve(self.stretch, 0)
-        return before - self.kv_bytes
+        return before - self.model.kv_bytes
 
-    def view(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
-        """Keys and values of the tokens from ``start`` on and before ``end``, tokens on the third axis.
+    def save(self, at: int) -> Saved | None:
+        """What is kept of block ``at`` of its tokens, as it is now; None where the device keeps no rows."""
+        return None if self.model.cache is None else self.model.cache.save(self.stretch, at)
 
-        They lie in the model's own memory: the next call overwrites them. ``start`` is a multiple of 16, and
-        of 32 where sequences go on from blocks. None where the device keeps no rows.
-        """
-        begin, cache = self.stretch.begin, self.model.cache
-        return None if cache is None else cache.view(begin + start, begin + end)
+    def append(self, tokens: Sequence[int], saved: Saved) -> None:
+        """Put ``tokens``, with which a block began, behind whole blocks of tokens: the same bits again.
 
-    def append(self, tokens: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """Put ``tokens``, with which a view began, behind what the cache holds: the same bits again.
-
-        They have been behind the same tokens, as many as a multiple of 16, or of 32 as in :meth:`view`. Of
-        those behind the last place from which the sequence can go on none is put.
+        They have been behind the same tokens. None is put of those behind the last place from which the
+        sequence can go on.
 
         Raises:
-            DeviceError: no memory for them; the cache is empty then.
+            DeviceError: no memory for them; the cache may be empty then.
         """
         self.reserve(self.length + len(tokens))
-        cache = self.model.cache
-        assert cache is not None  # which gave the view
         count = max(0, self.model.places.floor(self.length + len(tokens)) - self.length)
         if count:
-            cache.paste(arrays, self.stretch.begin + self.length, count)
-            self.stretch.add(tokens[:count], behind=self.length + count)
+            self._load(tokens[:count], saved)
+            self.stretch.behind = self.length
 
     def state(self) -> tuple[npt.NDArray[Any], ...]:
         """The sequence's states and logs, in the model's own memory; see :attr:`Stretch.behind`."""
@@ -382,33 +392,41 @@ class Session:
     def resume(
         self,
         length: int,
-        parts: Sequence[tuple[Sequence[int], Sequence[npt.NDArray[Any]]]],
+        parts: Sequence[tuple[Sequence[int], Saved]],
         state: Sequence[npt.NDArray[Any]],
         behind: int,
     ) -> None:
         """Hold the first ``length`` tokens of now and those of ``parts``, and go on from a state of them.
 
         Args:
-            length: a multiple of 16.
-            parts: tokens with their keys and values, each but the last of a multiple of 16 tokens.
+            length: of whole blocks.
+            parts: blocks of tokens with what is kept of them; the last may have fewer.
             state: what :meth:`state` was.
             behind: how many tokens it lies behind, at most 16 before the end.
 
         Raises:
-            DeviceError: no memory for them; the cache is empty then.
+            DeviceError: no memory for them; the cache may be empty then.
         """
-        stretch, at = self.stretch, length
-        counts = [len(part) for part, _ in parts]
-        tokens = [*stretch.tokens[:length], *chain.from_iterable(part for part, _ in parts)]
-        self.reserve(len(tokens))
-        assert self.model.cache is not None  # which gave the views
-        stretch.cut(0)  # until all is there
-        for count, (_, arrays) in zip(counts, parts, strict=True):
-            self.model.cache.paste(arrays, stretch.begin + at, count)
-            at += count
-        for mine, saved in zip(self.state(), state, strict=True):
-            mine[...] = saved
-        stretch.add(tokens, behind=behind)
+        self.reserve(length + sum(len(tokens) for tokens, _ in parts))
+        self.stretch.cut(length)
+        try:
+            for tokens, saved in parts:
+                self._load(tokens, saved)
+        except BaseException:  # there is no state of what is there
+            self.stretch.cut(0)
+            raise
+        for mine, other in zip(self.state(), state, strict=True):
+            mine[...] = other
+        self.stretch.behind = behind
+
+    def _load(self, tokens: Sequence[int], saved: Saved) -> None:
+        cache = self.model.cache
+        assert cache is not None  # which saved it
+        try:
+            cache.load(self.stretch, saved, len(tokens))
+        except MemoryError as error:
+            raise _no_memory(self.length + len(tokens)) from error
+        self.stretch.add(tokens)
 
     def close(self) -> None:
         """Free the cache and, with the model's last session, the model."""
@@ -464,3 +482,10 @@ class Session:
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
         return bool(np.array_equal(together, again) and np.array_equal(again, single))
+
+
+def _no_memory(tokens: int) -> DeviceError:
+    return DeviceError(
+        f"not enough memory for a KV cache of {tokens:,} tokens; shorten the prompt, ask for fewer new "
+        "tokens, or free memory"
+    )

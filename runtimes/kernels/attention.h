@@ -11,9 +11,11 @@
 
 namespace edgespec {
 
-// The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie
-// in tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row.
-// A pass is of one or several sequences, whose rows follow each other. Each has a stretch of the cache of its own.
+// The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie in
+// tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row. A sequence has a table of
+// blocks of 32 tokens; others may have some of them too. Eight blocks make an extent, which lies head by head, and those
+// that follow each other in the table and in an extent are read as one.
+// A pass is of one or several sequences, whose rows follow each other.
 // Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied. An
 // input of queries and keys has its values in the keys, as they are before their normalization. One of queries alone
 // attends to what another layer has written, and the node has no outputs of a cache. A head may have a sink, a score
@@ -21,14 +23,15 @@ namespace edgespec {
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat16, ort::kFloat16, ort::kInt64,
-                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kFloat,
-                                         ort::kFloat};
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat16, ort::kFloat16, ort::kInt64, ort::kInt64,
+                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kFloat,   ort::kFloat};
   static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired,
-                                                  ort::kRequired, ort::kOptional, ort::kOptional,
-                                                  ort::kOptional, ort::kOptional, ort::kOptional};
+                                                  ort::kRequired, ort::kRequired, ort::kOptional,
+                                                  ort::kOptional, ort::kOptional, ort::kOptional, ort::kOptional};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat16, ort::kFloat16};
-  enum Input : size_t { kPacked, kPastKey, kPastValue, kSequences, kCos, kSin, kQueryGain, kKeyGain, kSinks };
+  enum Input : size_t {
+    kPacked, kPastKey, kPastValue, kSequences, kBlocks, kCos, kSin, kQueryGain, kKeyGain, kSinks
+  };
 
   Attention(const Info& info, const Host& host)
       : kernels_(host.kernels),
@@ -42,11 +45,11 @@ class Attention {
         growth_(info.real("growth", 0)),
         scale_(info.real("scale")),
         epsilon_(info.real("epsilon")),
-        cap_(info.real("cap", 0)),
-        units_(info.number("normed_values", 0) != 0 ? static_cast<size_t>(head_dim_) : 0, 1.0f) {
+        cap_(info.real("cap", 0)) {
     const bool sound = heads_ > 0 && kv_heads_ > 0 && heads_ < kMost && heads_ % kv_heads_ == 0;
     require(sound, "attention heads are no multiple of heads of keys and values");
     require(head_dim_ > 0 && head_dim_ < kMost, "a head has an impossible width");
+    if (info.number("normed_values", 0) != 0) units_.assign(static_cast<size_t>(head_dim_), 1.0f);
     require(window_ >= 0, "an attention window is negative");
     require(distance_ >= 0 && distance_ <= head_dim_ / 2, "pairs that turn lie farther apart than half a head");
     require(step_ >= 0, "queries grow after a negative number of tokens");
@@ -66,8 +69,9 @@ class Attention {
     s.packed = packed.floats();
     s.width = width;
     s.query_step = (s.gated ? 2 : 1) * head_dim_;
+    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), packed.size() / width);
     cache(pass, s);
-    const std::vector<Rows> sequences = sequences_of(pass.input(kSequences), s.capacity, packed.size() / width);
+    give_blocks(sequences, pass.input(kBlocks), s.extents * (kExtent / kTokens), !s.shared);
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
@@ -90,7 +94,7 @@ class Attention {
 
   struct State {
     const float* packed;
-    int64_t width, query_step, value_step, capacity, pairs;  // pairs: of a head's channels, that turn
+    int64_t width, query_step, value_step, extents, pairs;  // pairs: of a head's channels, that turn
     bool gated, shared;
     const float *cos, *sin, *query_gain, *key_gain, *sinks;
     Half *keys, *values;
@@ -130,12 +134,11 @@ class Attention {
     Half** const present[] = {&s.keys, &s.values};
     for (size_t i = 0; i < 2; i++) {
       const Tensor past = pass.input(kPastKey + i);
-      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[0] == 1 &&
-                          past.shape[1] == kv_heads_ && past.shape[3] == head_dim_;
-      require(shaped, "a KV cache is not float16 (1, heads, capacity, head width)");
-      require(i == 0 || past.shape[2] == s.capacity, "keys and values have caches of different length");
-      s.capacity = past.shape[2];
-      require(s.capacity % kLanes == 0, "a KV cache's capacity is no multiple of 16");
+      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[1] == kv_heads_ &&
+                          past.shape[2] == kExtent && past.shape[3] == head_dim_;
+      require(shaped, "a KV cache is not float16 (extents, heads, 256, head width)");
+      require(i == 0 || past.shape[0] == s.extents, "keys and values have caches of different length");
+      s.extents = past.shape[0];
       *present[i] = s.shared ? static_cast<Half*>(past.data) : kept<Half>(pass, 1 + i, past);
     }
   }
@@ -180,20 +183,19 @@ class Attention {
 
   void append(const State& s, const Rows& rows, int64_t head) const {
     const Buffer<float> key(head_dim_);
-    Half* keys = s.keys + (head * s.capacity + rows.begin) * head_dim_;
-    Half* values = s.values + (head * s.capacity + rows.begin) * head_dim_;
+    const BlockTable table = {rows.blocks, kv_heads_, head_dim_};
     for (int64_t row = 0; row < rows.count; row++) {
       const float* x = s.packed + (rows.first + row) * s.width + heads_ * s.query_step + head * head_dim_;
-      const int64_t at = rows.past + row;
-      prepare(s, x, s.key_gain, at, 1.0f, key.get());
-      Half* lane = keys + at / kLanes * kLanes * head_dim_ + at % kLanes;
-      for (int64_t d = 0; d < head_dim_; d++) lane[d * kLanes] = narrow(key.get()[d]);
+      const int64_t token = rows.past + row, lane = token % kLanes, first = head * kExtent * head_dim_;
+      prepare(s, x, s.key_gain, token, 1.0f, key.get());
+      Half* keys = s.keys + first + table.of(token - lane) + lane;
+      for (int64_t d = 0; d < head_dim_; d++) keys[d * kLanes] = narrow(key.get()[d]);
       const float* value = x + s.value_step;
       if (!units_.empty()) {
         kernels_.normalize(value, units_.data(), epsilon_, head_dim_, key.get());
         value = key.get();
       }
-      std::transform(value, value + head_dim_, values + at * head_dim_, narrow);
+      std::transform(value, value + head_dim_, s.values + first + table.of(token), narrow);
     }
   }
 
@@ -218,9 +220,9 @@ class Attention {
     q.count = count;
     q.sinks = s.sinks == nullptr ? nullptr : sinks.get();
     q.vectors = vectors.get();
-    const int64_t from = kv_head * s.capacity + rows.begin;
-    q.keys = s.keys + from * head_dim_;
-    q.values = s.values + from * head_dim_;
+    q.table = {rows.blocks, kv_heads_, head_dim_};
+    q.keys = s.keys + kv_head * kExtent * head_dim_;
+    q.values = s.values + kv_head * kExtent * head_dim_;
     q.head_dim = head_dim_;
     q.begin = spans.get()[0].first / kLanes * kLanes;
     q.end = spans.get()[count - 1].limit;

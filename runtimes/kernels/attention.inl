@@ -7,9 +7,10 @@ inline F load(const Half* p) { return half(reinterpret_cast<const uint8_t*>(p));
 
 constexpr int64_t kValueBytes = 16 << 10;  // of a stretch of values
 
-// Scores of M queries with T tiles of 16 keys.
+// Scores of M queries with T tiles of 16 keys. Those `ahead` are asked for.
 template <int M, int T>
-inline void key_products(const Half* keys, const float* queries, int64_t head_dim, float* scores, int64_t stride) {
+inline void key_products(const Half* keys, int64_t ahead, const float* queries, int64_t head_dim, float* scores,
+                         int64_t stride) {
   F sums[M][T] = {};
   for (int64_t d = 0; d < head_dim; d++) {
     F k[T];
@@ -17,7 +18,7 @@ inline void key_products(const Half* keys, const float* queries, int64_t head_di
     for (int t = 0; t < T; t++) {
       const Half* at = keys + (t * head_dim + d) * kLanes;
       k[t] = load(at);
-      if (d % 2 == 0) prefetch(at, T * head_dim * kLanes * static_cast<int64_t>(sizeof(Half)));
+      if (d % 2 == 0) prefetch(at, ahead);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < M; q++) {
@@ -30,10 +31,10 @@ inline void key_products(const Half* keys, const float* queries, int64_t head_di
     for (int t = 0; t < T; t++) store(scores + q * stride + t * kLanes, sums[q][t]);
 }
 
-// Adds M queries' shares of `count` values, in D vectors of channels, to y.
+// Adds M queries' shares of `count` values, in D vectors of channels, to y. Those `ahead` are asked for.
 template <int M, int D>
-inline void value_sums(const Half* values, int64_t count, const float* shares, int64_t stride, int64_t head_dim,
-                       float* y) {
+inline void value_sums(const Half* values, int64_t ahead, int64_t count, const float* shares, int64_t stride,
+                       int64_t head_dim, float* y) {
   F sums[M][D];
   for (int q = 0; q < M; q++)
     for (int c = 0; c < D; c++) sums[q][c] = load(y + q * head_dim + c * kLanes);
@@ -43,7 +44,7 @@ inline void value_sums(const Half* values, int64_t count, const float* shares, i
     for (int c = 0; c < D; c++) {
       const Half* at = values + k * head_dim + c * kLanes;
       v[c] = load(at);
-      if (c % 2 == 0) prefetch(at, kValueBytes);
+      if (c % 2 == 0) prefetch(at, ahead);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < M; q++) {
@@ -75,27 +76,29 @@ inline void last_value_sums(const Half* values, int64_t count, const float* shar
 // additions, and one alone would wait for each to end.
 constexpr int at_once(int queries) { return queries < kSums / 8 ? 8 : kSums / queries; }
 
-// Scores of M queries, from number `first` on, with tiles `from` to `to`.
+// Scores of M queries, from number `first` on, with the tiles of a run.
 template <int M, int T = at_once(M)>
-void score(const Queries& q, int64_t first, int64_t from, int64_t to) {
-  for (; from + T <= to; from += T)
-    key_products<M, T>(q.keys + from * kLanes * q.head_dim, q.vectors + first * q.head_dim, q.head_dim,
-                       q.scores + first * q.stride + from * kLanes - q.begin, q.stride);
-  if constexpr (T > 1) score<M, T / 2>(q, first, from, to);
+void score(const Queries& q, int64_t first, Run run) {
+  constexpr int64_t count = T * kLanes;
+  for (; run.from + count <= run.to; run.from += count, run.place += count * q.head_dim)
+    key_products<M, T>(q.keys + run.place, run.ahead, q.vectors + first * q.head_dim, q.head_dim,
+                       q.scores + first * q.stride + run.from - q.begin, q.stride);
+  if constexpr (T > 1) score<M, T / 2>(q, first, run);
 }
 
-// Adds their shares of values `from` to `to`, channels `d` and behind.
+// Adds their shares of a run's values, channels `d` and behind.
 template <int M, int D = at_once(M)>
-void gather_values(const Queries& q, int64_t first, int64_t from, int64_t to, int64_t d) {
-  const Half* values = q.values + from * q.head_dim;
-  const float* shares = q.scores + first * q.stride + from - q.begin;
+void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
+  const Half* values = q.values + run.place;
+  const float* shares = q.scores + first * q.stride + run.from - q.begin;
+  const int64_t count = run.to - run.from;
   float* y = q.vectors + first * q.head_dim;
   for (; d + D * kLanes <= q.head_dim; d += D * kLanes)
-    value_sums<M, D>(values + d, to - from, shares, q.stride, q.head_dim, y + d);
+    value_sums<M, D>(values + d, run.ahead, count, shares, q.stride, q.head_dim, y + d);
   if constexpr (D > 1)
-    gather_values<M, D / 2>(q, first, from, to, d);
+    gather_values<M, D / 2>(q, first, run, d);
   else if (d < q.head_dim)
-    last_value_sums<M>(values + d, to - from, shares, q.stride, q.head_dim, static_cast<size_t>(q.head_dim - d), y + d);
+    last_value_sums<M>(values + d, count, shares, q.stride, q.head_dim, static_cast<size_t>(q.head_dim - d), y + d);
 }
 
 // run.template operator()<M>() for M queries at once, M being `count`.
@@ -144,17 +147,23 @@ void attend(const Queries& q) {
       with_count(q.count * (i + 1) / groups - first, [&]<int M>() { run.template operator()<M>(first); });
     }
   };
-  const int64_t end_tile = (q.end + kLanes - 1) / kLanes, tiles = at_once((q.count + groups - 1) / groups);
-  for (int64_t from = q.begin / kLanes; from < end_tile; from += tiles) {
-    const int64_t to = from + tiles < end_tile ? from + tiles : end_tile;
-    each_group([&]<int M>(int64_t first) { score<M>(q, first, from, to); });
-  }
+  const auto each_run = [&](int64_t from, int64_t to, int64_t most, const auto& visit) {
+    while (from < to) {
+      const Run run = q.run(from, from + most < to ? from + most : to);
+      visit(run);
+      from = run.to;
+    }
+  };
+  const int64_t last = (q.end + kLanes - 1) / kLanes * kLanes;
+  each_run(q.begin, last, at_once((q.count + groups - 1) / groups) * kLanes, [&](const Run& run) {
+    each_group([&]<int M>(int64_t first) { score<M>(q, first, run); });
+  });
   // Values that all see are read for all together; what a query does not see, it leaves out, since nothing times a
   // NaN is one.
   int64_t common = q.begin, common_end = q.end;
   for (int64_t i = 0; i < q.count; i++) {
     const Span& span = q.spans[i];
-    soften(q.scores + i * q.stride, end_tile * kLanes - q.begin, span.first - q.begin, span.limit - q.begin,
+    soften(q.scores + i * q.stride, last - q.begin, span.first - q.begin, span.limit - q.begin,
            q.sinks == nullptr ? nullptr : q.sinks + i, q.cap);
     common = span.first > common ? span.first : common;
     common_end = span.limit < common_end ? span.limit : common_end;
@@ -165,14 +174,13 @@ void attend(const Queries& q) {
     for (int64_t i = 0; i < q.count; i++) {
       const int64_t first = q.spans[i].first, limit = q.spans[i].limit;
       const int64_t begin = from < first ? first : from, end = to < limit ? to : limit;
-      if (begin < end) gather_values<1>(q, i, begin, end, 0);
+      each_run(begin, end, q.end, [&](const Run& run) { gather_values<1>(q, i, run, 0); });
     }
   };
   alone(q.begin, common);
   const int64_t stretch = kValueBytes / (static_cast<int64_t>(sizeof(Half)) * q.head_dim) + 1;
-  for (int64_t from = common; from < common_end; from += stretch) {
-    const int64_t to = from + stretch < common_end ? from + stretch : common_end;
-    each_group([&]<int M>(int64_t first) { gather_values<M>(q, first, from, to, 0); });
-  }
+  each_run(common, common_end, stretch, [&](const Run& run) {
+    each_group([&]<int M>(int64_t first) { gather_values<M>(q, first, run, 0); });
+  });
   alone(common_end, q.end);
 }

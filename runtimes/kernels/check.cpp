@@ -292,6 +292,21 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
       const int64_t key = (token / kLanes * a.head_dim + d) * kLanes + token % kLanes;
       keys[static_cast<size_t>(key)] = values[static_cast<size_t>(token * a.head_dim + d)] = narrow(kNothing);
     }
+  // Two blocks lie one behind the other and the third is the next extent's first, the last three before the others; the
+  // rest is of nobody, and another head lies in each extent.
+  const int64_t step = kTokens * a.head_dim, last = (tokens - 1) / kTokens;
+  std::vector<int64_t> blocks;
+  for (int64_t i = 0; i <= last; i++) blocks.push_back(16 * (last / 3 - i / 3) + 6 + i % 3);
+  const auto pool_of = [&](const std::vector<Half>& numbers) {
+    std::vector<Half> pool(static_cast<size_t>(32 * (last / 3 + 1) * step), narrow(kNothing));
+    for (size_t i = 0; i < numbers.size(); i++) {
+      const auto at = static_cast<int64_t>(i), block = blocks[static_cast<size_t>(at / step)];
+      pool[static_cast<size_t>((block / 8 * 16 + block % 8) * step + at % step)] = numbers[i];
+    }
+    return pool;
+  };
+  keys = pool_of(keys);
+  values = pool_of(values);
   std::vector<Span> spans;
   for (int64_t i = 0; i < count; i++) {
     const int64_t limit = a.past + i / a.heads + 1;
@@ -305,6 +320,7 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
     q.sinks = a.rows % 2 ? sinks.data() + first : nullptr;
     q.cap = a.heads == 3 ? 5.0f : 0.0f;
     q.vectors = y.data();
+    q.table = {blocks.data(), 2, a.head_dim};
     q.keys = keys.data();
     q.values = values.data();
     q.head_dim = a.head_dim;
@@ -458,8 +474,8 @@ int lost_jobs() {
   for (int64_t threads = 1; threads <= 4; threads++) {
     Crew crew(threads, threads % 2 == 0, threads > 2);
     const std::vector<uint8_t> bytes(256 << 10);
-    const Weights* weights = crew.follow({{4, {bytes.data(), nullptr}}});
-    crew.follow({{4, {bytes.data(), bytes.data() + (128 << 10)}}});
+    const Weights* weights = crew.follow({{4, {bytes.data(), nullptr}, {}}});
+    crew.follow({{4, {bytes.data(), bytes.data() + (128 << 10)}, {}}});
     for (int64_t job = 0; job < 10000; job++) {
       std::vector<int64_t> ran(static_cast<size_t>(job % 40));
       const auto run = [&](int64_t i) { ran[static_cast<size_t>(i)] += i + 1; };

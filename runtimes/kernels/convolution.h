@@ -13,21 +13,21 @@ namespace edgespec {
 // (LFM2). What was before a sequence's first token counts as zeros.
 //
 // Rows of u are kept by position: token t is row t % (16 + taps - 1) of its sequence's ring, so that nothing moves when
-// rows are undone. The taps - 1 rows before each multiple of 32 tokens lie, instead of there, beside keys and values: a
-// sequence can go on from these tokens without a ring.
+// rows are undone. The taps - 1 rows before each multiple of 32 tokens lie, instead of there, in blocks, as keys and
+// values do: a sequence can go on from these tokens without a ring.
 class ShortConv {
  public:
   static constexpr const char* kName = "ShortConv";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64, ort::kInt64, ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired,
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64,
+                                         ort::kInt64, ort::kInt64, ort::kFloat};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
                                                   ort::kRequired, ort::kRequired, ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat, ort::kFloat};
-  enum Input : size_t { kGated, kRing, kEnds, kSequences, kPlaces, kTaps };
+  enum Input : size_t { kGated, kRing, kEnds, kSequences, kBlocks, kPlaces, kTaps };
 
   ShortConv(const Info& info, const Host&) : channels_(info.number("channels")), taps_(info.number("taps")) {
     require(taps_ > 1 && taps_ <= kLogged, "a convolution has an impossible number of taps");
-    const bool sound = channels_ > 0 && channels_ < kMost && channels_ * (taps_ - 1) % kTokens == 0;
-    require(sound, "a convolution's channels do not fit blocks of 32 tokens");
+    require(channels_ > 0 && channels_ < kMost, "a convolution has an impossible number of channels");
   }
 
   void run(const Pass& pass) const {
@@ -40,26 +40,25 @@ class ShortConv {
     require(ring.type == ort::kFloat && ring.shape.size() == 3 && ring.shape[1] == length() &&
                 ring.shape[2] == channels_,
             "a convolution's ring is not float32 (slots, 16 + taps - 1, channels)");
-    const int64_t width = channels_ * (taps_ - 1) / kTokens;
-    require(ends.type == ort::kFloat && ends.shape.size() == 4 && ends.shape[0] == 1 && ends.shape[1] == 1 &&
-                ends.shape[3] == width && ends.shape[2] % kLanes == 0,
-            "a convolution's ends of blocks are not float32 (1, 1, capacity, channels * (taps - 1) / 32)");
+    require(ends.type == ort::kFloat && ends.shape.size() == 3 && ends.shape[1] == taps_ - 1 &&
+                ends.shape[2] == channels_,
+            "a convolution's ends of blocks are not float32 (blocks, taps - 1, channels)");
     const int64_t rows = gated.size() / (3 * channels_);
-    const std::vector<Rows> sequences = sequences_of(pass.input(kSequences), ends.shape[2], rows);
+    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), rows);
+    give_blocks(sequences, pass.input(kBlocks), ends.shape[0], true);
     const std::vector<Place> places = places_of(pass.input(kPlaces), sequences, ring.shape[0]);
     State s{};
     s.gated = gated.floats();
     s.taps = taps.floats();
     s.y = pass.output<float>(0, {gated.shape[0], gated.shape[1], channels_});
     float* rings = kept<float>(pass, 1, ring);
-    float* blocks = kept<float>(pass, 2, ends);
+    s.ends = kept<float>(pass, 2, ends);
     const int64_t pieces = (channels_ + kPiece - 1) / kPiece;
     const auto piece = [&](int64_t i) {
       const int64_t first = i * kPiece, count = std::min(kPiece, channels_ - first);
       for (size_t at = 0; at < sequences.size(); at++) {
         State own = s;
         own.ring = rings + places[at].slot * length() * channels_;
-        own.ends = blocks + sequences[at].begin * width;
         convolve(own, sequences[at], first, count);
       }
     };
@@ -80,9 +79,10 @@ class ShortConv {
   int64_t length() const { return kLogged + taps_ - 1; }
 
   // Where u of the sequence's token `t` lies.
-  float* row(const State& s, int64_t t) const {
+  float* row(const State& s, const Rows& rows, int64_t t) const {
     const int64_t at = t % kTokens - (kTokens - taps_ + 1);
-    return at < 0 ? s.ring + t % length() * channels_ : s.ends + (t / kTokens * (taps_ - 1) + at) * channels_;
+    if (at < 0) return s.ring + t % length() * channels_;
+    return s.ends + (rows.blocks[t / kTokens] * (taps_ - 1) + at) * channels_;
   }
 
   // Some channels of a sequence's rows. A sum is made tap by tap, the oldest token first.
@@ -91,12 +91,12 @@ class ShortConv {
       const int64_t t = rows.past + i;
       const float* b = s.gated + (rows.first + i) * 3 * channels_ + first;
       const float *c = b + channels_, *x = c + channels_;
-      float* u = row(s, t) + first;
+      float* u = row(s, rows, t) + first;
       float* y = s.y + (rows.first + i) * channels_ + first;
       for (int64_t n = 0; n < count; n++) u[n] = b[n] * x[n];
       std::fill(y, y + count, 0.0f);
       for (int64_t j = std::max<int64_t>(0, taps_ - 1 - t); j < taps_; j++) {
-        const float *w = s.taps + j * channels_ + first, *v = row(s, t - taps_ + 1 + j) + first;
+        const float *w = s.taps + j * channels_ + first, *v = row(s, rows, t - taps_ + 1 + j) + first;
         for (int64_t n = 0; n < count; n++) y[n] = y[n] + w[n] * v[n];
       }
       for (int64_t n = 0; n < count; n++) y[n] = y[n] * c[n];

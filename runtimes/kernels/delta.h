@@ -72,7 +72,7 @@ class Delta {
     layer.state = kept_as(pass, kState, {slots, value_heads_, value_width_ / kLanes, key_width_, kLanes});
     layer.log = kept_as(pass, kLog, {slots, kLogged, keys_ + values_ + value_heads_});
     layer.ring = kept_as(pass, kRing, {slots, kLogged + layer.taps - 1, channels});
-    const std::vector<Rows> sequences = sequences_of(pass.input(kSequences), kMostTokens, packed.size() / width);
+    const std::vector<Rows> sequences = sequences_of(pass.input(kSequences), packed.size() / width);
     const std::vector<Place> places = places_of(pass.input(kPlaces), sequences, slots);
     layer.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], values_});
     pass.spread(static_cast<int64_t>(sequences.size()) * key_heads_, [&](int64_t i) {
@@ -83,7 +83,6 @@ class Delta {
 
  private:
   static constexpr int64_t kWidest = 1 << 12, kMostTaps = 64;
-  static constexpr int64_t kMostTokens = int64_t{1} << 40;  // of all sequences
 
   struct Layer {
     const float* packed;  // (rows, width)

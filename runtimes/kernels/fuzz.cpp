@@ -114,29 +114,39 @@ void fill_linear(Choices& choices, OrtKernelInfo& node) {
   node.texts = {{"gate", broken(choices, gate)}, {"parts", broken(choices, parts)}};
 }
 
+// Passes over sequences behind tokens, and the blocks of each: mostly in turn, of more than there are needed.
+struct Tables {
+  std::vector<int64_t> sequences, blocks;
+
+  void add(Choices& choices, int64_t past, int64_t rows, int64_t count) {
+    for (const int64_t each : {past, rows}) sequences.push_back(choices.number(each));
+    for (int64_t i = (past + rows + 31) / 32; i > 0; i--)
+      blocks.push_back(choices.number(static_cast<int64_t>(blocks.size()) % count));
+  }
+  int64_t size() const { return static_cast<int64_t>(blocks.size()); }
+};
+
 void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const int64_t kv_heads = 1 + choices.below(3), heads = kv_heads * (1 + choices.below(3));
-  const int64_t head_dim = 2 + choices.below(70), capacity = 16 * (1 + choices.below(8));
-  const int64_t rows = 1 + choices.byte() % std::min<int64_t>(capacity, 20);
-  const int64_t past = choices.byte() % (capacity - rows + 1), half = head_dim / (choices.below(2) ? 4 : 2);
-  const int64_t sequences = 1 + choices.below(3);
-  const Shape cache = {1, kv_heads, capacity * sequences, head_dim};
+  const int64_t head_dim = 2 + choices.below(70), rows = 1 + choices.below(20), past = choices.below(120);
+  const int64_t half = head_dim / (choices.below(2) ? 4 : 2);
+  const int64_t sequences = 1 + choices.below(3), count = 8 * (1 + choices.below(2));
+  Tables tables;
+  for (int64_t i = 0; i < sequences; i++)
+    tables.add(choices, i == 0 ? past : choices.below(static_cast<int>(past) + 1), rows, count);
+  const Shape cache = {count / 8, kv_heads, 256, head_dim};
   const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
   const Shape shapes[] = {{1, sequences * rows, packed[choices.below(4)] * head_dim}, cache, cache,
-                          {sequences, 3}, rotation, rotation, {head_dim}, {head_dim}, {heads}};
+                          {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {head_dim}, {head_dim},
+                          {heads}};
   const uint8_t left_out = choices.byte();
-  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kFloat, kFloat, kFloat, kFloat, kFloat};
-  for (int i = 0; i < 9; i++)
-    node.inputs.push_back(i > 3 && left_out >> (i - 4) & 1 ? nullptr : made(choices, types[i], shapes[i]));
-  std::vector<int64_t> said;
-  for (int64_t i = 0; i < sequences; i++) {
-    said.push_back(choices.number(i * capacity));
-    said.push_back(choices.number(i == 0 ? past : choices.below(past + 1)));
-    said.push_back(choices.number(rows));
-  }
-  set_numbers(node, 3, said);
+  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kInt64, kFloat, kFloat, kFloat, kFloat, kFloat};
+  for (int i = 0; i < 10; i++)
+    node.inputs.push_back(i > 4 && left_out >> (i - 5) & 1 ? nullptr : made(choices, types[i], shapes[i]));
+  set_numbers(node, 3, tables.sequences);
+  set_numbers(node, 4, tables.blocks);
   node.in_place = choices.below(2) == 0;
   node.numbers = {{"heads", choices.number(heads)}, {"kv_heads", choices.number(kv_heads)},
                   {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},
@@ -159,7 +169,7 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
                           {slots, value_heads, value_width / 16, key_width, 16},
                           {slots, 16, keys + values + value_heads},
                           {slots, 15 + taps, channels},
-                          {sequences, 3},
+                          {sequences, 2},
                           {sequences, 2},
                           {taps, channels},
                           {value_heads},
@@ -169,7 +179,7 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
   std::vector<int64_t> said, places;
   for (int64_t i = 0; i < sequences; i++) {
     const int64_t past = choices.byte();
-    said.insert(said.end(), {choices.number(512 * i), choices.number(past), choices.number(rows)});
+    said.insert(said.end(), {choices.number(past), choices.number(rows)});
     places.push_back(choices.number(slots - 1 - i));
     places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
   }
@@ -183,26 +193,28 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
 }
 
 void fill_convolution(Choices& choices, OrtKernelInfo& node) {
-  const int64_t taps = 2 + choices.below(4), channels = 32 * (1 + choices.below(10)), capacity = 16 * (1 + choices.below(5));
-  const int64_t rows = 1 + choices.byte() % std::min<int64_t>(capacity, 40);
-  const int64_t past = choices.byte() % (capacity - rows + 1), sequences = 1 + choices.below(3);
-  const Shape shapes[] = {{1, sequences * rows, 3 * channels},
-                          {sequences + choices.below(2), 15 + taps, channels},
-                          {1, 1, capacity * sequences, channels * (taps - 1) / 32},
-                          {sequences, 3},
-                          {sequences, 2},
-                          {taps, channels}};
-  const int types[] = {kFloat, kFloat, kFloat, kInt64, kInt64, kFloat};
-  for (int i = 0; i < 6; i++) node.inputs.push_back(made(choices, types[i], shapes[i]));
-  std::vector<int64_t> said, places;
+  const int64_t taps = 2 + choices.below(4), channels = 16 * (1 + choices.below(20)), rows = 1 + choices.below(40);
+  const int64_t past = choices.below(80), sequences = 1 + choices.below(3), count = 1 + choices.below(12);
+  Tables tables;
+  std::vector<int64_t> places;
   for (int64_t i = 0; i < sequences; i++) {
     const int64_t before = i == 0 ? past : choices.below(static_cast<int>(past) + 1);
-    for (const int64_t each : {i * capacity, before, rows}) said.push_back(choices.number(each));
+    tables.add(choices, before, rows, count);
     places.push_back(choices.number(sequences - 1 - i));
     places.push_back(choices.number(before - choices.below(static_cast<int>(std::min<int64_t>(before, 16)) + 1)));
   }
-  set_numbers(node, 3, said);
-  set_numbers(node, 4, places);
+  const Shape shapes[] = {{1, sequences * rows, 3 * channels},
+                          {sequences + choices.below(2), 15 + taps, channels},
+                          {count, taps - 1, channels},
+                          {sequences, 2},
+                          {choices.number(tables.size())},
+                          {sequences, 2},
+                          {taps, channels}};
+  const int types[] = {kFloat, kFloat, kFloat, kInt64, kInt64, kInt64, kFloat};
+  for (int i = 0; i < 7; i++) node.inputs.push_back(made(choices, types[i], shapes[i]));
+  set_numbers(node, 3, tables.sequences);
+  set_numbers(node, 4, tables.blocks);
+  set_numbers(node, 5, places);
   node.in_place = choices.below(2) == 0;
   node.numbers = {{"channels", choices.number(channels)}, {"taps", choices.number(taps)}};
 }

@@ -49,19 +49,50 @@ struct Span {
   int64_t first, limit;
 };
 
+constexpr int64_t kTokens = 32;   // of a block
+constexpr int64_t kExtent = 256;  // tokens of eight blocks, of which a head's keys lie together, and its values
+
+// The blocks of a sequence in a pool (extents, heads, 256, head_dim). They lie anywhere, mostly one behind the other.
+struct BlockTable {
+  const int64_t* blocks;  // their numbers
+  int64_t heads, head_dim;
+
+  // Where a token's keys or values lie, from the head's first on.
+  int64_t of(int64_t token) const {
+    const int64_t at = blocks[token / kTokens] * kTokens + token % kTokens;
+    return (at / kExtent * heads * kExtent + at % kExtent) * head_dim;
+  }
+};
+
+// Tokens `from` to `to`, whose keys or values lie one behind the other from `place` on; the next ones `ahead` of them,
+// in bytes.
+struct Run {
+  int64_t from, to, place, ahead;
+};
+
 // Queries that share keys and values: heads of rows.
 struct Queries {
   const Span* spans;    // (count): the tokens that each sees
   int64_t count;
   const float* sinks;   // (count): scores without a token, which take shares too; null without
   float* vectors;       // (count, head_dim): rotated and scaled; then their shares of the values, summed
-  const Half* keys;     // (capacity / 16, head_dim, 16)
-  const Half* values;   // (capacity, head_dim)
+  BlockTable table;
+  const Half* keys;     // of 16 tokens each: (head_dim, 16)
+  const Half* values;   // of each token: (head_dim)
   int64_t head_dim;
   int64_t begin, end;   // of the tokens that any of them sees; `begin` is a multiple of 16
   float* scores;        // (count, stride)
   float cap;            // that they end softly at; 0 without
   int64_t stride;       // score_stride of them
+
+  // The first of the tokens `from` to `to`, as many as lie one behind the other.
+  Run run(int64_t from, int64_t to) const {
+    const int64_t place = table.of(from);
+    int64_t stop = (from / kTokens + 1) * kTokens;
+    while (stop < to && table.of(stop) == place + (stop - from) * head_dim) stop += kTokens;
+    stop = stop < to ? stop : to;
+    return {from, stop, place, stop < end ? (table.of(stop) - place) * static_cast<int64_t>(sizeof(Half)) : 0};
+  }
 };
 
 // A multiple of 16, and odd in cache lines: rows at a distance of a power of two would share a few lines of the

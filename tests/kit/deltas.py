@@ -60,7 +60,7 @@ class Net:
         return {name: int(getattr(self, name)) for name in names} | {"epsilon": EPSILON}
 
     def feeds(self, packed: F32, kept: "Kept", sequences: Any, places: Any) -> dict[str, npt.NDArray[Any]]:
-        numbers = [np.array(x, np.int64).reshape(-1, n) for x, n in ((sequences, 3), (places, 2))]
+        numbers = [np.array(x, np.int64).reshape(-1, n) for x, n in ((sequences, 2), (places, 2))]
         values: list[npt.NDArray[Any]] = [packed, *kept.arrays, *numbers]
         values += self.weights, self.a, self.bias, self.gain
         return dict(zip(INPUTS, values, strict=True))
@@ -135,9 +135,9 @@ class Sequence:
     length: int = 0
     behind: int = 0
 
-    def read(self, rows: int) -> tuple[int, int, int]:
+    def read(self, rows: int) -> tuple[int, int]:
         """Read so many; what a pass is told of it."""
-        before = 4096 * self.slot, self.length, rows
+        before = self.length, rows
         self.behind, self.length = max(self.length, self.length + rows - LOGGED), self.length + rows
         return before
 

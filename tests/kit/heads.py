@@ -12,6 +12,7 @@ import numpy.typing as npt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import GRAPH, Bundle
+from edgespec_models.bundles.kept import BLOCK
 from tests.kit.gguf import TinyGGUF, random_raw, tokenizer_facts
 from tests.kit.hf import config_of, write_checkpoint
 from tests.kit.kernels import session
@@ -278,7 +279,7 @@ class Running:
         shapes = {value.name: value.shape for value in self.session.get_inputs()}
         kv, self.hidden = shapes["past_key_values.0.key"], shapes["states"][2]
         self.width, self.length = shapes["features"][2], 0
-        self.cache = [np.zeros((1, kv[1], CONTEXT, kv[3]), np.float16) for _ in range(2)]
+        self.cache = [np.zeros((1, *kv[1:]), np.float16) for _ in range(2)]
 
     def __call__(
         self, ids: Sequence[int], features: F32, states: F32, rows: Sequence[int] | None = None
@@ -287,7 +288,8 @@ class Running:
         wanted = np.arange(len(ids)) if rows is None else rows
         feeds = {
             "input_ids": np.array([ids], np.int64).reshape(1, -1),
-            "sequences": np.array([[0, self.length, len(ids)]], np.int64),
+            "sequences": np.array([[self.length, len(ids)]], np.int64),
+            "blocks": np.arange(-(-(self.length + len(ids)) // BLOCK)),
             "logits_rows": np.array(wanted, np.int64),
             "features": features[None],
             "states": states[None],

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
+from edgespec_runtimes.kv_cache import Saved
 from edgespec_runtimes.kv_store import KvStore
 from tests.kit.models import toy_session
 from tests.kit.states import DELTA, VOCAB, StatesModel
@@ -43,6 +44,7 @@ class Showing(ToySession):
         nothing = np.zeros(404, np.float32)
         super().__init__(lambda tokens: nothing, 404)
         self.width, self.model.prompt_key = width, KEY
+        self.model.width = width
 
     @property
     def read(self) -> int:
@@ -53,18 +55,19 @@ class Showing(ToySession):
         for index, token in enumerate(self.cache[:end]):
             last = (31 * last + token + index) % 2**40
             every.append(last)
-        return np.repeat(np.array(every[start:], np.int64), self.width).reshape(1, 1, -1, self.width)
+        return np.repeat(np.array(every[start:], np.int64), self.width).reshape(-1, self.width)
 
-    def view(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
-        super().view(start, end)
-        return [self.values(start, end)]
+    def save(self, at: int) -> Saved | None:
+        super().save(at)
+        return memoryview(self.values(at * BLOCK, (at + 1) * BLOCK).tobytes())
 
-    def append(self, tokens: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
+    def append(self, tokens: Sequence[int], saved: Saved) -> None:
         start, count = len(self.cache), len(tokens)
-        assert start % 16 == 0
+        assert start % BLOCK == 0
         self.reserve(start + count)
         self.stretch.add(tokens)
-        np.testing.assert_array_equal(arrays[0][:, :, :count], self.values(start, start + count))
+        values = np.frombuffer(bytes(saved), np.int64).reshape(-1, self.width)
+        np.testing.assert_array_equal(values[:count], self.values(start, start + count))
 
 
 def text(number: int, length: int) -> list[int]:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, block_ends, last_inputs
-from edgespec_runtimes.kv_cache import KEY_TILE, Move, SharedCache, Stretch
+from edgespec_runtimes.block_pool import BlockPool
+from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import LoadedModel
+from edgespec_runtimes.session import LoadedModel, Session
 from edgespec_runtimes.states import Places, States
 
 F32 = npt.NDArray[np.float32]
@@ -40,13 +41,13 @@ class StatesModel(LoadedModel):
     """
 
     row_exact, takes_several, prompt_key = True, True, "states"
-    cache: SharedCache
+    cache: BlockPool
     states: States
 
     def __init__(self, kept: Sequence[KeptTensor], *, chunk: int = 40) -> None:
         shape = DecoderShape(architecture="toy", vocab_size=VOCAB, num_layers=2, context_length=4096)
         super().__init__(shape, chunk=chunk)
-        self.cache = SharedCache([tensor for tensor in kept if tensor.per != "sequence"])
+        self.cache = BlockPool([tensor for tensor in kept if tensor.per != "sequence"], lambda: None)
         self.states, self.places, self.most_rows = States(kept), Places.of(kept), 4096
         self.raises: BaseException | None = None
         self.read = 0
@@ -57,13 +58,7 @@ class StatesModel(LoadedModel):
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
-        moves, end = list[Move](), 0
-        for each in self.stretches:
-            moves.append(Move(each.begin, end, len(each.tokens)))
-            end += -(-(capacity if each is stretch else each.capacity) // KEY_TILE) * KEY_TILE
-        self.cache.reserve(end, moves)
-        for each, move in zip(self.stretches, moves, strict=True):
-            each.begin = move.to
+        self.cache.reserve(capacity, len(stretch.tokens))
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:
         assert len({part.slot for part in parts}) == len(parts)
@@ -87,21 +82,22 @@ class StatesModel(LoadedModel):
 
     def _summed(self, part: Part, values: Sequence[int]) -> npt.NDArray[np.int64]:
         """With what keys say, which are of all tokens."""
-        keys = self.cache.arrays[0][0, 0, part.begin :, 0]
-        keys[part.start : part.end] = part.tokens
-        sums = np.cumsum(keys[: part.end].astype(np.int64) * (1 + np.arange(part.end) % 13))[part.start :]
+        pool, blocks = self.cache.arrays[0].reshape(-1, BLOCK), np.array(part.blocks)
+        for at, token in enumerate(part.tokens, part.start):
+            pool[blocks[at // BLOCK], at % BLOCK] = token
+        keys = pool[blocks].reshape(-1)[: part.end]
+        sums = np.cumsum(keys.astype(np.int64) * (1 + np.arange(part.end) % 13))[part.start :]
         return sums + np.array(values, np.int64)
 
     def _convolved(self, part: Part) -> npt.NDArray[np.int64]:
         ring = self.states.arrays[0][part.slot]
-        ends = self.cache.arrays[1][0, 0, part.begin :].reshape(-1, _CHANNELS)  # two of a block
+        ends = self.cache.arrays[1]
 
         def row(token: int) -> F32:
             if token < 0:
                 return np.zeros(_CHANNELS, np.float32)
             at = token % BLOCK - (BLOCK - _TAPS + 1)
-            found: F32 = ring[token % _RING] if at < 0 else ends[token // BLOCK * (_TAPS - 1) + at]
-            return found
+            return ring[token % _RING] if at < 0 else ends[part.blocks[token // BLOCK], at]  # type: ignore[no-any-return]
 
         said = []
         for at, token in enumerate(part.tokens, part.start):
@@ -131,3 +127,14 @@ class StatesModel(LoadedModel):
 
 def _next(state: float, token: float) -> float:
     return (17 * state + token + 1) % _PRIME
+
+
+def shared(session: Session, text: Sequence[int]) -> Session:
+    """Another session of the model that shares the blocks of a beginning of what ``session`` holds."""
+    other = session.model.session()
+    for at in range(0, len(text), BLOCK):
+        if other.length == at:
+            saved = session.save(at // BLOCK)
+            assert saved is not None
+            other.append(text[at : at + BLOCK], saved)
+    return other

@@ -27,12 +27,13 @@ from edgespec_models.bundles.bundle import (
 )
 from edgespec_models.bundles.config import DecoderShape, ModelConfig
 from edgespec_models.bundles.graph_contract import Part
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.bundles.layers import kept_by
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
-from edgespec_runtimes.kv_cache import Stretch
+from edgespec_runtimes.kv_cache import Saved, Stretch
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import LoadedModel, Rows, Session
 from tests.kit.tokenizers import byte_level_json
@@ -117,11 +118,13 @@ class ToyModel(LoadedModel):
 
     Attributes:
         kind: of further sessions.
+        width: numbers that are kept of a token.
         passes: rows of every pass.
         closed: whether it is.
     """
 
     row_exact = True
+    width = 1
     kind: "type[ToySession]"
 
     def __init__(
@@ -137,6 +140,10 @@ class ToyModel(LoadedModel):
         super().__init__(shape, chunk=chunk)
         self.next_logits, self.takes_several, self.most_rows = next_logits, several, context
         self.kind, self.passes, self.closed = ToySession, list[int](), False
+
+    @property
+    def block_bytes(self) -> int:
+        return KV_BYTES * BLOCK * self.width
 
     @property
     def kv_bytes(self) -> int:
@@ -206,14 +213,14 @@ class ToySession(Session):
     def writing(cls, tokenizer: Tokenizer, script: bytes, start: int) -> "ToySession":
         return cls(script_logits(tokenizer, script, start), tokenizer.vocab_size)
 
-    def view(self, start: int, end: int) -> list[npt.NDArray[Any]] | None:
-        assert 0 <= start <= end <= len(self.cache) and start % 16 == 0
-        return [np.array(self.cache[start:end], np.int64).reshape(1, 1, -1, 1)]
+    def save(self, at: int) -> Saved | None:
+        assert 0 <= at * BLOCK < len(self.cache)
+        return memoryview(np.array(self.cache[at * BLOCK : (at + 1) * BLOCK], np.int64).tobytes())
 
-    def append(self, tokens: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> None:
-        assert len(self.cache) % 16 == 0
+    def append(self, tokens: Sequence[int], saved: Saved) -> None:
+        assert len(self.cache) % BLOCK == 0
         self.reserve(len(self.cache) + len(tokens))
-        self.stretch.add(arrays[0][0, 0, : len(tokens), 0].tolist())
+        self.stretch.add(np.frombuffer(bytes(saved), np.int64)[: len(tokens)].tolist())
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
         return Predictions(self.forward(tokens))

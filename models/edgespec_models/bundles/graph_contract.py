@@ -25,19 +25,20 @@ class Part(NamedTuple):
     Attributes:
         tokens: tokens of the sequence behind the first ``start``, which the KV cache holds.
         rows: the number of last tokens whose logits are wanted.
-        begin: beginning of the sequence in the KV cache, in tokens.
+        blocks: numbers of the KV cache's blocks with the tokens before and in the pass; for graphs with a
+            table of them.
         ending: tokens at the end without wanted logits.
         features: inputs of a head beside each token, float32 ``(tokens, width)``: the target's features,
         states: or states that the head wrote itself.
         slot: slot of the sequence's states.
         behind: the number of tokens behind which these states are.
-        cache: the KV cache in which ``begin`` and ``start`` lie, if it is another model's.
+        cache: the KV cache with ``blocks``, if it is another model's.
     """
 
     tokens: Sequence[int]
     start: int
     rows: int = 1
-    begin: int = 0
+    blocks: Sequence[int] = ()
     ending: int = 0
     features: npt.NDArray[np.float32] | None = None
     states: npt.NDArray[np.float32] | None = None
@@ -90,15 +91,19 @@ class Pass:
 ROWS: Final = "logits_rows"
 """The input that names the rows whose logits a graph writes; graphs without it write the logits of all."""
 
+BLOCKS: Final = "blocks"
+"""Graphs with this input have a cache of blocks, of which each sequence has a table."""
+
 INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
     {
         "input_ids": lambda run: [run.tokens],
         "attention_mask": lambda run: np.ones((1, run.parts[0].end)),
         "position_ids": lambda run: np.arange(run.parts[0].start, run.parts[0].end)[None],
-        "sequences": lambda run: [(part.begin, part.start, len(part.tokens)) for part in run.parts],
+        "sequences": lambda run: [(part.start, len(part.tokens)) for part in run.parts],
         "wanted_sequences": lambda run: [
-            (part.begin, part.end - part.ending - part.rows, part.rows) for part in run.parts
+            (part.end - part.ending - part.rows, part.rows) for part in run.parts
         ],
+        BLOCKS: lambda run: [*chain.from_iterable(part.blocks for part in run.parts)],
         "places": lambda run: [(part.slot, part.behind) for part in run.parts],
         "seqlens_k": lambda run: [run.parts[0].end - 1],
         "total_sequence_length": lambda run: run.parts[0].end,

@@ -23,6 +23,8 @@ LOGGED: Final = 16
 """Rows of a pass that a layer with a state can undo."""
 BLOCK: Final = 32
 """Tokens of a block."""
+EXTENT: Final = 8
+"""Blocks of which keys, or values, of a head lie together in a pool."""
 _MOST_BYTES: Final = 1 << 30  # of a row or a state; NumPy can count the bytes of any context of such rows
 
 
@@ -48,10 +50,6 @@ class KeptTensor:
     def __post_init__(self) -> None:
         if self.per == "token" and len(self.shape) != 2:
             raise BundleError(f"{self.input} has rows of shape {self.shape}; allowed: heads and width")
-        if self.per == "block" and prod(self.shape) % BLOCK:
-            raise BundleError(
-                f"{self.input} has blocks of shape {self.shape}; allowed: a multiple of {BLOCK} elements"
-            )
         if self.nbytes > _MOST_BYTES:
             raise BundleError(
                 f"{self.input} has {self.nbytes:,} bytes a {self.per}; allowed: {_MOST_BYTES:,}"
@@ -73,12 +71,16 @@ class KeptTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def of_tokens(self, tokens: int) -> tuple[int, ...]:
-        """Shape of keys or values of this many tokens: ``(1, heads, tokens, width)``.
-
-        Tensors per block have this form with one head, a block behind the other.
-        """
-        heads, width = self.shape if self.per == "token" else (1, prod(self.shape) // BLOCK)
+        """Shape of keys or values of this many tokens: ``(1, heads, tokens, width)``."""
+        heads, width = self.shape
         return 1, heads, tokens, width
+
+    def of_blocks(self, blocks: int) -> tuple[int, ...]:
+        """Shape of a pool: ``(blocks / 8, heads, 256, width)``, or ``(blocks, *shape)``."""
+        if self.per == "block":
+            return blocks, *self.shape
+        heads, width = self.shape
+        return blocks // EXTENT, heads, EXTENT * BLOCK, width
 
 
 def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple[KeptTensor, KeptTensor]:
@@ -141,7 +143,7 @@ def delta_states(
 def bytes_per_token(kept: Iterable[KeptTensor]) -> int:
     """Bytes that each token takes."""
     parts = {"token": 1, "block": BLOCK}
-    return sum(tensor.nbytes // parts[tensor.per] for tensor in kept if tensor.per in parts)
+    return sum(-(-tensor.nbytes // parts[tensor.per]) for tensor in kept if tensor.per in parts)
 
 
 def bytes_per_sequence(kept: Iterable[KeptTensor]) -> int:

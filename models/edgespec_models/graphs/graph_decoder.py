@@ -33,6 +33,8 @@ class GraphDecoder(Decoder):
     ``past`` has the kept tensors of each layer before the pass, ``present`` all of them after it.
     """
 
+    reads_blocks = False  # of the cache, by a table; else it is one buffer a tensor
+
     def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:
         super().__init__(config)
         self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name="decoder")
@@ -65,7 +67,7 @@ class GraphDecoder(Decoder):
         """Give every layer its kept tensors, in a cache that is written in place."""
         self.kept = kept_by(self.config, kind)
         for tensor in self.kept:
-            self.past.setdefault(tensor.layer, []).append(self.input(tensor.input, *type_of(tensor)))
+            self.past.setdefault(tensor.layer, []).append(self.input(tensor.input, *self.type_of(tensor)))
 
     def write_outputs(self, logits: ir.Value, columns: int | str, choices: Sequence[ir.Value]) -> None:
         """Return logits, the most likely column of each row and its probability, and the cache."""
@@ -75,7 +77,16 @@ class GraphDecoder(Decoder):
         ):
             self.output(value, name, kind, [1, "r"])
         for tensor, value in zip(self.kept, self.present, strict=True):
-            self.output(value, tensor.output, *type_of(tensor))
+            self.output(value, tensor.output, *self.type_of(tensor))
+
+    def type_of(self, tensor: KeptTensor) -> tuple[ir.DataType, list[int | str]]:
+        """The type of a kept tensor's value."""
+        shape: list[int | str] = ["slots", *tensor.shape]
+        if tensor.per != "sequence":
+            shape = ["extents" if tensor.per == "token" else "blocks", *tensor.of_blocks(0)[1:]]
+            if not self.reads_blocks:
+                shape = [*tensor.of_tokens(0)[:2], "capacity", tensor.shape[1]]
+        return ir.DataType.from_numpy(tensor.dtype), shape
 
     def through_layers(self, x: Any) -> Any:
         """The residual stream behind the graph's layers."""
@@ -90,15 +101,6 @@ class GraphDecoder(Decoder):
             gains = (value for name, value in self.graph.initializers.items() if name.endswith("norm.weight"))
             self.graph.inputs.extend(gains)
         return ir.Model(self.graph, ir_version=_IR_VERSION, producer_name="edgespec")
-
-
-def type_of(tensor: KeptTensor) -> tuple[ir.DataType, list[int | str]]:
-    """The type of a value in a graph of any shape."""
-    shape: list[int | str] = ["slots", *tensor.shape]
-    if tensor.per != "sequence":
-        shape = [*tensor.of_tokens(0)]
-        shape[2] = "capacity"
-    return ir.DataType.from_numpy(tensor.dtype), shape
 
 
 def parameter(graph: ir.Graph, name: str, shape: Sequence[int], kind: ir.DataType) -> ir.Value:

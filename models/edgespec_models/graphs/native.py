@@ -1,13 +1,15 @@
 """The decoder over edgespec's own operators (``runtimes/kernels``), for CPUs: five nodes a layer.
 
-Besides the inputs of every graph (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 3): ``input_ids``
-are the next tokens of s sequences, one after the other. The numbers of a sequence are its beginning in the
-cache, its tokens there, and its new tokens. Layers at the end that read keys and values of others compute
-rows with logits alone; ``wanted_sequences`` has the numbers for these. The cache is float16 (1, kv heads,
-capacity, head_dim); sequences begin at multiples of 16, because a key cache holds 16 tokens channel by
-channel. Where layers have states,
-``places`` int64 (s, 2) says in which slot those of each sequence lie, and behind how many of its tokens. A
-row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
+Besides the inputs of every graph (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 2): ``input_ids``
+are the next tokens of s sequences, one after the other. The numbers of a sequence are its tokens in the
+cache and its new tokens. Layers at the end that read keys and values of others compute rows with logits
+alone; ``wanted_sequences`` has the numbers for these. The cache is a pool of blocks of 32 tokens, float16
+(blocks / 8, kv heads, 256, head_dim); a key cache holds 16 tokens channel by channel. ``blocks`` int64 (b,)
+has the numbers of each sequence's blocks, as many as all its tokens take. Sequences may share blocks, but for
+those that the pass writes. Where layers have states, ``places`` int64 (s, 2) says in which slot those of each
+sequence lie, and behind how many of its tokens (:mod:`edgespec_models.bundles.kept`).
+
+A row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
 ``context_tokens``, whose product is ONNX Runtime's. The residual stream that enters a layer, or leaves the
 last, is the value that :func:`stream_name` says.
 
@@ -19,9 +21,6 @@ that attends to its target's keys and values
 states are as wide as the target.
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
-
-A model with states also takes ``places`` int64 (s, 2): for each of the sequences the slot that its states lie
-in, and behind how many of its tokens (:mod:`edgespec_models.bundles.kept`).
 """
 
 from functools import partial
@@ -30,11 +29,11 @@ from typing import Any, Final
 import onnx_ir as ir
 
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.graph_contract import EXPERTS_READ, NEW_STATES, stream_name
+from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.kept import KeptType
 from edgespec_models.bundles.layers import Layer, graph_name, read_by
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
-from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, type_of
+from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
 
 DOMAIN: Final = "edgespec"
@@ -48,7 +47,7 @@ class _NativeDecoder(GraphDecoder):
     a product that lacks its matrix, and the output of a sublayer one that lacks the stream.
     """
 
-    medium, lacks = "edgespec's kernels", ()
+    medium, lacks, reads_blocks = "edgespec's kernels", (), True
 
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         super().__init__(config, {"": _OPSET, DOMAIN: 1})
@@ -59,7 +58,8 @@ class _NativeDecoder(GraphDecoder):
 
     def build(self) -> ir.Model:
         ids = self.input("input_ids", INT64, [1, "n"])
-        self.sequences = self.input("sequences", INT64, ["s", 3])
+        self.sequences = self.input("sequences", INT64, ["s", 2])
+        self.blocks = self.input(BLOCKS, INT64, ["b"])
         if self.config.mixers:
             self.places = self.input("places", INT64, ["s", 2])
         self.rows = self.input("logits_rows", INT64, ["r"])
@@ -115,7 +115,7 @@ class _NativeDecoder(GraphDecoder):
             x = self.one("Gather", x, self.rows, axis=1)
             if self.config.layer_inputs:
                 self.inputs = self.one("Gather", self.inputs, self.rows, axis=1)
-            self.sequences = self.input("wanted_sequences", INT64, ["s", 3])
+            self.sequences = self.input("wanted_sequences", INT64, ["s", 2])
         x.name = stream_name(layer.index)
         return super().layer(layer, x)
 
@@ -184,6 +184,7 @@ class _NativeDecoder(GraphDecoder):
             packed,
             *self.caches.get(layer.kv_layer, self.past[layer.kv_layer]),
             self.sequences,
+            self.blocks,
             *tables,
             *gains,
             *([self.parameter(graph_name(sinks), self.shapes[sinks])] if config.sinks else []),
@@ -245,6 +246,7 @@ class _NativeDecoder(GraphDecoder):
             x(f"{layer.name}.conv_in"),
             *self.past[layer.index],
             self.sequences,
+            self.blocks,
             self.places,
             self.parameter(graph_name(f"{layer.name}.conv"), [taps, width]),
             outputs=3,
@@ -426,7 +428,7 @@ class _NativeAssistant(_NativeDecoder):
         """Read the target's."""
         super().read_cache(kind)
         for tensor in read_by(self.config, kind):
-            value = self.input(tensor.input, *type_of(tensor))
+            value = self.input(tensor.input, *self.type_of(tensor))
             self.past.setdefault(tensor.layer, []).append(value)
 
     def stream(self, ids: ir.Value) -> ir.Value:
