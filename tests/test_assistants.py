@@ -172,7 +172,7 @@ def test_an_lm_head_without_clusters_is_trimmed(tmp_path: Path, made: dict[str, 
     assert done.exit_code == 0, done.output
     assert "290 of 320 rows" in done.output and Bundle(out).manifest.head_rows == 290
     options = drafts_for(made["target source"], trim=290)
-    with pytest.raises(RequestError, match="assistant with clusters of tokens, whose LM head is not trimmed"):
+    with pytest.raises(RequestError, match="is a head whose LM head is not trimmed"):
         export_model(made["clustered source"], tmp_path / "no", options=options)
 
 

@@ -191,7 +191,7 @@ def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> 
             export(head, source, out)
     plain = tiny_gguf("llama", "Q8_0", layers=8).write(tmp_path / "plain.gguf")
     for source in (target, plain):
-        with pytest.raises(RequestError, match=r"is no EAGLE-3 head.*Leave out --target"):
+        with pytest.raises(RequestError, match=r"is no head and has no MTP layer.*Leave out --target"):
             export(source, target, out)
     export_model(target, tmp_path / "bundle")
     with pytest.raises(ModelFileError, match="As a head's target give the bundle's source"):

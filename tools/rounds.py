@@ -1,10 +1,10 @@
 """What rounds with a head take: ``python -m tools.rounds TARGET HEAD``, two bundles.
 
 A round is a pass of the target over one row and some drafted ones, behind 256 tokens, and then as many steps
-of the head; the first also reads what the round is expected to have committed. Every row names a number of
-drafted tokens, the median milliseconds of the pass and of each step, and how many times plain decoding the
-round gives with the acceptance that ``--accepted`` states: how often the first, the first two, ... drafted
-tokens are accepted. ``--offered`` tokens are offered to a trimmed LM head besides its rows.
+of the head, or one over a block of as many masks; the first also reads what the round is expected to have
+committed. Every row names a number of drafted tokens, the median milliseconds of the pass and of each step,
+and how many times plain decoding the round gives with the acceptance that ``--accepted`` states: how often
+the first, the first two, ... drafted tokens are accepted. ``--offered``: tokens for a trimmed LM head.
 """
 
 from contextlib import closing
@@ -30,10 +30,14 @@ def round_of(target: Session, head: Session, drafted: int, committed: int) -> li
     times.append(perf_counter() - began)
     head.rewind(BEHIND)
     assert predictions.hidden is not None
+    features, block = predictions.hidden, head.model.config.block
     other = target if head.model.config.architecture == "assistant" else None
     committed = committed if other is None else 1
-    rows = Rows(head, [9] * committed, 1, features=predictions.hidden[:committed], target=other)
-    for _ in range(drafted):
+    rows = Rows(head, [9] * committed, 1, features=features[:committed], target=other)
+    if block is not None:
+        tokens = [9] * (committed + 1) + [block.mask] * drafted
+        rows = Rows(head, tokens, drafted, features[:committed], injected=committed)
+    for _ in range(drafted if block is None else min(drafted, 1)):
         began = perf_counter()
         (said,) = head.model.predict_together([rows])
         said.best(0)

@@ -4,9 +4,9 @@ A pass takes as long as with the published weights; what the model writes has no
 repository's root: ``python -m tools.shapes NAME... --into FOLDER``. Then, for example, ``edgespec export
 FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
 --bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``. ``NAME.head`` is an EAGLE-3 head of that model, with
-32,000 tokens; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf`` with its MTP layer; of a Gemma 4 E
-``NAME.assistant`` is the directory of its assistant. Models with experts have a quarter of their layers, so a
-pass takes a quarter of the time but for embedding and LM head.
+32,000 tokens, ``NAME.dflash`` a DFlash head of it; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf``
+with its MTP layer; of a Gemma 4 E ``NAME.assistant`` is the directory of its assistant. Models with experts
+have a quarter of their layers, so a pass takes a quarter of the time but for embedding and LM head.
 """
 
 from collections.abc import Iterator
@@ -45,6 +45,12 @@ class Shape:
         layers = [2, self.layers // 2, self.layers - 3]
         read = {"target_layers": layers, "target_hidden_size": self.hidden}
         return replace(self, architecture="eagle3", layers=1, facts=read)
+
+    @property
+    def dflash(self) -> "Shape":
+        """A DFlash head of it."""
+        read = [2 + layer * (self.layers - 5) // 4 for layer in range(5)]
+        return replace(self, architecture="dflash", layers=5, facts={"target_layers": read, "block_size": 16})
 
     @property
     def mtp(self) -> "Shape":
@@ -129,14 +135,15 @@ Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 
 def tensors(shape: Shape) -> Tensors:
     """Name, shape and format of each: Q6_K where llama.cpp's mix has more bits."""
-    if shape.architecture == "eagle3":
-        yield from _head(shape)
-        return
-    if "nextn_predict_layers" in shape.facts:
-        yield from _mtp(shape)
+    if shape.architecture == "eagle3" or "nextn_predict_layers" in shape.facts:
+        yield from (_head if shape.architecture == "eagle3" else _mtp)(shape)
         return
     oss, lfm2 = shape.architecture == "gpt-oss", shape.architecture.startswith("lfm2")
-    yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
+    if shape.architecture == "dflash":  # embedding and LM head are the target's
+        yield "fc.weight", (shape.hidden, 5 * shape.hidden), "Q4_K"
+        yield "enc.output_norm.weight", (shape.hidden,), "F32"
+    else:
+        yield "token_embd.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
     yield f"{'token_embd' if lfm2 else 'output'}_norm.weight", (shape.hidden,), "F32"
     if shape.architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
         yield "output.weight", (shape.vocabulary, shape.hidden), "Q8_0" if oss else "Q6_K"
@@ -229,7 +236,7 @@ def _layer(shape: Shape, dear: str) -> Tensors:
     norms = ["attn_norm", "post_attention_norm" if behind else "ffn_norm"]
     norms += ["post_attention_norm", "post_ffw_norm"] if shape.architecture == "gemma3" else []
     yield from ((name, (hidden,), "F32") for name in norms)
-    if shape.architecture.startswith(("qwen3", "gemma3", "lfm2")):
+    if shape.architecture.startswith(("qwen3", "gemma3", "lfm2", "dflash")):
         yield from ((name, (shape.head_dim,), "F32") for name in ("attn_q_norm", "attn_k_norm"))
 
 
@@ -339,9 +346,8 @@ def tokenizer(writer: GGUFWriter, shape: Shape) -> None:
 
 def write(name: str, path: Path) -> None:
     """Write the model called ``name``, tensor by tensor."""
-    target, part = name.removesuffix(".head").removesuffix(".mtp"), name.rpartition(".")[2]
-    head, shape = part == "head", SHAPES[target]
-    shape = {"head": shape.head, "mtp": shape.mtp}.get(part, shape)
+    target, part = name.rpartition(".")[::2] if name not in SHAPES else (name, "")
+    head, shape = part == "head", getattr(SHAPES[target], part) if part else SHAPES[target]
     writer = GGUFWriter(path, shape.architecture)
     writer.add_block_count(shape.layers)
     writer.add_context_length(32_768)
@@ -361,6 +367,7 @@ def write(name: str, path: Path) -> None:
         add: Any = (kinds | {list: writer.add_array})[type(value)]
         add(f"{shape.architecture}.{key}", value)
     tokenizer(writer, shape)
+    writer.add_mask_token_id(shape.vocabulary - 3)
     rows = [(tensor, size, stored(size, form)) for tensor, size, form in tensors(shape)]
     for tensor, size, kind in rows:
         block, n_bytes = GGML_QUANT_SIZES[kind]

@@ -58,7 +58,7 @@ def export(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", help="For an EAGLE-3 head or an MTP layer: the source of its target."),
+        typer.Option(metavar="SOURCE", help="For a head or an MTP layer: the source of its target."),
     ] = None,
     calibration: Annotated[
         list[Path] | None,

@@ -32,7 +32,6 @@ class _StateReader(Chain):
 
     def __init__(self, session: Session, curve: CostCurve) -> None:
         super().__init__(session, curve)
-        self._features: Floats | None = None  # of the last tokens
         self._forced: list[int] = []
         self._state: Floats | None = None  # behind the last token that was read
         self._latest: Prediction | None = None
@@ -64,6 +63,7 @@ class AssistantReader(_StateReader):
     def __init__(self, session: Session, curve: CostCurve, length: int, target: Session) -> None:
         super().__init__(session, curve)
         self._length, self._target, self._first = length, target, self._step
+        self._features: Floats | None = None  # of the last token
 
     def add_features(self, features: Floats, committed: int) -> None:
         self._length += committed
@@ -74,62 +74,91 @@ class AssistantReader(_StateReader):
 
     def read(self, text: Sequence[int]) -> None:
         self._forced = list(text[self._length :])
-        self._ask(text[self._length - 1], features=self._features)
+        self._ask(text[self._length - 1], self._features, None)
 
     def step(self, token: int) -> None:
-        self._ask(token, states=self._state)
+        self._ask(token, None, self._state)
 
     def _took(self, seconds: float) -> None:
         self._step.observe(seconds)
 
-    def _ask(self, token: int, **known: Floats | None) -> None:
+    def _ask(self, token: int, features: Floats | None, states: Floats | None) -> None:
         self._session.rewind(0)
-        self.rows = Rows(self._session, [token], 1, target=self._target, **known)
+        self.rows = Rows(self._session, [token], 1, features, states, self._target)
+
+
+class Unread:
+    """Committed tokens whose features a head has not read yet, behind a prompt of ``length`` tokens.
+
+    If a pass cannot read all of them, or the context has no room, the head begins anew with the end of the
+    text.
+
+    Attributes:
+        length: of the committed text, in tokens.
+        held: how many of them the head's cache holds.
+        count: how many of them are unread behind these, but for the last one, which has no features yet.
+    """
+
+    def __init__(self, session: Session, length: int) -> None:
+        self._session, self.length, self._most = session, length, min(MOST_READ, session.model.piece)
+        self._features: Floats | None = None  # of the last tokens
+        self.held = self.count = 0
+
+    @property
+    def features(self) -> Floats:
+        """Of the unread tokens."""
+        assert self._features is not None  # the target has read the text
+        return self._features[len(self._features) - self.count :]
+
+    def add(self, features: Floats, committed: int) -> None:
+        """Add this many new tokens, and the target's features of the tokens before the last of them."""
+        self.length += committed
+        if len(features) != committed:  # of the prompt, or of a text that the target had to read anew
+            self._features, self.held, self.count = None, 0, 0
+        self._features = joined(self._features, features)
+        self.count += len(features)
+
+    def room_for(self, more: int) -> bool:
+        """Whether the cache has room for the unread tokens, perhaps the last of them, and ``more``."""
+        if self.count > self._most or self.held + self.count + more > self._session.capacity:
+            kept = 0 if self._features is None else len(self._features)
+            self.held, self.count = 0, min(self._most, kept)
+        return self.held + self.count + more <= self._session.capacity
+
+    def read(self) -> None:
+        """Note that the cache holds all."""
+        self.held, self.count = self.held + self.count, 0
 
 
 class HeadReader(_StateReader):
-    """Reads a text with a head's session; the prompt has ``length`` tokens.
-
-    If a pass cannot read all new tokens, or the context has no room for them, the head begins anew with the
-    end of the text.
-    """
+    """Reads a text with a head's session; the prompt has ``length`` tokens."""
 
     def __init__(self, session: Session, curve: CostCurve, length: int) -> None:
         super().__init__(session, curve)
-        self._length, self._most = length, min(MOST_READ, session.model.piece)
-        self._held = self._unread = 0  # committed tokens: in the cache, and behind these
+        self._unread = Unread(session, length)
 
     def add_features(self, features: Floats, committed: int) -> None:
-        """Add this many new tokens, and the target's features of the tokens before the last of them."""
-        self._length += committed
-        if len(features) != committed:  # of the prompt, or of a text that the target had to read anew
-            self._features, self._held, self._unread = None, 0, 0
-        self._features = joined(self._features, features)
-        self._unread += len(features)
+        self._unread.add(features, committed)
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
-        more += len(text) - self._length  # forced tokens
-        if self._unread > self._most or self._held + self._unread + more > self._session.capacity:
-            kept = 0 if self._features is None else len(self._features)
-            self._held, self._unread = 0, min(self._most, kept)
-        return self._held + self._unread + more <= self._session.capacity
+        return self._unread.room_for(more + len(text) - self._unread.length)  # forced tokens
 
     def read(self, text: Sequence[int]) -> None:
-        assert self._features is not None  # the target has read the text
-        count, self._forced = self._unread, list(text[self._length :])
-        tokens = text[self._length - count : self._length]
-        self._ask(self._held, Rows(self._session, tokens, 1, features=self._features[-count:]))
+        length, features = self._unread.length, self._unread.features
+        self._forced = list(text[length:])
+        tokens = text[length - len(features) : length]
+        self._ask(self._unread.held, Rows(self._session, tokens, 1, features=features))
 
     def step(self, token: int) -> None:
         assert self._state is not None
         self._ask(self._session.length, Rows(self._session, [token], 1, states=self._state))
 
     def _took(self, seconds: float) -> None:
-        if not self._unread:
+        if not self._unread.count:
             self._step.observe(seconds)
-        elif self._held:  # the first time, it reads the prompt
+        elif self._unread.held:  # the first time, it reads the prompt
             self._first.observe(seconds)
-        self._held, self._unread = self._held + self._unread, 0
+        self._unread.read()
 
     def _ask(self, held: int, rows: Rows) -> None:
         self._session.rewind(held)  # which has keys and values alone, and goes back anywhere

@@ -15,13 +15,13 @@ from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.predictions import Predictions
 
-_SOURCE = "model"
+SOURCE = "model"
 _BINS = 10
 _PRIOR = 12.0
 _DECAY = 0.995
 _FADING = 0.003
 _TYPICAL_SMOOTHING = 0.02
-_TYPICAL = 0.6
+TYPICAL = 0.6
 _MOST_IN_CONTEXT = 192  # tokens
 
 
@@ -39,7 +39,7 @@ class Calibration:
         self._prior = np.tile(_PRIOR * (np.arange(_BINS) + 0.5) / _BINS, (2, 1))
         self._accepted = self._prior.copy()
         self._seen = np.full((2, _BINS), _PRIOR)
-        self.typical = _TYPICAL
+        self.typical = TYPICAL
 
     def probability(self, guess: "Guess") -> float:
         """The expected acceptance of a proposal."""
@@ -67,7 +67,7 @@ class Calibration:
         """Let verdicts fade in a round without proposals, because nothing tests them any more."""
         self._accepted += _FADING * (self._prior - self._accepted)
         self._seen += _FADING * (_PRIOR - self._seen)
-        self.typical += _FADING * (_TYPICAL - self.typical)
+        self.typical += _FADING * (TYPICAL - self.typical)
 
     @staticmethod
     def _bin(guess: "Guess") -> tuple[int, int]:
@@ -156,7 +156,7 @@ class ModelDrafter(Source):
         The drafter's pass takes ``seconds``; all requests are expected to share it.
         """
         typical, seconds = self.calibration.typical, seconds / self._pricing.sequences
-        return self._pricing.pays(survival * typical, rows, seconds, typical=typical, source=_SOURCE)
+        return self._pricing.pays(survival * typical, rows, seconds, typical=typical, source=SOURCE)
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
         """The drafter's tokens to read; none if one of the vocabularies cannot spell the text."""
@@ -197,12 +197,12 @@ class ModelDrafter(Source):
     def _propose(self, guesses: Sequence[Guess]) -> None:
         """Propose the guesses that are worth their rows."""
         confidence = tuple(self.calibration.probability(guess) for guess in guesses)
-        count, _ = self._pricing.keep(confidence, _SOURCE)
+        count, _ = self._pricing.keep(confidence, SOURCE)
         if not count:
             self.calibration.fade()
         self._guesses = list(guesses[:count])
         tokens = tuple(guess.token for guess in self._guesses)
-        self.draft = Draft(tokens, (_SOURCE,) * count, confidence[:count])
+        self.draft = Draft(tokens, (SOURCE,) * count, confidence[:count])
 
 
 def _guesses(bridge: Bridge, drafted: Sequence[Prediction]) -> list[Guess]:

@@ -17,7 +17,8 @@ from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 
-if TYPE_CHECKING:  # only drafters that are taught need these
+if TYPE_CHECKING:  # only some drafters need these
+    from edgespec.drafting.blocks import Odds
     from edgespec.learning.gains import Example, Table
     from edgespec.learning.layer_math import F32
     from edgespec.learning.trainer import Trainer
@@ -78,6 +79,7 @@ class DrafterSide:
         self._target, self._same_vocabulary = target, same_vocabulary
         self.pricing, self._caches, self._beside = pricing, caches, beside
         self.calibration = Calibration()
+        self._odds: Odds | None = None
         self._followers = Followers(running.curve, lambda: pricing.sequences)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
@@ -185,11 +187,25 @@ class DrafterSide:
         """What drafts with a head behind a prompt of so many tokens, and begins every request anew."""
         from edgespec.drafting.heads import MOST_READ, AssistantReader, HeadReader
 
+        block = session.model.config.block
+        if self.bundle.config.architecture != "assistant":
+            session.reserve(min(MOST_READ + room, session.model.longest))
+        if block is not None:
+            from edgespec.drafting.blocks import BlockDrafter, Odds
+
+            self._odds = self._odds or Odds(block.longest, self.calibration.typical)
+            return BlockDrafter(
+                session,
+                self.curve,
+                length,
+                pricing=self.pricing,
+                calibration=self.calibration,
+                odds=self._odds,
+            )
         reader: Chain
         if self.bundle.config.architecture == "assistant":
             reader = AssistantReader(session, self.curve, length, target)
         else:
-            session.reserve(min(MOST_READ + room, session.model.longest))
             reader = HeadReader(session, self.curve, length)
         bridge = IdentityBridge(self.bundle.config.vocab_size)
         return ModelDrafter(reader, bridge, pricing=self.pricing, calibration=self.calibration)

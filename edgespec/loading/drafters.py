@@ -88,7 +88,7 @@ def recommended(
             promised[entry.name] = expected_speed(_OTHER, entry.size_bytes / n_bytes)
     promised |= {name: expected_speed(_FAMILY, size / n_bytes) for name, size in family.items()}
     promised |= {
-        name: expected_speed(head.acceptance, head.step_bytes / n_bytes)
+        name: expected_speed(head.acceptance, head.step_bytes / n_bytes, in_blocks=head.in_blocks)
         for name, head in hub_heads().items()
         if reference in head.targets and pulled_place(name)
     }
@@ -115,15 +115,20 @@ def mtp_price(target: ModelConfig) -> float:
     return weights(target.mtp_layer, min(rows, MTP_ROWS)) / weights(target, rows)
 
 
-def expected_speed(guessed: float, price: float) -> float:
+def expected_speed(guessed: float, price: float, *, in_blocks: bool = False) -> float:
     """The speedup over plain decoding at the best length of drafts (Leviathan et al. 2023, theorem 3.8).
 
     Args:
         guessed: the probability that a guess is right.
         price: the price of a drafter's step, in passes of the target; each further row costs 0.05.
+        in_blocks: whether a step drafts all tokens, so that each further one costs 0.05 of a step.
     """
+
+    def drafting(length: int) -> float:
+        return price * (1 + _ROW * length if in_blocks else length)
+
     return max(
-        (1 - guessed ** (length + 1)) / (1 - guessed) / (1 + length * (price + _ROW))
+        (1 - guessed ** (length + 1)) / (1 - guessed) / (1 + drafting(length) + length * _ROW)
         for length in range(1, _LONGEST + 1)
     )
 

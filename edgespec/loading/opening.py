@@ -195,7 +195,8 @@ def open_pair(
             same = drafter is not None and drafter.tokenizer.with_special(marks).matches(own)
             timed = [future.result() for future in opening]
         # Only now, when nothing else runs, do passes take their own time.
-        drafting = None if drafter is None else timed[1](_DRAFTER_ROWS)
+        one_pass = drafter is not None and drafter.config.block is not None
+        drafting = None if drafter is None else timed[1](DEFAULT_ROWS if one_pass else _DRAFTER_ROWS)
         return Loaded(timed[0](timed_rows(options)), drafting, same)
 
 

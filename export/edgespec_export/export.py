@@ -29,7 +29,7 @@ def export_model(
 ) -> dict[str, Any]:
     """Export ``source``, a GGUF file or a Hugging Face directory, to the bundle ``out``.
 
-    An EAGLE-3 head, or a model's MTP layer, becomes a drafter for the target that ``options`` name.
+    A head, or a model's MTP layer, becomes a drafter for the target that ``options`` name.
 
     The bundle appears at ``out`` only when it is complete and has passed its checks. If an export for CPUs or
     CUDA is stopped by KeyboardInterrupt or SystemExit, or killed, large weights stay in a hidden folder

@@ -60,17 +60,16 @@ def _plan_trim(
         return None
     with _open(source, options) as checkpoint:
         config = checkpoint.config
-        frequent = config.architecture in ("mtp", "assistant")
-        if config.architecture == "eagle3" or checkpoint.clustered is not None:
-            kind = "an EAGLE-3 head" if not frequent else "an assistant with clusters of tokens"
+        own_rows = checkpoint.head_tokens is not None or checkpoint.clustered is not None
+        if config.architecture == "eagle3" or own_rows:
             if isinstance(size, int):
-                raise RequestError(f"{source.name} is {kind}, whose LM head is not trimmed; leave out trim")
+                raise RequestError(f"{source.name} is a head whose LM head is not trimmed; leave out trim")
             return None
-        if frequent and size == "auto" and config.vocab_size <= MTP_ROWS:
+        if config.is_head and size == "auto" and config.vocab_size <= MTP_ROWS:
             return None
         text, special = checkpoint.tokenizer_json(), checkpoint.special_tokens()
         tokenizer = Tokenizer.from_json(text, vocab_size=config.vocab_size)
-    if frequent:
+    if config.is_head:
         rows = MTP_ROWS if size == "auto" else size
         return keep_frequent(rows, options, (tokenizer, special), progress)
 

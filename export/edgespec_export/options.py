@@ -23,8 +23,8 @@ class ExportOptions(Checked):
         quantization: how to round every matrix, instead of keeping the file's blocks.
         name: the model's name; None takes the source's.
         trim: rows that a drafter's LM head keeps; ``auto`` takes the number with the most expected tokens per
-            second, ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets. EAGLE-3's
-            heads keep their rows; ``auto`` is 32,768 for MTP layers.
+            second, ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets. Heads
+            keep their own LM head; of their target's ``auto`` keeps 32,768 rows.
         calibration: JSON Lines files with text of targets under the key ``text``, for the choice of rows and
             the ranges of activations.
         calibrate_with: bundles of targets that write text for trimming now.
@@ -37,8 +37,8 @@ class ExportOptions(Checked):
         chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
         chat_template: a file with a chat template in Jinja, in place of the source's.
-        target: the GGUF file or Hugging Face directory of the target of an EAGLE-3 head (arXiv 2503.01840) or
-            an MTP layer (arXiv 2412.19437).
+        target: the GGUF file or Hugging Face directory of the target of a head or an MTP layer
+            (:mod:`edgespec_export.sources.open`).
     """
 
     role: Role = "target"

@@ -20,17 +20,21 @@ namespace edgespec {
 // input of queries and keys has its values in the keys, as they are before their normalization. One of queries alone
 // attends to what another layer has written, and the node has no outputs of a cache. A head may have a sink, a score
 // beside those of the tokens, whose share goes to nothing. With a `cap`, scores s are cap * tanh(s / cap).
+// Of a sequence's first rows, as many as `injected_rows` says, keys and values are injected: they have no queries, and
+// are no rows of the result. Where attention is bidirectional, rows also see those of their sequence behind them.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat16, ort::kFloat16, ort::kInt64, ort::kInt64,
-                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kFloat,   ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired,
-                                                  ort::kRequired, ort::kRequired, ort::kOptional,
+  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat16, ort::kFloat16, ort::kInt64,
+                                         ort::kInt64, ort::kFloat,   ort::kFloat,   ort::kFloat,
+                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kInt64};
+  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
+                                                  ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
                                                   ort::kOptional, ort::kOptional, ort::kOptional, ort::kOptional};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat16, ort::kFloat16};
   enum Input : size_t {
-    kPacked, kPastKey, kPastValue, kSequences, kBlocks, kCos, kSin, kQueryGain, kKeyGain, kSinks
+    kPacked, kPastKey, kPastValue, kSequences, kBlocks, kCos, kSin, kQueryGain, kKeyGain, kSinks, kInjected,
+    kInjectedRows
   };
 
   Attention(const Info& info, const Host& host)
@@ -40,6 +44,7 @@ class Attention {
         head_dim_(info.number("head_dim")),
         window_(info.number("window")),
         interleaved_(info.number("interleaved") != 0),
+        bidirectional_(info.number("bidirectional", 0) != 0),
         distance_(info.number("pair_distance", 0)),
         step_(info.number("growth_step", 0)),
         growth_(info.real("growth", 0)),
@@ -69,16 +74,21 @@ class Attention {
     s.packed = packed.floats();
     s.width = width;
     s.query_step = (s.gated ? 2 : 1) * head_dim_;
-    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), packed.size() / width);
+    const Tensor injected = pass.input(kInjected);
+    const int64_t before = injected ? injected.size() / (2 * keys) : 0;
+    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), before + packed.size() / width);
     cache(pass, s);
     give_blocks(sequences, pass.input(kBlocks), s.extents * (kExtent / kTokens), !s.shared);
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
     s.sinks = pass.vector(kSinks, heads_, "attention has another number of sinks than heads");
+    if (injected) inject(pass, s, injected, sequences);
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
-    const auto append_one = [&](int64_t i) { append(s, sequences[i / kv_heads_], i % kv_heads_); };
+    const auto append_one = [&](int64_t i) {
+      append(s, sequences[i / kv_heads_], i % kv_heads_, s.packed + heads_ * s.query_step, width, s.value_step);
+    };
     const int64_t appended = s.shared ? 0 : count * kv_heads_;
     if (packed.size() <= kFewRows * width)
       for (int64_t i = 0; i < appended; i++) append_one(i);
@@ -100,6 +110,35 @@ class Attention {
     Half *keys, *values;
     float* y;
   };
+
+  // Keeps the keys and values of each sequence's first rows, and leaves the others.
+  void inject(const Pass& pass, const State& s, const Tensor& injected, std::vector<Rows>& sequences) const {
+    const Tensor given = pass.input(kInjectedRows);
+    const int64_t keys = kv_heads_ * head_dim_;
+    require(injected.type == ort::kFloat && injected.shape.size() == 3 && injected.last() == 2 * keys && !s.shared,
+            "injected keys and values are not float32 (1, rows, twice the heads of keys)");
+    require(given && given.type == ort::kInt64 && given.size() == static_cast<int64_t>(sequences.size()),
+            "the counts of injected rows are no int64 (sequences)");
+    const auto* counts = static_cast<const int64_t*>(given.data);
+    std::vector<Rows> kept;
+    int64_t before = 0;
+    for (Rows& rows : sequences) {
+      const int64_t count = *counts++;
+      require(count >= 0 && count <= rows.count && count <= injected.size() / (2 * keys) - before,
+              "a sequence has more injected rows than there are");
+      kept.push_back(rows);
+      kept.back().count = count;
+      kept.back().first = before;
+      rows.first -= before;
+      rows.past += count;
+      rows.count -= count;
+      before += count;
+    }
+    require(before == injected.size() / (2 * keys), "there are more injected rows than the sequences have");
+    pass.spread(static_cast<int64_t>(kept.size()) * kv_heads_, [&](int64_t i) {
+      append(s, kept[static_cast<size_t>(i / kv_heads_)], i % kv_heads_, injected.floats(), 2 * keys, keys);
+    });
+  }
 
   // Queries of a sequence that share a head of keys: head `i % group` of row `i / group`, for i from `first` to `last`.
   struct Share {
@@ -181,16 +220,18 @@ class Attention {
     return scale_ * static_cast<float>(1.0 + growth_ * std::log1p(static_cast<double>(position / step_)));
   }
 
-  void append(const State& s, const Rows& rows, int64_t head) const {
+  // Appends a head's keys, which lie `width` numbers apart from `from` on, and its values, `value_step` behind these.
+  void append(const State& s, const Rows& rows, int64_t head, const float* from, int64_t width,
+              int64_t value_step) const {
     const Buffer<float> key(head_dim_);
     const BlockTable table = {rows.blocks, kv_heads_, head_dim_};
     for (int64_t row = 0; row < rows.count; row++) {
-      const float* x = s.packed + (rows.first + row) * s.width + heads_ * s.query_step + head * head_dim_;
+      const float* x = from + (rows.first + row) * width + head * head_dim_;
       const int64_t token = rows.past + row, lane = token % kLanes, first = head * kExtent * head_dim_;
       prepare(s, x, s.key_gain, token, 1.0f, key.get());
       Half* keys = s.keys + first + table.of(token - lane) + lane;
       for (int64_t d = 0; d < head_dim_; d++) keys[d * kLanes] = narrow(key.get()[d]);
-      const float* value = x + s.value_step;
+      const float* value = x + value_step;
       if (!units_.empty()) {
         kernels_.normalize(value, units_.data(), epsilon_, head_dim_, key.get());
         value = key.get();
@@ -210,8 +251,9 @@ class Attention {
     const Buffer<Span> spans(count);
     const Buffer<float> vectors(count * head_dim_), sinks(count);
     for (int64_t i = 0; i < count; i++) {
-      const int64_t position = rows.past + row_of(i), limit = position + 1;
-      spans.get()[i] = {window_ > 0 && limit > window_ ? limit - window_ : 0, limit};
+      const int64_t position = rows.past + row_of(i), end = position + 1;
+      const int64_t limit = bidirectional_ ? rows.past + rows.count : end;
+      spans.get()[i] = {window_ > 0 && end > window_ ? end - window_ : 0, limit};
       prepare(s, query(i), s.query_gain, position, scale_at(position), vectors.get() + i * head_dim_);
       if (s.sinks != nullptr) sinks.get()[i] = s.sinks[head_of(i)];
     }
@@ -241,7 +283,7 @@ class Attention {
 
   const Kernels& kernels_;
   int64_t heads_, kv_heads_, head_dim_, window_;
-  bool interleaved_;
+  bool interleaved_, bidirectional_;
   int64_t distance_, step_;  // distance_: of the two of a pair; 0 where their number says it
   float growth_, scale_, epsilon_, cap_;
   std::vector<float> units_;  // the gain of values; empty where these are not normalized

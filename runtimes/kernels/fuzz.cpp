@@ -138,15 +138,19 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   const Shape rotation = {choices.number(past + rows + choices.below(2)), choices.number(half)};
   // Queries, keys and values; with gates; queries and keys; queries alone.
   const int64_t packed[] = {heads + 2 * kv_heads, 2 * (heads + kv_heads), heads + kv_heads, heads};
-  const Shape shapes[] = {{1, sequences * rows, packed[choices.below(4)] * head_dim}, cache, cache,
+  const int64_t injected = choices.below(2) ? 0 : choices.below(rows + 1);
+  const Shape shapes[] = {{1, sequences * (rows - injected), packed[choices.below(4)] * head_dim}, cache, cache,
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {head_dim}, {head_dim},
-                          {heads}};
+                          {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences}};
   const uint8_t left_out = choices.byte();
-  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kInt64, kFloat, kFloat, kFloat, kFloat, kFloat};
-  for (int i = 0; i < 10; i++)
+  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kInt64, kFloat, kFloat, kFloat, kFloat, kFloat, kFloat,
+                       kInt64};
+  for (int i = 0; i < (injected > 0 ? 12 : 10); i++)
     node.inputs.push_back(i > 4 && left_out >> (i - 5) & 1 ? nullptr : made(choices, types[i], shapes[i]));
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
+  const std::vector<int64_t> counts(static_cast<size_t>(sequences), choices.number(injected));
+  if (injected > 0 && node.inputs[11]) set_numbers(node, 11, counts);
   node.in_place = choices.below(2) == 0;
   node.numbers = {{"heads", choices.number(heads)}, {"kv_heads", choices.number(kv_heads)},
                   {"head_dim", choices.number(head_dim)}, {"interleaved", choices.below(2)},
@@ -154,6 +158,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   node.reals = {{"scale", choices.below(2) ? 0.25f : 1.0f}, {"epsilon", 1e-5f}};
   if (choices.below(2)) node.numbers["pair_distance"] = choices.number(head_dim / 2);
   if (choices.below(2)) node.numbers["normed_values"] = 1;
+  if (choices.below(2)) node.numbers["bidirectional"] = 1;
   if (choices.below(2)) node.numbers["growth_step"] = choices.number(1 + choices.below(40));
   if (choices.below(2)) node.reals["growth"] = choices.rarely() ? NAN : 0.1f;
   if (choices.below(2)) node.reals["cap"] = choices.rarely() ? NAN : 5.0f;

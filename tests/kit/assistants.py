@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.kit.gguf import TinyGGUF
-from tests.kit.gguf_cases import _q8_0, converted
+from tests.kit.gguf_cases import converted, q8_0
 from tests.kit.hf import TOKENS, VOCAB, Tensors, config_of, drawn, weights, write_safetensors
 from tests.kit.tokenizers import byte_level_json
 
@@ -120,7 +120,7 @@ def gguf(kind: str = "Q8_0") -> TinyGGUF:
     }
     for part in ("pre", "post"):
         values = whole[f"{part}_projection.weight"]
-        raw = _q8_0(values) if kind == "Q8_0" else values
+        raw = q8_0(values) if kind == "Q8_0" else values
         model.tensors[f"nextn.{part}_projection.weight"] = kind, raw
     return model
 

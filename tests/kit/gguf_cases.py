@@ -153,7 +153,7 @@ def converted(
         taps = values.ndim == 3
         values = values[:, 0] if taps else values
         if values.ndim == 2 and kind == "Q8_0" and not taps and not source.endswith(_FLOATS):
-            model.tensors[_renamed(source, name)] = kind, _q8_0(values)
+            model.tensors[_renamed(source, name)] = kind, q8_0(values)
         else:
             less = name in ("gemma2", "gemma3", "qwen35", "qwen35moe") and not source.endswith(
                 "linear_attn.norm.weight"
@@ -202,7 +202,7 @@ def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
             name = f"{layer}.ffn_{part}_exps"
             apart.setdefault(name, []).extend(values if values.ndim == 3 else [values])
     for name, experts in apart.items():
-        stacked = np.stack([_q8_0(each) if kind == "Q8_0" else each for each in experts])
+        stacked = np.stack([q8_0(each) if kind == "Q8_0" else each for each in experts])
         model.tensors[f"{name}.weight"] = kind, stacked
     return rest
 
@@ -269,7 +269,7 @@ def _ordered(values: F32, head: int) -> F32:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _q8_0(values: F32) -> Raw:
+def q8_0(values: F32) -> Raw:
     """Blocks that hold exactly ``values``: at most seven bits, times a power of two."""
     step = np.exp2(np.floor(np.log2(np.abs(values).max())) - 6)
     codes = np.rint(values / step).astype(np.int8).reshape(len(values), -1, 32)

@@ -49,8 +49,8 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 """The stored form of multiplied matrices, by their format in the source."""
 
 _EXACT = ("delta_decay", "delta_strength")  # small, and every later token depends on them
-_OUTER = frozenset(("fuse", "embed_fuse", "next_state", "centroids", "inputs", "inputs_in"))
-_TABLES = ("embed", "inputs")  # of which a pass reads rows
+_OUTER = frozenset(("fuse", "embed_fuse", "next_state", "centroids", "inputs", "inputs_in", "chain_in"))
+_TABLES = ("embed", "inputs", "chain_in")  # of which a pass reads rows
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that no user chose, and so
 # do matrices that a quantized file keeps in floating point
 _ROUNDED = MappingProxyType(
@@ -95,12 +95,13 @@ def plan_decoder(
         parts = tuple(_part(checkpoint, tuple(group), chosen) for chosen, group in groups)
         return LinearSpec(checkpoint.tensor(sources[0]).shape[-1], parts)
 
-    lm_head = linear(("lm_head",))
-    if head_tokens is not None:
-        kept = replace(lm_head.parts[0], out_features=len(head_tokens))
-        lm_head = replace(lm_head, parts=(kept,))
     outer = _OUTER & outer_shapes(config).keys()
-    linears = {"lm_head": lm_head} | {name: linear((name,)) for name in sorted(outer)}
+    linears = {name: linear((name,)) for name in sorted(outer)}
+    for name in ("lm_head", *({"chain_out"} & outer_shapes(config).keys())):  # a row for each column
+        linears[name] = linear((name,))
+        if head_tokens is not None:
+            kept = replace(linears[name].parts[0], out_features=len(head_tokens))
+            linears[name] = replace(linears[name], parts=(kept,))
     for layer in layers_of(config):
         for name, sources in products_of(config, layer).items():
             linears[f"{layer.name}.{name}"] = linear(tuple(f"{layer.name}.{source}" for source in sources))
@@ -109,8 +110,10 @@ def plan_decoder(
         embedding = EmbeddingSpec(table.format)
     else:
         embedding = _embedding(checkpoint, quantized=quantization is not None)
-    context = head_tokens is not None and checkpoint.tied_head
-    plan = DecoderPlan(embedding, linears, head_tokens, context, tunable)
+    context = head_tokens is not None and checkpoint.tied_head and "chain_out" not in linears
+    of_head = checkpoint.head_tokens
+    columns = None if of_head is None else tuple(of_head.tolist())
+    plan = DecoderPlan(embedding, linears, head_tokens, context, tunable, columns)
     return plan if precision == FULL else _with_precision(plan, precision)
 
 
@@ -235,7 +238,7 @@ def stored(plan: DecoderPlan) -> list[Stored]:
     gathered = None if plan.native else table
     matrices = [Stored("embedding", ("embed",), table.format, table=gathered)]
     for prefix, part in plan.parts():
-        trimmed = prefix.startswith("lm_head.") and plan.head_tokens is not None
+        trimmed = prefix.startswith(("lm_head.", "chain_out.")) and plan.head_tokens is not None
         keep = np.array(plan.head_tokens, np.int64) if trimmed else None
         matrices.append(Stored(prefix, part.sources, part.format, keep))
     return matrices

@@ -112,11 +112,12 @@ def _layout(plan: DecoderPlan, parameters: Mapping[str, ir.Value]) -> str:
 def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
     """Bytes by class, and of the file, that an export for the CPU would write.
 
-    Drafters keep their whole LM head here, MTP layers and assistants their default rows.
+    Drafters keep their whole LM head here, and heads with their target's LM head their default rows.
     """
-    rows = min(MTP_ROWS, checkpoint.config.vocab_size)
-    is_trimmed = checkpoint.config.architecture in ("mtp", "assistant") and checkpoint.clustered is None
-    kept = tuple(range(rows)) if is_trimmed else None
+    config = checkpoint.config
+    stays = checkpoint.head_tokens is not None or checkpoint.clustered is not None
+    is_trimmed = config.is_head and config.architecture != "eagle3" and not stays
+    kept = tuple(range(min(MTP_ROWS, config.vocab_size))) if is_trimmed else None
     plan = plan_decoder(
         checkpoint, native=weights in (None, "exact"), tunable=role == "drafter", head_tokens=kept
     )
@@ -224,6 +225,9 @@ def _small_tensors(
         yield f"{graph_name(gain)}.weight", checkpoint.values(gain)
     for parameter, names in biases_of(plan):
         yield parameter, np.concatenate([checkpoint.values(name) for name in names])
+    if config.block is not None and config.block.confident:
+        yield "confidence", checkpoint.values("confidence")
+        yield "confidence_bias", checkpoint.values("confidence_bias").ravel()
     for layer in layers_of(config):
         if config.scaled_layers:
             yield f"{layer.name}.scale", checkpoint.values(f"{layer.name}.scale")

@@ -309,6 +309,8 @@ HEAD: Final = Family(name="eagle3", gguf="eagle3", neighbours=True)
 """EAGLE-3's heads, whose files state their inputs from a target (:mod:`edgespec_export.sources.heads`)."""
 ASSISTANT: Final = _GEMMA4._replace(gguf="gemma4-assistant")
 """Gemma 4's assistants (:mod:`edgespec_export.sources.assistants`)."""
+BLOCKS: Final = Family(name="dflash", gguf="dflash", fixed={"qk_norm": True})
+"""DFlash's and DSpark's heads, likewise (:mod:`edgespec_export.sources.dflash`)."""
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
     "target's source"

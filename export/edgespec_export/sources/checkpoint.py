@@ -216,6 +216,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             del expected["lm_head"]
         elif self.head_tokens is not None:
             expected["lm_head"] = len(self.head_tokens), config.hidden_size
+            if "chain_out" in expected:
+                expected["chain_out"] = len(self.head_tokens), expected["chain_out"][1]
         for layer in layers_of(config)[: len(self.tensors) + 1]:  # a damaged count may be huge
             shapes = layer_shapes(config, layer, biases=self.has_biases)
             expected |= {f"{layer.name}.{name}": shape for name, shape in shapes.items()}

@@ -16,6 +16,7 @@ from typing import Final
 from edgespec_export.sources import gemma4
 from edgespec_export.sources.architectures import (
     ASSISTANT,
+    BLOCKS,
     GGUF_FAMILIES,
     HEAD,
     NEEDS_TARGET,
@@ -362,7 +363,7 @@ def family_of(file: GGUFFile) -> Family:
     instead = _NO_MODELS.get("mmproj" if architecture == "clip" else str(kind))
     if instead is not None:
         raise UnsupportedModelError(f"{file.path} is {instead}")
-    if architecture in (HEAD.gguf, ASSISTANT.gguf):
+    if architecture in (HEAD.gguf, BLOCKS.gguf, ASSISTANT.gguf):
         raise RequestError(f"{file.path} {NEEDS_TARGET}")
     if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         known = f"edgespec exports these architectures from GGUF: {', '.join(GGUF_FAMILIES)}."

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
-from edgespec_export.sources.architectures import HEAD, Family
+from edgespec_export.sources.architectures import BLOCKS, HEAD, Family
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.experts import one_below_the_other
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
-from edgespec_export.sources.hf_config import config_of, eagle_facts
+from edgespec_export.sources.hf_config import config_of, drafts_blocks, trained_facts
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.facts import Facts
@@ -43,12 +44,16 @@ _GGUF_GLOBAL = gguf_checkpoint.GLOBAL | {"fc.weight": "fuse", "enc.output_norm.w
 _GGUF_LAYER = gguf_checkpoint.LAYER | {"attn_norm.weight": "embed_norm", "attn_norm_2.weight": "attn_norm"}
 
 
-def is_eagle(source: Path) -> bool:
-    """Whether a checkpoint's file or directory holds one of EAGLE-3's heads. Raises as opening it does."""
+def family_of(source: Path) -> Family | None:
+    """The family of the head in a file or directory; None for what is none. Raises as opening it does."""
     if source.is_file():
         with GGUFFile(source) as file:
-            return file.metadata.get("general.architecture") == HEAD.gguf
-    return eagle_facts(Facts.read(source / CONFIG)) is not None
+            named = file.metadata.get("general.architecture")
+            return next((family for family in (HEAD, BLOCKS) if family.gguf == named), None)
+    facts = Facts.read(source / CONFIG)
+    if trained_facts(facts) is None:
+        return None
+    return BLOCKS if drafts_blocks(facts) else HEAD
 
 
 class Head(Checkpoint):
@@ -67,7 +72,7 @@ class Head(Checkpoint):
 
     def tiles_of(self, name: str) -> str | None:
         """Four bits and a minimum, because a step costs what it reads, and the head only guesses."""
-        return None if name == "embed" else "Q4_1"
+        return {"embed": None, "chain_in": "Q8_0"}.get(name, "Q4_1")
 
     def fit(self, tensors: dict[str, Tensor]) -> None:
         """Have these tensors, which are checked, and the target's texts."""
@@ -79,11 +84,11 @@ class Head(Checkpoint):
             raise ModelFileError(f"{error} Or {OTHER.lower()}, {self.base.path.name}.") from error
 
 
-class _Eagle(Head):
-    """The common part of both forms of EAGLE-3's heads."""
+class _Trained(Head):
+    """The common part of heads that others have trained for a target."""
 
-    def _complete(self, tokens: npt.NDArray[np.int64] | None) -> None:
-        """Borrow, cut apart what multiplies embedding and state side by side, and check all.
+    def complete(self, tokens: npt.NDArray[np.int64] | None) -> None:
+        """Borrow, cut apart what EAGLE multiplies embedding and state side by side by, and check all.
 
         ``tokens`` are the target's, of each row of the LM head; None where there is no such list.
         """
@@ -98,7 +103,10 @@ class _Eagle(Head):
             own[name] = self.base.tensor(name)
         if own["lm_head"] is own["embed"]:
             del own["lm_head"]  # of a target that ties them
-        for name in "qkv":
+        if "confidence" in own:  # which may have no bias
+            zero = Tensor("confidence_bias", (1,), GGMLType.F32, BytesIO(bytes(4)), 0)
+            own.setdefault("confidence_bias", zero)
+        for name in "qkv" if self.config.architecture == HEAD.name else "":
             both = own.get(f"layers.0.{name}")
             if both is not None and len(both.shape) == 2:
                 half, whole = both.shape[1] // 2, both.shape[1]
@@ -107,8 +115,10 @@ class _Eagle(Head):
         self.fit(own)
 
 
-class GGUFHead(_Eagle, GGUFCheckpoint):
-    """A head in a GGUF file."""
+class GGUFHead(_Trained, GGUFCheckpoint):
+    """A head in a GGUF file; ``names`` are those of tensors outside and within layers."""
+
+    kind, names = HEAD, (_GGUF_GLOBAL, _GGUF_LAYER)
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
         self.path, self.files, self.model_name, self.base = path, (path,), path.stem, target
@@ -116,39 +126,51 @@ class GGUFHead(_Eagle, GGUFCheckpoint):
             stack.enter_context(target)
             file = stack.enter_context(GGUFFile(path))
             self.metadata = file.metadata
-            own = file.facts(HEAD.gguf)
-            family = _reading(Facts(own, path.name, {_IDS: "target_layers"}), target)
+            own = file.facts(self.kind.gguf)
+            family = self.reading(file, own, target)
             tokens = file.integers.pop("d2t", None)
-            named = gguf_checkpoint.named(file, family, _GGUF_GLOBAL, _GGUF_LAYER)
+            named = gguf_checkpoint.named(file, family, *self.names)
             self.tensors = {"embed": target.tensor("embed"), **named}
             self.config = self._read_config(family, own)
-            self._complete(tokens)
+            self.complete(tokens)
             self.stack = stack.pop_all()
 
+    def reading(self, file: GGUFFile, own: dict[str, object], target: Checkpoint) -> Family:
+        """The family of heads that read ``target`` as the file's keys say."""
+        return _reading(Facts(own, file.path.name, {_IDS: "target_layers"}), target)
 
-class HFHead(_Eagle, HFCheckpoint):
+
+class HFHead(_Trained, HFCheckpoint):
     """A head in a directory. EdgespecError for a ``pytorch_model.bin`` where torch is not installed."""
+
+    names = _GLOBAL, _LAYER
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
         self.path, self.model_name, self.base = path, model_name(path), target
         self._shards, self.stack = {}, ExitStack()
         with self.stack as opened:
             opened.enter_context(target)
-            facts = eagle_facts(Facts.read(path / CONFIG))
-            assert facts is not None  # as is_eagle says
+            facts = trained_facts(Facts.read(path / CONFIG))
+            assert facts is not None  # as family_of says
             facts = facts.over({"vocab_size": target.config.vocab_size})
-            self.config = config_of(facts, _reading(facts, target))
-            self._complete(self._read())
+            tokens = self._read()
+            self.config = self.read_config(facts, target)
+            self.complete(tokens)
             self.stack = opened.pop_all()
         shards = (shard.path for shard in self._shards.values())
         named = (path / name for name in (CONFIG, SINGLE, INDEX, _PICKLED))
         self.files = tuple(sorted({file for file in (*named, *shards) if file.is_file()}))
 
+    def read_config(self, facts: Facts, target: Checkpoint) -> ModelConfig:
+        """What the head's graph has to compute."""
+        return config_of(facts, _reading(facts, target))
+
     def _read(self) -> npt.NDArray[np.int64] | None:
         """Name the tensors; returns the target's tokens of the LM head's rows."""
         tokens, unknown, named = None, [], dict[str, Tensor]()
         for name, value in self._found():
-            own = own_name(name.replace("midlayer.", "layers.0.", 1), r"layers\.", _GLOBAL, _LAYER)
+            alone = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+            own = own_name(alone, r"layers\.", *self.names)
             if name == "d2t" and not isinstance(value, Tensor):
                 tokens = value.reshape(-1).astype(np.int64) + np.arange(value.size)  # offsets from the row
             elif own is not None and isinstance(value, Tensor):
@@ -157,7 +179,7 @@ class HFHead(_Eagle, HFCheckpoint):
                 unknown.append(name)
         if unknown:
             raise UnsupportedModelError(
-                f"{self.path.name} has {len(unknown)} tensors of no EAGLE-3 head, such as {unknown[0]!r}"
+                f"{self.path.name} has {len(unknown)} tensors of no such head, such as {unknown[0]!r}"
             )
         self.tensors = named
         return tokens
@@ -173,36 +195,38 @@ class HFHead(_Eagle, HFCheckpoint):
 
 
 def _reading(facts: Facts, target: Checkpoint) -> Family:
-    """The family of heads that read ``target`` as ``facts`` say."""
-    config = target.config
-    for what, has in {"vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}.items():
-        if facts.integer(what, has) != has:
-            raise RequestError(
-                f"{facts.where}: {what} is {facts.integer(what)}, of {target.path.name} it is {has}. {OTHER}"
-            )
+    """The family of heads that read ``target`` as ``facts`` say.
+
+    A list of layers at the top names those whose input is read to vLLM, llama.cpp and the ``speculators``
+    package. SGLang reads one in ``eagle_config``, in which a first id of 1 says that layers are named whose
+    output is meant, as SpecForge and ModelOpt train them (sgl-project/sglang, pull request 25454). None
+    stands for EAGLE's own choice.
+    """
+    ids = facts.value(_IDS)
+    if ids is None:
+        ids = facts.section("eagle_config").value(_IDS)
+        if isinstance(ids, list) and ids[:1] == [1] and all(type(i) is int for i in ids):
+            ids = [i + 1 for i in ids]
+    if ids is None:
+        count = target.config.num_layers
+        ids = [2, count // 2, count - 3]
     fixed = {
-        "feature_layers": _layers(facts, target),
-        "feature_width": config.hidden_size,
+        "feature_layers": fitting(facts, target, ids),
+        "feature_width": target.config.hidden_size,
         "normed_features": facts.boolean("norm_before_fc", default=False),
         "normed_residual": facts.boolean("norm_before_residual", default=False),
     }
     return HEAD._replace(fixed=fixed)
 
 
-def _layers(facts: Facts, target: Checkpoint) -> tuple[int, ...]:
-    """The layers of ``target`` whose input the head reads.
-
-    A list at the top says just that to vLLM, llama.cpp and the ``speculators`` package. SGLang reads one in
-    ``eagle_config``, in which a first id of 1 says that layers are named whose output is meant, as SpecForge
-    and ModelOpt train them (sgl-project/sglang, pull request 25454). None stands for EAGLE's own choice.
-    """
-    count, ids = target.config.num_layers, facts.value(_IDS)
-    if ids is None:
-        ids = facts.section("eagle_config").value(_IDS)
-        if isinstance(ids, list) and ids[:1] == [1] and all(type(i) is int for i in ids):
-            ids = [i + 1 for i in ids]
-    if ids is None:
-        ids = [2, count // 2, count - 3]
+def fitting(facts: Facts, target: Checkpoint, ids: object) -> tuple[int, ...]:
+    """The layers of ``target`` whose input a head reads, ``ids``, where the head fits it as ``facts`` say."""
+    config, count = target.config, target.config.num_layers
+    for what, has in {"vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}.items():
+        if facts.integer(what, has) != has:
+            raise RequestError(
+                f"{facts.where}: {what} is {facts.integer(what)}, of {target.path.name} it is {has}. {OTHER}"
+            )
     known = isinstance(ids, list) and all(type(i) is int and 0 <= i <= count for i in ids)
     if not isinstance(ids, list) or not known or len(set(ids)) < max(2, len(ids)):
         raise RequestError(

@@ -46,20 +46,37 @@ def model_facts(facts: Facts) -> Facts:
 
 def head_facts(facts: Facts) -> Facts | None:
     """All facts of a head in a ``config.json``; None for other models."""
-    return eagle_facts(facts) or assistant_facts(facts)
+    return trained_facts(facts) or assistant_facts(facts)
 
 
-def eagle_facts(facts: Facts) -> Facts | None:
-    """All that the ``config.json`` of an EAGLE-3 head says; None for other models.
+def trained_facts(facts: Facts) -> Facts | None:
+    """All facts of a head of EAGLE-3, or of one that drafts blocks; None for other models.
 
-    The ``speculators`` package has the facts of the layer in ``transformer_layer_config``.
+    The ``speculators`` package has the facts of the layer in ``transformer_layer_config``, and DFlash those
+    of a block in ``dflash_config``.
     """
+    blocks = drafts_blocks(facts)
     named = f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
-    if "eagle3" not in named and facts.value("draft_vocab_size") is None:
+    if not blocks and "eagle3" not in named and facts.value("draft_vocab_size") is None:
         return None
-    layer = facts.section("transformer_layer_config")
-    stated = {key: part.value(key) for part in (facts, layer) for key in part.keys}
-    return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
+    parts = facts, facts.section("transformer_layer_config"), facts.section("dflash_config")
+    stated = {key: part.value(key) for part in parts for key in part.keys}
+    if blocks:
+        causal = stated.pop("is_causal", None)
+        stated["sees_behind"] = not (stated.get("causal") if causal is None else causal)
+    if stated.get("use_swa"):
+        stated |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
+        stated["sliding_window"] = stated.get("swa_window_size")
+    model_type = {"model_type": "qwen3" if blocks else "llama"}
+    return Facts(stated | (model_type if blocks else {}), facts.where).over(
+        {**model_type, "rms_norm_eps": 1e-6}
+    )
+
+
+def drafts_blocks(facts: Facts) -> bool:
+    """Whether a ``config.json`` is of a head that drafts blocks."""
+    named = f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
+    return "dflash" in named or "dspark" in named
 
 
 def assistant_facts(facts: Facts) -> Facts | None:

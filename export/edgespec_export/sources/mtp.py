@@ -24,7 +24,7 @@ from edgespec_models.files.blocks import Tensor
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.storage import model_name
 
-_NONE: Final = "is no EAGLE-3 head and has no MTP layer; only these have a target. Leave out --target"
+_NONE: Final = "is no head and has no MTP layer; only these have a target. Leave out --target"
 _GGUF = {"token_embd.weight": "embed", "output_norm.weight": "target_norm", "output.weight": "lm_head"}
 _GGUF_LAYER = {
     "nextn.eh_proj.weight": "both",

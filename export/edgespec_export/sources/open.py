@@ -5,8 +5,9 @@ from pathlib import Path
 
 from edgespec_export.sources.assistants import GGUFAssistant, HFAssistant, is_assistant
 from edgespec_export.sources.checkpoint import Checkpoint
+from edgespec_export.sources.dflash import GGUFBlocks, HFBlocks
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
-from edgespec_export.sources.heads import GGUFHead, HFHead, is_eagle
+from edgespec_export.sources.heads import GGUFHead, HFHead, family_of
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
 from edgespec_export.sources.mtp import GGUFLayer, HFLayer, is_layer
 from edgespec_models.bundles.foreign import is_model, what_instead
@@ -44,11 +45,18 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
 
 def is_head(source: Path, target: Path | None = None) -> bool:
     """Whether what ``source`` holds drafts as a head, of ``target``. Raises as opening it does."""
-    return is_eagle(source) or is_assistant(source) or is_layer(source, target)
+    return _classes(source) != _OF_LAYERS or is_layer(source, target)
 
 
-def _classes(source: Path) -> tuple[Callable[[Path, Checkpoint], Checkpoint], ...]:
+_Opens = Callable[[Path, Checkpoint], Checkpoint]
+_OF_LAYERS: tuple[_Opens, _Opens] = GGUFLayer, HFLayer
+
+
+def _classes(source: Path) -> tuple[_Opens, _Opens]:
     """What opens a head, in a GGUF file and in a directory."""
     if is_assistant(source):
         return GGUFAssistant, HFAssistant
-    return (GGUFHead, HFHead) if is_eagle(source) else (GGUFLayer, HFLayer)
+    family = family_of(source)
+    if family is None:
+        return _OF_LAYERS
+    return (GGUFHead, HFHead) if family.name == "eagle3" else (GGUFBlocks, HFBlocks)

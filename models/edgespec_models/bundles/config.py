@@ -28,6 +28,7 @@ Architecture = Literal[
     "eagle3",
     "mtp",
     "assistant",
+    "dflash",
 ]
 Mixer = Literal["attention", "short_conv", "delta_net"]
 """The part of a layer in which tokens see each other."""
@@ -41,7 +42,39 @@ Context = Annotated[int, within(8, 2**21)]
 AGAIN = "The file is damaged or of another version; export the model again"
 _Factor = Annotated[float, within(above=0)]
 MTP_ROWS: Final = 32_768
-"""Rows of an MTP layer's LM head by default: those of the most frequent tokens."""
+"""Default rows of the LM head of a head that has its target's: those of the most frequent tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """How a head drafts a block of tokens in one pass (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147).
+
+    A block is the last known token and masks. Its rows see each other.
+
+    Attributes:
+        size: tokens of the longest block that the head was trained for.
+        mask: the token that stands for an unknown one.
+        anchored: the known token's row drafts the next token, and each mask's row the one behind it. Else
+            rows draft the tokens that their masks stand for.
+        causal: rows see only those before them.
+        rank: of the bias by which a drafted token changes the next one's logits; 0 without.
+        confident: the head also says how probable it is that a token is accepted.
+    """
+
+    size: Annotated[int, within(2, 256)]
+    mask: Annotated[int, within(0, 2**31 - 1)]
+    anchored: bool = False
+    causal: bool = False
+    rank: Annotated[int, within(0, 65_536)] = 0
+    confident: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a block drafts at most."""
+        return self.size if self.anchored else self.size - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +88,7 @@ class DecoderShape:
         context_length: positions the model was made for.
         feature_layers: layers of the target whose input a head reads.
         feature_width: width of that input.
+        block: the blocks of a head that drafts several tokens in one pass.
     """
 
     architecture: Annotated[str, length(1)]
@@ -63,13 +97,14 @@ class DecoderShape:
     context_length: Context
     feature_layers: tuple[Annotated[int, within(0, 4095)], ...] = ()
     feature_width: Annotated[int, within(0, 2**31 - 1)] = 0
+    block: Block | None = None
 
     @property
     def is_head(self) -> bool:
         """Whether the model drafts from states of its target.
 
-        EAGLE-3's heads do (arXiv 2503.01840), the MTP layers of models (arXiv 2412.19437), and the assistants
-        of Gemma 4.
+        EAGLE-3's and DFlash's heads do (arXiv 2503.01840, 2602.06036), MTP layers (arXiv 2412.19437), and the
+        assistants of Gemma 4.
         """
         return bool(self.feature_layers)
 
@@ -367,10 +402,13 @@ class ModelConfig(DecoderShape):
 
     def _check_head(self) -> None:
         reads, norms = (self.feature_layers, self.feature_width), (self.normed_features, self.normed_residual)
-        plain = self.num_layers == 1 and self.pre_norms and not (self.post_norms or self.mixers)
+        plain = self.pre_norms and not (self.post_norms or self.mixers)
+        single = self.num_layers == 1 and plain and self.block is None
+        as_wide = self.feature_width == self.hidden_size and not any(norms)
         right = {
-            "eagle3": all(reads) and plain and not (self.qk_norm or self.gated_attention or self.experts),
-            "mtp": all(reads) and plain and not any(norms) and self.feature_width == self.hidden_size,
+            "eagle3": all(reads) and single and not (self.qk_norm or self.gated_attention or self.experts),
+            "mtp": all(reads) and single and as_wide,
+            "dflash": all((*reads, plain, as_wide, self.block, not self.experts, not self.gated_attention)),
             "assistant": all(reads) and self.qk_norm and not any((*norms, self.shared_layers, self.mixers)),
         }
         if (self.architecture == "assistant") != (self.assistant is not None):
@@ -382,10 +420,15 @@ class ModelConfig(DecoderShape):
                 f"{self.vocab_size} tokens lie in {self.assistant.clusters} clusters; allowed: clusters of a "
                 "multiple of 16 tokens"
             )
-        if not right.get(self.architecture, not any((*reads, *norms))):
+        if not right.get(self.architecture, not any((*reads, *norms, self.block))):
             raise UnsupportedModelError(
-                f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers} and "
-                f"feature_width {self.feature_width}; a head is one plain layer of eagle3 or mtp, with both"
+                f"{self.num_layers} layers of {self.architecture}, feature_layers {self.feature_layers}, "
+                f"feature_width {self.feature_width} and block {self.block}; a head is one plain layer of "
+                "eagle3 or mtp, with the first two, or plain layers of dflash, with all"
+            )
+        if self.block is not None and self.block.mask >= self.vocab_size:
+            raise UnsupportedModelError(
+                f"the mask of a block is token {self.block.mask}; allowed: 0 to {self.vocab_size - 1}"
             )
 
     @property

@@ -33,6 +33,7 @@ class Part(NamedTuple):
         slot: slot of the sequence's states.
         behind: the number of tokens behind which these states are.
         cache: the KV cache with ``blocks``, if it is another model's.
+        injected: the number of first tokens that leave keys and values of their features alone.
     """
 
     tokens: Sequence[int]
@@ -45,6 +46,7 @@ class Part(NamedTuple):
     slot: int = 0
     behind: int = 0
     cache: Any = None
+    injected: int = 0
 
     @property
     def end(self) -> int:
@@ -71,8 +73,8 @@ class Pass:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of all parts."""
-        return list(chain.from_iterable(part.tokens for part in self.parts))
+        """Tokens of all parts, but for those with injected keys and values."""
+        return list(chain.from_iterable(part.tokens[part.injected :] for part in self.parts))
 
     @property
     def rows(self) -> int:
@@ -82,7 +84,7 @@ class Pass:
     @property
     def wanted(self) -> npt.NDArray[np.int64]:
         """The wanted rows, int64 ``(rows,)``; negative ones count from the end, as in ONNX."""
-        ends = np.cumsum([len(part.tokens) for part in self.parts])
+        ends = np.cumsum([len(part.tokens) - part.injected for part in self.parts])
         lasts = [end - part.ending for end, part in zip(ends, self.parts, strict=True)]
         wanted = [np.arange(last - part.rows, last) for last, part in zip(lasts, self.parts, strict=True)]
         return np.concatenate(wanted)
@@ -104,6 +106,7 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
             (part.end - part.ending - part.rows, part.rows) for part in run.parts
         ],
         BLOCKS: lambda run: [*chain.from_iterable(part.blocks for part in run.parts)],
+        "injected_rows": lambda run: [part.injected for part in run.parts],
         "places": lambda run: [(part.slot, part.behind) for part in run.parts],
         "seqlens_k": lambda run: [run.parts[0].end - 1],
         "total_sequence_length": lambda run: run.parts[0].end,
@@ -118,8 +121,8 @@ INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
 
 CHANGING: Final = frozenset(
     {
-        *("input_ids", "sequences", "wanted_sequences", "places", "seqlens_k", "total_sequence_length"),
-        *(ROWS, "features", "states"),
+        *("input_ids", "sequences", "wanted_sequences", "injected_rows", "places", "seqlens_k"),
+        *("total_sequence_length", ROWS, "features", "states"),
     }
 )
 """Inputs of edgespec's graphs whose values differ between passes over equally many tokens."""

@@ -178,6 +178,12 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         square = config.hidden_size, config.hidden_size
         shapes |= {"fuse": square, "embed_fuse": square}
         shapes |= dict.fromkeys(("target_norm", "fuse_norm", "embed_norm"), matrix[1:])
+    elif config.block is not None:
+        width, rank = len(config.feature_layers) * config.feature_width, config.block.rank
+        shapes |= {"fuse": (config.hidden_size, width), "fuse_norm": matrix[1:]}
+        shapes |= dict.fromkeys(("chain_in", "chain_out"), (config.vocab_size, rank)) if rank else {}
+        if config.block.confident:
+            shapes |= {"confidence": (1, config.hidden_size + rank), "confidence_bias": (1,)}
     elif config.is_head:
         width = len(config.feature_layers) * config.feature_width
         shapes |= {"fuse": (config.hidden_size, width)}

@@ -174,12 +174,13 @@ class HubHead:
     """A head on the hub, for the ``targets`` with these names or references.
 
     ``acceptance`` is the published rate for a drafted token. ``step_bytes`` are the bytes that a step reads,
-    rounded.
+    rounded. With ``in_blocks`` a step drafts all tokens of a draft.
     """
 
     targets: Annotated[tuple[str, ...], length(1)]
     acceptance: Annotated[float, within(0, 1)]
     step_bytes: _Amount
+    in_blocks: bool = False
 
 
 @cache

@@ -38,6 +38,7 @@ class GraphDecoder(Decoder):
     def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:
         super().__init__(config)
         self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name="decoder")
+        self.weights = self.graph  # the graph that has parameters
         self.past: dict[int, list[ir.Value]] = {}
         self.present: list[ir.Value] = []
 
@@ -49,7 +50,7 @@ class GraphDecoder(Decoder):
 
     def parameter(self, name: str, shape: Sequence[int], kind: ir.DataType = FLOAT) -> ir.Value:
         """A weight; the same value for the same name."""
-        return parameter(self.graph, name, shape, kind)
+        return parameter(self.weights, name, shape, kind)
 
     def gain(self, name: str, kind: ir.DataType = FLOAT) -> ir.Value:
         """The gain of a normalization."""

@@ -20,15 +20,21 @@ that attends to its target's keys and values
 (:class:`~edgespec_models.bundles.config.Assistant`) has those of two layers of the target as inputs, and its
 states are as wide as the target.
 
+A head that drafts blocks (:class:`~edgespec_models.bundles.config.Block`) takes ``features`` and
+``injected_rows`` int64 (s): of so many first tokens of each sequence it reads the features alone, and
+``input_ids`` are the others. It has no states.
+
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import onnx_ir as ir
 
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.config import Block, ModelConfig
 from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.kept import KeptType
 from edgespec_models.bundles.layers import Layer, graph_name, read_by
@@ -71,12 +77,12 @@ class _NativeDecoder(GraphDecoder):
         logits, columns = self.lm_head(x)
         if self.config.logit_cap is not None:
             (logits,) = self.node("Cap", logits, most=float(self.config.logit_cap))
-        self.write_outputs(logits, columns, self.node("Choose", logits, outputs=2))
+        self.write_outputs(logits, columns, self.choices(logits, x, ids))
         if self.experts_read:
             self.output(
                 self.one("Concat", *self.experts_read, axis=0), EXPERTS_READ, INT64, [len(self.experts_read)]
             )
-        if self.config.is_head:
+        if self.config.is_head and self.config.block is None:
             states, width = self.new_states(x)
             self.output(states, NEW_STATES, FLOAT, [1, "r", width])
         return self.model(tunable=self.plan.tunable)
@@ -84,6 +90,10 @@ class _NativeDecoder(GraphDecoder):
     def new_states(self, x: ir.Value) -> tuple[ir.Value, int]:
         """What a head reads behind its own drafts, of rows of its last stream; and how wide it is."""
         return x, self.config.hidden_size
+
+    def choices(self, logits: ir.Value, x: ir.Value, ids: ir.Value) -> Sequence[ir.Value]:
+        """The best column of each row, and its probability; ``x`` is their stream."""
+        return self.node("Choose", logits, outputs=2)
 
     def stream(self, ids: ir.Value) -> ir.Value:
         """The residual stream that enters the first layer."""
@@ -148,9 +158,19 @@ class _NativeDecoder(GraphDecoder):
 
     def embed(self, ids: ir.Value, factor: float) -> ir.Value:
         form, (rows, width) = self.plan.embedding.format, self.shapes["embed"]
-        table = self.matrix("embedding.weight", form, rows, width)
-        facts: dict[str, Any] = {"format": form.tiles, "rows": rows, "width": width, "factor": factor}
-        return self.node("Embedding", ids, table, **facts)[0]
+        return self.rows_of("embedding.weight", form, (rows, width), ids, factor)
+
+    def rows_of(
+        self, name: str, form: WeightFormat, shape: tuple[int, ...], ids: ir.Value, factor: float
+    ) -> ir.Value:
+        """Rows of a table with one for each token."""
+        table = self.matrix(name, form, *shape)
+        facts: dict[str, Any] = {"rows": shape[0], "width": shape[1], "factor": factor}
+        return self.node("Embedding", ids, table, format=form.tiles, **facts)[0]
+
+    def constant(self, values: Sequence[Any]) -> ir.Value:
+        """Whole numbers, int64."""
+        return self.one("Constant", value=ir.tensor(np.array(values, np.int64)))
 
     def norm(self, x: ir.Value, name: str) -> _Product:
         return partial(self.linear, x, gain=name)
@@ -179,6 +199,12 @@ class _NativeDecoder(GraphDecoder):
             of_keys = "k_norm" if "k" in layer.projections else "q_norm"  # no keys, no matter
             gains = [self.gain(f"{layer.name}.{norm}") for norm in ("q_norm", of_keys)]
         own, sinks = layer.projections != "q", f"{layer.name}.sinks"
+        more: list[ir.Value | None] = [
+            self.parameter(graph_name(sinks), self.shapes[sinks]) if config.sinks else None,
+            *self.injected(layer),
+        ]
+        while more and more[-1] is None:
+            more.pop()
         y, *new = self.node(
             "Attention",
             packed,
@@ -187,7 +213,7 @@ class _NativeDecoder(GraphDecoder):
             self.blocks,
             *tables,
             *gains,
-            *([self.parameter(graph_name(sinks), self.shapes[sinks])] if config.sinks else []),
+            *more,
             outputs=3 if own else 1,
             heads=config.num_heads,
             kv_heads=layer.kv_heads,
@@ -201,6 +227,10 @@ class _NativeDecoder(GraphDecoder):
         self.caches |= {layer.index: new} if own else {}
         self.present += new
         return y
+
+    def injected(self, layer: Layer) -> Sequence[ir.Value]:
+        """Keys and values of rows without queries, and how many of each sequence."""
+        return ()
 
     def more_of_attention(self, layer: Layer) -> dict[str, Any]:
         """Attributes that most graphs do not need."""
@@ -348,12 +378,13 @@ class _NativeDecoder(GraphDecoder):
         post_gain: str | None = None,
         residual: ir.Value | None = None,
         gate: str = "",
+        first: int = 0,
     ) -> ir.Value:
-        """``[residual +] [norm of] gate(norm(x) W + bias)``."""
+        """``[residual +] [norm of] gate(norm(x) W + bias)``; ``first``: of the parts to multiply by."""
         spec, bias = self.plan.linears[name], None
         if spec.parts[0].biases:
             bias = self.parameter(f"{graph_name(name)}.bias", [spec.out_features])
-        weights = self.matrices(name)
+        weights = self.matrices(name)[first:]
         gains = [None if name is None else self.gain(name) for name in (gain, post_gain)]
         return self.node(
             "Linear",
@@ -361,7 +392,7 @@ class _NativeDecoder(GraphDecoder):
             inputs=spec.in_features,
             epsilon=self.epsilon,
             gate=gate,
-            parts=",".join(f"{part.format.tiles}:{part.out_features}" for part in spec.parts),
+            parts=",".join(f"{part.format.tiles}:{part.out_features}" for part in spec.parts[first:]),
         )[0]
 
     def normalized(self, x: ir.Value, name: str) -> ir.Value:
@@ -461,10 +492,82 @@ class _NativeAssistant(_NativeDecoder):
         return logits[0], config.vocab_size
 
 
+class _NativeBlocks(_NativeDecoder):
+    """DFlash's head (arXiv 2602.06036): its layers see what features of the target give them, and a block."""
+
+    def stream(self, ids: ir.Value) -> ir.Value:
+        features = self.input("features", FLOAT, [1, "m", self.shapes["fuse"][1]])
+        self.counts = self.input("injected_rows", INT64, ["s"])
+        self.known = self.linear(features, "fuse", post_gain="fuse_norm")
+        return super().stream(ids)
+
+    def injected(self, layer: Layer) -> Sequence[ir.Value]:
+        return self.linear(self.known, f"{layer.name}.qkv", first=1), self.counts
+
+    def more_of_attention(self, layer: Layer) -> dict[str, Any]:
+        sees_itself = {} if self.block.causal else {"bidirectional": 1}
+        return super().more_of_attention(layer) | sees_itself
+
+    @property
+    def block(self) -> Block:
+        assert self.config.block is not None  # which a config of this architecture has
+        return self.config.block
+
+    def choices(self, logits: ir.Value, x: ir.Value, ids: ir.Value) -> Sequence[ir.Value]:
+        """With a chain (DSpark, arXiv 2607.05147) a bias that follows from the token before changes them.
+
+        Where that is a mask, it is the token that the row before chose. So rows are chosen one by one. With
+        confidences these stand for the probabilities.
+        """
+        if not self.block.rank:
+            return super().choices(logits, x, ids)
+        one = self.constant([1])
+        places = self.rows if self.block.anchored else self.one("Sub", self.rows, one)
+        before = self.one("Gather", ids, places, axis=1)
+        scores = self.scores(x) if self.block.confident else None
+        outer, self.graph = self.graph, ir.Graph([], [], nodes=[], name="chain")
+        step = self.input("step", INT64, [])
+        goes_on, last = self.input("goes_on", ir.DataType.BOOL, []), self.input("last", INT64, [1, 1])
+        row = self.one("Reshape", step, one)
+        token = self.one("Gather", before, row, axis=1)
+        token = self.one("Where", self.one("Equal", token, self.constant([self.block.mask])), last, token)
+        (table,) = self.plan.linears["chain_in"].parts
+        chained = self.rows_of("chain_in.parts.0.weight", table.format, self.shapes["chain_in"], token, 1.0)
+        biased = self.linear(chained, "chain_out", residual=self.one("Gather", logits, row, axis=1))
+        best, probability = self.node("Choose", biased, outputs=2)
+        if scores is not None:
+            of_state, weights = self.one("Gather", scores, row, axis=1), self.confidence(end=True)
+            probability = self.one("Sigmoid", self.one("Add", of_state, self.one("MatMul", chained, weights)))
+        kept = self.plan.head_tokens or self.plan.columns
+        written = best if kept is None else self.one("Gather", self.constant(kept), best)
+        found = [self.one("Reshape", value, one) for value in (best, probability)]
+        self.graph.outputs.extend([self.one("Identity", goes_on), written, *found])
+        for at, node in enumerate(self.graph):  # names are of both graphs
+            for value in node.outputs:
+                value.name = f"chain.{at}.{value.name}"
+        chain, self.graph = self.graph, outer
+        count, first = self.one("Squeeze", self.one("Shape", self.rows)), self.constant([[self.block.mask]])
+        _, *chosen = self.node("Loop", count, None, first, outputs=3, domain="", body=chain)
+        return [self.one("Reshape", value, self.constant([1, -1])) for value in chosen]
+
+    def scores(self, x: ir.Value) -> ir.Value:
+        """The part of the confidences' scores that follows from the stream."""
+        of_state = self.one("MatMul", self.normalized(x, "final_norm"), self.confidence(end=False))
+        return self.one("Add", of_state, self.parameter("confidence_bias", [1]))
+
+    def confidence(self, *, end: bool) -> ir.Value:
+        """The weights of scores, of the stream or, at their end, of the chain."""
+        shape, width = self.shapes["confidence"], self.config.hidden_size
+        begin, stop = (width, shape[1]) if end else (0, width)
+        whole = self.one("Transpose", self.parameter("confidence", shape))
+        return self.one("Slice", whole, self.constant([begin]), self.constant([stop]))
+
+
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
     """Build the graph; matrices are tiles (:mod:`edgespec_models.bundles.weight_format`), uint8.
 
     Parameters are named as :meth:`DecoderPlan.parts` says.
     """
-    kinds = {"eagle3": _NativeHead, "mtp": _NativeMTP, "assistant": _NativeAssistant}
+    kinds = {"eagle3": _NativeHead, "mtp": _NativeMTP}
+    kinds |= {"assistant": _NativeAssistant, "dflash": _NativeBlocks}
     return kinds.get(config.architecture, _NativeDecoder)(config, plan).build()

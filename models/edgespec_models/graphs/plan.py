@@ -77,7 +77,8 @@ class DecoderPlan:
     ``linears`` has the products of every layer, such as ``layers.3.qkv``, and ``lm_head``.
     ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
     ``context`` gives such a graph the input ``context_tokens``: further tokens that it can write, with the
-    token embedding as LM head. ``tunable`` lets the gains of normalizations be replaced at run time.
+    token embedding as LM head. ``columns`` are the tokens of an LM head that has not all in its file.
+    ``tunable`` lets the gains of normalizations be replaced at run time.
     """
 
     embedding: EmbeddingSpec
@@ -85,6 +86,7 @@ class DecoderPlan:
     head_tokens: tuple[int, ...] | None = None
     context: bool = False
     tunable: bool = False
+    columns: tuple[int, ...] | None = None
     precision: Precision = FULL
 
     @property
