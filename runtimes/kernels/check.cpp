@@ -474,8 +474,8 @@ int lost_jobs() {
   for (int64_t threads = 1; threads <= 4; threads++) {
     Crew crew(threads, threads % 2 == 0, threads > 2);
     const std::vector<uint8_t> bytes(256 << 10);
-    const Weights* weights = crew.follow({{4, {bytes.data(), nullptr}, {}}});
-    crew.follow({{4, {bytes.data(), bytes.data() + (128 << 10)}, {}}});
+    const Weights* weights = crew.follow({{4, {bytes.data(), nullptr}}, {}});
+    crew.follow({{4, {bytes.data(), bytes.data() + (128 << 10)}}, {}});
     for (int64_t job = 0; job < 10000; job++) {
       std::vector<int64_t> ran(static_cast<size_t>(job % 40));
       const auto run = [&](int64_t i) { ran[static_cast<size_t>(i)] += i + 1; };
