@@ -1,4 +1,4 @@
-"""The KV cache of edgespec's own graphs: a pool of blocks of tokens, of which each sequence has a table."""
+"""The KV cache of edgespec's own graphs: a pool of blocks, and a table for each sequence."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from edgespec_runtimes.kv_cache import Block, KVBuffers, Saved, Stretch, ort_val
 
 
 class BlockPool(KVBuffers):
-    """Blocks in numpy's memory, an array of them for each tensor.
+    """Blocks in NumPy's memory, in an array for each tensor.
 
-    A sequence begins in a free extent and goes on behind its last block, since passes read blocks that follow
-    each other in an extent as fast as one buffer.
+    A sequence begins in a free extent and goes on behind its last block, because passes read successive
+    blocks of an extent as fast as a single buffer.
 
-    Where there is no room, the pool is copied to twice its size. So a token is copied once or twice, which
-    takes a thousandth of the time to read it. Room that is not used yet takes no memory, since nobody has
-    touched its pages. One tensor at a time is there twice, and where memory fails nothing is lost. Before it
-    moves ``moving`` is called, since bindings hold on to its memory.
+    Without room the pool is copied to twice its size. So a token is copied once or twice, which takes a
+    thousandth of the time to read it. Unused room takes no memory, because its pages are untouched. One
+    tensor at a time is in memory twice, and a lack of memory loses nothing. Before it moves it calls
+    ``moving``, because bindings refer to its memory.
     """
 
     def __init__(self, layout: Sequence[KeptTensor], moving: Callable[[], object]) -> None:
@@ -29,17 +29,17 @@ class BlockPool(KVBuffers):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that somebody has."""
+        """Bytes of the used blocks."""
         return (self._count - len(self._free)) * self.block_bytes
 
     def reserve(self, capacity: int, keep: int) -> None:
-        """Blocks come when passes need them; where no room is asked for, give back what nobody has."""
+        """Blocks come when passes need them; for a capacity of 0 free the unused ones."""
         if not capacity:
             last = max({*range(self._count)} - self._free, default=-1)
             self._resize((last + EXTENT) // EXTENT * EXTENT)
 
     def extend(self, stretch: Stretch, end: int) -> None:
-        """Give a sequence blocks for ``end`` tokens, and one of its own that the next are written to."""
+        """Give a sequence blocks for ``end`` tokens; it writes to blocks of its own alone."""
         blocks, (at, begun) = stretch.blocks, divmod(len(stretch.tokens), BLOCK)
         if begun and blocks[at].frozen:
             copy = self._block(blocks[:at])
@@ -51,12 +51,12 @@ class BlockPool(KVBuffers):
             blocks.append(self._block(blocks))
 
     def save(self, stretch: Stretch, at: int) -> Saved | None:
-        """A sequence's block itself, which is not written any more."""
+        """A sequence's block itself, which is frozen."""
         stretch.blocks[at].frozen = True
         return stretch.blocks[at]
 
     def load(self, stretch: Stretch, saved: Saved, count: int) -> None:
-        """Give a sequence a block of the pool, or a copy of what another has."""
+        """Give a sequence a block of the pool, or a copy of another pool's block."""
         if isinstance(saved, memoryview):
             copy = self._block(stretch.blocks)
             arrays = self._arrays_of(copy.number)
@@ -73,7 +73,7 @@ class BlockPool(KVBuffers):
         self._values = [ort_value(array) for array in self.arrays]
 
     def _arrays_of(self, number: int) -> list[npt.NDArray[Any]]:
-        """Where a block lies, tensor by tensor."""
+        """The arrays of a block, tensor by tensor."""
         extent, at = divmod(number, EXTENT)
         tokens = slice(at * BLOCK, (at + 1) * BLOCK)
         return [
@@ -82,7 +82,7 @@ class BlockPool(KVBuffers):
         ]
 
     def _block(self, before: Sequence[Block]) -> Block:
-        """A block for a sequence that has those ``before``."""
+        """A block for a sequence with the blocks ``before``."""
         number = before[-1].number + 1 if before else -1
         if number not in self._free:
             number = self._beginning()
@@ -90,7 +90,7 @@ class BlockPool(KVBuffers):
         return Block(number, self.block_bytes, self._read, self._put_back)
 
     def _beginning(self) -> int:
-        """The first block of a free extent; where a quarter is free in smaller parts, the first of these."""
+        """The first block of a free extent, or of a smaller free part if a quarter is free in such parts."""
         free, count = sorted(self._free), self._count
         for at, number in enumerate(free):
             if number % EXTENT == 0 and free[at : at + EXTENT] == [*range(number, number + EXTENT)]:
@@ -121,6 +121,6 @@ class BlockPool(KVBuffers):
                 self.arrays[at] = array
             self._free.update(range(before, count))
             self._count = count
-        finally:  # where memory fails, some arrays have more room than others
+        finally:  # after a lack of memory some arrays have more room than others
             rooms = (tensor.of_blocks(self._count)[0] for tensor in self._layout)
             self._values = [ort_value(array[:room]) for array, room in zip(self.arrays, rooms, strict=True)]

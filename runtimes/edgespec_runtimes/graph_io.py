@@ -1,7 +1,7 @@
 """Passes over any number of tokens: filling a graph's inputs and reading its outputs.
 
-Sessions know tokens. What a graph is called with is in :mod:`graph_contract`; here that is
-bound to memory, run, and read.
+Sessions know tokens. The inputs of graphs are in :mod:`graph_contract`; this module binds them to memory,
+runs the graph, and reads the outputs.
 """
 
 from abc import abstractmethod
@@ -48,8 +48,8 @@ _OfRows = Callable[[slice], Predictions]
 class _Bound:
     """A binding for passes of one shape.
 
-    ``changing`` are those of the ``inputs`` (name, array, value, and its memory) that hold something else in
-    the next pass. ``predictions`` are of rows of the last run, ``hidden`` other outputs of it.
+    ``changing`` are the ``inputs`` (name, array, value, and its memory) that change in the next pass.
+    ``predictions`` belong to rows of the last run, ``hidden`` are other outputs of it.
     """
 
     binding: Any
@@ -62,9 +62,9 @@ class _Bound:
 class _GraphModel(LoadedModel):
     """A graph that takes any number of tokens, and keeps keys and values in ``cache``.
 
-    Attention over a single row takes other code in ONNX Runtime, which sums in another order; on processors
-    without AVX-512 products do too. So a single token may be run twice. The second token's keys and values
-    land behind the sequence and are overwritten by the next pass, or left out by it.
+    In ONNX Runtime attention over a single row has other code, which sums in another order; on processors
+    without AVX-512 products have, too. So a single token may be run twice. The second token's keys and values
+    lie behind the sequence, and the next pass overwrites or ignores them.
     """
 
     cache: KVBuffers
@@ -100,11 +100,11 @@ class _GraphModel(LoadedModel):
 
     @abstractmethod
     def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
-        """What :meth:`run` does; raises what ONNX Runtime does."""
+        """The work of :meth:`run`. Raises ONNX Runtime's exceptions."""
 
     @abstractmethod
     def failure(self, count: int, error: Exception) -> Exception:
-        """What a failed pass over so many tokens is."""
+        """The error for a failed pass over this many tokens."""
 
     def close(self) -> None:
         """Free what passes use."""
@@ -112,7 +112,7 @@ class _GraphModel(LoadedModel):
         self._session = None
 
     def feed(self, binding: Any, one: Pass) -> list[_Input]:
-        """Bind what a pass reads besides weights, and its cache."""
+        """Bind the inputs of a pass, without weights, and its cache."""
         inputs: list[_Input] = []
         for called, (name, kind) in self._inputs.items():
             # GroupQueryAttention reads the total length on the host, wherever it runs.
@@ -125,7 +125,7 @@ class _GraphModel(LoadedModel):
         return inputs
 
     def read_rows(self, binding: Any, count: int, columns: int, rows: slice) -> _OfRows:
-        """Bind logits of ``count`` rows; what hands out some of those in ``rows`` after each run."""
+        """Bind logits of ``count`` rows; return a function that gives some of them after each run."""
         value, logits = self._host.output((1, count, columns), self._logits)
         binding.bind_ortvalue_output(self._tensors.logits, value)
         bound = logits()[0, rows]
@@ -135,10 +135,10 @@ class _GraphModel(LoadedModel):
 class OwnModel(_GraphModel):
     """A graph that edgespec built.
 
-    It has logits of the rows that are asked for, and writes a cache with room to spare in place, so that a
-    binding serves every pass of as many tokens. Of edgespec's operators it takes several sequences, each with
-    a table of blocks. Of ONNX Runtime's it takes one, and where rows are to be exact at least two rows of
-    logits are asked for.
+    It has logits of the wanted rows, and writes a cache with spare room in place, so a binding serves every
+    pass with the same number of tokens. A graph of edgespec's operators takes several sequences, each with a
+    table of blocks. A graph of ONNX Runtime's takes one, and computes at least two rows of logits if rows
+    have to be exact.
 
     ``passes`` are bindings by number of tokens, of wanted rows and of parts.
     """
@@ -157,12 +157,12 @@ class OwnModel(_GraphModel):
     ) -> None:
         """Bind nothing yet.
 
-        ``exact_rows`` runs a single token twice where that makes a row's bits independent of the number of
-        rows. Predictions have the streams that enter ``read_layers``, side by side.
+        ``exact_rows`` runs a single token twice if that makes a row's bits independent of the number of rows.
+        Predictions have the streams that enter ``read_layers``, side by side.
         """
         super().__init__(session, bundle, chunk=chunk, memory=memory)
         self.takes_several = self._inputs.pop(BLOCKS, None) is not None
-        tunable = session.get_overridable_initializers()  # inputs too, whose stored values are defaults
+        tunable = session.get_overridable_initializers()  # inputs too, with stored values as defaults
         self._shapes = {value.name: tuple(value.shape) for value in tunable}
         self.tunable = frozenset(self._shapes)
         self._spare = int(exact_rows and not self.takes_several)  # rows that are run twice
@@ -189,14 +189,14 @@ class OwnModel(_GraphModel):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved for what all sessions keep."""
+        """Bytes reserved for the kept tensors of all sessions."""
         return self.cache.nbytes + self.states.nbytes
 
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Run with copies of these weights, by name, from the next pass on.
 
         Raises:
-            RequestError: one that is not among :attr:`tunable`, or of another shape.
+            RequestError: a weight is not in :attr:`tunable`, or has another shape.
         """
         unknown = weights.keys() - self.tunable
         if unknown:
@@ -211,7 +211,7 @@ class OwnModel(_GraphModel):
             stretch.cut(0)
 
     def offer(self, tokens: Sequence[int]) -> None:
-        """Give a trimmed LM head that is tied to the embedding a column for each of ``tokens``."""
+        """Add a column for each of ``tokens`` to a trimmed LM head that is tied to the embedding."""
         offered = np.array(tokens or [0], np.int64)
         if len(self._context) and not np.array_equal(offered, self._context):
             self._context = offered
@@ -223,7 +223,7 @@ class OwnModel(_GraphModel):
             self.head_tokens = np.concatenate([self._head_tokens, self._context.astype(np.int32)])
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
-        """Make room for ``capacity`` tokens in ``stretch``, keeping those of all."""
+        """Make room for ``capacity`` tokens in ``stretch``, and keep the tokens of all stretches."""
         self.passes.clear()
         self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
         self.cache.reserve(capacity + self._spare, len(stretch.tokens))
@@ -264,7 +264,7 @@ class OwnModel(_GraphModel):
         return [predictions[order.index(at)] for at in range(len(parts))]
 
     def failure(self, count: int, error: Exception) -> Exception:
-        """Mostly a want of memory."""
+        """The error of a pass, mostly for lack of memory."""
         return DeviceError(f"a pass over {count} tokens failed: {error}")
 
     def close(self) -> None:
@@ -274,13 +274,13 @@ class OwnModel(_GraphModel):
         super().close()
 
     def _bind(self, one: Pass, rows: int) -> _Bound:
-        """Bind what a pass reads and writes; its predictions are of the last ``rows``."""
+        """Bind the inputs and outputs of a pass; its predictions belong to the last ``rows``."""
         binding = self._session.io_binding()
         inputs = self.feed(binding, one)
         self.states.bind(binding)
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
-        # Of one part as many rows are always the same ones.
+        # With a single part equal numbers of rows are the same rows.
         changing = [
             each for each in inputs if each[0] in CHANGING and (each[0] != ROWS or len(one.parts) > 1)
         ]
@@ -296,7 +296,7 @@ class OwnModel(_GraphModel):
         return _Bound(binding, inputs, changing, predictions, tuple(hidden.values()))
 
     def _choose(self, binding: Any, one: Pass) -> _OfRows:
-        """Bind outputs of a graph that says which columns are the most likely: logits stay where it runs."""
+        """Bind outputs of a graph that returns the most likely columns; logits stay on its device."""
         value, logits = self._memory.output((1, one.rows, one.columns), np.dtype(np.float32))
         best, likely = np.empty((1, one.rows), np.int64), np.empty((1, one.rows), np.float32)
         outputs = {"best_columns": ort_value(best), "best_probabilities": ort_value(likely)}
@@ -308,12 +308,12 @@ class OwnModel(_GraphModel):
 
 
 class ForeignModel(_GraphModel):
-    """A graph that others exported, whose passes are of one sequence.
+    """A graph of another exporter, whose passes read one sequence.
 
-    It reads a mask, which grows, and writes logits of all rows, so that every pass is bound anew;
-    ``most_rows`` take about 32 MiB. Where GroupQueryAttention is given room to spare, it writes its cache in
-    place; where it concatenates, a longer cache comes back. A short trial at the start tells which:
-    configurations do not always, and Optimum's not at all.
+    It reads a growing mask and writes logits of all rows, so every pass is bound anew; ``most_rows`` take
+    about 32 MiB. GroupQueryAttention with spare room writes its cache in place; a graph that concatenates
+    returns a longer cache. A short trial at the start tells which, because configurations do not always tell,
+    and Optimum's never.
     """
 
     def __init__(self, session: Any, bundle: Bundle, *, chunk: int, exact_rows: bool) -> None:
@@ -339,16 +339,16 @@ class ForeignModel(_GraphModel):
         inputs, end = self.feed(binding, one), count - read.ending
         predictions = self.read_rows(binding, count, self._columns, slice(end - part.rows, end))
         self._session.run_with_iobinding(binding)
-        del inputs  # whose memory the pass has read
+        del inputs  # the pass has read their memory
         self.cache.written(read.end)
         return [predictions(slice(0, part.rows))]
 
     def failure(self, count: int, error: Exception) -> Exception:
-        """Perhaps the graph's fault."""
+        """The error of a pass, perhaps by the graph's fault."""
         return BundleError(f"ONNX Runtime cannot run this graph of another exporter: {error}")
 
     def _grows(self, kept: Sequence[KeptTensor]) -> bool:
-        """Whether the cache comes back longer than it went in, although it had room."""
+        """Whether the returned cache is longer than the input, although it had room."""
         one = Pass([Part((0, 0), 0)])
         feeds = {called: np.array(INPUTS[name](one), kind) for called, (name, kind) in self._inputs.items()}
         feeds |= {tensor.input: np.zeros(tensor.of_tokens(_PROBED), tensor.dtype) for tensor in kept}
@@ -356,13 +356,13 @@ class ForeignModel(_GraphModel):
         quiet.log_severity_level = _FATAL
         try:
             present = self._session.run([kept[0].output], feeds, quiet)[0]
-        except RUN_ERRORS:  # a mask shorter than the cache: not for this graph
+        except RUN_ERRORS:  # this graph takes no mask that is shorter than the cache
             return True
         return bool(present.shape[2] != _PROBED)
 
 
 def _twice(part: Part, *, least: int = 0) -> Part:
-    """A part of a single token with that twice, and with so many rows of logits at least."""
+    """A part with its single token twice, and with at least this many rows of logits."""
     twice = len(part.tokens) == 1
     tokens = (*part.tokens, *part.tokens) if twice else part.tokens
     return part._replace(tokens=tokens, rows=max(part.rows, least), ending=int(twice))

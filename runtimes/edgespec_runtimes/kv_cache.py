@@ -1,4 +1,4 @@
-"""Keys and values: where a graph keeps them, and its inputs and outputs."""
+"""The memory of keys and values, and the inputs and outputs of graphs for them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -23,10 +23,10 @@ def ort_value(array: _Array) -> Any:
 
 
 class Block:
-    """What is kept of 32 tokens of a sequence, or of its last ones.
+    """The kept rows of 32 tokens of a sequence, or of its last tokens.
 
-    It has a ``number`` in a pool and takes ``nbytes``. A ``frozen`` one is not written any more, since others
-    may have it. When nobody has it, which Python counts, ``free`` is called.
+    It has a ``number`` in a pool and takes ``nbytes``. A ``frozen`` block is not written any more, because
+    others may have it. Python counts its users and calls ``free`` at the end.
     """
 
     __slots__ = ("_free", "_read", "frozen", "nbytes", "number")
@@ -45,15 +45,15 @@ class Block:
 
 
 Saved = Block | memoryview
-"""What a cache holds of a block of tokens: a block of its pool, or a copy."""
+"""A saved block of tokens: a block of the cache's pool, or a copy."""
 
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """A sequence's part of a KV cache: its tokens, its blocks, and how many tokens it has room for.
+    """A sequence's part of a KV cache: its tokens, its blocks, and its room in tokens.
 
-    ``fresh`` are the tokens at the end that the last pass read, if nothing was changed since. Its states lie
-    in ``slot``, ``behind`` so many of the tokens (:class:`edgespec_runtimes.states.Places`).
+    ``fresh`` is the number of last tokens from the last pass, if nothing was changed since. Its states lie in
+    ``slot``, ``behind`` this many of the tokens (:class:`edgespec_runtimes.states.Places`).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -64,18 +64,18 @@ class Stretch:
     behind: int = 0
 
     def add(self, tokens: Sequence[int], *, fresh: int = 0, behind: int = 0) -> None:
-        """Tell that the cache holds these too, and behind how many tokens the states lie now."""
+        """Note that the cache holds these tokens too, and behind how many tokens the states lie now."""
         self.tokens += tokens
         self.fresh, self.behind = fresh, behind
 
     def cut(self, length: int) -> None:
-        """Tell that the cache holds the first ``length`` tokens only."""
+        """Note that the cache holds the first ``length`` tokens only."""
         del self.tokens[length:], self.blocks[-(-length // BLOCK) :]
         self.fresh, self.behind = 0, min(self.behind, length)
 
 
 def refuse_states(layout: Sequence[KeptTensor]) -> None:
-    """Raise BundleError for what a sequence keeps besides keys and values, and ends of blocks."""
+    """Raise BundleError if a sequence keeps other tensors than keys and values, and ends of blocks."""
     if states := [tensor.input for tensor in layout if tensor.per == "sequence"]:
         raise BundleError(
             f"the graph keeps states ({', '.join(states)}), which edgespec runs in graphs of its own "
@@ -90,7 +90,7 @@ class KVBuffers(ABC):
     """
 
     def __init__(self, layout: Sequence[KeptTensor]) -> None:
-        """Reserve nothing yet; BundleError for what a sequence keeps besides keys and values."""
+        """Reserve nothing yet; BundleError if a sequence keeps other tensors than keys and values."""
         refuse_states(layout)
         self._layout = layout
         self._values: list[Any] = []
@@ -106,7 +106,7 @@ class KVBuffers(ABC):
         """Make room for ``capacity`` tokens, keeping the first ``keep``; earlier bindings are void."""
 
     def extend(self, stretch: Stretch, end: int) -> None:
-        """Let a sequence, for which room is reserved, have ``end`` tokens."""
+        """Extend a sequence, for which room is reserved, to ``end`` tokens."""
         return
 
     def bind(self, binding: Any, start: int, count: int) -> None:
@@ -116,7 +116,7 @@ class KVBuffers(ABC):
             binding.bind_ortvalue_output(tensor.output, value)
 
     def lend(self, binding: Any, names: Collection[str]) -> None:
-        """Let a pass of another graph, which calls these tensors so, read them as they lie now."""
+        """Bind the present tensors to a pass of another graph, by these names."""
         for tensor, value in zip(self._layout, self._values, strict=True):
             if tensor.input in names:
                 binding.bind_ortvalue_input(tensor.input, value)
@@ -126,12 +126,12 @@ class KVBuffers(ABC):
         return
 
     def save(self, stretch: Stretch, at: int) -> Saved | None:
-        """What the cache holds of a sequence's block ``at`` now; None where the host has nothing."""
+        """A sequence's present block ``at``; None if the host has none."""
         view = self.view(at * BLOCK, min((at + 1) * BLOCK, len(stretch.tokens)))
         return None if view is None else memoryview(b"".join(array.tobytes() for array in view))
 
     def load(self, stretch: Stretch, saved: Saved, count: int) -> None:
-        """Put the first ``count`` tokens that were saved behind the sequence's, which fill their blocks."""
+        """Append the first ``count`` saved tokens to the sequence's, which fill their blocks."""
         tokens = saved.nbytes * BLOCK // self.block_bytes
         arrays = self.split(saved, [tensor.of_tokens(tokens) for tensor in self._layout])
         self.paste(arrays, len(stretch.tokens), count)
@@ -142,11 +142,11 @@ class KVBuffers(ABC):
         return [*np.frombuffer(bytes(saved), np.dtype(form))[0]]
 
     def view(self, start: int, end: int) -> list[_Array] | None:
-        """Keys and values of the tokens from ``start`` to ``end``; None where the host has none."""
+        """Keys and values of the tokens from ``start`` to ``end``; None if the host has none."""
         return None
 
     def paste(self, arrays: Sequence[_Array], start: int, count: int) -> None:
-        """Put the first ``count`` tokens of such views behind ``start`` others. Room must be reserved."""
+        """Copy the first ``count`` tokens of such views behind ``start`` others. Room must be reserved."""
         return
 
     @abstractmethod
@@ -155,7 +155,7 @@ class KVBuffers(ABC):
 
 
 class SharedCache(KVBuffers):
-    """In numpy's memory.
+    """A KV cache in NumPy's memory.
 
     ``arrays`` are ``(1, heads, capacity, head_dim)`` each.
     """
@@ -177,7 +177,7 @@ class SharedCache(KVBuffers):
         arrays = []
         for tensor in self._layout:
             array = np.zeros(tensor.of_tokens(capacity), tensor.dtype)
-            if keep:  # each goes when it is copied, so that one alone is there twice
+            if keep:  # each is freed when it is copied, so only one is in memory twice
                 array[:, :, :keep] = self.arrays.pop(0)[:, :, :keep]
             arrays.append(array)
         self.arrays, self._values = arrays, [ort_value(array) for array in arrays]
@@ -198,17 +198,17 @@ class SharedCache(KVBuffers):
 
 
 class GrowingCache(KVBuffers):
-    """For graphs that concatenate: each pass reads exactly the past and writes past and new rows anew.
+    """A KV cache for graphs that concatenate: each pass reads exactly the past and writes past and new rows.
 
-    Two buffers for each tensor take turns, so that passes allocate nothing. A roll-back is made good when
-    the next pass binds: the rows that stay move together.
+    Two buffers for each tensor alternate, so passes allocate nothing. After a roll-back the kept rows are
+    moved together when the next pass binds.
     """
 
     def __init__(self, layout: Sequence[KeptTensor]) -> None:
         super().__init__(layout)
         self._past: list[_Array] = []
         self._present: list[_Array] = []
-        self._held = 0  # tokens that the arrangement of the past is for
+        self._held = 0  # the number of past tokens in the present arrangement
         self._bound: list[tuple[_Array, Any]] = []
 
     @property
@@ -237,7 +237,7 @@ class GrowingCache(KVBuffers):
             read, write = _rows(past, tensor, start), _rows(present, tensor, start + count)
             if start != self._held:
                 held = _rows(past, tensor, self._held)
-                for head in range(1, len(held[0])):  # the first lies where it will lie
+                for head in range(1, len(held[0])):  # the first is in its place
                     read[0, head] = held[0, head, :start]
             values = ort_value(read), ort_value(write)
             self._bound += [(read, values[0]), (write, values[1])]
@@ -275,7 +275,7 @@ def _rows(buffer: _Array, tensor: KeptTensor, tokens: int) -> _Array:
 
 
 class Memory:
-    """Where tensors of passes lie: in numpy's arrays, which a graph on the CPU reads and writes itself.
+    """The memory of passes' tensors: NumPy's arrays, which a graph on the CPU reads and writes itself.
 
     Devices have memory of their own.
     """
@@ -284,16 +284,18 @@ class Memory:
         self._output: _Array = np.empty(0)
 
     def value(self, array: _Array) -> Any:
-        """An OrtValue that holds what ``array`` does; the array must outlive it."""
+        """An OrtValue over ``array``, which must outlive it."""
         return ort_value(array)
 
     def write(self, value: Any, array: _Array) -> None:
-        """Let ``value``, made from ``array``, hold what the array does now."""
+        """Update ``value``, made from ``array``, to the array's content."""
 
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
-        """An OrtValue for graphs to write, and what returns, as an array, what it holds until the next pass.
+        """An OrtValue for graphs to write, and a function that returns its content as an array until the next
+        pass.
 
-        Outputs of one type share their memory, since passes over ever so many rows would take 300 MB.
+        Outputs of the same type share their memory, because passes over all numbers of rows would take 300
+        MB.
         """
         if self._output.size < prod(shape) or self._output.dtype != dtype:
             self._output = np.empty(max(prod(shape), 2 * self._output.size), dtype)
@@ -309,9 +311,9 @@ _COMPARED = 256
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two texts share, from the first on. Both are lists or tuples."""
+    """The number of tokens that two texts begin with alike. Both are lists or tuples."""
     end = min(len(left), len(right))
-    # Comparing slices is a hundred times faster than a loop; only the one that differs is searched.
+    # Comparing slices is a hundred times faster than a loop; only a slice that differs is searched.
     for start in range(0, end, _COMPARED):
         stop = min(start + _COMPARED, end)
         ours, theirs = list(left[start:stop]), list(right[start:stop])

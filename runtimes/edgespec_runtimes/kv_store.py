@@ -1,14 +1,12 @@
-"""Keys and values of texts that no session holds, in blocks of 32 tokens: what was read stays read.
+"""Keys and values of texts that no session holds, in blocks of 32 tokens, so they need not be read again.
 
-A block lies in memory, on disk, or in both. Its name is a chain of digests: over what the bits depend on
-besides tokens (:attr:`edgespec_runtimes.session.LoadedModel.prompt_key`), then over all tokens up to the
-block's end. So texts share the blocks of what they begin with alike. In memory the last block of a text may
-have fewer tokens.
+A block lies in memory, on disk, or in both. Its name is a chain of digests: over the model's key
+(:attr:`edgespec_runtimes.session.LoadedModel.prompt_key`), then over all tokens up to the block's end. So
+texts share the blocks of their common beginning. In memory the last block of a text may have fewer tokens.
 
-Some models have states that are too large for every block. Of their texts a *checkpoint* has the states at
-one place, with keys and values of the few tokens from the last whole block to there: a block without tokens
-of its own in the chain, so that there is one behind each block at most. A text goes on from a checkpoint or
-not at all.
+Some models have states that are too large for every block. A *checkpoint* of a text has the states at a
+place, with keys and values of the few tokens from the last whole block to there. It is a block without tokens
+of its own in the chain, so each block has one at most. Such a text goes on only from a checkpoint.
 """
 
 import hashlib
@@ -27,14 +25,14 @@ from edgespec_runtimes.kv_cache import Saved, shared_length
 from edgespec_runtimes.session import LoadedModel, Session
 
 _LEAST: Final = 4
-"""Tokens that are worth a copy: it takes next to nothing, and reading them longer than a pass over one."""
+"""The least tokens worth a copy, which takes next to nothing; reading them takes longer."""
 
 _APART: Final = 64
-"""Tokens between checkpoints at least: reading them takes much longer than one more pass and the copy."""
+"""The least tokens between checkpoints: reading them takes much longer than a pass and the copy."""
 
 
 class _Place(NamedTuple):
-    """What tells a block from others: the model, the name of the block before it or the key, its tokens."""
+    """The identity of a block: the model, the name of the block before it or the key, its tokens."""
 
     model: LoadedModel
     before: str
@@ -42,12 +40,12 @@ class _Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the block; a checkpoint's is over no tokens."""
+        """The name of the block; a checkpoint's has no tokens."""
         return hashlib.sha256(self.before.encode() + np.array(self.tokens, "<i8").tobytes()).hexdigest()
 
 
 class _Sources:
-    """Where blocks of a text lie: in memory, as ``known``, or in ``files``."""
+    """The places of a text's blocks: memory, as ``known``, or ``files``."""
 
     def __init__(
         self, text: Sequence[_Place], known: Mapping[_Place, Saved], files: BlockFiles | None
@@ -56,7 +54,7 @@ class _Sources:
         self._whole = sum(len(place.tokens) == BLOCK for place in text)
 
     def end(self, first: int) -> int:
-        """How many whole blocks there are of the text, those before ``first`` among them."""
+        """The number of whole blocks of the text, with those before ``first``."""
         return first + len([*takewhile(self._has, range(first, self._whole))])
 
     def _has(self, at: int) -> bool:
@@ -64,11 +62,11 @@ class _Sources:
         return place in self.known or (files is not None and files.has(place.model.prompt_key, place.name))
 
     def length(self, at: int) -> int:
-        """The tokens before a block, and those of it of which memory has a part."""
+        """The tokens before a block, and the tokens of its part in memory."""
         return at * BLOCK + (self._in_memory(at)[0] if at < len(self._text) else 0)
 
     def part(self, at: int) -> tuple[Sequence[int], Saved] | None:
-        """Tokens of a block, or of its beginning, with what is kept of them; None if it is lost."""
+        """Tokens of a block, or of its beginning, with their kept rows; None if it is lost."""
         place, (count, known) = self._text[at], self._in_memory(at)
         saved = None if known is None else self.known[known]
         if self.files is not None and len(place.tokens) == BLOCK > count:
@@ -77,12 +75,12 @@ class _Sources:
         return None if saved is None or not count else (place.tokens[:count], saved)
 
     def checkpoint(self, at: int) -> _Place:
-        """That behind so many blocks."""
+        """The checkpoint behind this many blocks."""
         last = self._text[-1]
         return _Place(last.model, self._text[at].before if at < len(self._text) else last.name, ())
 
     def _in_memory(self, at: int) -> tuple[int, _Place | None]:
-        """A block that begins as that of the text, and how many tokens it shares."""
+        """A block that begins like the text's block, and the number of shared tokens."""
         place = self._text[at]
         if place in self.known:
             return len(place.tokens), place
@@ -92,27 +90,28 @@ class _Sources:
 
 
 class KvStore:
-    """Blocks of texts that sessions of one or more models have read.
+    """Blocks of texts that sessions of models have read.
 
-    A session's cache holds one text. Before it reads another, what would be lost is put aside in memory, and
-    what is known of the new text is put in its place: a copy of the same bits, so that answers do not change.
-    Texts are written to ``files``, where there are any, when there is time for it. One thread at a time.
+    A session's cache holds one text. Before it reads another, the rest of the old text is copied to memory,
+    and the known beginning of the new text is copied into the session: the same bits, so answers do not
+    change. Texts are written to ``files``, if there are any, when there is time. One thread at a time uses a
+    store.
 
     Blocks in memory take ``nbytes`` now, and may take ``budget`` bytes; 0 keeps none. The least recently used
-    go first, of a text the end before the beginning, without which it is lost.
+    are dropped first, the end of a text before its beginning, without which it is useless.
     """
 
     def __init__(self, budget: int, files: BlockFiles | None = None) -> None:
         self._budget, self._files = budget, files
         self.nbytes = 0
         self._blocks = dict[_Place, Saved]()  # the least recently used first
-        self._readers = list[Session]()  # of which what they hold is to be written
+        self._readers = list[Session]()  # sessions whose texts are to be written
         self._unwritten = list[list[_Place]]()  # texts in memory that are to be written
         self._private = set[_Place]()  # checkpoints in memory of texts that are not to be written
 
     @property
     def problem(self) -> str | None:
-        """What keeps texts from being written to disk; None if nothing."""
+        """The reason why texts cannot be written to disk; None if they can."""
         return None if self._files is None else self._files.problem
 
     def fetch(
@@ -124,14 +123,14 @@ class KvStore:
         *,
         on_disk: bool = True,
     ) -> list[int]:
-        """Let ``session`` hold as much of ``tokens`` as is known of them, or as those ``beside`` it hold.
+        """Copy the known beginning of ``tokens``, from memory or from sessions ``beside``, into ``session``.
 
-        With ``on_disk`` also of what other processes held, and what it will hold of this text is written.
+        With ``on_disk`` also blocks of other processes count, and the session's text is written later.
 
         Returns:
-            At which lengths of ``tokens`` a :meth:`checkpoint` is worth its memory: the ``starts`` of parts
-            from which other texts may differ, and as far as another text was the same. None where states go
-            with blocks.
+            Lengths of ``tokens`` at which a :meth:`checkpoint` is worth its memory: the ``starts`` of parts
+            from which other texts may differ, and the end of another text's common beginning. None if states
+            go with blocks.
 
         Raises:
             DeviceError: no memory; the session's cache is empty then.
@@ -152,11 +151,11 @@ class KvStore:
         return [] if session.model.places.every else _worth([*starts, same], held, len(tokens))
 
     def checkpoint(self, session: Session) -> None:
-        """Keep the states that ``session`` has now, where they do not go with blocks of tokens."""
+        """Keep the present states of ``session``, if they do not go with blocks of tokens."""
         if session.model.places.every or not session.stretch.behind:
             return
         if not all(np.isfinite(np.vdot(array, array)) for array in session.state()):
-            return  # whoever went on from it could only fail
+            return  # no text could go on from it
         place = _checkpoint_place(session)
         if place in self._blocks:
             rest = session.stretch.tokens[session.stretch.behind // BLOCK * BLOCK :]
@@ -173,7 +172,7 @@ class KvStore:
                     self._private.add(place)
 
     def write_behind(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Write what is not on disk yet, the latest first; ``stop``, asked between blocks, ends it."""
+        """Write missing blocks to disk, the latest first, until ``stop``, called between blocks, is True."""
         while self._readers:
             session = self._readers[-1]
             if not self._write([*_places(session.model, session.stretch.tokens)], session, stop):
@@ -185,9 +184,9 @@ class KvStore:
             self._unwritten.pop()
 
     def trim(self, used: Collection[Session]) -> int:
-        """Drop all blocks in memory, those on the way to the disk when they are there; their bytes.
+        """Drop all blocks in memory, blocks for the disk after they are written; return their bytes.
 
-        What ``used`` sessions hold is written later, when they have read more.
+        The texts of ``used`` sessions are written later, when they have read more.
         """
         later = [session for session in self._readers if session in used]
         self._readers = [session for session in self._readers if session not in used]
@@ -199,7 +198,7 @@ class KvStore:
         return freed
 
     def forget(self, session: Session, *, on_disk: bool = False) -> None:
-        """Forget all texts in memory of the model that ``session`` is of; those on disk too if asked to."""
+        """Forget all texts of the model of ``session`` in memory, and perhaps on disk."""
         model = session.model
         self._readers = [reader for reader in self._readers if reader.model is not model]
         self._unwritten = [text for text in self._unwritten if text[0].model is not model]
@@ -209,9 +208,9 @@ class KvStore:
             self._files.forget(model.prompt_key)
 
     def _known(self, text: Sequence[_Place], beside: Sequence[Session]) -> dict[_Place, Saved]:
-        """Blocks in memory of a text, which are used now, and others behind the same beginnings.
+        """Blocks of a text in memory, which count as used now, and others behind the same beginnings.
 
-        Those that sessions ``beside`` hold are among them.
+        Blocks of sessions ``beside`` are among them.
         """
         for place in reversed(text):
             for used in (place._replace(tokens=()), place):
@@ -227,7 +226,7 @@ class KvStore:
         return known
 
     def _take_up(self, session: Session, tokens: Sequence[int], sources: "_Sources") -> int:
-        """Let ``session`` hold what is known of ``tokens``, if that is worth it; how far blocks are known."""
+        """Copy the known beginning of ``tokens`` into ``session``, if worth it; return the known length."""
         places, shared = session.model.places, session.shared_prefix(tokens)
         first, held = shared // BLOCK, places.nearest(shared, session.stretch.behind)
         there = sources.end(first)
@@ -239,7 +238,7 @@ class KvStore:
                     if (part := sources.part(at)) is None:
                         break
                     session.append(part[0][: length - session.length], part[1])
-                    if session.length < (at + 1) * BLOCK:  # a damaged file, of which memory has the beginning
+                    if session.length < (at + 1) * BLOCK:  # a damaged file, whose beginning is in memory
                         break
             return there * BLOCK
         session.reserve(min(len(tokens), session.model.longest))
@@ -252,7 +251,7 @@ class KvStore:
             length = shared_length(checkpoint.tokens, tokens[at * BLOCK :])
             if length < checkpoint.behind or at * BLOCK + length < held + _LEAST:
                 continue
-            lacking = range(min(first, at), at)  # of keys and values that the session has not itself
+            lacking = range(min(first, at), at)  # keys and values that the session lacks
             parts = [part for each in lacking if (part := sources.part(each)) is not None]
             if sum(len(part[0]) for part in parts) == BLOCK * len(lacking):
                 for start, saved in zip(range(0, length, BLOCK), checkpoint.blocks, strict=False):
@@ -263,7 +262,7 @@ class KvStore:
         return there * BLOCK
 
     def _checkpoint_behind(self, session: Session, at: int, sources: "_Sources") -> "_Checkpoint | None":
-        """The one behind so many blocks, kept in memory unless the session has just left another there."""
+        """The checkpoint behind ``at`` blocks, kept in memory unless the session has just left another."""
         place, files = sources.checkpoint(at), sources.files
         content = sources.known.get(place)
         if content is None and files is not None:
@@ -275,7 +274,7 @@ class KvStore:
         return None if content is None else _Checkpoint.read(content, session)
 
     def _put_aside(self, session: Session) -> None:
-        """Keep what ``session`` holds, or its beginning as far as the budget has room for it."""
+        """Keep the text of ``session``, or its beginning as far as the budget has room."""
         kept = dict[_Place, Saved]()
         try:
             for at, place in enumerate(_places(session.model, session.stretch.tokens)):
@@ -299,7 +298,7 @@ class KvStore:
             self._unwritten = [text for text in self._unwritten if text[-1] not in kept] + [whole]
 
     def _make_room(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes, after dropping others."""
+        """Make room for this many bytes by dropping others; return whether there is room."""
         while self._blocks and self.nbytes + nbytes > self._budget:
             self._drop(next(iter(self._blocks)))
         return self.nbytes + nbytes <= self._budget
@@ -309,9 +308,9 @@ class KvStore:
         self._private.discard(place)
 
     def _write(self, text: Sequence[_Place], session: Session | None, stop: Callable[[], bool]) -> bool:
-        """Whether the whole blocks of ``text`` and its checkpoints are on disk, or cannot be.
+        """Write the whole blocks of ``text`` and its checkpoints; return whether that is done or impossible.
 
-        Blocks are those that ``session`` holds, else those in memory. False if ``stop`` said so.
+        Blocks come from ``session``, else from memory. False if ``stop`` returned True.
         """
         if self._files is None:
             return True
@@ -337,7 +336,7 @@ class KvStore:
 
 
 def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_Place]:
-    """Of all blocks of a text; the last may have fewer tokens."""
+    """The identities of all blocks of a text; the last may have fewer tokens."""
     before = model.prompt_key
     for start in range(0, len(tokens), BLOCK):
         place = _Place(model, before, tuple(tokens[start : start + BLOCK]))
@@ -346,7 +345,7 @@ def _places(model: LoadedModel, tokens: Sequence[int]) -> Iterator[_Place]:
 
 
 def _worth(places: Collection[int], held: int, end: int) -> list[int]:
-    """Those of ``places`` that are far enough from each other, from ``held`` and from the ``end``."""
+    """The ``places`` that are far enough from each other, from ``held`` and from the ``end``."""
     worth = [held]
     for place in sorted(places):
         if worth[-1] + _APART <= place <= end - LOGGED:  # the log of the end's states leads back
@@ -355,11 +354,11 @@ def _worth(places: Collection[int], held: int, end: int) -> list[int]:
 
 
 _ROWS: Final = BLOCK + LOGGED
-"""Tokens of a checkpoint at most: states lie behind one of a block, and the log has the rows since."""
+"""The most tokens of a checkpoint: states lie behind a token of a block, and the log has the rows since."""
 
 
 class _Checkpoint(NamedTuple):
-    """Tokens behind a block, with what is kept of them, and states that lie behind ``behind`` of these."""
+    """Tokens behind a block, with their kept rows, and states that lie behind ``behind`` of these."""
 
     behind: int
     tokens: list[int]
@@ -368,7 +367,7 @@ class _Checkpoint(NamedTuple):
 
     @classmethod
     def read(cls, content: Saved, session: Session) -> "_Checkpoint | None":
-        """What :func:`_checkpoint` wrote; None where it is of no use."""
+        """Read the bytes of :func:`_checkpoint`; None if they are unusable."""
         facts, blocks, state = np.frombuffer(bytes(content), _checkpoint_form(session))[0]
         behind, count, *tokens = facts.tolist()
         if not 0 <= behind <= count <= min(behind + LOGGED, _ROWS):
@@ -377,14 +376,14 @@ class _Checkpoint(NamedTuple):
 
 
 def _checkpoint_form(session: Session) -> np.dtype[Any]:
-    """Of a checkpoint: where states lie and how many tokens follow, these, two blocks, states."""
+    """The form of a checkpoint: place of states, number of tokens, these, two blocks, states."""
     states = [("", array.dtype, array.shape) for array in session.state()]
     shape = 2, session.model.block_bytes
     return np.dtype([("facts", "<i8", (2 + _ROWS,)), ("blocks", "u1", shape), ("states", states)])
 
 
 def _checkpoint_place(session: Session) -> _Place:
-    """Behind the last whole block of what the states of ``session`` lie behind."""
+    """The place behind the last whole block before the states of ``session``."""
     tokens = session.stretch.tokens[: session.stretch.behind // BLOCK * BLOCK]
     before = [session.model.prompt_key, *(place.name for place in _places(session.model, tokens))]
     return _Place(session.model, before[-1], ())

@@ -16,18 +16,18 @@ from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.states import ANYWHERE, States
 
 KV_STEP: Final = 256
-"""Room in the KV cache is made in steps of so many tokens."""
+"""The room in the KV cache grows in steps of this many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
 _TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eight tokens show nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a pass is to read of one sequence: ``tokens``, behind those in its session's cache.
+    """The rows of a sequence in a pass: ``tokens``, behind those in its session's cache.
 
-    ``wanted`` rows of logits are asked for, of the last tokens. ``features`` or ``states`` are what a head
-    reads beside them (:class:`edgespec_models.bundles.graph_contract.Part`). A head without keys and values
-    of its own reads those of ``target``, at the last token there: a row in a pass. Of ``injected``
+    ``wanted`` is the number of last tokens whose logits are wanted. A head also reads ``features`` or
+    ``states`` of the tokens (:class:`edgespec_models.bundles.graph_contract.Part`). A head without keys and
+    values of its own reads those of ``target``, at the last token there: a row in a pass. Of ``injected``
     first tokens a head reads the features alone.
     """
 
@@ -45,26 +45,25 @@ class LoadedModel(ABC):
 
     Predictions have a column for every row of the LM head: every token, or the tokens a trimmed drafter's
     bundle lists (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`). They lie in the model's own
-    buffers: the next pass overwrites them. The first values below are those of a model whose cache no session
-    is given rows of, whose weights stay and whose LM head has every token.
+    buffers: the next pass overwrites them. The defaults below are for models whose cache the host cannot
+    read, whose weights are fixed and whose LM head has every token.
 
     Attributes:
-        config: what running it needs to know of the decoder.
-        most_rows: how many rows of a pass have logits at most where not all are wanted; it bounds the memory
-            for them.
-        takes_several: whether passes may be over rows of several sessions.
-        copies_cache: whether every pass writes the whole KV cache anew, as graphs do that concatenate.
-        cache: where keys and values of all sessions lie; None where the host has none.
-        stretches: what the sessions have of it.
-        states: of all sessions; None where layers have none.
-        places: from where sequences can go on.
+        config: the shape of the decoder.
+        most_rows: the most rows of a pass with logits if not all are wanted, which bounds their memory.
+        takes_several: whether a pass may have rows of several sessions.
+        copies_cache: whether every pass writes the whole KV cache anew, as in graphs that concatenate.
+        cache: keys and values of all sessions; None if the host has none.
+        stretches: the sessions' parts of it.
+        states: states of all sessions; None without such layers.
+        places: places from which sequences can go on.
         tunable: weights that :meth:`tune` replaces, by their names in the graph.
-        head_tokens: the token of every column of the logits, int32; None where column i is token i.
+        head_tokens: the token of every column of the logits, int32; None if column i is token i.
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
-        experts_read: of a mixture of experts, how many different ones the last pass used, in all layers.
-        prompt_key: what the bits of the KV cache depend on besides its tokens, as a name that a folder may
-            have. Empty where a model does not promise them to other processes. Weights given to :meth:`tune`
-            are not in it: who gives some keeps nothing on disk.
+        experts_read: the number of different experts that the last pass used, in all layers.
+        prompt_key: a name of all that the KV cache's bits depend on besides its tokens. Empty if other
+            processes may compute other bits. Weights of :meth:`tune` are not in it: callers of that keep
+            nothing on disk.
     """
 
     most_rows: int
@@ -85,7 +84,7 @@ class LoadedModel(ABC):
         self.stretches: list[Stretch] = []
 
     def opened(self, row_exact: bool | None) -> "Session":
-        """The first session; ``row_exact`` is what an earlier self-test found, None tests now.
+        """The first session. ``row_exact`` is the result of an earlier self-test; None tests now.
 
         Raises:
             BundleError: the graph cannot roll back.
@@ -95,29 +94,29 @@ class LoadedModel(ABC):
         return session
 
     def session(self) -> "Session":
-        """One more session, its cache empty; RequestError if passes are of one."""
+        """A further session with an empty cache; RequestError if passes take one."""
         if self.stretches and not self.takes_several:
             raise RequestError("this model's passes are of one sequence")
         return Session(self)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the model reads: ids from 0 to ``vocab_size - 1``."""
+        """The number of tokens: ids from 0 to ``vocab_size - 1``."""
         return self.config.vocab_size
 
     @property
     def longest(self) -> int:
-        """Tokens a session's cache can hold at most."""
+        """The most tokens of a session's cache."""
         return self.config.context_length
 
     @property
     def piece(self) -> int:
-        """Tokens of a prompt that one pass reads at most."""
+        """The most tokens of a prompt in a pass."""
         return min(self._chunk, self.most_rows)
 
     @property
     def compiled(self) -> str:
-        """Whether context binaries are used and, if not, why; empty where there are none for the device."""
+        """Whether context binaries are used and, if not, why; empty if there are none for the device."""
         return ""
 
     @property
@@ -127,16 +126,16 @@ class LoadedModel(ABC):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that the cache takes for 32 tokens of a sequence; 0 where the host has none of it."""
+        """Bytes of the cache for 32 tokens of a sequence; 0 if the host has none."""
         return 0 if self.cache is None else self.cache.block_bytes
 
     def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
-        """One pass over rows of sessions, to whose caches they are appended; a row has the bits it has alone.
+        """Run a pass over rows of sessions and append them to their caches. A row has the same bits as alone.
 
         Raises:
-            RequestError: rows of another model's session, or tokens that there are not.
+            RequestError: rows belong to another model's session, or tokens are unknown.
             BundleError: ONNX Runtime fails to run a foreign graph.
-            DeviceError: it fails to run one of edgespec's, mostly for want of memory.
+            DeviceError: it fails to run a graph of edgespec's, mostly for lack of memory.
         """
         parts = list[Part]()
         for each in rows:
@@ -167,7 +166,7 @@ class LoadedModel(ABC):
             )
         try:
             predictions = self.run(parts)
-        except BaseException:  # Ctrl-C too: states may be of before the pass and of behind it
+        except BaseException:  # Ctrl-C too: states may be from before the pass or behind it
             for each, part in zip(rows, parts, strict=True):
                 each.session.stretch.behind = part.end
                 each.session.rewind(each.session.length)
@@ -182,14 +181,15 @@ class LoadedModel(ABC):
         """Run a pass for which there is room; for each part a row for each of its last ``rows``."""
 
     def reserve(self, stretch: Stretch, capacity: int) -> None:
-        """Make room for ``capacity`` tokens in ``stretch``, keeping what all hold; they are empty on failure.
+        """Make room for ``capacity`` tokens in ``stretch``, and keep all tokens; after a failure all are
+        empty.
 
         Raises:
             DeviceError: no memory for it, or the device's compiler refuses a graph.
         """
         try:
             self.make_room(stretch, capacity)
-        except BaseException as error:  # Ctrl-C too: the cache may be half of one size, half of another
+        except BaseException as error:  # also for Ctrl-C: the cache may have two sizes
             for each in self.stretches:
                 each.cut(0)
                 each.capacity = 0
@@ -199,7 +199,7 @@ class LoadedModel(ABC):
         stretch.capacity = capacity
 
     def _extend(self, ends: Sequence[tuple[Stretch, int]]) -> None:
-        """Let sequences, for which room is reserved, have so many tokens."""
+        """Extend sequences, for which room is reserved, to these numbers of tokens."""
         if self.cache is None:
             return
         try:
@@ -214,49 +214,49 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def make_room(self, stretch: Stretch, capacity: int) -> None:
-        """What :meth:`reserve` does, without a thought of failures."""
+        """The work of :meth:`reserve`, which handles failures."""
 
     def rounded(self, capacity: int) -> int:
-        """Tokens to make room for where ``capacity`` are asked for."""
+        """The number of tokens to make room for if ``capacity`` are needed."""
         return min(-(-capacity // KV_STEP) * KV_STEP, self.longest)
 
     def too_long(self, tokens: int) -> str:
-        """Why there is no room for so many."""
+        """The message that there is no room for this many tokens."""
         return (
             f"{tokens:,} tokens do not fit the model's context of {self.config.context_length:,}; "
             "shorten the prompt or ask for fewer new tokens"
         )
 
     def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with these weights from the next pass on; caches, which others computed, are empty then.
+        """Run with these weights from the next pass on; caches of other weights are emptied.
 
         Raises:
-            RequestError: one that is not among :attr:`tunable`, or of another shape.
+            RequestError: a weight is not in :attr:`tunable`, or has another shape.
         """
         raise RequestError("this graph does not let weights be replaced")
 
     def offer(self, tokens: Sequence[int]) -> None:
-        """Let a head that is tied to the embedding write ``tokens`` too: a column each, behind its rows'.
+        """Let an LM head that is tied to the embedding write ``tokens`` too, in columns behind its own.
 
-        They replace what was offered before; the tokens in caches stay. Other heads take no notice.
+        They replace earlier ones; the tokens in caches stay. Other LM heads ignore them.
         """
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Free what passes use."""
+        """Free the memory of passes."""
 
 
 class Session:
-    """A sequence of tokens that a model reads, with what it keeps of them; closed with the model's last.
+    """A sequence of tokens that a model reads, with its cache. The model closes with its last session.
 
-    The cache holds what the model keeps of ``length`` tokens, at most ``capacity``. Behind a pass
-    :meth:`keep` says how many of its rows stay; :meth:`rewind` goes back further.
+    The cache holds ``length`` tokens, at most ``capacity``. After a pass :meth:`keep` says how many of its
+    rows stay; :meth:`rewind` goes back further.
 
     Attributes:
-        model: what reads it; sessions of one model understand each other's saved caches.
+        model: the model that reads it; sessions of the same model can exchange saved caches.
         stretch: its part of the model's cache.
-        closed: whether it is, after which nothing is read.
+        closed: whether it is closed; then it reads nothing.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -267,7 +267,7 @@ class Session:
 
     @property
     def length(self) -> int:
-        """Tokens the cache holds."""
+        """Tokens in the cache."""
         return len(self.stretch.tokens)
 
     @property
@@ -277,7 +277,7 @@ class Session:
 
     @property
     def capacity(self) -> int:
-        """Tokens the cache can hold now."""
+        """The most tokens of the cache now."""
         return self.stretch.capacity
 
     @property
@@ -289,10 +289,10 @@ class Session:
         return len(self.stretch.blocks) * self.model.block_bytes if several else self.model.kv_bytes
 
     def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens, keeping what the cache holds; it is empty after a failure.
+        """Make room for ``capacity`` tokens, and keep the cache's tokens; after a failure it is empty.
 
         Raises:
-            RequestError: more than the model can hold.
+            RequestError: they are more than the model can hold.
             DeviceError: as :meth:`LoadedModel.reserve`.
         """
         if self.closed:
@@ -303,15 +303,15 @@ class Session:
             self.model.reserve(self.stretch, self.model.rounded(capacity))
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens``, from the first on, the cache holds already."""
+        """The number of first ``tokens`` that the cache holds already."""
         return shared_length(self.stretch.tokens, tokens)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Make the cache hold exactly ``tokens``, keeping a shared prefix."""
+        """Make the cache hold exactly ``tokens``; a shared prefix is kept."""
         self._extend(tokens, len(tokens))
 
     def predict_next(self, tokens: Sequence[int]) -> Predictions:
-        """Make the cache hold exactly ``tokens``; what the model says of what follows, one row.
+        """Make the cache hold exactly ``tokens``; return the prediction of the next token, a row.
 
         At least the last token is computed.
         """
@@ -321,18 +321,18 @@ class Session:
         return predictions
 
     def predict(self, tokens: Sequence[int]) -> Predictions:
-        """Append ``tokens``; what the model says behind each, a row for each of them."""
+        """Append ``tokens``; return a row of predictions behind each."""
         return self.model.predict_together([Rows(self, tokens, len(tokens))])[0]
 
     def keep(self, rows: int) -> None:
-        """Of the rows that the last pass read of this sequence the first ``rows`` stay; all do if not called.
+        """Keep the first ``rows`` of the last pass over this sequence. Without this call all rows stay.
 
-        Nothing is copied: keys and values behind these are overwritten. A layer with a state has it from
-        before the pass, with a log of the pass's rows, and applies those that stay in the next pass.
+        Nothing is copied: keys and values behind them are overwritten. A layer with a state holds it from
+        before the pass, with a log of the pass's rows, and applies the kept rows in the next pass.
 
         Raises:
-            RequestError: the last pass read fewer, the sequence was changed since, or more rows are to go
-                than layers with a state can undo.
+            RequestError: the last pass read fewer rows, the sequence was changed since, or layers with a
+                state cannot undo that many.
         """
         stretch, length = self.stretch, self.length - self.stretch.fresh + rows
         if not 0 <= rows <= stretch.fresh:
@@ -347,9 +347,9 @@ class Session:
         """Go back to the nearest place, at most ``length``, from which the sequence can go on.
 
         Returns:
-            That place, the tokens that stay. With keys and values alone it is ``length``; layers with a
-            state can go back as far as their log of rows reaches, to 0, and some to the ends of blocks.
-            Whoever needs the tokens between has to read them again.
+            That place, the number of kept tokens. With keys and values alone it is ``length``; layers with a
+            state can go back as far as their log of rows, to 0, and some to the ends of blocks. Callers have
+            to read the tokens between again.
 
         Raises:
             RequestError: the cache holds fewer tokens.
@@ -361,7 +361,7 @@ class Session:
         return place
 
     def release(self) -> int:
-        """Forget every token and free their memory, where no graph has to be opened for that; its bytes."""
+        """Forget every token, free the memory if no graph must be opened for that, and return the bytes."""
         before = self.model.kv_bytes
         self.rewind(0)
         if self.model.takes_several:
@@ -369,14 +369,14 @@ class Session:
         return before - self.model.kv_bytes
 
     def save(self, at: int) -> Saved | None:
-        """What is kept of block ``at`` of its tokens, as it is now; None where the device keeps no rows."""
+        """The present block ``at`` of its tokens; None if the device keeps no rows."""
         return None if self.model.cache is None else self.model.cache.save(self.stretch, at)
 
     def append(self, tokens: Sequence[int], saved: Saved) -> None:
-        """Put ``tokens``, with which a block began, behind whole blocks of tokens: the same bits again.
+        """Append ``tokens``, the first ones of a block, behind whole blocks of tokens, with the same bits.
 
-        They have been behind the same tokens. None is put of those behind the last place from which the
-        sequence can go on.
+        They were behind the same tokens. Tokens behind the last place from which the sequence can go on are
+        left out.
 
         Raises:
             DeviceError: no memory for them; the cache may be empty then.
@@ -399,13 +399,14 @@ class Session:
         state: Sequence[npt.NDArray[Any]],
         behind: int,
     ) -> None:
-        """Hold the first ``length`` tokens of now and those of ``parts``, and go on from a state of them.
+        """Hold the first ``length`` present tokens and the tokens of ``parts``, and go on from a state of
+        them.
 
         Args:
-            length: of whole blocks.
-            parts: blocks of tokens with what is kept of them; the last may have fewer.
-            state: what :meth:`state` was.
-            behind: how many tokens it lies behind, at most 16 before the end.
+            length: tokens of whole blocks.
+            parts: blocks of tokens with their kept rows; the last may have fewer tokens.
+            state: a value of :meth:`state`.
+            behind: the number of tokens behind which it lies, at most 16 before the end.
 
         Raises:
             DeviceError: no memory for them; the cache may be empty then.
@@ -415,7 +416,7 @@ class Session:
         try:
             for tokens, saved in parts:
                 self._load(tokens, saved)
-        except BaseException:  # there is no state of what is there
+        except BaseException:  # the present tokens have no state
             self.stretch.cut(0)
             raise
         for mine, other in zip(self.state(), state, strict=True):
@@ -424,7 +425,7 @@ class Session:
 
     def _load(self, tokens: Sequence[int], saved: Saved) -> None:
         cache = self.model.cache
-        assert cache is not None  # which saved it
+        assert cache is not None  # the cache saved it
         try:
             cache.load(self.stretch, saved, len(tokens))
         except MemoryError as error:
@@ -441,7 +442,7 @@ class Session:
         self.stretch = Stretch()
 
     def _extend(self, tokens: Sequence[int], keep: int) -> Predictions | None:
-        """Make the cache hold ``tokens``, reusing at most ``keep`` of them; the last's row if any ran."""
+        """Make the cache hold ``tokens``, reusing at most ``keep``; return the last row if a pass ran."""
         self.reserve(len(tokens))
         self.rewind(min(self.shared_prefix(tokens), max(keep, 0)))
         last, size = None, self.model.piece
@@ -451,7 +452,7 @@ class Session:
         return last
 
     def self_test(self) -> bool:
-        """Roll back and compare; returns whether the number of rows leaves no trace in the bits.
+        """Roll back and compare; return whether a row's bits are independent of the number of rows.
 
         The cache is empty afterwards.
 
@@ -460,7 +461,7 @@ class Session:
         """
         vocab_size, count = self.model.vocab_size, min(_TESTED, self.model.longest)
         tokens, kept = [(7 * i * i + 5) % vocab_size for i in range(count)], count - 7
-        # What comes behind must leave no trace either, as a bias that is counted from the end does.
+        # Later tokens must not change the bits either, as a bias that counts from the end would.
         text, tokens = tokens[:kept], tokens[kept:]
         self.prefill(text)
         together = self.predict(tokens).logits[:3].copy()
@@ -477,7 +478,7 @@ class Session:
         scale, pairs = float(np.abs(together).max()), [(together, again), (again, single)]
         if self.model.config.block is not None:  # whose rows see those behind them
             together, pairs = again, [(again, after)]
-        # Passes over as many rows agree to the bit; others may round otherwise in every layer.
+        # Passes over the same number of rows agree to the bit; others may round differently in every layer.
         rolled_back = np.allclose(again, after, atol=_SAME * scale)
         if not (
             np.isfinite(together).all() and rolled_back and np.allclose(together, again, atol=_NEAR * scale)
