@@ -189,7 +189,7 @@ def test_prompts_may_be_tokens_or_texts_whose_control_tokens_are_meant(target: P
                 lambda: model.generate([1], special=True),
             ]
             for ask in refused:
-                with pytest.raises(RequestError, match="special is for prompts that are texts"):
+                with pytest.raises(RequestError, match="special is for text prompts"):
                     ask()
 
 
@@ -298,7 +298,7 @@ def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None
         assert answer.message == {"role": "assistant", "content": CALL}
 
 
-@pytest.mark.parametrize(("shows", "said"), [("", "shows no tools"), ("{{ tools }}", "in a form")])
+@pytest.mark.parametrize(("shows", "said"), [("", "shows no tools"), ("{{ tools }}", "has a form")])
 def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, shows: str, said: str) -> None:
     folder = tiny_native(tmp_path / "target", template=shows + "{{ messages[0].content }}").path
     says = pytest.raises(RequestError, match=f"chat template of target .*{said}")

@@ -129,5 +129,7 @@ def test_the_terminal_shows_thoughts_beside_the_output(capsys: pytest.CaptureFix
 )
 def test_the_command_line_says_how_much_is_thought(given: str | None, thinking: Any) -> None:
     assert options.thinking(given) == thinking and isinstance(options.thinking(given), type(thinking))
-    with pytest.raises(typer.BadParameter, match="'much' is none of on, off, low, medium, high and a number"):
+    with pytest.raises(
+        typer.BadParameter, match="'much' is unknown; allowed: on, off, low, medium, high and a number"
+    ):
         options.thinking("much")

@@ -112,7 +112,7 @@ def test_another_export_begins_anew_and_says_why(
     stages = run(whole, options=options)
     (whole / "m.gguf").write_bytes(source)
     assert "Exporting" in stages
-    assert f"an unfinished export has another {other}; this one begins anew" in caplog.text
+    assert f"an unfinished export has another {other}; this export begins anew" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "symlink"), reason="there are no links")
