@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(autouse=True)
 def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows cost next to nothing, whatever this machine measures."""
-    monkeypatch.setattr(Pricing, "pass_seconds", lambda self, rows: 1e-3 + rows * 1e-9)
+    monkeypatch.setattr(Pricing, "pass_seconds", lambda _, rows, *__: 1e-3 + rows * 1e-9)
 
 
 @pytest.fixture(scope="module")
