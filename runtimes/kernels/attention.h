@@ -89,7 +89,7 @@ class Attention {
     const auto append_one = [&](int64_t i) {
       append(s, sequences[i / kv_heads_], i % kv_heads_, s.packed + heads_ * s.query_step, width, s.value_step);
     };
-    const int64_t appended = s.shared ? 0 : count * kv_heads_;
+    const int64_t appended = s.shared || packed.size() == 0 ? 0 : count * kv_heads_;
     if (packed.size() <= kFewRows * width)
       for (int64_t i = 0; i < appended; i++) append_one(i);
     else
