@@ -22,12 +22,11 @@ from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows, Session
 from tests.kit import block_heads as blocks
 from tests.kit.block_heads import MASK, READS, Reference
-from tests.kit.drafters import FREE, QUICK, draft_eagerly
+from tests.kit.drafters import FREE, QUICK, check_drafts
 from tests.kit.gguf import TinyGGUF
 from tests.kit.heads import EIGHT, drafts_for
-from tests.kit.hf import VOCAB
+from tests.kit.hf import VOCAB, write_directory
 from tests.kit.mtp import streams_of
-from tests.kit.several import Driven
 
 NEAR = 0.03
 """Of the deviation: activations in 8 bits. What differs in kind is beyond."""
@@ -155,7 +154,8 @@ def test_directories_are_the_same_heads(tmp_path: Path, made: Made) -> None:
     *_, target, head = made
     chained = "chain_in" in head.graph.read_bytes().decode("latin-1")
     whole = blocks.write_target(tmp_path / "m")
-    source = blocks.write(tmp_path / "head", blocks.config(chained=chained), blocks.tensors(chained=chained))
+    facts, values = blocks.config(chained=chained), blocks.tensors(chained=chained)
+    source = write_directory(tmp_path / "head", facts, values)
     export_model(source, tmp_path / "out", options=drafts_for(whole, quantization=EIGHT))
     made_of = Bundle(tmp_path / "out")
     assert made_of.config.block == head.config.block
@@ -174,7 +174,7 @@ def test_heads_of_the_speculators_package_draft_some_tokens(tmp_path: Path, chai
         values["markov_head.markov_w2.weight"] = values["markov_head.markov_w2.weight"][kept]
         del values["confidence_head.proj.bias"]
     rows = {"d2t": kept - np.arange(len(kept)), "t2d": np.isin(np.arange(VOCAB), kept)}
-    source = blocks.write(tmp_path / "head", facts, values | rows)
+    source = write_directory(tmp_path / "head", facts, values | rows)
     export_model(target, tmp_path / "target", options=ExportOptions(quantization=EIGHT))
     export_model(source, tmp_path / "out", options=drafts_for(target, quantization=EIGHT))
     reference = Reference(blocks.config(), blocks.tensors(chained=chained), of_target, kept=kept.tolist())
@@ -197,20 +197,8 @@ def test_a_causal_block_with_windows(tmp_path: Path) -> None:
     "options", [{"max_new_tokens": 40}, {"max_new_tokens": 40, "temperature": 0.9, "seed": 5}]
 )
 def test_answers_are_those_without(made: Made, options: RequestOptions) -> None:
-    """Several at once, beside n-grams; and again behind prompts that the target knows."""
-    prompts = "one two one two one two", "a longer prompt of several words", "x"
     target, head = (bundle.path for bundle in made[2:])
-    with edgespec.load(target, head) as model, edgespec.load(target, None) as plain:
-        draft_eagerly(model)
-        one, by_source = Driven(model), dict[str, int]()
-        for _ in range(2):
-            streams = [one.queue(model.stream(text, **options)) for text in prompts]
-            one.run()
-            for text, stream in zip(prompts, streams, strict=True):
-                assert stream.result.tokens == plain.generate(text, **options).tokens
-                for name, found in stream.result.stats.by_source.items():
-                    by_source[name] = by_source.get(name, 0) + found.drafted
-        assert by_source["model"] > 20 and by_source["ngram"] > 0
+    check_drafts(target, head, options)
 
 
 # ---- Refused -----------------------------------------------------------------------------------------------
@@ -277,7 +265,7 @@ FACTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_directories_of_others_are_named(tmp_path: Path, name: str) -> None:
     change, words = FACTS[name]
     target = blocks.write_target(tmp_path / "m")
-    head = blocks.write(tmp_path / "h", {**blocks.config(), **change}, blocks.tensors())
+    head = write_directory(tmp_path / "h", {**blocks.config(), **change}, blocks.tensors())
     with pytest.raises(EdgespecError, match=words):
         export_model(head, tmp_path / "out", options=drafts_for(target))
 

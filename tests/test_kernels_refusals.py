@@ -13,23 +13,12 @@ from onnx import ModelProto, TensorProto
 from edgespec_models.bundles.weight_format import FORMATS, tile_bytes
 from tests.kit.deltas import INPUTS as DELTA
 from tests.kit.deltas import Kept, make_net
-from tests.kit.kernels import graph, session
+from tests.kit.kernels import ATTENTION, graph, session
 
 Arrays = dict[str, npt.NDArray[Any]]
 Attributes = dict[str, Any]
 
 LINEAR = ("x", "gain", "bias", "post_gain", "residual", "w0", "w1")
-ATTENTION = (
-    "packed",
-    "past_key",
-    "past_value",
-    "sequences",
-    "blocks",
-    "cos",
-    "sin",
-    "query_gain",
-    "key_gain",
-)
 MANY = st.one_of(st.integers(-3, 300), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**31, 2**31 - 1]))
 
 

@@ -26,13 +26,12 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
 from tests.kit import mtp as mtp
-from tests.kit.drafters import draft_eagerly, read, step
+from tests.kit.drafters import check_acceptance, check_drafts, draft_eagerly, read, step
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.heads import drafts_for
 from tests.kit.hf import VOCAB, write_safetensors
 from tests.kit.mtp import LAYERS, Reference, streams_of
-from tests.kit.several import Driven
 
 NEAR = 0.03
 """Of the deviation: activations in 8 bits. What differs in kind is beyond."""
@@ -229,20 +228,8 @@ def _published() -> ModelConfig:
     "options", [{"max_new_tokens": 40}, {"max_new_tokens": 40, "temperature": 0.9, "seed": 5}]
 )
 def test_answers_are_those_without(pair: tuple[Bundle, Bundle], options: RequestOptions) -> None:
-    """Several at once, beside n-grams; and again behind prompts that the target knows."""
-    prompts = "one two one two one two", "a longer prompt of several words", "x"
     target, head = (bundle.path for bundle in pair)
-    with edgespec.load(target, head) as model, edgespec.load(target, None) as plain:
-        draft_eagerly(model)
-        one, by_source = Driven(model), dict[str, int]()
-        for _ in range(2):
-            streams = [one.queue(model.stream(text, **options)) for text in prompts]
-            one.run()
-            for text, stream in zip(prompts, streams, strict=True):
-                assert stream.result.tokens == plain.generate(text, **options).tokens
-                for name, found in stream.result.stats.by_source.items():
-                    by_source[name] = by_source.get(name, 0) + found.drafted
-        assert by_source["model"] > 20 and by_source["ngram"] > 0
+    check_drafts(target, head, options)
 
 
 def test_a_layer_that_is_mostly_right_is_mostly_accepted(tmp_path: Path) -> None:
@@ -257,15 +244,7 @@ def test_a_layer_that_is_mostly_right_is_mostly_accepted(tmp_path: Path) -> None
     source = file.write(tmp_path / "m.gguf")
     export_model(source, tmp_path / "target")
     export_model(source, tmp_path / "head", options=drafts_for(source))
-    with (
-        edgespec.load(tmp_path / "target", tmp_path / "head") as model,
-        edgespec.load(tmp_path / "target", None) as plain,
-    ):
-        draft_eagerly(model)
-        answer = model.generate("one two", max_new_tokens=60)
-        found = answer.stats.by_source["model"]
-        assert found.accepted > 0.5 * found.drafted > 2
-        assert answer.tokens == plain.generate("one two", max_new_tokens=60).tokens
+    check_acceptance(tmp_path / "target", tmp_path / "head")
 
 
 @pytest.fixture

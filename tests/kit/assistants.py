@@ -4,7 +4,6 @@
 and Q8_0 hold the same values.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,16 @@ import numpy.typing as npt
 
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import converted, q8_0
-from tests.kit.hf import TOKENS, VOCAB, Tensors, config_of, drawn, weights, write_safetensors
-from tests.kit.tokenizers import byte_level_json
+from tests.kit.hf import (
+    TOKENS,
+    VOCAB,
+    Tensors,
+    config_of,
+    drawn,
+    weights,
+    write_directory,
+    write_with_tokenizer,
+)
 
 HIDDEN, CLUSTERS, READ = 32, 20, 4
 LENGTHS = (2, 5, 8, 17, 31, 40)
@@ -77,26 +84,13 @@ def tensors(facts: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
 
 def write_target(folder: Path, changed: Mapping[str, Any] | None = None) -> Path:
     """The target's directory, with a tokenizer; some of its tensors are ``changed``."""
-    folder.mkdir()
-    write_config(folder, target_config())
-    write_safetensors(folder / "model.safetensors", target_tensors() | dict(changed or {}))
-    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', encoding="utf-8")
-    return folder
+    return write_with_tokenizer(folder, target_config(), target_tensors() | dict(changed or {}))
 
 
 def write(folder: Path, facts: Mapping[str, Any], changed: Mapping[str, Any] | None = None) -> Path:
     """The assistant's directory; of its tensors some are ``changed``, and left out where that is None."""
-    folder.mkdir()
-    write_config(folder, facts)
     held = {n: x for n, x in (tensors(facts) | dict(changed or {})).items() if x is not None}
-    write_safetensors(folder / "model.safetensors", held)
-    return folder
-
-
-def write_config(folder: Path, facts: Mapping[str, Any]) -> None:
-    """The directory's ``config.json``."""
-    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    return write_directory(folder, facts, held)
 
 
 def target_gguf(kind: str = "Q8_0") -> TinyGGUF:

@@ -3,7 +3,6 @@
 Weights have seven bits, so files in F32 and Q8_0 hold the same values.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,7 @@ import numpy as np
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import converted, q8_0
 from tests.kit.heads import GGUF_LAYER
-from tests.kit.hf import F32, VOCAB, Tensors, config_of, drawn, weights, write_safetensors
-from tests.kit.tokenizers import byte_level_json
+from tests.kit.hf import F32, VOCAB, Tensors, config_of, drawn, weights, write_with_tokenizer
 
 LAYERS, READS, BLOCK, MASK, RANK = 5, (0, 2, 3), 6, 317, 32
 """Of the target; layers whose output a head reads; tokens of a block; the mask; width of the chain."""
@@ -31,14 +29,9 @@ def target_tensors(facts: Mapping[str, Any]) -> Tensors:
 
 
 def write_target(folder: Path, **facts: Any) -> Path:
-    """A directory with the target, its tokenizer and a chat template."""
-    folder.mkdir()
+    """A directory with the target and its tokenizer."""
     made = target_config(**facts)
-    (folder / "config.json").write_text(json.dumps(made), encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", target_tensors(made))
-    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', encoding="utf-8")
-    return folder
+    return write_with_tokenizer(folder, made, target_tensors(made))
 
 
 def target_gguf(kind: str = "Q8_0") -> TinyGGUF:
@@ -88,14 +81,6 @@ def tensors(*, chained: bool = False, seed: int = 3) -> Tensors:
         shaped |= {f"markov_head.markov_w{which}.weight": (VOCAB, RANK) for which in (1, 2)}
         shaped |= {"confidence_head.proj.weight": (1, hidden + RANK), "confidence_head.proj.bias": (1,)}
     return drawn(shaped, seed)
-
-
-def write(folder: Path, facts: Mapping[str, Any], values: Tensors) -> Path:
-    """A head's directory."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", values)
-    return folder
 
 
 _GGUF = {

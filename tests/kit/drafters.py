@@ -1,11 +1,13 @@
 """Model drafters, policies and requests that draft, over toy sessions."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec import Model
+from edgespec import Model, RequestOptions, load
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Extending, Remarks, Source
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import Verifier
@@ -24,6 +26,7 @@ from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.kit.models import answering, runner_of
+from tests.kit.several import Driven
 from tests.kit.tokenizers import byte_level_json, sentencepiece_json
 from tests.kit.toy import F32, NextLogits, Silent, ToySession, alone
 from tools import replay
@@ -43,6 +46,36 @@ def draft_eagerly(model: Model) -> None:
     runner.pricing.observe_pass = runner.pricing.observe_round = lambda *told: None
     if runner.side is not None:
         runner.side.curve = QUICK
+
+
+def check_drafts(target: Path, drafter: Path, options: RequestOptions) -> None:
+    """Check that answers with a drafter are the plain ones, and that it and n-grams drafted.
+
+    Requests run at once, and then again behind prompts that the target has read.
+    """
+    prompts = "one two one two one two", "a longer prompt of several words", "x"
+    drafted = Counter[str]()
+    with load(target, drafter) as model, load(target, None) as plain:
+        draft_eagerly(model)
+        driven = Driven(model)
+        for _ in range(2):
+            streams = [driven.queue(model.stream(text, **options)) for text in prompts]
+            driven.run()
+            for text, stream in zip(prompts, streams, strict=True):
+                assert stream.result.tokens == plain.generate(text, **options).tokens
+                counts = stream.result.stats.by_source
+                drafted.update({source: count.drafted for source, count in counts.items()})
+    assert drafted["model"] > 20 and drafted["ngram"] > 0
+
+
+def check_acceptance(target: Path, drafter: Path) -> None:
+    """Check that most drafts are accepted, and that the answer is the plain one."""
+    with load(target, drafter) as model, load(target, None) as plain:
+        draft_eagerly(model)
+        answer = model.generate("one two", max_new_tokens=60)
+        count = answer.stats.by_source["model"]
+        assert count.accepted > 0.5 * count.drafted > 2
+        assert answer.tokens == plain.generate("one two", max_new_tokens=60).tokens
 
 
 @lru_cache

@@ -17,7 +17,6 @@ Arrays, for P prompts, COUNT tokens behind each and drafts of LENGTH:
 A head's row i takes what the target knew when it read token i, and token i + 1, and says what token i + 2 is.
 """
 
-import json
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -28,8 +27,7 @@ import numpy.typing as npt
 
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import converted
-from tests.kit.hf import VOCAB, Tensors, config_of, drawn, weights, write_safetensors
-from tests.kit.tokenizers import byte_level_json
+from tests.kit.hf import VOCAB, Tensors, config_of, drawn, weights, write_directory, write_with_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden_heads"
 CASES: Mapping[str, tuple[str, bool]] = {
@@ -99,24 +97,14 @@ def head_tokens() -> npt.NDArray[np.int64]:
 
 def write_target(folder: Path, case: str) -> Path:
     """The target as a Hugging Face directory, with its tokenizer."""
-    _write(folder, target_config(case), target_weights(case))
-    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', encoding="utf-8")
-    return folder
+    return write_with_tokenizer(folder, target_config(case), target_weights(case))
 
 
 def write_head(folder: Path, case: str) -> Path:
     """The head as a Hugging Face directory in SpecForge's form: no embedding, which is the target's."""
     tokens = head_tokens()
     maps = {"d2t": tokens - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(VOCAB), tokens)}
-    return _write(folder, head_config(case), {**head_weights(), **maps})
-
-
-def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
+    return write_directory(folder, head_config(case), {**head_weights(), **maps})
 
 
 def target_gguf(case: str, kind: str = "Q8_0") -> TinyGGUF:

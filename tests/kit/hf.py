@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.kit.tokenizers import byte_level_json
+
 F32 = npt.NDArray[np.float32]
 Tensors = dict[str, F32]
 
@@ -646,11 +648,28 @@ def write_with_eyes(
 
     Its tensors have ``prefix`` in place of ``model.``, and beside them lie small ones called ``others``.
     """
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
     tensors = {name.replace("model.", prefix, 1): values for name, values in weights(text).items()}
     small = dict.fromkeys(others, np.ones((2, 3), np.float32))
-    write_safetensors(folder / "model.safetensors", tensors | small)
+    return write_directory(folder, outer, tensors | small)
+
+
+def write_directory(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]], dtype: str = "F32"
+) -> Path:
+    """``config.json`` and ``tensors`` in one file; no tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", tensors, dtype)
+    return folder
+
+
+def write_with_tokenizer(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]
+) -> Path:
+    """The same with a tokenizer of one token less than ``VOCAB``."""
+    write_directory(folder, config, tensors)
+    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', encoding="utf-8")
     return folder
 
 
@@ -658,12 +677,11 @@ def write_checkpoint(
     folder: Path, config: Mapping[str, Any], *, dtype: str = "F32", shards: int = 1, seed: int = 0
 ) -> Path:
     """``config.json`` and the weights, in one file or several; no tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = weights(config, seed)
     if shards == 1:
-        write_safetensors(folder / "model.safetensors", tensors, dtype)
-        return folder
+        return write_directory(folder, config, tensors, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     names = list(tensors)
     weight_map: dict[str, str] = {}
     for number in range(shards):

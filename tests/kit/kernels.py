@@ -23,6 +23,19 @@ Outputs = Mapping[str, int]
 Attributes = Mapping[str, Any]
 
 EPSILON = 1e-5
+ATTENTION = (
+    "packed",
+    "past_key",
+    "past_value",
+    "sequences",
+    "blocks",
+    "cos",
+    "sin",
+    "query_gain",
+    "key_gain",
+    "sinks",
+)
+"""The inputs of the attention operator, in its order."""
 SHARE, STEPS = 16, 255 * 127  # inputs that share a scale of activations, steps of a row: layout.h
 _KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 _KINDS |= {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.float64): TensorProto.DOUBLE}

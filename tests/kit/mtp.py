@@ -3,7 +3,6 @@
 Weights have seven bits, so files in F32 and Q8_0 hold the same values.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,7 @@ import numpy.typing as npt
 
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import converted
-from tests.kit.hf import F32, VOCAB, Tensors, config_of, drawn, shapes, weights, write_safetensors
-from tests.kit.tokenizers import byte_level_json
+from tests.kit.hf import F32, VOCAB, Tensors, config_of, drawn, shapes, weights, write_with_tokenizer
 
 LAYERS = 4
 """Of the model without its MTP layer, which is block 4 of GGUF files."""
@@ -53,14 +51,9 @@ def tensors(facts: Mapping[str, Any]) -> Tensors:
 
 
 def write_hf(folder: Path, **facts: Any) -> Path:
-    """A directory with model and layer, its tokenizer and a chat template."""
-    folder.mkdir()
+    """A directory with model, layer and tokenizer."""
     made = config(**facts)
-    (folder / "config.json").write_text(json.dumps(made), encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", tensors(made))
-    (folder / "tokenizer.json").write_text(byte_level_json(size=VOCAB - 1), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', encoding="utf-8")
-    return folder
+    return write_with_tokenizer(folder, made, tensors(made))
 
 
 def gguf(kind: str = "Q8_0", **facts: Any) -> TinyGGUF:
