@@ -12,7 +12,7 @@ import pytest
 import edgespec
 from edgespec import RequestOptions
 from edgespec.decoding.draft import Draft, Passed, Step
-from edgespec.drafting.blocks import BlockDrafter, Odds
+from edgespec.drafting.blocks import AcceptanceRates, BlockDrafter
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.pricing import Pricing
 from edgespec_export.export import ExportOptions, export_model
@@ -89,8 +89,8 @@ def drafter_of(session: Session, length: int) -> BlockDrafter:
     """One for which nothing costs anything, behind a prompt of so many tokens."""
     block = session.model.config.block
     assert block is not None
-    pricing, odds = Pricing(FREE), Odds(block.longest, 0.9)
-    return BlockDrafter(session, QUICK, length, pricing=pricing, calibration=Calibration(), odds=odds)
+    pricing, rates = Pricing(FREE), AcceptanceRates(block.longest, 0.9)
+    return BlockDrafter(session, QUICK, length, pricing=pricing, calibration=Calibration(), rates=rates)
 
 
 def drafted(drafter: BlockDrafter, tokens: Sequence[int], limit: int) -> Draft:

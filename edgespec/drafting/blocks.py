@@ -1,16 +1,14 @@
 """A head as drafter that drafts a block of tokens in one pass (DFlash, Chen et al. 2026, arXiv 2602.06036).
 
-Its KV cache has what the target's features say of committed tokens. A pass reads those that are new, and a
-block of the last token and masks, of which nothing stays.
+Its KV cache holds keys and values that it computes from the target's features of committed tokens. A pass
+reads the new ones, and a block of the last token and masks, which does not stay in the cache.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Passed, Source, Step
 from edgespec.drafting.heads import Unread
-from edgespec.drafting.model import SOURCE, Calibration, Guess
+from edgespec.drafting.model import SOURCE, Calibration, Guess, draft_of
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import RunningMean
 from edgespec_runtimes.cost import CostCurve
@@ -20,30 +18,31 @@ from edgespec_runtimes.session import Rows, Session
 _SMOOTHING, _FADING = 0.05, 0.003
 
 
-class Odds:
-    """How probably a block's tokens are accepted, place by place, before it is drafted.
+class AcceptanceRates:
+    """The expected acceptance of a block's tokens, place by place, before the block is drafted.
 
-    They are learned from the blocks that were, and fade where no block is as long. Requests share them.
+    Rates are learned from earlier blocks. At places that a block does not reach they fade to the usual rate.
+    Requests share them.
     """
 
     def __init__(self, longest: int, usual: float) -> None:
-        self._usual, self.accepted = usual, [usual] * longest
+        self._usual, self.by_place = usual, [usual] * longest
 
     def observe(self, confidence: Sequence[float]) -> None:
-        """Learn from a block's expected acceptances."""
-        for place, odds in enumerate(self.accepted):
+        """Learn from the expected acceptance of a block's tokens."""
+        for place, rate in enumerate(self.by_place):
             if place < len(confidence):
-                self.accepted[place] += _SMOOTHING * (confidence[place] - odds)
+                self.by_place[place] += _SMOOTHING * (confidence[place] - rate)
             else:
-                self.accepted[place] += _FADING * (self._usual - odds)
+                self.by_place[place] += _FADING * (self._usual - rate)
 
 
 class BlockDrafter(Source):
-    """Drafts behind a prompt of ``length`` tokens; a block is as long as its price says.
+    """Drafts behind a prompt of ``length`` tokens. The length of a block is the one expected to gain most.
 
     Proposals are a function of the text and the block's length. They are verified by sample and match, so
-    neither changes what is written. Tokens that a grammar forces stand in the block instead of masks.
-    Requests share ``calibration`` and ``odds``.
+    neither changes the answer. Tokens that a grammar forces stand in the block instead of masks.
+    Requests share ``calibration`` and ``rates``.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class BlockDrafter(Source):
         *,
         pricing: Pricing,
         calibration: Calibration,
-        odds: Odds,
+        rates: AcceptanceRates,
     ) -> None:
         block = session.model.config.block
         assert block is not None  # which a head of blocks has
         self._session, self._curve, self._block = session, curve, block
-        self._pricing, self._calibration, self._odds = pricing, calibration, odds
+        self._pricing, self._calibration, self._rates = pricing, calibration, rates
         self._unread, self._slower = Unread(session, length), RunningMean(1.0)
         self._guesses: list[Guess] = []
         self._expected_s: float | None = None  # of the pass; None where it reads the prompt
@@ -72,7 +71,7 @@ class BlockDrafter(Source):
         masks = count - 1 if self._block.anchored else count
         if not count or not self._unread.room_for(1 + known + masks):
             self._slower.fade()
-            self._odds.observe(())
+            self._rates.observe(())
             return
         features = self._unread.features
         self._session.rewind(self._unread.held)  # the last block goes; keys and values go back anywhere
@@ -91,13 +90,9 @@ class BlockDrafter(Source):
         best = [predictions.best(row) for row in range(rows.wanted)]
         ids = best if kept is None else [int(kept[column]) for column in best]
         guesses = [Guess(token, predictions.probability(row), open=False) for row, token in enumerate(ids)]
-        confidence = tuple(self._calibration.probability(guess) for guess in guesses)
-        self._odds.observe(confidence)
-        count, _ = self._pricing.keep(confidence, SOURCE)
-        if not count:
-            self._calibration.fade()
-        self._guesses = guesses[:count]
-        self.draft = Draft(tuple(ids[:count]), (SOURCE,) * count, confidence[:count])
+        self._rates.observe([self._calibration.probability(guess) for guess in guesses])
+        self.draft = draft_of(guesses, self._pricing, self._calibration)
+        self._guesses = guesses[: len(self.draft.tokens)]
 
     def observe(self, step: Step) -> None:
         """Compare the proposals with the committed tokens."""
@@ -108,15 +103,12 @@ class BlockDrafter(Source):
 
     def _length(self, known: int, most: int) -> int:
         """The number of tokens to draft, at most ``most``, that is expected to gain most over its cost."""
-        best, best_surplus, expected, rate = 0, 0.0, 0.0, self._pricing.rate
-        for count, survival in enumerate(accumulate(self._odds.accepted[: max(most, 0)], mul), start=1):
-            expected += survival
-            rows = known + count + (not self._block.anchored)
-            drafting_s = self._seconds(rows) / self._pricing.sequences
-            surplus = expected - rate * (drafting_s + self._pricing.rows_seconds(count, source=SOURCE))
-            if surplus > best_surplus:
-                best, best_surplus = count, surplus
-        return best
+        more = known + (not self._block.anchored)  # rows besides those of drafts
+
+        def drafting_s(count: int) -> float:
+            return self._seconds(more + count) / self._pricing.sequences
+
+        return self._pricing.keep(self._rates.by_place[: max(most, 0)], SOURCE, drafting_s)[0]
 
     def _seconds(self, rows: int) -> float:
         return self._curve.seconds(rows) * self._slower.value

@@ -62,7 +62,7 @@ class AssistantReader(_StateReader):
 
     def __init__(self, session: Session, curve: CostCurve, length: int, target: Session) -> None:
         super().__init__(session, curve)
-        self._length, self._target, self._first = length, target, self._step
+        self._length, self._target = length, target
         self._features: Floats | None = None  # of the last token
 
     def add_features(self, features: Floats, committed: int) -> None:
@@ -78,6 +78,9 @@ class AssistantReader(_StateReader):
 
     def step(self, token: int) -> None:
         self._ask(token, None, self._state)
+
+    def seconds_of_text(self, text: Sequence[int]) -> float:
+        return self._step.value  # it reads one token at a time
 
     def _took(self, seconds: float) -> None:
         self._step.observe(seconds)
@@ -126,7 +129,7 @@ class Unread:
         return self.held + self.count + more <= self._session.capacity
 
     def read(self) -> None:
-        """Note that the cache holds all."""
+        """Note that the cache holds all tokens."""
         self.held, self.count = self.held + self.count, 0
 
 

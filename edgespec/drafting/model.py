@@ -196,13 +196,18 @@ class ModelDrafter(Source):
 
     def _propose(self, guesses: Sequence[Guess]) -> None:
         """Propose the guesses that are worth their rows."""
-        confidence = tuple(self.calibration.probability(guess) for guess in guesses)
-        count, _ = self._pricing.keep(confidence, SOURCE)
-        if not count:
-            self.calibration.fade()
-        self._guesses = list(guesses[:count])
-        tokens = tuple(guess.token for guess in self._guesses)
-        self.draft = Draft(tokens, (SOURCE,) * count, confidence[:count])
+        self.draft = draft_of(guesses, self._pricing, self.calibration)
+        self._guesses = list(guesses[: len(self.draft.tokens)])
+
+
+def draft_of(guesses: Sequence[Guess], pricing: Pricing, calibration: Calibration) -> Draft:
+    """The first guesses, as many as are worth their rows. If none is, ``calibration`` fades."""
+    confidence = tuple(calibration.probability(guess) for guess in guesses)
+    count, _ = pricing.keep(confidence, SOURCE)
+    if not count:
+        calibration.fade()
+    tokens = tuple(guess.token for guess in guesses[:count])
+    return Draft(tokens, (SOURCE,) * count, confidence[:count])
 
 
 def _guesses(bridge: Bridge, drafted: Sequence[Prediction]) -> list[Guess]:

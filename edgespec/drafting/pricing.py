@@ -6,7 +6,7 @@ a token exactly when its expected gain exceeds what its time is worth at that ra
 Dinkelbach 1967). So one number, the rate, prices every decision.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Final
@@ -78,19 +78,28 @@ class Pricing:
         gain = self._tokens / self._plain_tokens if self._plain_tokens else 0.0
         return self.plain_rate * max(1.0, gain)
 
-    def keep(self, confidence: Iterable[float], source: str = "") -> tuple[int, float]:
+    def keep(
+        self,
+        confidence: Iterable[float],
+        source: str = "",
+        drafting_s: Callable[[int], float] = lambda count: 0.0,
+    ) -> tuple[int, float]:
         """The number of proposals to verify: the prefix with the highest expected surplus over its cost.
 
         Args:
             confidence: for each proposal, the probability that it is accepted if those before it are.
-            source: who drafted them.
+            source: who drafts them.
+            drafting_s: seconds that it will take to draft a number of proposals; 0 if they are drafted.
 
         Returns:
             The length, and the surplus: the expected accepted tokens less the tokens that the same time would
             yield otherwise.
         """
-        survivals = list(accumulate(confidence, mul))
-        return self._best(survivals, source)
+
+        def seconds_of(count: int) -> float:
+            return drafting_s(count) + self.rows_seconds(count, source=source)
+
+        return self._best(accumulate(confidence, mul), seconds_of)
 
     def share(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """The number of proposals of each request to verify in a pass of all: the most promising ones.
@@ -99,7 +108,7 @@ class Pricing:
         """
         drafts = [list(accumulate(confidence, mul)) for confidence in confidences]
         places = sorted((-survival, at) for at, survivals in enumerate(drafts) for survival in survivals)
-        count, _ = self._best([-survival for survival, _ in places])
+        count, _ = self._best([-survival for survival, _ in places], self.rows_seconds)
         taken = [at for _, at in places[:count]]
         return [taken.count(at) for at in range(len(drafts))]
 
@@ -113,12 +122,15 @@ class Pricing:
             count *= 2
         return count
 
-    def _best(self, survivals: Sequence[float], source: str = "") -> tuple[int, float]:
-        """The best number of proposals with such probabilities to be accepted, and its surplus."""
-        best_count, best_surplus, expected = 0, 0.0, 0.0
+    def _best(self, survivals: Iterable[float], seconds_of: Callable[[int], float]) -> tuple[int, float]:
+        """The best number of proposals with such probabilities to be accepted, and its surplus.
+
+        ``seconds_of`` has the cost of a number of proposals.
+        """
+        best_count, best_surplus, expected, rate = 0, 0.0, 0.0, self.rate
         for count, survival in enumerate(survivals, start=1):
             expected += survival
-            surplus = expected - self.rate * self.rows_seconds(count, source=source)
+            surplus = expected - rate * seconds_of(count)
             if surplus > best_surplus:
                 best_count, best_surplus = count, surplus
         return best_count, best_surplus
@@ -149,8 +161,7 @@ class Pricing:
     def observe_pass(self, rows: int, seconds: float, experts: int = 0, source: str = "") -> None:
         """Learn from a target pass that took ``seconds``, and from its ``experts``; outliers count little.
 
-        Rows that ``source`` drafted may share more experts than others: copies repeat what was read.
-
+        Rows that ``source`` drafted may share more experts than others, because copies repeat earlier tokens.
         Each of the requests that share a pass reports it.
         """
         expected, costs = self.pass_seconds(rows, source), self._curve.experts

@@ -18,7 +18,7 @@ from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # only some drafters need these
-    from edgespec.drafting.blocks import Odds
+    from edgespec.drafting.blocks import AcceptanceRates
     from edgespec.learning.gains import Example, Table
     from edgespec.learning.layer_math import F32
     from edgespec.learning.trainer import Trainer
@@ -79,7 +79,7 @@ class DrafterSide:
         self._target, self._same_vocabulary = target, same_vocabulary
         self.pricing, self._caches, self._beside = pricing, caches, beside
         self.calibration = Calibration()
-        self._odds: Odds | None = None
+        self._rates: AcceptanceRates | None = None  # of a head that drafts blocks
         self._followers = Followers(running.curve, lambda: pricing.sequences)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
@@ -184,31 +184,34 @@ class DrafterSide:
         return Tuning(NumpyDecoder(self.bundle), table)
 
     def _head(self, session: Session, target: Session, length: int, room: int) -> Source:
-        """What drafts with a head behind a prompt of so many tokens, and begins every request anew."""
+        """The source that drafts with a head behind a prompt of ``length`` tokens.
+
+        ``room`` is the number of tokens that the request may add.
+        """
         from edgespec.drafting.heads import MOST_READ, AssistantReader, HeadReader
 
-        block = session.model.config.block
-        if self.bundle.config.architecture != "assistant":
-            session.reserve(min(MOST_READ + room, session.model.longest))
-        if block is not None:
-            from edgespec.drafting.blocks import BlockDrafter, Odds
-
-            self._odds = self._odds or Odds(block.longest, self.calibration.typical)
-            return BlockDrafter(
-                session,
-                self.curve,
-                length,
-                pricing=self.pricing,
-                calibration=self.calibration,
-                odds=self._odds,
-            )
+        config, block = self.bundle.config, session.model.config.block
+        pricing, calibration = self.pricing, self.calibration
         reader: Chain
-        if self.bundle.config.architecture == "assistant":
+        if config.architecture == "assistant":  # which has no KV cache of its own
             reader = AssistantReader(session, self.curve, length, target)
         else:
+            session.reserve(min(MOST_READ + room, session.model.longest))
+            if block is not None:
+                from edgespec.drafting.blocks import AcceptanceRates, BlockDrafter
+
+                self._rates = self._rates or AcceptanceRates(block.longest, calibration.typical)
+                return BlockDrafter(
+                    session,
+                    self.curve,
+                    length,
+                    pricing=pricing,
+                    calibration=calibration,
+                    rates=self._rates,
+                )
             reader = HeadReader(session, self.curve, length)
-        bridge = IdentityBridge(self.bundle.config.vocab_size)
-        return ModelDrafter(reader, bridge, pricing=self.pricing, calibration=self.calibration)
+        bridge = IdentityBridge(config.vocab_size)
+        return ModelDrafter(reader, bridge, pricing=pricing, calibration=calibration)
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
         if self._same_vocabulary:
