@@ -206,9 +206,8 @@ class Plan:
         experts, every = self.target.expert_bytes, self.target.weights_bytes - self.target.expert_bytes
         others = sum(model.weights_bytes for model in self._here if model.mapped and model is not self.target)
         left = spare - every - others
-        missing = (
-            max(0, every - self.copied_bytes) if left < 0 else 0
-        )  # what is read in turn is forgotten in turn
+        # The system forgets first what a pass reads next, so only copied weights stay.
+        missing = max(0, every - self.copied_bytes) if left < 0 else 0
         return missing + round((experts - min(experts, max(0, left))) * self.target.experts_used)
 
     @property
@@ -309,15 +308,14 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
         DeviceError: they do not fit even with a short text; the message says what they need.
     """
     made = plan_of(target, drafter)
-    verdict = made.fit(KV_STEP).verdict
-    if verdict == "no":
+    fit = made.fit(KV_STEP)
+    if fit.verdict == "no":
         raise DeviceError(
             f"this machine's memory has no room for these models: {made.short()}. Free memory, take smaller "
             "models or drafter='ngram', or export with weights='exact', which may stay on the disk; "
             "'edgespec plan' shows more"
         )
-    if verdict == "from disk":
-        read = size(made.fit(KV_STEP).read_bytes)
-        _LOG.warning("slow: a pass will read about %s from the disk: %s", read, made.short())
+    if fit.verdict == "from disk":
+        _LOG.warning("slow: a pass will read about %s from the disk: %s", size(fit.read_bytes), made.short())
         return replace(options, huge_pages=True, copied_bytes=made.copied_bytes)
     return options

@@ -195,8 +195,9 @@ def open_pair(
             same = drafter is not None and drafter.tokenizer.with_special(marks).matches(own)
             timed = [future.result() for future in opening]
         # Only now, when nothing else runs, do passes take their own time.
-        one_pass = drafter is not None and drafter.config.block is not None
-        drafting = None if drafter is None else timed[1](DEFAULT_ROWS if one_pass else _DRAFTER_ROWS)
+        drafting = None
+        if drafter is not None:
+            drafting = timed[1](_DRAFTER_ROWS if drafter.config.block is None else DEFAULT_ROWS)
         return Loaded(timed[0](timed_rows(options)), drafting, same)
 
 
@@ -296,10 +297,9 @@ def _curve(
     """The earlier curve if it still holds, and whether it does; else a new one, kept unless in doubt."""
     from_disk = conditions.options.copied_bytes is not None
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
-        wide = max(n for n in rows if n <= _RECHECKED_ROWS)
-        curve = (
-            known.curve if from_disk else recheck_cost(session, known.curve, wide)
-        )  # few passes are no mean
+        if from_disk:  # where the mean of a few passes says little
+            return known.curve, True
+        curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
         if curve is not None:
             return curve, True
     if from_disk:
