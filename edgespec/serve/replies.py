@@ -3,6 +3,7 @@
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,7 @@ def with_rows(table: Json, name: str, rows: Iterable[object]) -> str:
 
 
 @dataclass(slots=True)
-class Reply:
+class Reply(ABC):
     """One reply in the form of an endpoint, whole or as events.
 
     ``plain_tokens_per_s`` is the model's speed without speculation. ``prompt`` of a stream has the number of
@@ -71,9 +72,9 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
     prompt: tuple[int, int] = field(default=(0, 0), kw_only=True)
 
+    @abstractmethod
     def whole(self, answers: Sequence[Generation]) -> Json:
         """The whole reply. Each of ``answers`` has a prompt of its own."""
-        raise NotImplementedError
 
     def choices(self, indices: Iterable[int]) -> Sequence["Reply"]:
         """The same reply for each of some choices."""
@@ -83,17 +84,17 @@ class Reply:
         """The events before the text, if there are any."""
         return []
 
+    @abstractmethod
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
         """The events of a piece; ``shown`` are its tokens as :class:`Attribution` cut them."""
-        raise NotImplementedError
 
     def reading(self, progress: Progress) -> list[Json]:
         """An event about the reading of the prompt."""
         return []
 
+    @abstractmethod
     def end(self, answer: Generation) -> list[Json]:
         """The last events: why the answer ended, and what it cost."""
-        raise NotImplementedError
 
     def used(self, answers: Sequence[Generation]) -> Json:
         """The event that ``stream_options.include_usage`` asks for."""
@@ -161,7 +162,7 @@ class _Completion(Reply):
         choices = [
             {
                 "index": choice.index,
-                **choice._said(answer),
+                **choice._choice(answer),
                 **self._ended(answer, tokens=self._tokens(answer)),
             }
             for at, generation in enumerate(answers)
@@ -186,8 +187,9 @@ class _Completion(Reply):
     def used(self, answers: Sequence[Generation]) -> Json:
         return self._head(self.chunk_kind) | {"choices": [], "usage": usage(answers)}
 
-    def _said(self, answer: Generation) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, answer: Generation) -> Json:
+        """The fields of a choice with the text of its answer."""
 
     def _chunk(self, choice: Json) -> list[Json]:
         empty = {"index": self.index, "logprobs": None, "finish_reason": None}
@@ -229,7 +231,7 @@ class ChatReply(_Completion):
     def end(self, answer: Generation) -> list[Json]:
         return self._chunk({"delta": {}, **self._ended(answer)})
 
-    def _said(self, answer: Generation) -> Json:
+    def _choice(self, answer: Generation) -> Json:
         message = {**answer.message, "refusal": None}
         if answer.tool_calls:
             message["content"] = answer.content or None
@@ -260,7 +262,7 @@ class CompletionReply(_Completion):
     def end(self, answer: Generation) -> list[Json]:
         return self._chunk({"text": "", **self._ended(answer)})
 
-    def _said(self, answer: Generation) -> Json:
+    def _choice(self, answer: Generation) -> Json:
         logprobs = self._logprobs(answer.prompt + answer.records, 0)
         return {"text": self._echo + answer.text, "logprobs": logprobs}
 
