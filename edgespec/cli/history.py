@@ -83,7 +83,7 @@ def show(
         print_json([*map(asdict, shown)])
         return
     for correction in history.corrections(namespace):
-        say(_said_of(correction), style="dim")
+        say(_summary(correction), style="dim")
     for text in shown:
         say(_headline(text), style="dim")
         say(text.text.strip("\n"))
@@ -192,7 +192,7 @@ def _where(learned: "LearnedText | LearnedCorrection") -> str:
     return f"{learned.target}, {learned.namespace}" if learned.namespace else learned.target
 
 
-def _said_of(correction: "LearnedCorrection") -> str:
+def _summary(correction: "LearnedCorrection") -> str:
     day = datetime.fromtimestamp(correction.used_on).date().isoformat()
     taught = f"learned from {correction.tokens:,} tokens, last on {day}, {size(correction.size_bytes)}"
     return f"[{_where(correction)}] a correction of the guesses of {correction.drafter}: {taught}"

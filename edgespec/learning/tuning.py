@@ -46,7 +46,7 @@ class Tuning:
         self._nothing: F32 = np.zeros(count, np.float32)
         self._good = self._nothing
         self._watch = Watch(_STAKE)
-        self._told, self._tokens, self._anew = self._state.copy(), 0, False
+        self._before, self._tokens, self._anew = self._state.copy(), 0, False  # since the last lesson
         self.texts = 0
         """Texts learned from so far."""
         self.undone = 0
@@ -57,8 +57,8 @@ class Tuning:
         if not self._tokens and not self._anew:
             return None
         now = self._state.copy()
-        lesson = Lesson(now if self._anew else now - self._told, self._anew, self._tokens)
-        self._told, self._tokens, self._anew = now, 0, False
+        lesson = Lesson(now if self._anew else now - self._before, self._anew, self._tokens)
+        self._before, self._tokens, self._anew = now, 0, False
         return lesson
 
     @property

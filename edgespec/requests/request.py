@@ -404,7 +404,7 @@ def message_starts(tokens: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
     for place, token in enumerate(tokens):
         if tokenizer.is_special(token):
             places.setdefault(token, []).append(place)
-    starts = next((each for each in places.values() if len(each) > 1), [])
+    starts = next((repeated for repeated in places.values() if len(repeated) > 1), [])
     return sorted({*starts[1:2], *starts[-2:-1]} - {0})
 
 

@@ -219,7 +219,7 @@ def _in_python(function: Function) -> str:
 def _in_marks(function: Function) -> str:
     """The arguments by their names, in the order of these, as Gemma 4's template shows them."""
     parameters, held, written = table(function.get("parameters")), _held_by(function), dict[str, str]()
-    for key, schema in sorted(properties_of(parameters).items(), key=lambda each: each[0].lower()):
+    for key, schema in sorted(properties_of(parameters).items(), key=lambda item: item[0].lower()):
         own = summary(parameters, schema)
         values = [_marked(value) for value in allowed_values(own)] or sorted(kinds_of(own)) or ["value"]
         rule = held(schema) if _is_plain(own) else " | ".join("text" if v == "string" else v for v in values)
@@ -316,7 +316,7 @@ def _unheld_in_marks(function: Function) -> list[Unheld]:
     parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
     for name, schema in properties_of(parameters).items():
         plain_ones = _is_plain(summary(parameters, schema))
-        more = {} if plain_ones else {k: each for k, each in schema.items() if k not in _HELD_IN_MARKS}
+        more = {} if plain_ones else {k: value for k, value in schema.items() if k not in _HELD_IN_MARKS}
         unheld += [Unheld(f"#/properties/{escaped(name)}", key, value) for key, value in more.items()]
     return unheld
 

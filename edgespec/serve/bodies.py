@@ -49,14 +49,14 @@ class Once(logging.Filter):
 
     def __init__(self, most: int = 1000) -> None:
         super().__init__()
-        self._told, self._most = set[str](), most
+        self._seen, self._most = set[str](), most
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether this message is new and within the limit."""
-        before, message = len(self._told), record.getMessage()
+        before, message = len(self._seen), record.getMessage()
         if before < self._most:
-            self._told.add(message)
-        return len(self._told) > before
+            self._seen.add(message)
+        return len(self._seen) > before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

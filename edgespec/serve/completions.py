@@ -357,13 +357,13 @@ class _EventStream(StreamingResponse):
             done, _ = await asyncio.wait(self._coming, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             lines = [] if done else [self._answer.comment(self._waits_for())]
             for future in done:
-                lines += map(self._event, self._said(self._coming.pop(future), future.result()))
+                lines += map(self._event, self._chunks(self._coming.pop(future), future.result()))
             for line in lines:
                 yield line
             if lines:
                 due = clock() + _SILENCE_S
 
-    def _said(self, streamed: _Streamed, record: Record | None) -> list[Json]:
+    def _chunks(self, streamed: _Streamed, record: Record | None) -> list[Json]:
         """The chunks of a record."""
         if record is None:
             _check_ended(streamed.stream.result)
