@@ -63,7 +63,7 @@ def test_an_editors_request_is_filled(model: Filling, url: str) -> None:
     assert (told["prompt_n"], told["cache_n"], told["prompt_ms"]) == (4, 3, 100.0)
     assert (told["predicted_n"], told["predicted_ms"], told["predicted_per_second"]) == (20, 1000.0, 20.0)
     assert told["prompt_per_second"] == 40.0
-    (asked, options), = model.calls  # fmt: skip
+    ((asked, options),) = model.calls
     assert asked == ("a\nb = ", "\nc\n", [("a.py", "A"), ("file", "B")], None)
     assert options == {
         "max_lines": None,

@@ -16,6 +16,7 @@ from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.progress import Progress
 from tests.kit.gguf import tiny_gguf
+from tests.kit.machines import POSIX
 
 OPTIONS = ExportOptions(name="model")
 
@@ -115,7 +116,7 @@ def test_another_export_begins_anew_and_says_why(
     assert f"an unfinished export has another {other}; this export begins anew" in caplog.text
 
 
-@pytest.mark.skipif(not hasattr(os, "symlink"), reason="there are no links")
+@POSIX
 def test_links_in_place_of_unfinished_weights_are_not_followed(whole: Path) -> None:
     (whole / "elsewhere").mkdir()
     for name in (DATA_FILE, JOURNAL):
