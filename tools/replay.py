@@ -187,7 +187,10 @@ class Recorded:
 
 
 class Priced(OwnModel):
-    """A drafter whose passes take the given time, and compute only what the memo lacks."""
+    """A drafter whose passes take the given time, and compute only what the memo lacks.
+
+    A session of its own computes; those of the engine hold tokens alone.
+    """
 
     def __init__(self, bundle: Bundle, options: CpuOptions, pricing: "tuple[CostCurve, Clock, Memo]") -> None:
         native = bundle.manifest.operators == "edgespec"
@@ -196,7 +199,7 @@ class Priced(OwnModel):
         )
         self._priced: tuple[CostCurve, Clock, Memo] | None = pricing
         self._bundle_key = self._key = bundle.manifest.files["model.onnx.data"].sha256.encode()
-        self._computed: list[int] = []
+        self._computing: Session | None = None
         self._offered: tuple[int, ...] = ()
 
     def offer(self, tokens: Sequence[int]) -> None:
@@ -211,7 +214,6 @@ class Priced(OwnModel):
             np.asarray(weights[name]).tobytes() for name in sorted(weights)
         )
         self._key = hashlib.blake2b(self._key, digest_size=16).digest()
-        self._computed = []
 
     def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
         """See :class:`edgespec_runtimes.session.LoadedModel`."""
@@ -222,25 +224,25 @@ class Priced(OwnModel):
         clock.spend(curve.seconds(len(tokens)))
         sequence = [*session.stretch.tokens, *tokens]
         ends = range(len(sequence) - max(wanted, 1) + 1, len(sequence) + 1)
-        predictions = [self._said(session, sequence[:end]) for end in ends]
+        predictions = [self._distribution(*self._known(sequence[:end])) for end in ends]
         session.stretch.tokens, session.stretch.fresh = sequence, len(tokens)
         return [Predictions(np.concatenate(predictions))]
 
-    def _said(self, session: Session, sequence: list[int]) -> Logits:
+    def _known(self, sequence: list[int]) -> tuple[Any, Any]:
         assert self._priced is not None
         memo = self._priced[2]
         text = np.array([*self._offered, -1, *sequence], np.int64).tobytes()
         key = hashlib.blake2b(self._key + text, digest_size=16).hexdigest()
         if key not in memo:
-            memo[key] = self._compute(session, sequence)
-        return self._distribution(*memo[key])
+            memo[key] = self._compute(sequence)
+        return memo[key]
 
-    def _compute(self, session: Session, sequence: list[int]) -> tuple[Any, Any]:
-        """Bring the real cache up to date and ask."""
-        session.stretch.tokens = self._computed
+    def _compute(self, sequence: list[int]) -> tuple[Any, Any]:
+        if self._computing is None:
+            self._computing = Session(self)
         priced, self._priced = self._priced, None
-        logits = session.predict_next(sequence).logits[0].astype(np.float64)
-        self._priced, self._computed = priced, list(session.stretch.tokens)
+        logits = self._computing.predict_next(sequence).logits[0].astype(np.float64)
+        self._priced = priced
         logits -= logits.max() + np.log(np.exp(logits - logits.max()).sum())
         top = np.argpartition(logits, -_TOP)[-_TOP:]
         return top.astype(np.int32), logits[top].astype(np.float32)
