@@ -109,7 +109,7 @@ class Unread:
 
     @property
     def features(self) -> Floats:
-        """Of the unread tokens."""
+        """The target's features of the unread tokens, ``(count, width)``."""
         assert self._features is not None  # the target has read the text
         return self._features[len(self._features) - self.count :]
 
