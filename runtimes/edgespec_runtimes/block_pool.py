@@ -91,12 +91,12 @@ class BlockPool(KVBuffers):
 
     def _beginning(self) -> int:
         """The first block of a free extent, or of a smaller free part if a quarter is free in such parts."""
-        free, count = sorted(self._free), self._count
-        for at, number in enumerate(free):
-            if number % EXTENT == 0 and free[at : at + EXTENT] == [*range(number, number + EXTENT)]:
-                return number
-        if 4 * len(free) > count:
-            return free[0]
+        count = self._count
+        for first in range(0, count, EXTENT):
+            if self._free.issuperset(range(first, first + EXTENT)):
+                return first
+        if 4 * len(self._free) > count:
+            return min(self._free)
         self._resize(max(EXTENT, 2 * count))
         return count
 
