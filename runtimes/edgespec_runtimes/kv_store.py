@@ -263,11 +263,11 @@ class KvStore:
 
     def _checkpoint_behind(self, session: Session, at: int, sources: "_Sources") -> "_Checkpoint | None":
         """The checkpoint behind ``at`` blocks, kept in memory unless the session has just left another."""
-        place, files = sources.checkpoint(at), sources.files
+        place, files, key = sources.checkpoint(at), sources.files, session.model.prompt_key
         content = sources.known.get(place)
-        if content is None and files is not None:
+        if content is None and files is not None and files.has(key, place.name):
             size = _checkpoint_form(session).itemsize
-            content = files.read(session.model.prompt_key, place.name, size)
+            content = files.read(key, place.name, size)
             if content is not None and place not in self._blocks and self._make_room(size):
                 self._blocks[place] = content
                 self.nbytes += size
