@@ -247,8 +247,8 @@ class OwnModel(_GraphModel):
             for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](one)
                 memory.write(value, array)
-        blocks = np.array(INPUTS[BLOCKS](one), np.int64)
         if self.takes_several:  # of another shape again and again
+            blocks = np.array(INPUTS[BLOCKS](one), np.int64)
             bound.binding.bind_ortvalue_input(BLOCKS, ort_value(blocks))
         if self.lent:  # at every pass, since the target may have moved them
             (parts[0].cache or self.cache).lend(bound.binding, self.lent)
@@ -259,7 +259,7 @@ class OwnModel(_GraphModel):
         predictions = [
             bound.predictions(slice(end - part.rows, end)) for end, part in zip(ends, parts, strict=True)
         ]
-        for of_part, hidden in zip(predictions, self._hidden.found(parts, bound.hidden), strict=True):
+        for of_part, hidden in zip(predictions, self._hidden.of_parts(parts, bound.hidden), strict=True):
             of_part.hidden = hidden
         return [predictions[order.index(at)] for at in range(len(parts))]
 

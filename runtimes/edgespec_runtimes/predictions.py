@@ -149,20 +149,20 @@ class Hidden:
         Missing states are zeros, for measurements of passes.
         """
         features, states = (np.zeros((0, width), np.float32) for width in self._widths)
-        given = [part.features for part in parts if part.features is not None]
+        read = [part.features for part in parts if part.features is not None]
         written = [
             np.zeros((len(part.tokens), self._widths[1]), np.float32) if part.states is None else part.states
             for part in parts
             if part.features is None
         ]
-        return np.concatenate([features, *given]), np.concatenate([states, *written])
+        return np.concatenate([features, *read]), np.concatenate([states, *written])
 
     def arrays(self, tokens: int, rows: int) -> dict[str, Floats]:
         """Arrays for each of the outputs of a pass, ``(1, n, width)``."""
         shape = 1, tokens if self._of_tokens else rows, self._width
         return {name: np.empty(shape, np.float32) for name in self.outputs}
 
-    def found(self, parts: Sequence[Part], arrays: Iterable[Floats]) -> list[Floats | None]:
+    def of_parts(self, parts: Sequence[Part], arrays: Iterable[Floats]) -> list[Floats | None]:
         """For each part a target's features of all tokens, or a head's states of the wanted rows."""
         if not self.outputs:
             return [None] * len(parts)
