@@ -42,7 +42,7 @@ constexpr int kMostScale = 255, kMostCode = 127;
 //     kHighBits  above them, in further lines: 1 bit of all 8 groups, or 2 bits of 4 groups
 //     kScales    scales of a block: 1, or 2 of 16 inputs each
 //     kTable     codes, which the bits choose from; no distance to kZero is above kZero
-//     kUnit      what every scale is multiplied with besides
+//     kUnit      a further factor of every scale
 //
 // The scale of a block is a float16, a power of two by its exponent, or a float16 of the tile times a number:
 // a whole one, or a float of 8 bits without a sign, 4 of them its exponent.
@@ -114,24 +114,18 @@ struct MXFP4 {
   static constexpr bool kMinimums = false;
   static constexpr uint8_t kTable[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 };
-struct IQ2_XS {
-  static constexpr int kBits = 2, kHighBits = 1, kSubBlocks = 8, kScales = 2, kZero = 128;
-  static constexpr Scale kScale = Scale::signed_bytes;
-  static constexpr bool kMinimums = false;
+struct IQ2_XS : Q3_K {
+  static constexpr int kZero = 128;
   static constexpr float kUnit = 0.125f;
   static constexpr uint8_t kTable[16] = {85, 103, 120, 136, 153, 171};
 };
-struct IQ3_XXS {
-  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 8, kScales = 1, kZero = 31;
-  static constexpr Scale kScale = Scale::signed_bytes;
-  static constexpr bool kMinimums = false;
+struct IQ3_XXS : IQ4_XS {
+  static constexpr int kZero = 31;
   static constexpr float kUnit = 0.5f;
   static constexpr uint8_t kTable[] = {0, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 62};
 };
-struct IQ3_S {
-  static constexpr int kBits = 4, kHighBits = 0, kSubBlocks = 8, kScales = 1, kZero = 16;
-  static constexpr Scale kScale = Scale::signed_bytes;
-  static constexpr bool kMinimums = false;
+struct IQ3_S : IQ4_XS {
+  static constexpr int kZero = 16;
   static constexpr uint8_t kTable[] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
 };
 struct NVFP4 : MXFP4 {
