@@ -214,7 +214,7 @@ def test_logits_of_tokens_of_the_clusters_with_the_highest_scores() -> None:
         ({"inputs": 64}, "more or fewer bytes"),
         ({"twice": 1}, "a token is in two clusters, or in no vocabulary"),
         ({"twice": 128}, "a token is in two clusters, or in no vocabulary"),
-        ({"scores": 5}, "with a score of each"),
+        ({"scores": 5}, "with a score for each cluster"),
     ],
 )
 def test_clusters_that_cannot_be(changed: dict[str, int], words: str) -> None:

@@ -75,15 +75,15 @@ class Attention {
     s.width = width;
     s.query_step = (s.gated ? 2 : 1) * head_dim_;
     const Tensor injected = pass.input(kInjected);
-    const int64_t before = injected ? injected.size() / (2 * keys) : 0;
-    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), before + packed.size() / width);
+    const int64_t injected_rows = injected ? injected.size() / (2 * keys) : 0;
+    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), injected_rows + packed.size() / width);
     cache(pass, s);
     give_blocks(sequences, pass.input(kBlocks), s.extents * (kExtent / kTokens), !s.shared);
     rotation(pass, s, sequences);
     s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
     s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
     s.sinks = pass.vector(kSinks, heads_, "attention has another number of sinks than heads");
-    if (injected) inject(pass, s, injected, sequences);
+    if (injected) inject(pass, s, injected, injected_rows, sequences);
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
     const auto append_one = [&](int64_t i) {
@@ -112,19 +112,20 @@ class Attention {
   };
 
   // Keeps the keys and values of each sequence's first rows, and leaves the others.
-  void inject(const Pass& pass, const State& s, const Tensor& injected, std::vector<Rows>& sequences) const {
-    const Tensor given = pass.input(kInjectedRows);
+  void inject(const Pass& pass, const State& s, const Tensor& injected, int64_t total,
+              std::vector<Rows>& sequences) const {
+    const Tensor numbers = pass.input(kInjectedRows);
     const int64_t keys = kv_heads_ * head_dim_;
     require(injected.type == ort::kFloat && injected.shape.size() == 3 && injected.last() == 2 * keys && !s.shared,
             "injected keys and values are not float32 (1, rows, twice the heads of keys)");
-    require(given && given.type == ort::kInt64 && given.size() == static_cast<int64_t>(sequences.size()),
+    require(numbers && numbers.type == ort::kInt64 && numbers.size() == static_cast<int64_t>(sequences.size()),
             "the counts of injected rows are no int64 (sequences)");
-    const auto* counts = static_cast<const int64_t*>(given.data);
+    const auto* counts = static_cast<const int64_t*>(numbers.data);
     std::vector<Rows> kept;
     int64_t before = 0;
     for (Rows& rows : sequences) {
       const int64_t count = *counts++;
-      require(count >= 0 && count <= rows.count && count <= injected.size() / (2 * keys) - before,
+      require(count >= 0 && count <= rows.count && count <= total - before,
               "a sequence has more injected rows than there are");
       kept.push_back(rows);
       kept.back().count = count;
@@ -134,7 +135,7 @@ class Attention {
       rows.count -= count;
       before += count;
     }
-    require(before == injected.size() / (2 * keys), "there are more injected rows than the sequences have");
+    require(before == total, "there are more injected rows than the sequences have");
     pass.spread(static_cast<int64_t>(kept.size()) * kv_heads_, [&](int64_t i) {
       append(s, kept[static_cast<size_t>(i / kv_heads_)], i % kv_heads_, injected.floats(), 2 * keys, keys);
     });

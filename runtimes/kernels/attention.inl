@@ -101,11 +101,11 @@ void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
     last_value_sums<M>(values + d, count, shares, q.stride, q.head_dim, static_cast<size_t>(q.head_dim - d), y + d);
 }
 
-// run.template operator()<M>() for M queries at once, M being `count`.
-template <int M = kQueries, class Run>
-void with_count(int64_t count, const Run& run) {
-  if (count == M) return run.template operator()<M>();
-  if constexpr (M > 1) with_count<M - 1>(count, run);
+// visit.template operator()<M>() for M queries at once, M being `count`.
+template <int M = kQueries, class Visit>
+void with_count(int64_t count, const Visit& visit) {
+  if (count == M) return visit.template operator()<M>();
+  if constexpr (M > 1) with_count<M - 1>(count, visit);
 }
 
 // A query's scores, of `count` tokens of which it sees `first` to `limit`, to shares. A `sink` takes one that is lost.
@@ -141,10 +141,10 @@ inline void soften(float* scores, int64_t count, int64_t first, int64_t limit, c
 
 void attend(const Queries& q) {
   const int64_t groups = (q.count + kQueries - 1) / kQueries;
-  const auto each_group = [&](const auto& run) {
+  const auto each_group = [&](const auto& visit) {
     for (int64_t i = 0; i < groups; i++) {
       const int64_t first = q.count * i / groups;
-      with_count(q.count * (i + 1) / groups - first, [&]<int M>() { run.template operator()<M>(first); });
+      with_count(q.count * (i + 1) / groups - first, [&]<int M>() { visit.template operator()<M>(first); });
     }
   };
   const auto each_run = [&](int64_t from, int64_t to, int64_t most, const auto& visit) {

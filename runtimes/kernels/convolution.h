@@ -20,8 +20,6 @@ class ShortConv {
   static constexpr const char* kName = "ShortConv";
   static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64,
                                          ort::kInt64, ort::kInt64, ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
-                                                  ort::kRequired, ort::kRequired, ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat, ort::kFloat};
   enum Input : size_t { kGated, kRing, kEnds, kSequences, kBlocks, kPlaces, kTaps };
 

@@ -20,9 +20,6 @@ class Delta {
   static constexpr const char* kName = "Delta";
   static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64,
                                          ort::kInt64, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
-                                                  ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
-                                                  ort::kRequired, ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
   enum Input : size_t { kPacked, kState, kLog, kRing, kSequences, kPlaces, kWeights, kA, kBias, kGain };
 

@@ -111,7 +111,7 @@ class Experts {
     });
     const std::vector<Group> groups = grouped(choices.get(), pairs);
     *different = static_cast<int64_t>(groups.size());
-    if (pages_ != nullptr && !pages_->all())  // they stay in their file: of all of them the disk hears before the first
+    if (pages_ != nullptr && !pages_->all())  // they stay in their file: the disk hears of all before the first is read
       pass.spread(3 * *different, [&](int64_t i) {
         const Matrix& of = matrices_[static_cast<size_t>(i / *different)];
         const int64_t expert = groups[static_cast<size_t>(i % *different)].expert;

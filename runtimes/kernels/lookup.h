@@ -13,7 +13,6 @@ class Embedding {
  public:
   static constexpr const char* kName = "Embedding";
   static constexpr std::array kInputs = {ort::kInt64, ort::kUint8};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat};
 
   Embedding(const Info& info, const Host& host)
@@ -60,7 +59,6 @@ class LayerInputs {
  public:
   static constexpr const char* kName = "LayerInputs";
   static constexpr std::array kInputs = {ort::kInt64, ort::kUint8, ort::kFloat, ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat};
 
   LayerInputs(const Info& info, const Host& host)
@@ -100,12 +98,12 @@ class InputGate {
  public:
   static constexpr const char* kName = "InputGate";
   static constexpr std::array kInputs = {ort::kFloat, ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat};
 
   InputGate(const Info& info, const Host& host)
       : kernels_(host.kernels), layer_(info.number("layer")), gate_(gate_of(info.text("gate"))) {
     require(gate_ != Gate::none, "the inputs of a layer have no gate");
+    require(layer_ >= 0 && layer_ < kMost, "a layer has an impossible number");
   }
 
   void run(const Pass& pass) const {
@@ -113,7 +111,7 @@ class InputGate {
     const bool typed = x.type == ort::kFloat && all.type == ort::kFloat;
     const bool shaped = typed && x.shape.size() == 3 && all.shape.size() == 3 && x.shape[0] == 1 &&
                         all.shape[0] == 1 && x.shape[1] == all.shape[1];
-    require(shaped && layer_ >= 0 && layer_ < kMost && x.last() <= all.last() / (layer_ + 1),
+    require(shaped && x.last() <= all.last() / (layer_ + 1),
             "a layer's gate does not fit the inputs of all layers");
     const int64_t part = x.last(), step = all.last();
     auto* y = pass.output<float>(0, x.shape);
@@ -135,7 +133,6 @@ class Cap {
  public:
   static constexpr const char* kName = "Cap";
   static constexpr std::array kInputs = {ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat};
 
   Cap(const Info& info, const Host& host) : kernels_(host.kernels), most_(info.real("most")) {
@@ -160,14 +157,13 @@ class Cap {
   float most_;
 };
 
-// Logits of the tokens of a few clusters: for each row of those with the highest scores, of equal ones the first. The
-// matrix has the rows of a cluster one below the other, and `tokens` says which they are. Other tokens get a logit that
-// no token has.
+// Logits of the tokens of a few clusters: each row reads the `read` clusters with the highest scores, of equal scores
+// the first. The matrix has the rows of a cluster one below the other, and `tokens` are their tokens. The other tokens
+// get a logit far below any.
 class Clusters {
  public:
   static constexpr const char* kName = "Clusters";
   static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kInt64, ort::kUint8};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired};
   static constexpr std::array kOutputs = {ort::kFloat};
 
   Clusters(const Info& info, const Host& host)
@@ -179,11 +175,11 @@ class Clusters {
     require(read_ > 0 && read_ <= clusters_ && clusters_ < kMost && part_.columns % (clusters_ * kLanes) == 0,
             "clusters are not of as many whole tiles each, or none is read");
     tokens_ = static_cast<const int64_t*>(tokens.data);
-    std::vector<bool> found(static_cast<size_t>(part_.columns));
+    std::vector<bool> seen(static_cast<size_t>(part_.columns));
     for (int64_t i = 0; i < part_.columns; i++) {
-      const bool is_new = tokens_[i] >= 0 && tokens_[i] < part_.columns && !found[static_cast<size_t>(tokens_[i])];
+      const bool is_new = tokens_[i] >= 0 && tokens_[i] < part_.columns && !seen[static_cast<size_t>(tokens_[i])];
       require(is_new, "a token is in two clusters, or in no vocabulary");
-      found[static_cast<size_t>(tokens_[i])] = true;
+      seen[static_cast<size_t>(tokens_[i])] = true;
     }
   }
 
@@ -191,7 +187,7 @@ class Clusters {
     const Tensor x = pass.input(0), scores = pass.input(1);
     const bool typed = x.type == ort::kFloat && scores.type == ort::kFloat && x.shape.size() == 3;
     require(typed && x.last() == inputs_ && scores.shape == std::vector{x.shape[0], x.shape[1], clusters_},
-            "what clusters are read of is not float32 (1, rows, inputs) with a score of each");
+            "the input of clusters is not float32 (1, rows, inputs), with a score for each cluster");
     const int64_t rows = x.size() / inputs_, columns = part_.columns, blocks = inputs_ / kBlock;
     auto* y = pass.output<float>(0, {x.shape[0], x.shape[1], columns});
     const Buffer<Activations> activations(rows * blocks);
@@ -244,7 +240,6 @@ class Choose {
  public:
   static constexpr const char* kName = "Choose";
   static constexpr std::array kInputs = {ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired};
   static constexpr std::array kOutputs = {ort::kInt64, ort::kFloat};
 
   Choose(const Info&, const Host& host) : kernels_(host.kernels) {}

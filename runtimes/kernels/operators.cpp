@@ -6,13 +6,13 @@
 //     Delta      a gated delta net, its state in place
 //     ShortConv  a gated convolution over the last tokens, whose inputs are kept in place
 //     Embedding  rows of a matrix
-//     LayerInputs, InputGate  what each layer reads of the tokens themselves
-//     Cap        logits that end softly
+//     LayerInputs, InputGate  inputs of layers from the tokens, and their gates
+//     Cap        logits with a bound
 //     Clusters   logits of tokens of a few clusters
 //     Choose     the most likely column of each row, and its probability
 //
-// They run on threads of their own, as many as the session's settings say. What a graph says is checked when its
-// kernels are made, what a pass brings when it runs; nothing is read past the end of a tensor.
+// They run on threads of their own, whose number is a setting of the session. A graph is checked when its kernels are
+// made, and the tensors of a pass when it runs; nothing is read past the end of a tensor.
 #include <initializer_list>
 #include <memory>
 #include <mutex>
@@ -39,7 +39,12 @@ class Registered : public ort::CustomOp {
     get_input_count = [](const CustomOp*) { return Operator::kInputs.size(); };
     get_output_type = [](const CustomOp*, size_t i) -> int { return Operator::kOutputs[i]; };
     get_output_count = [](const CustomOp*) { return Operator::kOutputs.size(); };
-    get_input_characteristic = [](const CustomOp*, size_t i) -> int { return Operator::kCharacteristics[i]; };
+    get_input_characteristic = [](const CustomOp*, size_t i) -> int {
+      if constexpr (requires { Operator::kCharacteristics; })
+        return Operator::kCharacteristics[i];
+      else
+        return ort::kRequired;
+    };
     get_output_characteristic = [](const CustomOp*, size_t i) -> int { return i == 0 ? ort::kRequired : ort::kOptional; };
     get_input_memory = [](const CustomOp*, size_t) { return 0; };
     get_variadic_input_least = get_variadic_output_least = [](const CustomOp*) { return 1; };
@@ -178,16 +183,16 @@ EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions
     if (kernels == nullptr)
       return api.create_status(ort::kInvalidArgument,
                                ("edgespec: this processor has no instructions called " + name).c_str());
-    const auto said = [&](const char* key) { return setting(api, options, key); };
-    const std::string threads = said("edgespec.threads");
+    const auto value = [&](const char* key) { return setting(api, options, key); };
+    const std::string threads = value("edgespec.threads");
     int64_t count = 1;
     std::from_chars(threads.data(), threads.data() + threads.size(), count);
-    const std::string copied = said("edgespec.huge_pages");
+    const std::string copied = value("edgespec.huge_pages");
     size_t room = Pages::kAll;
     std::from_chars(copied.data(), copied.data() + copied.size(), room);
     const auto pages = copied.empty() ? std::nullopt : std::optional(room);
     const Domain& domain = domain_for(table, {kernels, pages, std::clamp<int64_t>(count, 1, 1 << 12),
-                                              !said("edgespec.spinning").empty(), !said("edgespec.low").empty()});
+                                              !value("edgespec.spinning").empty(), !value("edgespec.low").empty()});
     check(api.add_domain(options, domain.domain));
     return nullptr;
   } catch (const Failure& failure) {

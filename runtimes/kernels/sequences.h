@@ -17,19 +17,19 @@ struct Rows {
 };
 
 // (s, 2) numbers say of each sequence how many tokens it has, and how many of the pass's `rows` follow.
-inline std::vector<Rows> sequences_of(const Tensor& given, int64_t rows) {
+inline std::vector<Rows> sequences_of(const Tensor& counts, int64_t rows) {
   constexpr int64_t most = int64_t{1} << 40;
-  const bool shaped = given.type == ort::kInt64 && given.shape.size() == 2 && given.last() == 2;
+  const bool shaped = counts.type == ort::kInt64 && counts.shape.size() == 2 && counts.last() == 2;
   require(shaped, "the sequences are no int64 (sequences, 2)");
   std::vector<Rows> sequences;
   int64_t first = 0;
-  const auto* each = static_cast<const int64_t*>(given.data);
-  for (int64_t i = 0; i < given.shape[0]; i++, each += 2) {
-    const Rows one = {nullptr, each[0], each[1], first};
-    require(one.past >= 0 && one.past <= most && one.count >= 0, "a sequence has an impossible number of tokens");
-    require(one.count <= rows - first, "the sequences have more rows than the pass");
-    first += one.count;
-    sequences.push_back(one);
+  const auto* numbers = static_cast<const int64_t*>(counts.data);
+  for (int64_t i = 0; i < counts.shape[0]; i++, numbers += 2) {
+    const Rows own = {nullptr, numbers[0], numbers[1], first};
+    require(own.past >= 0 && own.past <= most && own.count >= 0, "a sequence has an impossible number of tokens");
+    require(own.count <= rows - first, "the sequences have more rows than the pass");
+    first += own.count;
+    sequences.push_back(own);
   }
   require(first == rows, "the sequences have fewer rows than the pass");
   return sequences;
@@ -38,7 +38,7 @@ inline std::vector<Rows> sequences_of(const Tensor& given, int64_t rows) {
 constexpr int64_t kLogged = 16;  // rows of a pass that a layer with a state can undo
 
 // Gives the sequences their blocks: the numbers in `table`, of `count` that there are, sequence by sequence as many as
-// its tokens take. A block may be of several, but one that is written to is of one sequence, and there once.
+// its tokens take. Several sequences may read a block; a block that is written to is in the table once.
 inline void give_blocks(std::vector<Rows>& sequences, const Tensor& table, int64_t count, bool writes) {
   require(table.type == ort::kInt64 && table.shape.size() == 1, "the blocks are no int64 (blocks)");
   const auto* numbers = static_cast<const int64_t*>(table.data);
@@ -67,20 +67,20 @@ struct Place {
   int64_t slot, behind;
 };
 
-// (s, 2) numbers say it of each of the sequences.
-inline std::vector<Place> places_of(const Tensor& given, const std::vector<Rows>& sequences, int64_t slots) {
-  const bool shaped = given.type == ort::kInt64 && given.shape.size() == 2 && given.last() == 2 &&
-                      given.shape[0] == static_cast<int64_t>(sequences.size());
+// (s, 2) numbers are the places of the sequences.
+inline std::vector<Place> places_of(const Tensor& table, const std::vector<Rows>& sequences, int64_t slots) {
+  const bool shaped = table.type == ort::kInt64 && table.shape.size() == 2 && table.last() == 2 &&
+                      table.shape[0] == static_cast<int64_t>(sequences.size());
   require(shaped, "the places are no int64 (sequences, 2)");
   std::vector<Place> places;
-  const auto* each = static_cast<const int64_t*>(given.data);
-  for (size_t i = 0; i < sequences.size(); i++, each += 2) {
-    const Place one = {each[0], each[1]};
-    require(one.slot >= 0 && one.slot < slots, "a sequence's slot is none of those that there are");
-    require(one.behind >= 0 && one.behind <= sequences[i].past && sequences[i].past - one.behind <= kLogged,
+  const auto* numbers = static_cast<const int64_t*>(table.data);
+  for (size_t i = 0; i < sequences.size(); i++, numbers += 2) {
+    const Place own = {numbers[0], numbers[1]};
+    require(own.slot >= 0 && own.slot < slots, "a sequence's slot is none of those that there are");
+    require(own.behind >= 0 && own.behind <= sequences[i].past && sequences[i].past - own.behind <= kLogged,
             "a sequence's states lie behind more tokens than it has, or too few");
-    for (const Place& other : places) require(one.slot != other.slot, "two sequences share a slot");
-    places.push_back(one);
+    for (const Place& other : places) require(own.slot != other.slot, "two sequences share a slot");
+    places.push_back(own);
   }
   return places;
 }
