@@ -279,6 +279,7 @@ void add_narrowings(Cases& cases) {
 // Queries of `heads` heads and `rows` rows behind `past` tokens. Some bits of the plain set are those of each query alone.
 struct Attended {
   int64_t head_dim, heads, rows, past, window;
+  bool bidirectional;  // rows see those behind them, too
 };
 
 void attend(const Kernels& kernels, Random& random, const Attended& a, Results& results) {
@@ -309,8 +310,8 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
   values = pool_of(values);
   std::vector<Span> spans;
   for (int64_t i = 0; i < count; i++) {
-    const int64_t limit = a.past + i / a.heads + 1;
-    spans.push_back({a.window > 0 && limit > a.window ? limit - a.window : 0, limit});
+    const int64_t end = a.past + i / a.heads + 1;
+    spans.push_back({a.window > 0 && end > a.window ? end - a.window : 0, a.bidirectional ? tokens : end});
   }
   const auto run = [&](int64_t first, int64_t last) {
     std::vector<float> y(vectors.begin() + first * a.head_dim, vectors.begin() + last * a.head_dim);
@@ -339,16 +340,18 @@ void attend(const Kernels& kernels, Random& random, const Attended& a, Results& 
 }
 
 void add_attentions(Cases& cases) {
-  constexpr int64_t spans[][2] = {{0, 0}, {5, 0}, {37, 7}, {200, 64}, {300, 0}};  // past tokens, window
+  constexpr int64_t spans[][3] = {{0, 0, 0},    {5, 0, 0},   {37, 7, 0},  // past tokens, window, bidirectional
+                                  {200, 64, 0}, {300, 0, 0}, {37, 7, 1}};
   for (const int64_t head_dim : {16, 24, 80, 128, 256})
-    for (const auto& [past, window] : spans)
+    for (const auto& [past, window, bidirectional] : spans)
       for (const int64_t heads : {1, 3, 6})
         for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
           const std::string name = text("attend, head", head_dim) + text(", past", past) + text(", heads", heads);
-          const Attended attended = {head_dim, heads, rows, past, window};
-          cases.push_back({name + text(", rows", rows), [=](const Kernels& kernels, Random& random, Results& results) {
-                             attend(kernels, random, attended, results);
-                           }});
+          const Attended attended = {head_dim, heads, rows, past, window, bidirectional != 0};
+          const auto run = [=](const Kernels& kernels, Random& random, Results& results) {
+            attend(kernels, random, attended, results);
+          };
+          cases.push_back({name + text(", rows", rows) + (bidirectional ? ", bidirectional" : ""), run});
         }
 }
 
