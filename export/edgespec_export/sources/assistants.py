@@ -7,7 +7,6 @@ of tokens.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,24 +16,21 @@ import numpy.typing as npt
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.architectures import ASSISTANT
-from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.experts import check_shape
-from edgespec_export.sources.gguf import open_parts
+from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
-from edgespec_export.sources.heads import OTHER, Head
-from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
+from edgespec_export.sources.heads import OTHER, PICKLED, Head, tensors_of
+from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
 from edgespec_export.sources.hf_config import assistant_facts, config_of
 from edgespec_models.bundles.config import Assistant, ModelConfig
-from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
+from edgespec_models.errors import ModelFileError, RequestError, naming
 from edgespec_models.files.blocks import Reordered, Tensor
 from edgespec_models.files.facts import Facts
-from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.storage import model_name
 
 _ORDER: Final = "masked_embedding.token_ordering"
 _GLOBAL = {
-    "model.embed_tokens.weight": "lm_head",
-    "model.norm.weight": "final_norm",
+    "embed_tokens.weight": "lm_head",
+    "norm.weight": "final_norm",
     "pre_projection.weight": "both",
     "post_projection.weight": "next_state",
     "masked_embedding.centroids.weight": "centroids",
@@ -50,14 +46,6 @@ _ALIKE: Final = (
     *("sliding_window", "rope_theta", "rope_local_theta", "turning_pairs", "rope_factors"),
 )
 """Facts that an assistant and its target share: otherwise its queries do not fit the target's keys."""
-
-
-def is_assistant(source: Path) -> bool:
-    """Whether a checkpoint's file or directory holds an assistant. Raises as opening it does."""
-    if source.is_file():
-        with ExitStack() as stack:
-            return open_parts(source, stack).metadata.get("general.architecture") == ASSISTANT.gguf
-    return assistant_facts(Facts.read(source / CONFIG)) is not None
 
 
 class _Assistant(Head):
@@ -85,10 +73,6 @@ class _Assistant(Head):
         if "lm_head" not in named:
             raise ModelFileError(f"{self.path.name} has no usable token embedding; download it again")
         tensors = {"embed": self.base.tensor("embed"), "target_norm": self.base.tensor("final_norm"), **named}
-        both = tensors.pop("both", None)
-        if both is not None:
-            check_shape(both, (own.hidden_size, 2 * width), self.path.name)
-            tensors |= {"embed_fuse": both.columns(0, width), "fuse": both.columns(width, 2 * width)}
         if clusters[0]:
             if tokens is None or not np.array_equal(np.sort(tokens, axis=None), np.arange(own.vocab_size)):
                 raise ModelFileError(
@@ -105,12 +89,8 @@ class GGUFAssistant(_Assistant, GGUFCheckpoint):
     """An assistant in a GGUF file."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.files, self.base = path, tuple(parts_of(path)), target
-        self.model_name = stem_of(path)
-        with ExitStack() as stack:
-            stack.enter_context(target)
-            file = open_parts(path, stack)
-            self.metadata = file.metadata
+        with self.opening(path, target) as stack:
+            file = self._open_file(path, stack)
             keys = file.facts(ASSISTANT.gguf)
             width = Facts(keys, path.name).integer("embedding_length_out")
             self.tensors = gguf_checkpoint.named(file, ASSISTANT, _GGUF_GLOBAL, gguf_checkpoint.LAYER)
@@ -119,48 +99,25 @@ class GGUFAssistant(_Assistant, GGUFCheckpoint):
             keys |= {"attention.shared_kv_layers": 0, "final_logit_softcapping": None}
             own = self._read_config(ASSISTANT, keys)
             self._complete(own, width, {k: tensor for k, tensor in self.tensors.items() if k != "embed"})
-            self.stack = stack.pop_all()
 
 
 class HFAssistant(_Assistant, HFCheckpoint):
     """An assistant in a directory."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.model_name, self.base = path, model_name(path), target
-        self._shards, self.stack = {}, ExitStack()
-        with self.stack as opened:
-            opened.enter_context(target)
+        self.model_name, self._shards = model_name(path), {}
+        with self.opening(path, target):
             facts = assistant_facts(Facts.read(path / CONFIG))
-            assert facts is not None  # as is_assistant says
+            assert facts is not None  # whoever opens it has looked
             clusters = (0, 0)
             if facts.boolean("use_ordered_embeddings", default=False):
                 read = facts.integer("centroid_intermediate_top_k", 32)
                 clusters = facts.integer("num_centroids", 2048), read
-            tokens, named = self._read()
+            names = _GLOBAL, hf_checkpoint.POST_NORMED_LAYER
+            named, tokens = tensors_of(self, names, _ORDER, "an assistant")
             width = facts.integer("backbone_hidden_size", 1536)
             self._complete(config_of(facts, ASSISTANT), width, named, clusters, tokens)
-            self.stack = opened.pop_all()
-        shards = (shard.path for shard in self._shards.values())
-        of_path = (path / name for name in (CONFIG, SINGLE, INDEX))
-        self.files = tuple(sorted({file for file in (*of_path, *shards) if file.is_file()}))
-
-    def _read(self) -> tuple[npt.NDArray[Any] | None, dict[str, Tensor]]:
-        """The tokens of clusters, and the tensors by edgespec's names."""
-        tokens, unknown, named = None, [], dict[str, Tensor]()
-        for name, file in self.stored():
-            own = own_name(name, r"model\.layers\.", _GLOBAL, hf_checkpoint.POST_NORMED_LAYER)
-            if name == _ORDER:
-                tokens = file.integers(name, ("I64", "I32"))
-            elif own is not None:
-                named[own] = file.tensor(name)
-            else:
-                unknown.append(name)
-        if unknown:
-            raise UnsupportedModelError(
-                f"{self.path.name} has {len(unknown)} tensors that edgespec has no use for in an assistant, "
-                f"such as {unknown[0]!r}"
-            )
-        return tokens, named
+        self.files = self._files_with(path / PICKLED)
 
 
 def _config(own: ModelConfig, width: int, base: Checkpoint, clusters: tuple[int, int]) -> ModelConfig:

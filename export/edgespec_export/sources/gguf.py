@@ -235,6 +235,7 @@ def open_parts(path: Path, stack: ExitStack) -> GGUFFile:
                 "Parts are found by names such as NAME-00001-of-00003.gguf: name all as they were published."
             )
         files[0].tensors |= file.tensors
+        files[0].integers |= file.integers
     files[0].tensors = _with_scales(files[0].tensors, path.name)
     return files[0]
 

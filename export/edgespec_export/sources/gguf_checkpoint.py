@@ -177,10 +177,8 @@ class GGUFCheckpoint(Checkpoint):
     """A model in a GGUF file or in several, whose key-value pairs are its ``metadata``."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.files, self.model_name = path, tuple(parts_of(path)), stem_of(path)
         with ExitStack() as stack:
-            file = open_parts(path, stack)
-            self.metadata = file.metadata
+            file = self._open_file(path, stack)
             family = family_of(file)
             own = file.facts(family.gguf)
             drafter = tuple(f"blk.{block}." for block in take_mtp(file, own))
@@ -202,6 +200,13 @@ class GGUFCheckpoint(Checkpoint):
         self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))
         self.special_tokens = cache(partial(special_tokens, self.metadata))
         self.chat_templates = partial(chat_templates, self.metadata)
+
+    def _open_file(self, path: Path, stack: ExitStack) -> GGUFFile:
+        """The file with the tensors of all parts, which ``stack`` closes."""
+        self.path, self.files, self.model_name = path, tuple(parts_of(path)), stem_of(path)
+        file = open_parts(path, stack)
+        self.metadata = file.metadata
+        return file
 
     def embedding(self) -> Embedding | None:
         """By the file's keys."""

@@ -4,8 +4,8 @@ Directories are those of EAGLE, AngelSlim, SpecForge and the ``speculators`` pac
 llama.cpp (``conversion/llama.py``, ``src/models/eagle3.cpp``).
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
-from edgespec_export.sources.architectures import BLOCKS, HEAD, Family
+from edgespec_export.sources.architectures import HEAD, Family
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.experts import one_below_the_other
+from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
-from edgespec_export.sources.hf_config import config_of, drafts_blocks, trained_facts
+from edgespec_export.sources.hf_config import config_of, trained_facts
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.bundles.layers import outer_shapes
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.facts import Facts
@@ -29,7 +30,7 @@ from edgespec_models.progress import ProgressCallback
 from edgespec_models.storage import model_name
 
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
-_PICKLED: Final = "pytorch_model.bin"
+PICKLED: Final = "pytorch_model.bin"
 _FLOATS = {"float32": GGMLType.F32, "float16": GGMLType.F16, "bfloat16": GGMLType.BF16}
 OTHER: Final = "Give the target that the head was trained for, or a head of this target"
 _GLOBAL = {
@@ -44,18 +45,6 @@ _GGUF_GLOBAL = gguf_checkpoint.GLOBAL | {"fc.weight": "fuse", "enc.output_norm.w
 _GGUF_LAYER = gguf_checkpoint.LAYER | {"attn_norm.weight": "embed_norm", "attn_norm_2.weight": "attn_norm"}
 
 
-def family_of(source: Path) -> Family | None:
-    """The family of the head in a file or directory; None for what is none. Raises as opening it does."""
-    if source.is_file():
-        with GGUFFile(source) as file:
-            named = file.metadata.get("general.architecture")
-            return next((family for family in (HEAD, BLOCKS) if family.gguf == named), None)
-    facts = Facts.read(source / CONFIG)
-    if trained_facts(facts) is None:
-        return None
-    return BLOCKS if drafts_blocks(facts) else HEAD
-
-
 class Head(Checkpoint):
     """The common part of heads. Their base is the target, which is closed with them.
 
@@ -63,6 +52,15 @@ class Head(Checkpoint):
     """
 
     base: Checkpoint
+
+    @contextmanager
+    def opening(self, path: Path, target: Checkpoint) -> Iterator[ExitStack]:
+        """Open files within, on the stack. An error closes them and the target."""
+        self.path, self.base, self.stack = path, target, ExitStack()
+        with self.stack as opened:
+            opened.enter_context(target)
+            yield opened
+            self.stack = opened.pop_all()
 
     def digest(self, progress: ProgressCallback) -> str:
         """Digest of the head's own files; the target's becomes one of :attr:`changes`."""
@@ -75,7 +73,15 @@ class Head(Checkpoint):
         return {"embed": None, "chain_in": "Q8_0"}.get(name, "Q4_1")
 
     def fit(self, tensors: dict[str, Tensor]) -> None:
-        """Have these tensors, which are checked, and the target's texts."""
+        """Have these tensors, which are checked, and the target's texts.
+
+        ``both``, a product with embedding and state side by side, is cut into two.
+        """
+        both = tensors.pop("both", None)
+        if both is not None:
+            rows, width = outer_shapes(self.config)["fuse"]
+            check_shape(both, (rows, 2 * width), self.path.name)
+            tensors |= {"embed_fuse": both.columns(0, width), "fuse": both.columns(width, 2 * width)}
         self.tensors = one_below_the_other(tensors, self.config, self.path.name)
         self.take_texts(self.base)
         try:
@@ -121,11 +127,8 @@ class GGUFHead(_Trained, GGUFCheckpoint):
     kind, names = HEAD, (_GGUF_GLOBAL, _GGUF_LAYER)
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.files, self.model_name, self.base = path, (path,), path.stem, target
-        with ExitStack() as stack:
-            stack.enter_context(target)
-            file = stack.enter_context(GGUFFile(path))
-            self.metadata = file.metadata
+        with self.opening(path, target) as stack:
+            file = self._open_file(path, stack)
             own = file.facts(self.kind.gguf)
             family = self.reading(file, own, target)
             tokens = file.integers.pop("d2t", None)
@@ -133,7 +136,6 @@ class GGUFHead(_Trained, GGUFCheckpoint):
             self.tensors = {"embed": target.tensor("embed"), **named}
             self.config = self._read_config(family, own)
             self.complete(tokens)
-            self.stack = stack.pop_all()
 
     def reading(self, file: GGUFFile, own: dict[str, object], target: Checkpoint) -> Family:
         """The family of heads that read ``target`` as the file's keys say."""
@@ -146,52 +148,59 @@ class HFHead(_Trained, HFCheckpoint):
     names = _GLOBAL, _LAYER
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.model_name, self.base = path, model_name(path), target
-        self._shards, self.stack = {}, ExitStack()
-        with self.stack as opened:
-            opened.enter_context(target)
+        self.model_name, self._shards = model_name(path), {}
+        with self.opening(path, target):
             facts = trained_facts(Facts.read(path / CONFIG))
-            assert facts is not None  # as family_of says
+            assert facts is not None  # whoever opens it has looked
             facts = facts.over({"vocab_size": target.config.vocab_size})
-            tokens = self._read()
+            self.tensors, offsets = tensors_of(self, self.names, "d2t", "such a head")
             self.config = self.read_config(facts, target)
+            tokens = None
+            if offsets is not None:  # of each token from its row
+                tokens = offsets.reshape(-1).astype(np.int64) + np.arange(offsets.size)
             self.complete(tokens)
-            self.stack = opened.pop_all()
-        shards = (shard.path for shard in self._shards.values())
-        named = (path / name for name in (CONFIG, SINGLE, INDEX, _PICKLED))
-        self.files = tuple(sorted({file for file in (*named, *shards) if file.is_file()}))
+        self.files = self._files_with(path / PICKLED)
 
     def read_config(self, facts: Facts, target: Checkpoint) -> ModelConfig:
         """What the head's graph has to compute."""
         return config_of(facts, _reading(facts, target))
 
-    def _read(self) -> npt.NDArray[np.int64] | None:
-        """Name the tensors; returns the target's tokens of the LM head's rows."""
-        tokens, unknown, named = None, [], dict[str, Tensor]()
-        for name, value in self._found():
-            alone = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-            own = own_name(alone, r"layers\.", *self.names)
-            if name == "d2t" and not isinstance(value, Tensor):
-                tokens = value.reshape(-1).astype(np.int64) + np.arange(value.size)  # offsets from the row
-            elif own is not None and isinstance(value, Tensor):
-                named[own] = value
-            elif name != "t2d" and not hf_checkpoint.COMPUTED.fullmatch(name):
-                unknown.append(name)
-        if unknown:
-            raise UnsupportedModelError(
-                f"{self.path.name} has {len(unknown)} tensors of no such head, such as {unknown[0]!r}"
-            )
-        self.tensors = named
-        return tokens
 
-    def _found(self) -> Iterator[tuple[str, Tensor | npt.NDArray[Any]]]:
-        """Every tensor by its name; t2d says what d2t says."""
-        if (self.path / _PICKLED).is_file() and not any((self.path / n).is_file() for n in (SINGLE, INDEX)):
-            yield from _read_torch(self.path / _PICKLED).items()
-            return
-        for name, file in self.stored():
-            if name != "t2d":
-                yield name, file.integers(name, ("I64", "I32")) if name == "d2t" else file.tensor(name)
+def tensors_of(
+    head: HFCheckpoint, names: tuple[Mapping[str, str], Mapping[str, str]], listing: str, kind: str
+) -> tuple[dict[str, Tensor], npt.NDArray[Any] | None]:
+    """The tensors of a directory by edgespec's names, and the whole numbers of the tensor ``listing``.
+
+    ``names`` are those of tensors outside and within layers. UnsupportedModelError names a tensor that no
+    head of this ``kind`` has.
+    """
+    numbers, unknown, named = None, [], dict[str, Tensor]()
+    for name, value in _stored(head, listing):
+        alone = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+        own = own_name(alone, r"layers\.", *names)
+        if name == listing and not isinstance(value, Tensor):
+            numbers = value
+        elif own is not None and isinstance(value, Tensor):
+            named[own] = value
+        elif name != "t2d" and not hf_checkpoint.COMPUTED.fullmatch(name):
+            unknown.append(name)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{head.path.name} has {len(unknown)} tensors that edgespec has no use for in {kind}, such as "
+            f"{unknown[0]!r}"
+        )
+    return named, numbers
+
+
+def _stored(head: HFCheckpoint, listing: str) -> Iterator[tuple[str, Tensor | npt.NDArray[Any]]]:
+    """Every tensor by its name; t2d says what d2t says."""
+    pickled = head.path / PICKLED
+    if pickled.is_file() and not any((head.path / name).is_file() for name in (SINGLE, INDEX)):
+        yield from _read_torch(pickled).items()
+        return
+    for name, file in head.stored():
+        if name != "t2d":
+            yield name, file.integers(name, ("I64", "I32")) if name == listing else file.tensor(name)
 
 
 def _reading(facts: Facts, target: Checkpoint) -> Family:

@@ -180,9 +180,7 @@ class HFCheckpoint(Checkpoint):
             self.split_stacked()
             self.check_shapes()
             self.stack = opened.pop_all()
-        texts = (*(path / name for name in (CONFIG, INDEX, _POOLING, _MODULES)), *tokenizer.files)
-        shards = (shard.path for shard in self._shards.values())
-        self.files = tuple(sorted({file for file in (*texts, *shards) if file.is_file()}))
+        self.files = self._files_with(path / _POOLING, path / _MODULES, *tokenizer.files)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
         """Rows of a tensor, as float32. Gemma and Qwen3.5 store their norms' weights less 1."""
@@ -232,6 +230,12 @@ class HFCheckpoint(Checkpoint):
                     "Download or copy both again."
                 )
             yield name, shard
+
+    def _files_with(self, *others: Path) -> tuple[Path, ...]:
+        """The files of the configuration and the tensors, and those of ``others`` that exist."""
+        shards = (shard.path for shard in self._shards.values())
+        files = (self.path / CONFIG, self.path / INDEX, *shards, *others)
+        return tuple(sorted({file for file in files if file.is_file()}))
 
     def _open(self, file: str) -> SafetensorsFile:
         if file not in self._shards:

@@ -13,15 +13,13 @@ from typing import Final
 
 from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.experts import check_shape
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
 from edgespec_export.sources.heads import OTHER, Head
-from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import Tensor
-from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.storage import model_name
 
 _NONE: Final = "is no head and has no MTP layer; only these have a target. Leave out --target"
@@ -49,8 +47,8 @@ class _Layer(Head):
     """The common part of both forms. Their file also holds embedding, the target's last norm and LM head."""
 
     def _complete(self, named: dict[str, Tensor]) -> None:
-        """Cut the product with embedding and state into two, and check all."""
-        self.config, width = self.base.config.mtp_layer, self.base.config.hidden_size
+        """Take the layer's own embedding and LM head, or else the target's, and check all."""
+        self.config = self.base.config.mtp_layer
         embed, head = named.pop("embed", None), named.pop("lm_head", None)
         tensors: dict[str, Tensor | None] = {
             "lm_head": named.pop("own_lm_head", embed if self.base.tied_head else head),
@@ -58,10 +56,6 @@ class _Layer(Head):
         }
         if tensors["lm_head"] is tensors["embed"]:
             del tensors["lm_head"]
-        both = named.pop("both", None)
-        if both is not None:
-            check_shape(both, (width, 2 * width), self.path.name)
-            tensors |= {"embed_fuse": both.columns(0, width), "fuse": both.columns(width, 2 * width)}
         self.fit({name: tensor for name, tensor in (tensors | named).items() if tensor is not None})
 
     def _of_block(self, name: str, kind: str, layer: Mapping[str, str]) -> str:
@@ -78,12 +72,10 @@ class GGUFLayer(_Layer, GGUFCheckpoint):
     """An MTP layer in the GGUF file of its target, or in a file of its own."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.files, self.base = path, tuple(parts_of(path)), target
-        self.model_name = f"{stem_of(path)}-mtp" if path == target.path else stem_of(path)
-        with ExitStack() as stack:
-            stack.enter_context(target)
-            file = open_parts(path, stack)
-            self.metadata = file.metadata
+        with self.opening(path, target) as stack:
+            file = self._open_file(path, stack)
+            if path == target.path:
+                self.model_name += "-mtp"
             place = _place(file)
             if place is None:
                 raise RequestError(f"{path} {_NONE}")
@@ -105,17 +97,14 @@ class GGUFLayer(_Layer, GGUFCheckpoint):
             if "target_norm" in named:
                 named.setdefault("final_norm", named["target_norm"])  # as in llama.cpp
             self._complete(named)
-            self.stack = stack.pop_all()
 
 
 class HFLayer(_Layer, HFCheckpoint):
     """An MTP layer in the directory of its target."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.path, self.model_name, self.base = path, f"{model_name(path)}-mtp", target
-        self._shards, self._eyes, self.stack = {}, True, ExitStack()
-        with self.stack as opened:
-            opened.enter_context(target)
+        self.model_name, self._shards, self._eyes = f"{model_name(path)}-mtp", {}, True
+        with self.opening(path, target):
             named = dict[str, Tensor]()
             for name, file in self.stored():
                 alone = self.alone(name).replace("model.mtp.", "mtp.", 1)
@@ -128,10 +117,7 @@ class HFLayer(_Layer, HFCheckpoint):
             if not any(own.startswith("layers.") for own in named):
                 raise RequestError(f"{path} {_NONE}")
             self._complete(named)
-            self.stack = opened.pop_all()
-        shards = (shard.path for shard in self._shards.values())
-        of_path = {path / name for name in (CONFIG, SINGLE, INDEX) if (path / name).is_file()}
-        self.files = target.files if path == target.path else tuple(sorted({*of_path, *shards}))
+        self.files = target.files if path == target.path else self._files_with()
 
 
 def is_layer(source: Path, target: Path | None) -> bool:

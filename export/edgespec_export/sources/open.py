@@ -3,15 +3,20 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from edgespec_export.sources.assistants import GGUFAssistant, HFAssistant, is_assistant
+from edgespec_export.sources.architectures import ASSISTANT, BLOCKS, HEAD
+from edgespec_export.sources.assistants import GGUFAssistant, HFAssistant
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.dflash import GGUFBlocks, HFBlocks
+from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
-from edgespec_export.sources.heads import GGUFHead, HFHead, family_of
+from edgespec_export.sources.heads import GGUFHead, HFHead
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
+from edgespec_export.sources.hf_config import assistant_facts, drafts_blocks, trained_facts
 from edgespec_export.sources.mtp import GGUFLayer, HFLayer, is_layer
 from edgespec_models.bundles.foreign import is_model, what_instead
 from edgespec_models.errors import ModelFileError
+from edgespec_models.files.facts import Facts
+from edgespec_models.files.gguf_parts import parts_of
 
 
 def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
@@ -25,7 +30,7 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
     if source.is_file():
         if target is None:
             return GGUFCheckpoint(source)
-        return _classes(source)[0](source, open_checkpoint(target))
+        return _class_of(source)(source, open_checkpoint(target))
     if is_model(source):
         raise ModelFileError(
             f"{source} is a bundle, or runs without an export. As a head's target give the bundle's source"
@@ -36,7 +41,7 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
     if (source / CONFIG).is_file():
         if target is None:
             return HFCheckpoint(source)
-        return _classes(source)[1](source, open_checkpoint(target))
+        return _class_of(source)(source, open_checkpoint(target))
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"
     raise ModelFileError(
         f"{source} {what}; give a GGUF file, a directory with {CONFIG} and safetensors, or a catalogue name"
@@ -45,18 +50,26 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
 
 def is_head(source: Path, target: Path | None = None) -> bool:
     """Whether what ``source`` holds drafts as a head, of ``target``. Raises as opening it does."""
-    return _classes(source) != _OF_LAYERS or is_layer(source, target)
+    return _class_of(source) not in (GGUFLayer, HFLayer) or is_layer(source, target)
 
 
 _Opens = Callable[[Path, Checkpoint], Checkpoint]
-_OF_LAYERS: tuple[_Opens, _Opens] = GGUFLayer, HFLayer
 
 
-def _classes(source: Path) -> tuple[_Opens, _Opens]:
-    """What opens a head, in a GGUF file and in a directory."""
-    if is_assistant(source):
-        return GGUFAssistant, HFAssistant
-    family = family_of(source)
-    if family is None:
-        return _OF_LAYERS
-    return (GGUFHead, HFHead) if family.name == "eagle3" else (GGUFBlocks, HFBlocks)
+def _class_of(source: Path) -> _Opens:
+    """The class that opens ``source`` as a head; that of an MTP layer for all that is none."""
+    if source.is_file():
+        with GGUFFile(parts_of(source)[0]) as file:
+            architecture = file.metadata.get("general.architecture")
+        heads: dict[str, _Opens] = {
+            ASSISTANT.gguf: GGUFAssistant,
+            HEAD.gguf: GGUFHead,
+            BLOCKS.gguf: GGUFBlocks,
+        }
+        return heads.get(str(architecture), GGUFLayer)
+    facts = Facts.read(source / CONFIG)
+    if assistant_facts(facts) is not None:
+        return HFAssistant
+    if trained_facts(facts) is None:
+        return HFLayer
+    return HFBlocks if drafts_blocks(facts) else HFHead
