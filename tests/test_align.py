@@ -23,7 +23,8 @@ from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.downloads import catalog
 from edgespec_models.downloads.catalog import CatalogueAlignment, entries, find
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
-from edgespec_models.files.blocks import F32, Blocks, GGMLType, unpack
+from edgespec_models.files.blocks import F32, Blocks, unpack
+from edgespec_models.files.tensors import GGMLType
 from edgespec_models.progress import ignore_progress
 from tests.kit.gguf import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
 

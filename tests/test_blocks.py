@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec_models.files.blocks import U8, Blocks, GGMLType, largest, unpack
+from edgespec_models.files.blocks import Blocks, largest, unpack
+from edgespec_models.files.tensors import U8, GGMLType
 from tests.kit.gguf import F32, FORMATS, random_raw
 
 QUANTIZED = [kind for kind in GGMLType if kind.block > 1]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.formats.plan import PORTABLE
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.files.blocks import F32, Blocks, GGMLType, unpack
+from edgespec_models.files.blocks import F32, Blocks, unpack
+from edgespec_models.files.tensors import GGMLType
 from edgespec_models.graphs.plan import EmbeddingSpec
 from tests.kit.gguf import FORMATS, random_raw
 from tests.kit.toy import COLUMNS, FLOAT, INT4, INT8

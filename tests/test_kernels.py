@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import FORMATS
-from edgespec_models.files.blocks import GGMLType
+from edgespec_models.files.tensors import GGMLType
 from tests.kit.gguf import F32
 from tests.kit.kernels import Linear, everywhere, graph, random_blocks, same_bits, session, sets
 from tests.test_blocks import HALVES

@@ -8,7 +8,7 @@ import pytest
 from edgespec_export.formats.quantization import Mixed, Quantization
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError
-from edgespec_models.files.blocks import GGMLType
+from edgespec_models.files.tensors import GGMLType
 from tests.kit.gguf import tiny_gguf
 from tests.test_export import exported, logits_error
 

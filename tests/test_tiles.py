@@ -12,7 +12,8 @@ from edgespec_export.formats.rounding import round_matrix
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.files.blocks import F32, U8, WITHIN, Blocks, GGMLType, fields
+from edgespec_models.files.blocks import F32, WITHIN, Blocks, fields
+from edgespec_models.files.tensors import U8, GGMLType
 from tests.kit.kernels import random_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -9,7 +9,8 @@ import numpy.typing as npt
 from onnx import TensorProto
 
 from edgespec_models.bundles.tiles import pack
-from edgespec_models.files.blocks import F32, U8, Blocks, GGMLType, unpack
+from edgespec_models.files.blocks import F32, Blocks, unpack
+from edgespec_models.files.tensors import U8, GGMLType
 from tests.kit.kernels import EPSILON, F64, graph, normed, random_blocks, rounded, weights_of
 
 Floats = npt.NDArray[Any]

@@ -11,7 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.errors import DeviceError
-from edgespec_models.files.blocks import F32, U8, Blocks, GGMLType, unpack
+from edgespec_models.files.blocks import F32, Blocks, unpack
+from edgespec_models.files.tensors import U8, GGMLType
 from edgespec_runtimes import cpu
 from edgespec_runtimes.ort import ort
 from tests.test_blocks import HALVES

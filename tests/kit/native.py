@@ -16,7 +16,7 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import graph_name, kept_by, layers_of, products_of, tensor_shapes
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.files.blocks import GGMLType
+from edgespec_models.files.tensors import GGMLType
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
 from tests.kit.gguf import random_raw

@@ -23,7 +23,8 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
-from edgespec_models.files.blocks import F32, FLOATS, GGMLType, Tensor
+from edgespec_models.files.blocks import F32
+from edgespec_models.files.tensors import FLOATS, GGMLType, Tensor
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import length, matching, parse, read, within
 from edgespec_models.storage import replacing, writing

@@ -19,7 +19,8 @@ from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Text
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
-from edgespec_models.files.blocks import FLOATS, fields
+from edgespec_models.files.blocks import fields
+from edgespec_models.files.tensors import FLOATS
 
 _PROJECTIONS: Final = frozenset(name for names in PRODUCTS.values() for name in names)
 _ROWS: Final = 256  # answer tokens with logits in memory at a time: a row may have 262,144 logits

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.files.blocks import F32, U8, Blocks
+from edgespec_models.files.blocks import F32, Blocks
+from edgespec_models.files.tensors import U8
 from edgespec_models.graphs.plan import EmbeddingSpec
 
 Arrays = dict[str, npt.NDArray[Any]]

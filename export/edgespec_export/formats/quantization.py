@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.files.blocks import GGMLType
+from edgespec_models.files.tensors import GGMLType
 from edgespec_models.schema import Checked
 
 Mixed = Literal["none", "head", "sensitive"]

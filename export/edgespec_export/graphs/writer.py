@@ -27,7 +27,8 @@ from edgespec_models.bundles.bundle import GRAPH, Role
 from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.bundles.layers import gain_names, graph_name, layers_of, rotary_tables
 from edgespec_models.errors import ModelFileError
-from edgespec_models.files.blocks import F32, U8, Tensor, largest, unpack
+from edgespec_models.files.blocks import F32, largest, unpack
+from edgespec_models.files.tensors import U8, Tensor
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan

@@ -23,8 +23,8 @@ from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
 from edgespec_export.sources.hf_config import assistant_facts, config_of
 from edgespec_models.bundles.config import Assistant, ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, naming
-from edgespec_models.files.blocks import Reordered, Tensor
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.tensors import Reordered, Tensor
 from edgespec_models.storage import model_name
 
 _ORDER: Final = "masked_embedding.token_ordering"

@@ -21,7 +21,8 @@ from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, layers_of, outer_shapes, tensor_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.files.blocks import F32, Blocks, GGMLType, Tensor, unpack
+from edgespec_models.files.blocks import F32, Blocks, unpack
+from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 

@@ -16,8 +16,9 @@ from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.config import Experts, ModelConfig
 from edgespec_models.bundles.layers import tensor_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
-from edgespec_models.files.blocks import Blocks, Columns, GGMLType, SplitBlocks, Stack, Tensor, unpack
+from edgespec_models.files.blocks import Blocks, unpack
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.tensors import Columns, GGMLType, SplitBlocks, Stack, Tensor
 
 _GATINGS: Final[Mapping[int, dict[str, Any]]] = MappingProxyType(
     {

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.files.blocks import MOST_SCALE, GGMLType, ScaledBlocks, Tensor
 from edgespec_models.files.gguf_parts import parts_of
 from edgespec_models.files.impostors import refuse_impostor
+from edgespec_models.files.tensors import MOST_SCALE, GGMLType, ScaledBlocks, Tensor
 
 MetadataValue = str | int | float | bool | list[str] | list[object] | npt.NDArray[np.generic]
 

@@ -30,9 +30,9 @@ from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_fact
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
-from edgespec_models.files.blocks import Tensor
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
+from edgespec_models.files.tensors import Tensor
 
 GLOBAL = {
     "token_embd.weight": "embed",

@@ -24,8 +24,8 @@ from edgespec_export.sources.hf_config import config_of, trained_facts
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import outer_shapes
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
-from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.storage import model_name
 

@@ -21,8 +21,9 @@ from edgespec_export.sources.nvfp4 import nvfp4_tensors
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
-from edgespec_models.files.blocks import F32, Tensor
+from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.tensors import Tensor
 from edgespec_models.storage import is_file, model_name
 
 CONFIG = "config.json"

@@ -19,7 +19,7 @@ from edgespec_export.sources.heads import OTHER, Head
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
-from edgespec_models.files.blocks import Tensor
+from edgespec_models.files.tensors import Tensor
 from edgespec_models.storage import model_name
 
 _NONE: Final = "is no head and has no MTP layer; only these have a target. Leave out --target"

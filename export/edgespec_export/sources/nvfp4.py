@@ -5,8 +5,8 @@ from typing import BinaryIO
 
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.files.blocks import MOST_SCALE, GGMLType, SplitScaledBlocks, Tensor
 from edgespec_models.files.facts import Facts
+from edgespec_models.files.tensors import MOST_SCALE, GGMLType, SplitScaledBlocks, Tensor
 
 Raw = tuple[tuple[int, ...], BinaryIO, int]
 """Shape, file and place of bytes."""

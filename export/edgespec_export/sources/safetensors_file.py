@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.files.blocks import GGMLType, Tensor
 from edgespec_models.files.impostors import refuse_impostor
+from edgespec_models.files.tensors import GGMLType, Tensor
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FORMATS = MappingProxyType({kind.name: kind for kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16)})

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.weight_format import FORMATS, LANES, tile_bytes
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.files.blocks import F16, F32, U8, Blocks, Fields, GGMLType, Steps, fields
+from edgespec_models.files.blocks import F16, F32, Blocks, Fields, Steps, fields
+from edgespec_models.files.tensors import U8, GGMLType
 
 U32 = npt.NDArray[np.uint32]
 
