@@ -60,8 +60,7 @@ def _plan_trim(
         return None
     with _open(source, options) as checkpoint:
         config = checkpoint.config
-        own_rows = checkpoint.head_tokens is not None or checkpoint.clustered is not None
-        if config.architecture == "eagle3" or own_rows:
+        if checkpoint.keeps_rows:
             if isinstance(size, int):
                 raise RequestError(f"{source.name} is a head whose LM head is not trimmed; leave out trim")
             return None

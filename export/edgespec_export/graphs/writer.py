@@ -116,8 +116,7 @@ def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tup
     Drafters keep their whole LM head here, and heads with their target's LM head their default rows.
     """
     config = checkpoint.config
-    stays = checkpoint.head_tokens is not None or checkpoint.clustered is not None
-    is_trimmed = config.is_head and config.architecture != "eagle3" and not stays
+    is_trimmed = config.is_head and not checkpoint.keeps_rows
     kept = tuple(range(min(MTP_ROWS, config.vocab_size))) if is_trimmed else None
     plan = plan_decoder(
         checkpoint, native=weights in (None, "exact"), tunable=role == "drafter", head_tokens=kept

@@ -111,6 +111,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Whether queries, keys and values have biases."""
         return "layers.0.q_bias" in self.tensors
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the rows of the LM head are settled: trained for a part of the tokens, or in clusters."""
+        trained = self.head_tokens is not None or self.config.architecture == "eagle3"
+        return trained or self.clustered is not None
+
     def tensor(self, name: str) -> Tensor:
         """The tensor called ``name``; ``lm_head`` of a tied model is its embedding."""
         return self.tensors[self.stored_name(name)]

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from io import BytesIO
 from types import MappingProxyType
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from edgespec_export.sources.architectures import Family
-from edgespec_export.sources.safetensors_file import SafetensorsFile
+from edgespec_export.sources.safetensors_file import Raw, SafetensorsFile
 from edgespec_models.bundles.config import Experts, ModelConfig
 from edgespec_models.bundles.layers import tensor_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
@@ -199,10 +199,7 @@ def gpt_oss_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Te
     return named, taken
 
 
-_Raw = tuple[tuple[int, ...], BinaryIO, int]
-
-
-def _mxfp4(name: str, codes: _Raw, exponents: _Raw) -> SplitBlocks:
+def _mxfp4(name: str, codes: Raw, exponents: Raw) -> SplitBlocks:
     (shape, file, offset), scaled = codes, exponents[0]
     if len(shape) != 4 or shape[3] != 16 or scaled != shape[:3]:
         raise ModelFileError(

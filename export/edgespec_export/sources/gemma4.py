@@ -28,20 +28,20 @@ def of_layers(facts: Facts, full: list[bool]) -> dict[str, Any]:
     whole = {"head_dim": facts.integer("global_head_dim", 512), "num_key_value_heads": heads}
     if tied:
         whole["num_key_value_heads"] = facts.integer("num_global_key_value_heads", heads)
-    each = facts.section("per_layer_config")
-    for key in each.keys:
-        own = each.section(key)
+    apart = facts.section("per_layer_config")
+    for key in apart.keys:
+        own = apart.section(key)
         if not (key.isdecimal() and int(key) < layers and full[int(key)]):
             raise UnsupportedModelError(f"{own.where}: only layers that see the whole context may differ")
         stated = {name: own.integer(name, value) for name, value in whole.items()}
-        if key != each.keys[0] and stated != whole:
+        if key != apart.keys[0] and stated != whole:
             raise UnsupportedModelError(
                 f"{own.where} says {stated}, and those before it {whole}; allowed: the same for all"
             )
         whole = stated
-    if each.keys and len(each.keys) != sum(full):
+    if apart.keys and len(apart.keys) != sum(full):
         raise ModelFileError(
-            f"{each.where} has {len(each.keys)} layers, and {sum(full)} layers see the whole context; "
+            f"{apart.where} has {len(apart.keys)} layers, and {sum(full)} layers see the whole context; "
             f"{_AGAIN}"
         )
     shared, width = facts.integer("num_kv_shared_layers", 0), facts.integer("intermediate_size")

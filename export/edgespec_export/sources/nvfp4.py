@@ -1,15 +1,12 @@
 """Directories in NVFP4, as modelopt and compressed-tensors write them: codes, scales and a factor apart."""
 
 from collections.abc import Mapping
-from typing import BinaryIO
 
-from edgespec_export.sources.safetensors_file import SafetensorsFile
+from edgespec_export.sources.safetensors_file import Raw, SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import MOST_SCALE, GGMLType, SplitScaledBlocks, Tensor
 
-Raw = tuple[tuple[int, ...], BinaryIO, int]
-"""Shape, file and place of bytes."""
 _AGAIN = "download or convert it again"
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_proj.k_scale", "v_proj.v_scale")
 

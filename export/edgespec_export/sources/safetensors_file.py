@@ -18,6 +18,8 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.impostors import refuse_impostor
 from edgespec_models.files.tensors import GGMLType, Tensor
 
+Raw = tuple[tuple[int, ...], BinaryIO, int]
+"""Shape, file and place of bytes."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FORMATS = MappingProxyType({kind.name: kind for kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16)})
 _INTEGERS = MappingProxyType({"I8": "<i1", "I32": "<i4", "I64": "<i8"})
@@ -67,7 +69,7 @@ class SafetensorsFile:
         shape, offset = self._place(name, kind.block_bytes)
         return Tensor(name, shape, kind, self._file, offset)
 
-    def raw(self, name: str) -> tuple[tuple[int, ...], BinaryIO, int]:
+    def raw(self, name: str) -> Raw:
         """The shape of a tensor of single bytes, the file, and the place of its bytes.
 
         Raises:

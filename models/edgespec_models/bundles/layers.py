@@ -32,28 +32,21 @@ from edgespec_models.bundles.kept import (
 )
 from edgespec_models.errors import UnsupportedModelError
 
+_MLP: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"gate_up": ("gate", "up"), "down": ("down",)})
 PRODUCTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    {"qkv": ("q", "k", "v"), "o": ("o",), **_MLP}
 )
 """The products of most layers, and the matrices whose rows each stacks; see :func:`products_of`."""
-_ATTENTION: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {name: PRODUCTS[name] for name in ("qkv", "o")}
-)
-_APART: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {name: (name,) for name in (*PRODUCTS["qkv"], "o")}
-)
-_CONVOLUTION: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {name: (name,) for name in ("conv_in", "conv_out")}
-)
-_DELTA_NET: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+_MIXERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = MappingProxyType(
     {
-        "delta_in": tuple(f"delta_{part}" for part in ("qkv", "gate", "decay", "strength")),
-        "delta_out": ("delta_out",),
+        "short_conv": {"conv_in": ("conv_in",), "conv_out": ("conv_out",)},
+        "delta_net": {
+            "delta_in": tuple(f"delta_{part}" for part in ("qkv", "gate", "decay", "strength")),
+            "delta_out": ("delta_out",),
+        },
     }
 )
-_MLP: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {name: PRODUCTS[name] for name in ("gate_up", "down")}
-)
+"""The products of mixers without queries, keys and values."""
 _EXPERTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"experts_gate_up": ("experts_gate", "experts_up"), "experts_down": ("experts_down",)}
 )
@@ -149,11 +142,9 @@ def products_of(config: ModelConfig, layer: Layer) -> Mapping[str, tuple[str, ..
     In heads of EAGLE-3 queries, keys and values are sums of two products, with the state and with the
     embedding. In MTP layers the input of the layer is such a sum.
     """
-    mixing: Mapping[str, tuple[str, ...]] = _APART if config.wide_qk_norm else _ATTENTION
-    if layer.mixer != "attention":
-        mixing = _CONVOLUTION if layer.mixer == "short_conv" else _DELTA_NET
-    elif layer.projections != "qkv":
-        mixing = {**_ATTENTION, "qkv": tuple(layer.projections)}
+    apart = {name: (name,) for name in layer.projections}
+    attention = {**(apart if config.wide_qk_norm else {"qkv": tuple(layer.projections)}), "o": ("o",)}
+    mixing = _MIXERS.get(layer.mixer, attention)
     more: dict[str, tuple[str, ...]] = {"embed_qkv": _EMBED_QKV} if config.architecture == "eagle3" else {}
     if config.layer_inputs:
         more |= {name: (name,) for name in ("input_gate", "input_out")}
