@@ -25,7 +25,7 @@ from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.errors import ModelFileError
 from edgespec_models.files.blocks import F32
 from edgespec_models.files.tensors import FLOATS, GGMLType, Tensor
-from edgespec_models.progress import ignore_progress
+from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import length, matching, parse, read, within
 from edgespec_models.storage import replacing, writing
 
@@ -226,6 +226,10 @@ class AlignedCheckpoint(Checkpoint):
             "aligned": f"with {origin.target}, on {origin.tokens:,} tokens of answers; right first guesses "
             f"{origin.right_before:.3f} before, {origin.right_after:.3f} after",
         }
+
+    def digest(self, progress: ProgressCallback) -> str:
+        """The digest of the files, which is the one in the alignment."""
+        return self.alignment.origin.source_sha256
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None

@@ -96,9 +96,9 @@ def plan_decoder(
         parts = tuple(_part(checkpoint, tuple(group), chosen) for chosen, group in groups)
         return LinearSpec(checkpoint.tensor(sources[0]).shape[-1], parts)
 
-    outer = _OUTER & outer_shapes(config).keys()
-    linears = {name: linear((name,)) for name in sorted(outer)}
-    for name in ("lm_head", *({"chain_out"} & outer_shapes(config).keys())):  # a row for each column
+    outer = outer_shapes(config)
+    linears = {name: linear((name,)) for name in sorted(_OUTER & outer.keys())}
+    for name in [name for name in outer if name in ("lm_head", "chain_out")]:  # a row for each column
         linears[name] = linear((name,))
         if head_tokens is not None:
             kept = replace(linears[name].parts[0], out_features=len(head_tokens))

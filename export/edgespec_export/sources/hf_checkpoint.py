@@ -96,6 +96,24 @@ LAYER = {
     "mlp.router.bias": "router_bias",
     "self_attn.sinks": "sinks",
     "self_attn.o_proj.bias": "o_bias",
+    "operator_norm.weight": "attn_norm",
+    "self_attn.out_proj.weight": "o",
+    "self_attn.q_layernorm.weight": "q_norm",
+    "self_attn.k_layernorm.weight": "k_norm",
+    "conv.in_proj.weight": "conv_in",
+    "conv.conv.weight": "conv",
+    "conv.out_proj.weight": "conv_out",
+    "ffn_norm.weight": "mlp_norm",
+    "feed_forward.w1.weight": "gate",
+    "feed_forward.w3.weight": "up",
+    "feed_forward.w2.weight": "down",
+    "feed_forward.gate.weight": "router",
+    "feed_forward.expert_bias": "selection_bias",
+    "feed_forward.experts.*.w1.weight": "experts_gate",
+    "feed_forward.experts.*.w3.weight": "experts_up",
+    "feed_forward.experts.*.w2.weight": "experts_down",
+    "feed_forward.experts.gate_up_proj": "experts_gate_up",
+    "feed_forward.experts.down_proj": "experts_down",
 }
 POST_NORMED_LAYER = LAYER | {
     "post_attention_layernorm.weight": "post_attn_norm",
@@ -120,29 +138,6 @@ POST_NORMED_LAYER = LAYER | {
 _BESIDE_EXPERTS = {
     "shared_mlp.input_linear.weight": "shared_gate_up",
     "shared_mlp.output_linear.weight": "shared_down",
-}
-_LFM2_LAYER = {
-    "operator_norm.weight": "attn_norm",
-    "self_attn.q_proj.weight": "q",
-    "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "self_attn.out_proj.weight": "o",
-    "self_attn.q_layernorm.weight": "q_norm",
-    "self_attn.k_layernorm.weight": "k_norm",
-    "conv.in_proj.weight": "conv_in",
-    "conv.conv.weight": "conv",
-    "conv.out_proj.weight": "conv_out",
-    "ffn_norm.weight": "mlp_norm",
-    "feed_forward.w1.weight": "gate",
-    "feed_forward.w3.weight": "up",
-    "feed_forward.w2.weight": "down",
-    "feed_forward.gate.weight": "router",
-    "feed_forward.expert_bias": "selection_bias",
-    "feed_forward.experts.*.w1.weight": "experts_gate",
-    "feed_forward.experts.*.w3.weight": "experts_up",
-    "feed_forward.experts.*.w2.weight": "experts_down",
-    "feed_forward.experts.gate_up_proj": "experts_gate_up",
-    "feed_forward.experts.down_proj": "experts_down",
 }
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """Prefixes of the text model's tensors in multimodal models, and its prefixes alone."""
@@ -248,7 +243,6 @@ class HFCheckpoint(Checkpoint):
     def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
         """Tensors by edgespec's names."""
         layers = POST_NORMED_LAYER if self.config.post_norms else LAYER
-        layers = _LFM2_LAYER if self.config.architecture == "lfm2" else layers
         layers = layers | (_BESIDE_EXPERTS if self.config.experts else {})
         files = dict(stored)
         gpt_oss = self.config.architecture == "gpt-oss"

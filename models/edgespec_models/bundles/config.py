@@ -223,7 +223,7 @@ class Assistant:
     Attributes:
         windowed: the layer of the target whose keys and values its windowed layers attend to.
         whole: the same of its layers that see the whole context.
-        clusters: the rows of its LM head lie in so many clusters of as many tokens each; 0 where in none.
+        clusters: the clusters of the rows of its LM head, which have as many tokens each; 0 without them.
         clusters_read: the clusters whose logits are computed for a token: those with the highest scores.
     """
 

@@ -521,14 +521,14 @@ class _NativeBlocks(_NativeDecoder):
         """
         if not self.block.rank:
             return super().choices(logits, x, ids)
-        one = self.constant([1])
-        places = self.rows if self.block.anchored else self.one("Sub", self.rows, one)
+        single = self.constant([1])
+        places = self.rows if self.block.anchored else self.one("Sub", self.rows, single)
         before = self.one("Gather", ids, places, axis=1)
         scores = self.scores(x) if self.block.confident else None
         outer, self.graph = self.graph, ir.Graph([], [], nodes=[], name="chain")
         step = self.input("step", INT64, [])
         goes_on, last = self.input("goes_on", ir.DataType.BOOL, []), self.input("last", INT64, [1, 1])
-        row = self.one("Reshape", step, one)
+        row = self.one("Reshape", step, single)
         token = self.one("Gather", before, row, axis=1)
         token = self.one("Where", self.one("Equal", token, self.constant([self.block.mask])), last, token)
         (table,) = self.plan.linears["chain_in"].parts
@@ -540,8 +540,8 @@ class _NativeBlocks(_NativeDecoder):
             probability = self.one("Sigmoid", self.one("Add", of_state, self.one("MatMul", chained, weights)))
         kept = self.plan.head_tokens or self.plan.columns
         written = best if kept is None else self.one("Gather", self.constant(kept), best)
-        found = [self.one("Reshape", value, one) for value in (best, probability)]
-        self.graph.outputs.extend([self.one("Identity", goes_on), written, *found])
+        choice = [self.one("Reshape", value, single) for value in (best, probability)]
+        self.graph.outputs.extend([self.one("Identity", goes_on), written, *choice])
         for at, node in enumerate(self.graph):  # names are of both graphs
             for value in node.outputs:
                 value.name = f"chain.{at}.{value.name}"
