@@ -11,10 +11,12 @@ from gguf.quants import dequantize
 from edgespec_export.export import export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
+from tests.kit import heads
 from tests.kit.gguf import TinyGGUF, random_raw, tiny_gguf
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import Tensors, config_of, weights, write_checkpoint, write_safetensors
@@ -46,6 +48,20 @@ def test_factors_of_matrices_go_into_the_bundle(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         StoredWeights(bundle).matrix("layers.0.mlp.down"), model.values("blk.0.ffn_down.weight")
     )
+
+
+def test_a_head_in_several_files_has_its_factors(tmp_path: Path) -> None:
+    target = tiny_gguf("llama", "Q8_0", layers=8).write(tmp_path / "target.gguf")
+    model = heads.gguf_head("NVFP4")
+    expected = scaled(model, "blk.0.ffn_down", np.array([3.7e-5], np.float32))
+    model.write(tmp_path / "head.gguf", most_tensors=5)
+    parts = sorted(tmp_path.glob("head-*.gguf"))
+    assert len(parts) > 2
+    with open_checkpoint(parts[1], target) as head:
+        assert (head.model_name, head.files) == ("head", tuple(parts))
+        np.testing.assert_allclose(head.values("layers.0.down"), expected, rtol=ROUNDING)
+        assert head.head_tokens is not None
+        np.testing.assert_array_equal(head.head_tokens, heads.TOKENS)
 
 
 def test_each_expert_has_a_factor(tmp_path: Path) -> None:
