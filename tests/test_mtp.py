@@ -18,6 +18,7 @@ from edgespec.loading.drafters import expected_speed, mtp_price
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.sources.hf_config import read_config
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
@@ -385,6 +386,17 @@ def test_a_layer_of_another_model_is_refused(
     export_model(gguf_of("qwen35_equal").write(tmp_path / "deeper.gguf"), tmp_path / "deeper")
     with pytest.raises(RequestError, match=r"and 4 layers; deeper has 320, 64 and 5; use the head"):
         edgespec.load(tmp_path / "deeper", pair[1].path)
+
+
+def test_a_file_without_an_lm_head_has_the_targets(tmp_path: Path) -> None:
+    model, layer = mtp.gguf(), mtp.layer_alone()
+    kind, embedding = model.tensors["token_embd.weight"]
+    model.tensors["output.weight"] = kind, embedding[::-1].copy()
+    layer.tensors.pop("output.weight", None)
+    source, file = model.write(tmp_path / "m.gguf"), layer.write(tmp_path / "mtp-m.gguf")
+    with open_checkpoint(file, source) as opened:
+        assert not opened.tied_head
+        np.testing.assert_array_equal(opened.values("lm_head"), model.values("output.weight"))
 
 
 def test_a_configuration_of_a_layer_is_whole() -> None:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,6 @@ from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.text.tokenizer import SpecialTokens
 
-MTP_LEFT_OUT: Final = MappingProxyType({"left_out": "mtp"})
-"""The fact in a bundle whose source holds a drafter, too (:mod:`edgespec_export.sources.mtp`)."""
 _HASH_CHUNK = 1 << 24
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _LOG = logging.getLogger("edgespec")
@@ -178,6 +175,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 "%s: exported for %d tokens; its attention changes for longer texts, up to %d",
                 *(self.path.name, config.context_length, stated),
             )
+
+    def leave_out_mtp(self) -> None:
+        """Say in the bundle that its source holds a drafter, too (:mod:`edgespec_export.sources.mtp`)."""
+        self.changes = MappingProxyType({"left_out": "mtp"})
+        _LOG.info("%s: its MTP layer is left out of the target; it becomes a drafter", self.path.name)
 
     def split_stacked(self) -> None:
         """Replace tensors of several matrices, which have a product's name, by their rows.

@@ -23,7 +23,7 @@ from edgespec_export.sources.architectures import (
     Family,
     unknown,
 )
-from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
+from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
@@ -185,11 +185,7 @@ class GGUFCheckpoint(Checkpoint):
             if any(".nextn." in name for name in file.tensors):
                 if not has_trunk(file):
                     raise RequestError(f"{path} {NEEDS_TARGET}")
-                self.changes = MTP_LEFT_OUT
-                _LOG.info(
-                    "%s: its MTP layer is left out of the target; it becomes a drafter",
-                    path.name,
-                )
+                self.leave_out_mtp()
             names = dict(family.tensors)
             self.tensors = named(file, family, GLOBAL | names, LAYER | names, left_out=drafter)
             self.config = self._read_config(family, own)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec_export.sources.architectures import NEEDS_TARGET
-from edgespec_export.sources.checkpoint import MTP_LEFT_OUT, Checkpoint, own_name
+from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.experts import gpt_oss_tensors
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
@@ -248,23 +248,20 @@ class HFCheckpoint(Checkpoint):
         gpt_oss = self.config.architecture == "gpt-oss"
         named, taken = gpt_oss_tensors(files) if gpt_oss else ({}, set[str]())
         scaled, parts = nvfp4_tensors(files)
-        unknown = []
+        unknown, has_mtp = [], False
         for name in (*(name for name in files if name not in taken | parts), *scaled):
             own = own_name(self.alone(name), r"model\.layers\.", GLOBAL, layers)
             if own is not None:
                 named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif self.config.delta is not None and _MTP.fullmatch(name):
-                self.changes = MTP_LEFT_OUT
+                has_mtp = True
             elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
                 unknown.append(name)
         for own, tensor in named.items():
             if own.endswith(".conv") and tensor.shape[1:2] == (1,):
                 named[own] = replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
-        if self.changes:
-            _LOG.info(
-                "%s: its MTP layer is left out of the target; it becomes a drafter",
-                self.path.name,
-            )
+        if has_mtp:
+            self.leave_out_mtp()
         if unknown:
             packed = any(name.endswith(".qweight") for name in unknown)
             why = "is not a plain text model of this architecture"

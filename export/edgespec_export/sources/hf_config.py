@@ -56,27 +56,28 @@ def trained_facts(facts: Facts) -> Facts | None:
     of a block in ``dflash_config``.
     """
     blocks = drafts_blocks(facts)
-    named = f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
-    if not blocks and "eagle3" not in named and facts.value("draft_vocab_size") is None:
+    if not blocks and "eagle3" not in _names(facts) and facts.value("draft_vocab_size") is None:
         return None
     parts = facts, facts.section("transformer_layer_config"), facts.section("dflash_config")
     stated = {key: part.value(key) for part in parts for key in part.keys}
     if blocks:
         causal = stated.pop("is_causal", None)
+        stated["model_type"] = "qwen3"
         stated["sees_behind"] = not (stated.get("causal") if causal is None else causal)
     if stated.get("use_swa"):
         stated |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
         stated["sliding_window"] = stated.get("swa_window_size")
-    model_type = {"model_type": "qwen3" if blocks else "llama"}
-    return Facts(stated | (model_type if blocks else {}), facts.where).over(
-        {**model_type, "rms_norm_eps": 1e-6}
-    )
+    return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
 
 
 def drafts_blocks(facts: Facts) -> bool:
     """Whether a ``config.json`` is of a head that drafts blocks."""
-    named = f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
-    return "dflash" in named or "dspark" in named
+    return "dflash" in _names(facts) or "dspark" in _names(facts)
+
+
+def _names(facts: Facts) -> str:
+    """The names of a model's classes, in small letters."""
+    return f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
 
 
 def assistant_facts(facts: Facts) -> Facts | None:

@@ -33,9 +33,6 @@ _GGUF_LAYER = {
     "nextn.embed_tokens.weight": "own_embed",
 }
 _HF = {
-    "model.embed_tokens.weight": "embed",
-    "model.norm.weight": "target_norm",
-    "lm_head.weight": "lm_head",
     "mtp.fc.weight": "both",
     "mtp.pre_fc_norm_embedding.weight": "embed_norm",
     "mtp.pre_fc_norm_hidden.weight": "fuse_norm",
@@ -44,19 +41,24 @@ _HF = {
 
 
 class _Layer(Head):
-    """The common part of both forms. Their file also holds embedding, the target's last norm and LM head."""
+    """The common part of both forms. Embedding, LM head and the last norm are the target's.
+
+    A file of the layer alone has these, too, perhaps in another format.
+    """
 
     def _complete(self, named: dict[str, Tensor]) -> None:
         """Take the layer's own embedding and LM head, or else the target's, and check all."""
-        self.config = self.base.config.mtp_layer
-        embed, head = named.pop("embed", None), named.pop("lm_head", None)
-        tensors: dict[str, Tensor | None] = {
-            "lm_head": named.pop("own_lm_head", embed if self.base.tied_head else head),
+        self.config, base = self.base.config.mtp_layer, self.base
+        embed = named.pop("embed", base.tensor("embed"))
+        head = embed if base.tied_head else named.pop("lm_head", base.tensor("lm_head"))
+        tensors = {
+            "lm_head": named.pop("own_lm_head", head),
             "embed": named.pop("own_embed", embed),
+            "target_norm": base.tensor("final_norm"),
         }
         if tensors["lm_head"] is tensors["embed"]:
             del tensors["lm_head"]
-        self.fit({name: tensor for name, tensor in (tensors | named).items() if tensor is not None})
+        self.fit(tensors | named)
 
     def _of_block(self, name: str, kind: str, layer: Mapping[str, str]) -> str:
         """edgespec's name of the tensor ``name``, whose name in its layer is ``kind``."""
