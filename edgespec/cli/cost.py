@@ -112,7 +112,7 @@ def _show(result: Mapping[str, Any]) -> None:
     say(_bounds(result))
     free = result["free_rows"]
     say(
-        f"Up to {free} rows cost within a tenth of a single row: {free - 1} guesses are checked for nothing."
+        f"Up to {free} rows cost within a tenth of a single row; drafts of {free - 1} are free to check."
         if free > 1
         else "No second row is free: a pass over 2 takes over a tenth longer than one over 1."
     )
