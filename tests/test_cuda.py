@@ -259,7 +259,7 @@ def test_a_gpu_is_there_if_cuda_answers(monkeypatch: pytest.MonkeyPatch, answers
     found = next(device for device in devices() if device.name == "cuda")
     assert found.state == ("ready" if answers else "missing")
     if answers:
-        assert found.options == {"enable_skip_layer_norm_strict_mode": "1"}
+        assert found.options == {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"}
     else:
         with pytest.raises(DeviceError, match=r"finds no such GPU. Needed: .*nvidia-smi"):
             resolve("cuda")

@@ -4,10 +4,15 @@ ONNX Runtime copies an input from other memory when it is bound, not when the gr
 (``IOBinding::BindInput``). So inputs that change from pass to pass have a value on the device, and are
 written there before the pass.
 
+A pass of few rows is hundreds of small kernels, and the host takes longer to start them than the GPU to run
+them. So the first pass of a shape is captured as a CUDA graph, and later ones start it as a whole. A graph
+reads and writes the memory that it was captured with, on the device alone.
+
 The session runs on the CPU too, where the same kernels' float16 versions are slow: for checks and tests.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -15,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.graph_contract import Pass
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
@@ -26,6 +32,8 @@ from edgespec_runtimes.ort import RUN_ERRORS, ort
 from edgespec_runtimes.session import Session
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
+_CAPTURED = 16  # tokens; longer passes are of prompts, and take the GPU longer than the host
+_TOTAL = "total_sequence_length"
 _Array = npt.NDArray[Any]
 
 
@@ -47,7 +55,49 @@ def open_cuda(
     options = options or CpuOptions()
     session, memory = open_on(device, bundle.graph, options), DeviceMemory(device.kind.memory)
     chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
-    return OwnModel(session, bundle, chunk=chunk, memory=memory).opened(row_exact)
+    return CudaModel(session, bundle, chunk=chunk, memory=memory).opened(row_exact)
+
+
+class CudaModel(OwnModel):
+    """A graph whose passes of few tokens are captured."""
+
+    cache: "DeviceCache"
+
+    def __init__(self, session: Any, bundle: Bundle, *, chunk: int, memory: "DeviceMemory") -> None:
+        """Capture nothing yet."""
+        self._numbers = count(1)
+        self._captured: list[int] = []
+        self._room = np.zeros((), np.int32)
+        super().__init__(session, bundle, chunk=chunk, memory=memory)
+
+    def feed(self, binding: Any, one: Pass) -> list[tuple[str, _Array, Any, Memory]]:
+        """Bind the inputs of a pass, without weights, and its cache.
+
+        GroupQueryAttention reads the total length on the host, when a graph is captured, and cuts its work by
+        it. So that is as long as it can become. On the device it reads the true length.
+        """
+        inputs = super().feed(binding, one)
+        if len(one.tokens) > _CAPTURED:
+            return inputs
+        self._room[...] = self.cache.capacity
+        binding.bind_ortvalue_input(_TOTAL, self._host.value(self._room))
+        return [entry for entry in inputs if entry[0] != _TOTAL]
+
+    def run_options(self, tokens: int) -> Any:
+        """ONNX Runtime's options: the number of the graph to capture or start, -1 for none."""
+        number = -1
+        if tokens <= _CAPTURED:
+            self._captured.append(number := next(self._numbers))
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(number))
+        return options
+
+    def unbind(self) -> None:
+        """Forget all bindings, and free the graphs that were captured with them."""
+        super().unbind()
+        for number in self._captured:
+            self._session.release_captured_graph(number)
+        self._captured.clear()
 
 
 class DeviceMemory(Memory):
@@ -95,7 +145,7 @@ class DeviceCache(KVBuffers):
 
     def __init__(self, layout: Sequence[KeptTensor], memory: DeviceMemory) -> None:
         super().__init__(layout)
-        self._memory, self._nbytes = memory, 0
+        self._memory, self._nbytes, self.capacity = memory, 0, 0
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +170,7 @@ class DeviceCache(KVBuffers):
         self._nbytes = 0
 
     def _reserve(self, capacity: int, keep: int) -> None:
-        self._nbytes = 0
+        self._nbytes, self.capacity = 0, capacity
         for index, tensor in enumerate(self._layout):
             array = np.zeros(tensor.of_tokens(capacity), tensor.dtype)
             self._nbytes += array.nbytes

@@ -49,10 +49,12 @@ class _Bound:
     """A binding for passes of one shape.
 
     ``changing`` are the ``inputs`` (name, array, value, and its memory) that change in the next pass.
-    ``predictions`` belong to rows of the last run, ``hidden`` are other outputs of it.
+    ``predictions`` belong to rows of the last run, ``hidden`` are other outputs of it. ``options`` are ONNX
+    Runtime's options of its runs, or None.
     """
 
     binding: Any
+    options: Any
     inputs: Sequence[_Input]
     changing: Sequence[_Input]
     predictions: _OfRows
@@ -183,7 +185,7 @@ class OwnModel(_GraphModel):
         self.lent = tuple(tensor.input for tensor in read)
         layout = read or [each for each in kept if each.per != "sequence" or not has_slots]
         self.cache = (
-            BlockPool(layout, self.passes.clear) if self.takes_several else self._memory.cache(layout)
+            BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)
         )
         self.states, self.places = States(kept), Places.of(kept)
 
@@ -206,7 +208,7 @@ class OwnModel(_GraphModel):
             if array.shape != self._shapes[name]:
                 raise RequestError(f"{name} is of shape {self._shapes[name]}, not {array.shape}")
         self._tuned = {name: (array, self._memory.value(array)) for name, array in arrays.items()}
-        self.passes.clear()
+        self.unbind()
         for stretch in self.stretches:
             stretch.cut(0)
 
@@ -216,7 +218,7 @@ class OwnModel(_GraphModel):
         if len(self._context) and not np.array_equal(offered, self._context):
             self._context = offered
             self._set_head()
-            self.passes.clear()
+            self.unbind()
 
     def _set_head(self) -> None:
         if self._head_tokens is not None:
@@ -224,7 +226,7 @@ class OwnModel(_GraphModel):
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         """Make room for ``capacity`` tokens in ``stretch``, and keep the tokens of all stretches."""
-        self.passes.clear()
+        self.unbind()
         self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
         self.cache.reserve(capacity + self._spare, len(stretch.tokens))
 
@@ -241,7 +243,7 @@ class OwnModel(_GraphModel):
         if bound is None:
             bound = self._bind(one, wanted)
             if len(self.passes) >= _MAX_KEPT_BINDINGS:
-                self.passes.clear()
+                self.unbind()
             self.passes[key] = bound
         else:
             for name, array, value, memory in bound.changing:
@@ -252,7 +254,7 @@ class OwnModel(_GraphModel):
             bound.binding.bind_ortvalue_input(BLOCKS, ort_value(blocks))
         if self.lent:  # at every pass, since the target may have moved them
             (parts[0].cache or self.cache).lend(bound.binding, self.lent)
-        self._session.run_with_iobinding(bound.binding)
+        self._session.run_with_iobinding(bound.binding, bound.options)
         if self._experts_read is not None:
             self.experts_read = int(self._experts_read.sum())
         ends = list(accumulate(part.rows for part in parts))
@@ -263,13 +265,21 @@ class OwnModel(_GraphModel):
             of_part.hidden = hidden
         return [predictions[order.index(at)] for at in range(len(parts))]
 
+    def unbind(self) -> None:
+        """Forget all bindings, because what they bind has moved or changed."""
+        self.passes.clear()
+
+    def run_options(self, tokens: int) -> Any:
+        """ONNX Runtime's options for passes of one binding, over this many tokens."""
+        return None
+
     def failure(self, count: int, error: Exception) -> Exception:
         """The error of a pass, mostly for lack of memory."""
         return DeviceError(f"a pass over {count} tokens failed: {error}")
 
     def close(self) -> None:
         """Free what passes use."""
-        self.passes.clear()
+        self.unbind()
         self.states.clear()
         super().close()
 
@@ -293,17 +303,23 @@ class OwnModel(_GraphModel):
             predictions = self._choose(binding, one)
         else:
             predictions = self.read_rows(binding, one.rows, one.columns, slice(one.rows - rows, one.rows))
-        return _Bound(binding, inputs, changing, predictions, tuple(hidden.values()))
+        options = self.run_options(len(one.tokens))
+        return _Bound(binding, options, inputs, changing, predictions, tuple(hidden.values()))
 
     def _choose(self, binding: Any, one: Pass) -> _OfRows:
-        """Bind outputs of a graph that returns the most likely columns; logits stay on its device."""
-        value, logits = self._memory.output((1, one.rows, one.columns), np.dtype(np.float32))
-        best, likely = np.empty((1, one.rows), np.int64), np.empty((1, one.rows), np.float32)
-        outputs = {"best_columns": ort_value(best), "best_probabilities": ort_value(likely)}
-        for name, output in {self._tensors.logits: value, **outputs}.items():
+        """Bind outputs of a graph that returns the most likely columns; all stay on its device."""
+        floats = np.dtype(np.float32)
+        logits, read_logits = self._memory.output((1, one.rows, one.columns), floats)
+        best, read_best = self._memory.output((1, one.rows), np.dtype(np.int64))
+        likely, read_likely = self._memory.output((1, one.rows), floats)
+        outputs = {self._tensors.logits: logits, "best_columns": best, "best_probabilities": likely}
+        for name, output in outputs.items():
             binding.bind_ortvalue_output(name, output)
         return lambda rows: DevicePredictions(
-            (rows.stop - rows.start, one.columns), lambda: logits()[0, rows], best[0, rows], likely[0, rows]
+            (rows.stop - rows.start, one.columns),
+            lambda: read_logits()[0, rows],
+            read_best()[0, rows],
+            read_likely()[0, rows],
         )
 
 
