@@ -232,6 +232,27 @@ def test_inputs_that_change_are_written_to_the_device(make: Make, monkeypatch: p
     assert not np.array_equal(session.predict([3]).logits, right)
 
 
+def test_a_pass_of_few_tokens_is_prepared_once(make: Make) -> None:
+    """Its first run captures a graph, which later ones start; a cache elsewhere needs a new one."""
+    session = _open(make("llama", "F32"))
+    session.reserve(session.capacity + 1)
+
+    def prepares(tokens: list[int]) -> bool:
+        session.rewind(0)
+        before = session.predict(tokens).logits.copy()
+        prepared = session.model.prepared_s > 0.0
+        session.rewind(0)
+        np.testing.assert_array_equal(session.predict(tokens).logits, before)
+        assert session.model.prepared_s == 0.0
+        return prepared
+
+    assert [prepares([7]), prepares([7]), prepares(TOKENS), prepares([9])] == [True, False, True, False]
+    assert not prepares(TOKENS * 2)
+    session.reserve(session.capacity + 1)
+    assert prepares([7])
+    session.close()
+
+
 def test_other_graphs_and_devices_are_refused(make: Make, tmp_path: Path) -> None:
     bundle = make("llama", "F32")
     whole = _export(tiny_gguf("llama", layers=1), tmp_path / "m", ExportOptions())
@@ -296,6 +317,9 @@ def test_a_trimmed_drafter_also_writes_what_it_is_offered(tmp_path: Path) -> Non
     assert kept is not None and len(kept) == 304
     others = np.setdiff1d(np.arange(bundle.config.vocab_size), kept)[:3].tolist()
     session.model.offer(others)
+    session.predict([3])
+    assert session.model.prepared_s == 0.0  # every request offers others
+    session.rewind(0)
     columns = session.model.head_tokens
     assert columns is not None and columns[-3:].tolist() == others
     predictions = session.predict(TOKENS)

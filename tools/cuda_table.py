@@ -1,11 +1,11 @@
 """What a GPU does for a target and its drafter: one command, a table in Markdown, everything in JSON.
 
-Exports what is missing, compares speculative with plain greedy answers, and measures T(n), with the most
-likely tokens found on the device and in logits copied to the host, and tokens a second, with the drafter on
-the same device and on the CPU, each beside plain decoding of the same load.
+Exports what is missing, compares speculative with plain greedy answers, and measures T(n), behind 64 tokens
+and more, and tokens a second, with the drafter on the same device and on the CPU, each beside plain decoding
+of the same load.
 
 Usage, from the repository's root: ``python -m tools.cuda_table --target TARGET.gguf --drafter DRAFTER.gguf
---work DIR [--prompts FILE.jsonl] [--limit 12] [--max-new-tokens 128] [--json OUT.json]``.
+--work DIR [--behind 2000] [--prompts FILE.jsonl] [--limit 12] [--max-new-tokens 128] [--json OUT.json]``.
 Sources may be Hugging Face directories too; DIR keeps the bundles for the next time. ``--device cpu`` runs
 the same float16 bundles on the CPU: slow, and of use to check this script only.
 """
@@ -17,6 +17,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 from edgespec import load
@@ -27,16 +29,15 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import EdgespecError
-from edgespec_runtimes.cost import measure_cost
 from edgespec_runtimes.cuda import open_cuda
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import resolve
 from edgespec_runtimes.ort import ort
-from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tools.arguments import arguments
 
-ROWS = tuple(range(1, 17))
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+REPEATS = 12
 COLUMNS = (
     *("drafter on", "plain tokens/s", "speculative tokens/s", "speedup", "tokens a pass"),
     *("accepted of drafted", "MBSU", "answers the same"),
@@ -62,40 +63,35 @@ def bundles(target: Path, drafter: Path, work: Path) -> tuple[Bundle, Bundle, Bu
     )
 
 
-class Reading(Session):
-    """Copies all rows of logits to the host and looks for the largest there."""
-
-    def __init__(self, session: Session) -> None:
-        self.model, self.stretch, self.closed = session.model, session.stretch, False
-
-    def predict(self, tokens: Sequence[int]) -> Predictions:
-        """See :class:`edgespec_runtimes.session.Session`."""
-        predictions = Predictions(super().predict(tokens).logits)
-        for row in range(len(tokens)):
-            predictions.best(row)
-        return predictions
+def pass_times(opened: Bundle, device: Device, places: Sequence[int]) -> dict[str, Any]:
+    """T(n) in milliseconds behind these numbers of tokens, and whether the self-test found equal bits."""
+    session = open_cuda(opened, device)
+    try:
+        return {
+            "ms": {behind: times_behind(session, behind) for behind in places},
+            "row_exact": session.model.row_exact,
+        }
+    finally:
+        session.close()
 
 
-def pass_times(opened: Bundle, device: Device) -> dict[str, Any]:
-    """T(n) in milliseconds, most likely columns included, and what the session's self-test found."""
-    curves = {}
-    for name, reads in (("argmax on the device", False), ("logits to the host", True)):
-        session = open_cuda(opened, device)
-        try:
-            curves[name] = measure_cost(Reading(session) if reads else session, ROWS)
-            row_exact = session.model.row_exact
-        finally:
-            session.close()
-    curve = curves["argmax on the device"]
-    return {
-        "ms": {
-            name: {n: t * 1e3 for n, t in sorted(curve.seconds_by_rows.items())}
-            for name, curve in curves.items()
-        },
-        "confirmed": all(curve.confirmed for curve in curves.values()),
-        "row_exact": row_exact,
-        "gigabytes_per_second": opened.manifest.bytes_per_pass / curve.seconds(1) / 1e9,
-    }
+def times_behind(session: Session, behind: int) -> dict[int, float]:
+    """Medians of passes over 1 to 16 rows, each row's most likely token included."""
+    tokens = [5 + at % 1000 for at in range(behind)]
+    session.reserve(behind + max(ROWS))
+    session.prefill(tokens)
+    medians = {}
+    for rows in ROWS:
+        times = []
+        for _ in range(REPEATS):
+            session.rewind(behind)
+            began = perf_counter()
+            predictions = session.predict(tokens[:rows])
+            for row in range(rows):
+                predictions.best(row)
+            times.append(perf_counter() - began)
+        medians[rows] = median(times) * 1e3
+    return medians
 
 
 def answers(
@@ -142,9 +138,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"| a pass, ms, by rows | {' | '.join(str(n) for n in ROWS)} |",
         f"|---|{'---|' * len(ROWS)}",
         *(
-            f"| {who}, {what} | {' | '.join(f'{ms:.2f}' for ms in times.values())} |"
-            for who, both in passes.items()
-            for what, times in both.items()
+            f"| {who}, behind {behind} tokens | {' | '.join(f'{ms:.2f}' for ms in times.values())} |"
+            for who, by_place in passes.items()
+            for behind, times in by_place.items()
         ),
         "",
         f"| {' | '.join(COLUMNS)} |",
@@ -166,8 +162,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "gpu": gpu() if name == "cuda" else None,
         "machine": describe_machine(),
         "onnxruntime": ort.__version__,
-        "target_passes": pass_times(target, device),
-        "drafter_passes": pass_times(drafter, device),
+        "target_passes": pass_times(target, device, (64, *options.behind)),
+        "drafter_passes": pass_times(drafter, device, (64,)),
         "answers": {
             label: answers(target, small, (name, where), prompts, tokens)
             for label, (small, where) in made.items()
@@ -184,6 +180,7 @@ def main(words: Sequence[str] | None = None) -> None:
         drafter=Path,
         work=Path,
         device="cuda",
+        behind=[int],
         prompts=(Path,),
         limit=(int,),
         max_new_tokens=128,

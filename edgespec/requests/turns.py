@@ -50,7 +50,7 @@ def take_turn(tickets: Sequence[Ticket], begin: Begin, pricing: Pricing) -> None
         for ticket, _ in running:
             ticket.finish(error)
         return
-    passes = _shares(pricing, rows, clock() - began, model.experts_read)
+    passes = _shares(pricing, rows, clock() - began - model.prepared_s, model.experts_read)
     for (ticket, decoding), predicted, passed in zip(running, predictions, passes, strict=True):
         with ticket.ending_on_error():
             records = decoding.advance(predicted, passed)
@@ -133,7 +133,7 @@ def _draft(running: Running) -> None:
             for ticket, _, _ in drafting:
                 ticket.finish(error)
             continue
-        passes = step_shares(rows, clock() - began)
+        passes = step_shares(rows, clock() - began - rows[0].session.model.prepared_s)
         for (ticket, decoding, _), predicted, passed in zip(drafting, predictions, passes, strict=True):
             with ticket.ending_on_error():
                 decoding.take_drafter(predicted, passed)

@@ -12,15 +12,17 @@ The session runs on the CPU too, where the same kernels' float16 versions are sl
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from math import prod
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.graph_contract import Pass
+from edgespec_models.bundles.graph_contract import Part, Pass
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
@@ -29,10 +31,11 @@ from edgespec_runtimes.discovery import open_on
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.kv_cache import KVBuffers, Memory
 from edgespec_runtimes.ort import RUN_ERRORS, ort
+from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
-_CAPTURED = 16  # tokens; longer passes are of prompts, and take the GPU longer than the host
+_CAPTURED = 16  # tokens; longer passes are of prompts, and keep the GPU busy for longer
 _TOTAL = "total_sequence_length"
 _Array = npt.NDArray[Any]
 
@@ -59,16 +62,24 @@ def open_cuda(
 
 
 class CudaModel(OwnModel):
-    """A graph whose passes of few tokens are captured."""
+    """A graph whose passes of few tokens are captured.
+
+    ONNX Runtime keeps captured graphs, and the handles of CUDA's libraries, for each thread that runs passes.
+    So all passes run in one. A trimmed LM head whose columns are offered anew for each request is never
+    captured, because its bindings do not last.
+    """
 
     cache: "DeviceCache"
 
     def __init__(self, session: Any, bundle: Bundle, *, chunk: int, memory: "DeviceMemory") -> None:
         """Capture nothing yet."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-cuda")
         self._numbers = count(1)
         self._captured: list[int] = []
+        self._stale: list[int] = []
         self._room = np.zeros((), np.int32)
         super().__init__(session, bundle, chunk=chunk, memory=memory)
+        self._most = 0 if len(self._context) else _CAPTURED
 
     def feed(self, binding: Any, one: Pass) -> list[tuple[str, _Array, Any, Memory]]:
         """Bind the inputs of a pass, without weights, and its cache.
@@ -77,7 +88,7 @@ class CudaModel(OwnModel):
         it. So that is as long as it can become. On the device it reads the true length.
         """
         inputs = super().feed(binding, one)
-        if len(one.tokens) > _CAPTURED:
+        if len(one.tokens) > self._most:
             return inputs
         self._room[...] = self.cache.capacity
         binding.bind_ortvalue_input(_TOTAL, self._host.value(self._room))
@@ -86,18 +97,36 @@ class CudaModel(OwnModel):
     def run_options(self, tokens: int) -> Any:
         """ONNX Runtime's options: the number of the graph to capture or start, -1 for none."""
         number = -1
-        if tokens <= _CAPTURED:
+        if tokens <= self._most:
             self._captured.append(number := next(self._numbers))
         options = ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", str(number))
         return options
 
+    def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
+        """Run a pass in the model's own thread, where its graphs were captured."""
+        return self._thread.submit(self._run_pass, parts).result()
+
+    def _run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
+        while self._stale:
+            self._session.release_captured_graph(self._stale.pop())
+        captured, began, self.prepared_s = len(self._captured), perf_counter(), 0.0
+        predictions = super().run_pass(parts)
+        if len(self._captured) == captured:
+            return predictions
+        self.prepared_s = perf_counter() - began
+        return super().run_pass(parts)
+
     def unbind(self) -> None:
-        """Forget all bindings, and free the graphs that were captured with them."""
+        """Forget all bindings; the graphs that were captured with them are freed before the next pass."""
         super().unbind()
-        for number in self._captured:
-            self._session.release_captured_graph(number)
+        self._stale += self._captured
         self._captured.clear()
+
+    def close(self) -> None:
+        """Free what passes use."""
+        self._thread.shutdown()
+        super().close()
 
 
 class DeviceMemory(Memory):
@@ -123,6 +152,10 @@ class DeviceMemory(Memory):
         """An OrtValue on the device, and its copy to the host; DeviceError if there is no room."""
         value = self._allocate(shape, dtype)
         return value, value.numpy
+
+    def shared_output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """The same: captured graphs write to their own memory."""
+        return self.output(shape, dtype)
 
     def cache(self, layout: Sequence[KeptTensor]) -> KVBuffers:
         """A KV cache that graphs write in place."""

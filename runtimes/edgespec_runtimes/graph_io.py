@@ -128,7 +128,7 @@ class _GraphModel(LoadedModel):
 
     def read_rows(self, binding: Any, count: int, columns: int, rows: slice) -> _OfRows:
         """Bind logits of ``count`` rows; return a function that gives some of them after each run."""
-        value, logits = self._host.output((1, count, columns), self._logits)
+        value, logits = self._host.shared_output((1, count, columns), self._logits)
         binding.bind_ortvalue_output(self._tensors.logits, value)
         bound = logits()[0, rows]
         return lambda some: Predictions(bound[some].astype(np.float32, copy=False))
@@ -184,9 +184,7 @@ class OwnModel(_GraphModel):
         read = read_by(bundle.config, "float16") if isinstance(bundle.config, ModelConfig) else ()
         self.lent = tuple(tensor.input for tensor in read)
         layout = read or [each for each in kept if each.per != "sequence" or not has_slots]
-        self.cache = (
-            BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)
-        )
+        self.cache = BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)
         self.states, self.places = States(kept), Places.of(kept)
 
     @property
@@ -309,7 +307,7 @@ class OwnModel(_GraphModel):
     def _choose(self, binding: Any, one: Pass) -> _OfRows:
         """Bind outputs of a graph that returns the most likely columns; all stay on its device."""
         floats = np.dtype(np.float32)
-        logits, read_logits = self._memory.output((1, one.rows, one.columns), floats)
+        logits, read_logits = self._memory.shared_output((1, one.rows, one.columns), floats)
         best, read_best = self._memory.output((1, one.rows), np.dtype(np.int64))
         likely, read_likely = self._memory.output((1, one.rows), floats)
         outputs = {self._tensors.logits: logits, "best_columns": best, "best_probabilities": likely}

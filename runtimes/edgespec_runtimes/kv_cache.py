@@ -291,11 +291,14 @@ class Memory:
         """Update ``value``, made from ``array``, to the array's content."""
 
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
-        """An OrtValue for graphs to write, and a function that returns its content as an array until the next
-        pass.
+        """An OrtValue for graphs to write, and a function that returns its content as an array."""
+        array = np.empty(shape, dtype)
+        return ort_value(array), lambda: array
 
-        Outputs of the same type share their memory, because passes over all numbers of rows would take 300
-        MB.
+    def shared_output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
+        """The same, whose content stays until the next pass.
+
+        All such outputs share their memory, because logits of all numbers of rows would take 300 MB.
         """
         if self._output.size < prod(shape) or self._output.dtype != dtype:
             self._output = np.empty(max(prod(shape), 2 * self._output.size), dtype)

@@ -61,6 +61,7 @@ class LoadedModel(ABC):
         head_tokens: the token of every column of the logits, int32; None if column i is token i.
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
         experts_read: the number of different experts that the last pass used, in all layers.
+        prepared_s: seconds of the last pass that later passes of its shape do not take.
         prompt_key: a name of all that the KV cache's bits depend on besides its tokens. Empty if other
             processes may compute other bits. Weights of :meth:`tune` are not in it: callers of that keep
             nothing on disk.
@@ -76,6 +77,7 @@ class LoadedModel(ABC):
     head_tokens: npt.NDArray[np.int32] | None = None
     row_exact = False
     experts_read = 0
+    prepared_s = 0.0
     prompt_key = ""
 
     def __init__(self, config: DecoderShape, *, chunk: int) -> None:
