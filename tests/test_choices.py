@@ -159,8 +159,8 @@ def test_greedy_output_is_that_of_the_rows(seed: int, levels: int, kind: str) ->
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what was copied from a device, but for choices, which ONNX Runtime copies."""
-    seen, output = list[tuple[int, ...]](), DeviceMemory.output
+    """The shapes of logits that were copied from a device."""
+    seen, output = list[tuple[int, ...]](), DeviceMemory.shared_output
 
     def counting(memory: DeviceMemory, shape: Sequence[int], dtype: Any) -> tuple[Any, Callable[[], Any]]:
         value, read = output(memory, shape, dtype)
@@ -171,7 +171,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
         return value, counted
 
-    monkeypatch.setattr(DeviceMemory, "output", counting)
+    monkeypatch.setattr(DeviceMemory, "shared_output", counting)
     return seen
 
 
@@ -182,7 +182,7 @@ def _open(bundle: Bundle) -> Session:
 def _of_before(bundle: Bundle) -> Bundle:
     """As exported before graphs chose: neither the graph nor the manifest knows of it."""
     model = onnx.load(str(bundle.graph), load_external_data=False)
-    first = next(i for i, node in enumerate(model.graph.node) if node.op_type == "ReduceMax")
+    first = next(i for i, node in enumerate(model.graph.node) if node.op_type == "ArgMax")
     del model.graph.node[first:]
     for values in (model.graph.output, model.graph.input):
         kept = [value for value in values if value.name.partition("_")[0] not in ("best", "column")]

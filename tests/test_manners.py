@@ -140,7 +140,7 @@ def test_a_cache_that_could_not_be_given_back_is_empty(
 def test_a_pass_that_gives_way_is_waited_for_whatever_happens() -> None:
     over = list[object]()
 
-    def run_with_iobinding(binding: object) -> None:
+    def run_with_iobinding(binding: object, options: object) -> None:
         sleep(0.5)
         over.append(binding)
 

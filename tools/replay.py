@@ -99,7 +99,7 @@ class Recorded:
     """A target that writes what it wrote before: one sequence, no weights."""
 
     row_exact, compiled, takes_several, prompt_key, places = True, "", False, "", ANYWHERE
-    experts_read = 0
+    experts_read, prepared_s = 0, 0.0
 
     def __init__(
         self, vocab_size: int, curve: CostCurve, clock: Clock, behind: Sequence[int], overlap: float

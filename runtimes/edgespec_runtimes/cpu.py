@@ -101,8 +101,8 @@ class _LowPriority:
         self._thread = ThreadPoolExecutor(1, "low", _kept(library()).edgespec_lower_priority)
         self._session = self._thread.submit(opened).result()
 
-    def run_with_iobinding(self, binding: Any) -> None:
-        running = self._thread.submit(self._session.run_with_iobinding, binding)
+    def run_with_iobinding(self, binding: Any, options: Any = None) -> None:
+        running = self._thread.submit(self._session.run_with_iobinding, binding, options)
         try:
             running.result()
         finally:  # Ctrl-C would free memory that the pass still writes

@@ -12,7 +12,7 @@ The session runs on the CPU too, where the same kernels' float16 versions are sl
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
 from math import prod
 from time import perf_counter
@@ -105,7 +105,11 @@ class CudaModel(OwnModel):
 
     def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
         """Run a pass in the model's own thread, where its graphs were captured."""
-        return self._thread.submit(self._run_pass, parts).result()
+        running = self._thread.submit(self._run_pass, parts)
+        try:
+            return running.result()
+        finally:  # Ctrl-C would free memory that the pass still writes
+            wait([running])
 
     def _run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
         while self._stale:
