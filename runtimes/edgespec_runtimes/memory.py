@@ -23,7 +23,7 @@ class MachineMemory:
     Attributes:
         total: Bytes of the machine, or the limit of a container or service if that is lower.
         available: Bytes that no other program uses.
-        limited: Whether ``total`` is the limit of a container or service.
+        limited: Whether the memory in all is the limit of a container or service.
     """
 
     total: int
