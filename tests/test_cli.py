@@ -271,6 +271,12 @@ def toy(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home / "toy.gguf"
 
 
+def test_the_package_is_a_program_too() -> None:
+    run = [sys.executable, "-m", "edgespec", "--help"]
+    out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert "Usage: python -m edgespec " in out and "bench" in out
+
+
 def test_help_lists_every_command_and_imports_none() -> None:
     code = "from edgespec.cli import app; app(['--help'], standalone_mode=False)"
     code += "; import sys; print(*sys.modules)"
