@@ -20,7 +20,9 @@ from hypothesis import settings
 
 from edgespec import engine
 from edgespec.cli.console import errors, output
-from edgespec.loading import opening
+from edgespec.loading import first_use, opening
+from edgespec_export import graph_bundle
+from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.storage import bundles_dir, models_dir
@@ -30,6 +32,7 @@ from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.kit.downloads import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
+from tests.kit.learning import AtOnce
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -85,6 +88,31 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 @pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the words that a program was started with."""
+    return lambda *words: monkeypatch.setattr(sys, "argv", [*words])
+
+
+@pytest.fixture
+def all_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model of the catalogue and of the hub is here, as far as the choice of a drafter looks."""
+    monkeypatch.setattr("edgespec.loading.drafters.pulled_place", Path)
+
+
+@pytest.fixture
+def needs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], int]], None]:
+    """Says how many bytes a model takes, by its drafter, as a plan would."""
+
+    def put(bytes_of: Callable[[Any], int]) -> None:
+        def plan_of(target: object, drafter: Any) -> Any:
+            return SimpleNamespace(fit=lambda _: SimpleNamespace(memory_bytes=bytes_of(drafter)))
+
+        monkeypatch.setattr("edgespec.models.plan_of", plan_of)
+
+    return put
+
+
+@pytest.fixture
 def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has every disk so many bytes free; of several numbers each holds for one look."""
 
@@ -108,7 +136,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]
 
 @pytest.fixture
 def timings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts functions in the place of those that time passes at a load, by name: ``measure_cost=...``."""
+    """Puts functions in the place of those that open and time sessions, by name: ``measure_cost=...``."""
 
     def put(**functions: Any) -> None:
         for name, function in functions.items():
@@ -123,6 +151,29 @@ def free_passes(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -
     timings(measure_cost=lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda *_: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
+
+
+@pytest.fixture
+def learning_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters learn from a text as soon as it is offered."""
+    monkeypatch.setattr("edgespec.history.use.Trainer", AtOnce)
+
+
+@pytest.fixture
+def drafter_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter reads every prompt, however long that takes beside a short answer."""
+    monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
+
+
+@pytest.fixture
+def later_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has exports for CPUs follow the recipe of a later version of edgespec."""
+
+    def put() -> None:
+        for module in (first_use, graph_bundle):
+            monkeypatch.setattr(module, "RECIPES", {**RECIPES, None: RECIPES[None] + 1})
+
+    return put
 
 
 @pytest.fixture
@@ -169,7 +220,7 @@ def consoles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -> None:
     """On a clock of its own a pass of a target takes a second, of any number of rows, a drafter's 10 ms.
 
     So drafts are made whatever this machine measures.
@@ -188,7 +239,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session.model, "run", counted)
         return session
 
-    monkeypatch.setattr(opening, "open_cpu", timed)
+    timings(open_cpu=timed)
     for module in (cost, engine):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
 

@@ -26,7 +26,6 @@ from edgespec.measuring.prompts import Prompt
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.kit.drafters import GREEDY, Timed, model_of, plain
-from tests.kit.learning import AtOnce
 from tests.kit.models import side_of
 from tests.kit.native import tiny_native
 from tests.kit.toy import LLAMA, ToySession, decode, markov_logits
@@ -93,9 +92,9 @@ def test_samples_keep_their_law_while_everything_learns_from_them() -> None:
     machine = _Machine()
     drawn: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
     for number in range(1000):
-        one, other = (SamplingParams(temperature=1.0, seed=2 * number + learns) for learns in (0, 1))
-        drawn[False].append(tuple(plain(NEXT_LOGITS, 4, one, [1, 2])[2:]))
-        drawn[True].append(tuple(machine.answer([1, 2], other, 4)[2:]))
+        fixed, learning = (SamplingParams(temperature=1.0, seed=2 * number + learns) for learns in (0, 1))
+        drawn[False].append(tuple(plain(NEXT_LOGITS, 4, fixed, [1, 2])[2:]))
+        drawn[True].append(tuple(machine.answer([1, 2], learning, 4)[2:]))
     assert machine.accepted["model"] > 100 and machine.accepted["history"] > 30
     counts = pool_rare(drawn[False], drawn[True], minimum=20)
     p_value = two_samples(*counts).p_value
@@ -111,12 +110,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def eager(free_passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(
+    free_passes: None, learning_at_once: None, drafter_reads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The drafter is asked in every round, and learns at once."""
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
-    monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
-    monkeypatch.setattr("edgespec.learning.trainer.Trainer.offer", AtOnce.offer)
 
 
 _policy = Policy.__init__

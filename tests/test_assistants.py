@@ -207,13 +207,14 @@ def test_one_that_is_mostly_right_is_mostly_accepted(tmp_path: Path) -> None:
     check_acceptance(tmp_path / "target", tmp_path / "head")
 
 
-def test_a_pulled_one_drafts_unasked(monkeypatch: pytest.MonkeyPatch, made: dict[str, Path]) -> None:
+def test_a_pulled_one_drafts_unasked(request: pytest.FixtureRequest, made: dict[str, Path]) -> None:
     """For a target by its name on the hub; its configuration passes the check of a pull."""
     target, name = "hf:google/gemma-4-E2B-it", "hf:google/gemma-4-E2B-it-assistant"
     known = [read_config(Facts(kit.config(), "c")), Bundle(made["target"]).config]
     assert known[0].architecture == known[1].architecture == "gemma4"
     for pulled in (False, True):
-        monkeypatch.setattr(drafters, "pulled_place", lambda name, pulled=pulled: Path() if pulled else None)
+        if pulled:
+            request.getfixturevalue("all_pulled")
         chosen, speed = drafters.recommended(known[1], 3_000_000_000, reference=target)
         assert (chosen == name) == pulled and (speed > 1.8 or not pulled)
 

@@ -151,8 +151,15 @@ def stacked(model: TinyGGUF) -> None:
     wide("blk.0.attn_qkv.weight")(model)
 
 
+def family(architecture: str) -> Edit:
+    def edit(model: TinyGGUF) -> None:
+        model.architecture = architecture
+
+    return edit
+
+
 FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
-    "unknown architecture": (lambda m: setattr(m, "architecture", "mamba"), Unsupported, "mamba"),
+    "unknown architecture": (family("mamba"), Unsupported, "mamba"),
     "foreign tensors and architecture": (foreign, Unsupported, "mamba"),
     "missing tensor": (lambda m: m.tensors.pop("blk.0.ffn_up.weight"), ModelFileError, r"layers\.0\.up"),
     "no embedding": (lambda m: m.tensors.pop("token_embd.weight"), ModelFileError, "embedding"),
@@ -192,7 +199,7 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "factors of another width": (wide("rope_freqs.weight"), Unsupported, r"m\.gguf: .*rope_factors"),
     "experts": (put("expert_count", 8), Unsupported, "expert_count is 8.*dense"),
     "experts of a known family": (
-        lambda m: setattr(m, "architecture", "qwen2moe"),
+        family("qwen2moe"),
         Unsupported,
         "'qwen2moe'.*needs experts in this family's form.*use Qwen3-30B-A3B instead",
     ),

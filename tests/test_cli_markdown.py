@@ -153,19 +153,17 @@ def test_a_chat_marks_sources_when_it_is_told_to(terminal: io.StringIO) -> None:
 
 
 def test_a_bar_shows_a_long_reading_and_goes_with_the_first_token(
-    terminal: io.StringIO, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompt, stages = "a long prompt " * 9, list[tuple[float, str]]()
-    session = Clocked(clock := [0.0], 0.2)
-    with toy_model(session, clock=lambda: clock[0]) as model:
-        forward = session.forward
+    prompt, stages, clock = "a long prompt " * 9, list[tuple[float, str]](), [0.0]
 
-        def watched(tokens: Sequence[int]) -> F32:
+    class Watched(Clocked):
+        def forward(self, tokens: Sequence[int]) -> F32:
             sleep(0.02)  # for whoever draws
             stages.append((clock[0], terminal.getvalue()))
-            return forward(tokens)
+            return super().forward(tokens)
 
-        monkeypatch.setattr(session, "forward", watched)
+    with toy_model(Watched(clock, 0.2), clock=lambda: clock[0]) as model:
         answer = answers.stream_to_terminal(model.stream(prompt, max_new_tokens=9))
     assert all("Reading" not in shown for now, shown in stages if now < 0.5)
     drawn = terminal.getvalue()

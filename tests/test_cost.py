@@ -2,6 +2,7 @@ import itertools
 import random
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,10 @@ def test_cost_is_positive_and_exact_where_measured(points: dict[int, float], row
     assert {n: curve.seconds(n) for n in points} == pytest.approx(points)
 
 
+def _on_clock_of(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "perf_counter", lambda: session.now)
+
+
 class _TimedSession(ToySession):
     """Its passes take as long as they are told to, on a clock of its own."""
 
@@ -53,7 +58,7 @@ class _TimedSession(ToySession):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]) -> None:
         super().__init__(markov_logits(0, 50), 50)
         self.costs = costs
-        monkeypatch.setattr(cost, "perf_counter", lambda: self.now)
+        _on_clock_of(self, monkeypatch)
 
     def forward(self, tokens: Sequence[int]) -> F32:
         self.now += self.costs[len(tokens)] if len(self.passes) >= self.reading else 1.0
@@ -227,7 +232,7 @@ def test_what_attention_adds_along_a_context_is_measured(
     opened = open_cpu(tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle, CpuOptions(threads=1))
     session = _Attending(opened.model)
     opened.close()
-    monkeypatch.setattr(cost, "perf_counter", lambda: session.now)
+    _on_clock_of(session, monkeypatch)
     curve = measure_context(session, CostCurve({1: 1.1, 4: 1.4}))
     assert curve.context_s == pytest.approx(0.010) and curve.row_context_s == pytest.approx(0.002)
     assert curve.seconds(4, 1000) == pytest.approx(1.4 + 10.0 + 8.0)
@@ -237,9 +242,12 @@ def test_what_attention_adds_along_a_context_is_measured(
 
 
 def test_a_cache_that_cannot_be_copied_leaves_the_curve_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Uncopied(_TimedSession):
+        def save(self, at: int) -> None:
+            return None
+
     curve = CostCurve({1: 1.0, 8: 2.0})
-    session = _TimedSession(monkeypatch, dict.fromkeys(range(1, 20), 1.0))
-    monkeypatch.setattr(session, "save", lambda at: None)
+    session = Uncopied(monkeypatch, dict.fromkeys(range(1, 20), 1.0))
     assert measure_context(session, curve) == curve and session.length == 0
 
 

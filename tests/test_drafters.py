@@ -39,20 +39,20 @@ def test_the_drafter_that_promises_most_is_recommended(target: str, drafter: str
 
 
 def test_a_head_drafts_for_its_own_target_where_it_was_pulled_and_promises_more(
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Of the 4B small models promise 2.1 times, heads of EAGLE-3 1.8, and those that draft blocks 2.3."""
     model = hub_names()["qwen3-1.7b"]
     facts = shape(model.architecture, model.vocabulary), model.size_bytes
     assert recommended(*facts, reference="qwen3-1.7b")[0] not in hub_heads()
-    monkeypatch.setattr(drafters, "pulled_place", Path)
-    found = {}
+    request.getfixturevalue("all_pulled")
+    chosen = {}
     for name in ("qwen3-1.7b", "qwen3-4b", "qwen3-8b"):
         model = hub_names()[name]
         facts = shape(model.architecture, model.vocabulary), model.size_bytes
-        found[name] = recommended(*facts, reference=name)[0]
+        chosen[name] = recommended(*facts, reference=name)[0]
         assert recommended(*facts)[0] not in hub_heads()
-    heads = {name: head for name, head in found.items() if head in hub_heads()}
+    heads = {name: head for name, head in chosen.items() if head in hub_heads()}
     assert heads == {
         "qwen3-1.7b": "hf:AngelSlim/Qwen3-1.7B_eagle3",
         "qwen3-4b": "hf:z-lab/Qwen3-4B-DFlash-b16",
@@ -83,7 +83,6 @@ def test_expected_speed_is_that_of_the_best_length() -> None:
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
     """A tiny bundle for which a drafter that is not here is recommended."""
     monkeypatch.setattr(drafters, "recommended", lambda *args: ("qwen3-0.6b", 2.0))
-    monkeypatch.setattr(drafters, "pulled_place", lambda name: None)
     return tiny_bundle(tmp_path / "bundle").bundle
 
 
@@ -104,10 +103,8 @@ def test_with_a_name_its_size_is_said_and_it_is_fetched(
     assert "0.4 GB" in caplog.text
 
 
-def test_what_is_here_is_taken_for_a_path_too(
-    large: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(drafters, "pulled_place", Path)
+@pytest.mark.usefixtures("all_pulled")
+def test_what_is_here_is_taken_for_a_path_too(large: Bundle, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "edgespec"):
         assert choose(large, large.path) == "qwen3-0.6b"
     assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -31,7 +31,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> Run:
+def run(command_line: Callable[..., None], loads: Callable[[Any], None]) -> Run:
     """``python docs/examples/NAME ARGUMENTS``; returns the session that its model ran on."""
 
     def run(name: str, *arguments: str, tokenizer: Tokenizer | None = None) -> ToySession:
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> Run:
         session.close = lambda: None  # type: ignore[method-assign]  # a test looks at what it has read
         bundle = partial(toy_bundle, tokenizer=tokenizer)
         loads(lambda name: toy_model(session, toy_session(), bundle=bundle))
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        command_line(name, *arguments)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return session
 
@@ -47,11 +47,17 @@ def run(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> Run:
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def typing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a text where programs read what a person types."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", StringIO(text))
+
+
+@pytest.fixture
+def house(tmp_path: Path, typing: Callable[[str], None]) -> Path:
     """A folder with a text and a picture; somebody who asks about it."""
     (tmp_path / "house.txt").write_text(FACTS, encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG the key of the shed")
-    monkeypatch.setattr(sys, "stdin", StringIO("Where is the key of the shed?\n\n"))
+    typing("Where is the key of the shed?\n\n")
     return tmp_path
 
 
@@ -76,14 +82,14 @@ def test_the_files_assistant_stops_at_ctrl_c(house: Path, run: Run, capsys: Capt
 
 
 def test_an_editors_lines_are_filled_or_told_why_not(
-    run: Run, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    run: Run, capsys: Captured, typing: Callable[[str], None]
 ) -> None:
-    asked = [
+    fills = [
         {"id": 7, "prefix": "a = ", "suffix": "\n"},
         {"id": 8, "prefix": "", "suffix": "", "max_lines": 0},
     ]
     for has_marks in (True, False):
-        monkeypatch.setattr(sys, "stdin", StringIO("".join(f"{json.dumps(each)}\n" for each in asked)))
+        typing("".join(f"{json.dumps(fill)}\n" for fill in fills))
         run("fill_for_editor.py", tokenizer=filling_tokenizer() if has_marks else None)
         first, second = map(json.loads, capsys.readouterr().out.splitlines())
         assert (first["id"], second["id"]) == (7, 8) and "max_lines is 0" in second["error"]

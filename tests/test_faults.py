@@ -64,8 +64,8 @@ def full_at(monkeypatch: pytest.MonkeyPatch, number: int, folder: Path) -> Calla
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return true_os(file, flags, *rest, **options)
 
-    monkeypatch.setattr(io, "open", refusing)
-    monkeypatch.setattr(builtins, "open", refusing)
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", refusing)
     monkeypatch.setattr(os, "open", refusing_os)
     return lambda: opened >= number
 

@@ -228,7 +228,10 @@ def set_dim(name: str, dim: int, value: int | str) -> Callable[[onnx.GraphProto]
             if tensor.name.startswith(name):
                 where = tensor.type.tensor_type.shape.dim[dim]
                 where.Clear()
-                setattr(where, "dim_value" if isinstance(value, int) else "dim_param", value)
+                if isinstance(value, int):
+                    where.dim_value = value
+                else:
+                    where.dim_param = value
 
     return edit
 

@@ -15,6 +15,7 @@ from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.predictions import Predictions
 from tests.kit.models import answering
 from tests.kit.toy import Silent, ToySession, settle
 
@@ -74,8 +75,9 @@ def _failing(requests: _Requests) -> None:
         requests.stream().run()
 
 
-def _broken(tokens: Sequence[int]) -> None:
-    raise RuntimeError("a pass fails")
+class _Broken(ToySession):
+    def predict(self, tokens: Sequence[int]) -> Predictions:
+        raise RuntimeError("a pass fails")
 
 
 def _told_to_end(requests: _Requests) -> None:
@@ -101,11 +103,11 @@ def _left(requests: _Requests) -> None:
     ],
 )
 def test_however_a_request_ends_each_source_is_closed_once(
-    end: Callable[[_Requests], None], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    end: Callable[[_Requests], None], how: dict[str, Any]
 ) -> None:
     requests = _Requests(**how)
     if requests.fails == "predict":
-        monkeypatch.setattr(requests.session, "predict", _broken)
+        requests.session = _Broken.markov(0, 404)
     end(requests)
     assert sorted(requests.log[:3]) == [f"{name} begins" for name in NAMES]
     assert requests.log[3:] == [

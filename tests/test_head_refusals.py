@@ -31,6 +31,14 @@ def floats_for_tokens(head: Head) -> None:
     head.tensors["d2t"] = np.ones(9, np.float32)
 
 
+def short_list(head: Head) -> None:
+    head.offsets = np.arange(DRAFTED - 1)
+
+
+def no_list(head: Head) -> None:
+    head.offsets = None
+
+
 def cut(head: Head, name: str) -> None:
     head.tensors[name] = head.tensors[name][:, :-32].copy()
 
@@ -75,12 +83,8 @@ WRONG: dict[str, tuple[Callable[[Head], object], type[EdgespecError], str]] = {
     "too large": (lambda h: offset(h, -1, 9000), ModelFileError, "tokens from 0 to 319"),
     "negative": (lambda h: offset(h, 0, -1), ModelFileError, "tokens from 0 to 319"),
     "huge": (lambda h: offset(h, 7, 2**63 - 9), ModelFileError, "tokens from 0 to 319"),
-    "short list": (
-        lambda h: setattr(h, "offsets", np.arange(DRAFTED - 1)),
-        ModelFileError,
-        "lm_head.weight.*ask for",
-    ),
-    "no list": (lambda h: setattr(h, "offsets", None), ModelFileError, "lm_head.weight.*ask for"),
+    "short list": (short_list, ModelFileError, "lm_head.weight.*ask for"),
+    "no list": (no_list, ModelFileError, "lm_head.weight.*ask for"),
     "no LM head": (lambda h: h.tensors.pop("lm_head.weight"), ModelFileError, "lm_head.weight.*ask for"),
     "narrow q": (lambda h: cut(h, "midlayer.self_attn.q_proj.weight"), ModelFileError, "q_proj.*ask for"),
     "no k": (

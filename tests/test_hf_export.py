@@ -282,8 +282,7 @@ def test_the_command_line_exports_a_directory(tmp_path: Path) -> None:
     assert "lacks config.json" in empty.stderr
 
 
-def test_a_directory_is_loaded_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.loading.first_use.bundles_dir", lambda: tmp_path / "cache")
+def test_a_directory_is_loaded_through_the_cache(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "Tiny-1.5B", "llama")
     first = open_model(source, "target")
     assert first.manifest.name == "Tiny-1.5B"

@@ -30,16 +30,10 @@ from edgespec.learning.trainer import Trainer
 from edgespec.learning.tuning import Tuning
 from edgespec_models.errors import RequestError, StorageError
 from tests.kit.histories import OTHERS, SCOPE, delta_of, merge, passage_of, stored, used
-from tests.kit.learning import AtOnce
 
 SMALL = DrafterKey("d", "small")
 WIDTH, SHAPE = 4, (ROWS, 4)
-pytestmark = pytest.mark.usefixtures("consoles", "at_once")
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.history.use.Trainer", AtOnce)
+pytestmark = pytest.mark.usefixtures("consoles", "learning_at_once")
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_names_of_the_catalogue_are_references() -> None:
 
 def test_a_name_is_pulled_like_its_reference(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(hub_names()["qwen3-0.6b"], reference=f"hf:{REPOSITORY}/q/tiny.gguf")
-    monkeypatch.setattr("edgespec_models.downloads.hub.hub_names", lambda: {"tiny": model})
+    monkeypatch.setitem(hub_names(), "tiny", model)
     assert open_model("tiny", "target").config.architecture == "llama"
     assert hub.fetched == ["q/tiny.gguf"]
 

@@ -68,12 +68,14 @@ def test_each_proposal_has_its_own_confidence() -> None:
     assert draft.confidence == pytest.approx((0.75,) * 4)
 
 
-def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(IdentityBridge, "to_target", lambda self, drafted: [(7, len(drafted))])
+def test_tokens_that_make_none_of_the_target_s_are_read_up_to_a_bound() -> None:
+    class Joining(IdentityBridge):
+        def to_target(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
+            return [(7, len(drafted))]
+
     session = _sure()
-    assert draft_of(model_of(session), [3, 1, 4], 3).tokens == (7,)
+    drafter = model_of(session, Joining(session.model.vocab_size))
+    assert draft_of(drafter, [3, 1, 4], 3).tokens == (7,)
     assert session.passes == [3] + [1] * 5
 
 

@@ -61,14 +61,10 @@ class House:
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> House:
+def house(loads: Callable[[Any], None], needs: Callable[[Callable[[Any], int]], None]) -> House:
     house = House()
-
-    def plan_of(target: object, drafter: Any) -> Any:
-        return SimpleNamespace(fit=lambda tokens: SimpleNamespace(memory_bytes=drafter.needed))
-
     loads(house.load)
-    monkeypatch.setattr("edgespec.models.plan_of", plan_of)
+    needs(lambda drafter: int(drafter.needed))
     return house
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,17 +48,16 @@ class TestConsoles:
     """Standard output that cannot hold every character, as a redirection on Windows."""
 
     @pytest.fixture
-    def run(self, monkeypatch: pytest.MonkeyPatch, consoles: None, own_signals: None) -> Run:
+    def run(self, command_line: Callable[..., None], consoles: None, own_signals: None) -> Run:
         def run(encoding: str, *arguments: str) -> tuple[int, bytes]:
             written = io.BytesIO()
-            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+            output = io.TextIOWrapper(written, encoding=encoding)
             errors = io.TextIOWrapper(written, encoding=encoding, errors="backslashreplace")
-            monkeypatch.setattr(sys, "stderr", errors)
-            monkeypatch.setattr(sys, "argv", ["edgespec", *arguments])
-            with pytest.raises(SystemExit) as ended:
+            command_line("edgespec", *arguments)
+            with redirect_stdout(output), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
                 main()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            output.flush()
+            errors.flush()
             return int(ended.value.code or 0), written.getvalue()
 
         return run

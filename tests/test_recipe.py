@@ -5,7 +5,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -54,14 +54,14 @@ def made(source: Path) -> dict[str, bytes]:
 
 
 def test_what_another_recipe_made_is_made_anew_and_left_alone(
-    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: Path, later_recipe: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = open_model(source, "target").path
     nameless = first.rename(first.with_name(first.name.rpartition("-r")[0]))  # of before there were recipes
     before = made(source)
     second = open_model(source, "target").path
     assert second == first
-    monkeypatch.setattr(first_use, "RECIPES", {None: RECIPES[None] + 1})
+    later_recipe()
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="edgespec"):
         third = open_model(source, "target").path

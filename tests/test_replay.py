@@ -2,8 +2,8 @@
 
 import json
 import random
-import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,12 @@ def recorded(tmp_path: Path) -> list[str]:
 
 
 def test_recorded_answers_are_replayed(
-    recorded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: list[str],
+    tmp_path: Path,
+    command_line: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["tool", *recorded, "--memo", str(tmp_path / "memo")])
+    command_line("tool", *recorded, "--memo", str(tmp_path / "memo"))
     replay.main()
     assert "all" in capsys.readouterr().out
 

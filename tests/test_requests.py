@@ -57,13 +57,13 @@ class Writing(OwnModel):
     start: ClassVar[int] = 0
 
     def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
-        said = super().predict_together(rows)
-        return [self._says(each) for each in rows] if self.script else said
+        super().predict_together(rows)
+        return [self._predictions(part) for part in rows]
 
-    def _says(self, asked: Rows) -> Predictions:
-        at = asked.session.length + 1 - asked.wanted - self.start
-        rows = np.zeros((asked.wanted, self.vocab_size), np.float32)
-        for row in range(asked.wanted):
+    def _predictions(self, part: Rows) -> Predictions:
+        at = part.session.length + 1 - part.wanted - self.start
+        rows = np.zeros((part.wanted, self.vocab_size), np.float32)
+        for row in range(part.wanted):
             if 0 <= at + row < len(self.script):
                 rows[row, self.script[at + row]] = 20.0
         return Predictions(rows)
@@ -76,10 +76,9 @@ def write(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def script(text: str, messages: Any = ASK, **options: Any) -> None:
         end = model.target.tokenizer.special_id("<|im_end|>")
         assert end is not None
-        monkeypatch.setattr(Writing, "script", [*model.tokenize(text), end])
-        monkeypatch.setattr(Writing, "start", model.count_tokens(messages, **options))
+        facts = {"script": [*model.tokenize(text), end], "start": model.count_tokens(messages, **options)}
+        monkeypatch.setattr(cpu, "OwnModel", type("Scripted", (Writing,), facts))
 
-    monkeypatch.setattr(cpu, "OwnModel", Writing)
     return script
 
 

@@ -273,18 +273,16 @@ def test_an_empty_history_is_forgotten_and_none_is_not(model: ServedModel, url: 
     assert reply.status == 400 and "--history" in reply.error
 
 
-def test_forgetting_that_waits_leaves_threads_to_other_requests(
-    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forgetting_that_waits_leaves_threads_to_other_requests(tmp_path: Path) -> None:
     over, begun, forget = Event(), Event(), "/edgespec/history/forget"
 
-    def use_history(path: Path) -> None:
-        begun.set()
-        over.wait(60)
+    class Slow(ServedModel):
+        def use_history(self, path: Path) -> None:
+            begun.set()
+            over.wait(60)
 
-    monkeypatch.setattr(model, "use_history", use_history)
     with (
-        serving(model.as_model(), history=History(tmp_path / "h.sqlite")) as url,
+        serving(Slow().as_model(), history=History(tmp_path / "h.sqlite")) as url,
         ThreadPoolExecutor(40) as clients,
     ):
         waiting = [clients.submit(ask, url, forget, {"everything": True}, timeout_s=60) for _ in range(40)]
@@ -294,7 +292,7 @@ def test_forgetting_that_waits_leaves_threads_to_other_requests(
             assert ask(url, CHAT, question("hello")).status == 200
         finally:
             over.set()
-        assert {each.result().status for each in waiting} == {200}
+        assert {reply.result().status for reply in waiting} == {200}
 
 
 def test_the_documentation_has_every_field() -> None:

@@ -67,10 +67,10 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(monkeypatch: pytest.MonkeyPatch, loads: Callable[[Any], None]) -> Shelf:
-    shelf, fit = Shelf(), SimpleNamespace(memory_bytes=20)
+def shelf(loads: Callable[[Any], None], needs: Callable[[Callable[[Any], int]], None]) -> Shelf:
+    shelf = Shelf()
     loads(shelf.load)
-    monkeypatch.setattr("edgespec.models.plan_of", lambda *_: SimpleNamespace(fit=lambda _: fit))
+    needs(lambda _: 20)
     return shelf
 
 

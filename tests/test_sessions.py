@@ -49,20 +49,20 @@ class Opened(list[Session]):
 
 
 @pytest.fixture
-def opened(monkeypatch: MonkeyPatch) -> Opened:
-    found, test = Opened(), Session.self_test
+def opened(monkeypatch: MonkeyPatch, timings: Callable[..., None]) -> Opened:
+    sessions, test = Opened(), Session.self_test
 
     def open_session(*arguments: Any, **options: Any) -> Session:
-        found.append(open_cpu(*arguments, **options))
-        return found[-1]
+        sessions.append(open_cpu(*arguments, **options))
+        return sessions[-1]
 
     def tested(session: Session) -> bool:
-        found.tested += 1
+        sessions.tested += 1
         return test(session)
 
-    monkeypatch.setattr(opening, "open_cpu", open_session)
+    timings(open_cpu=open_session)
     monkeypatch.setattr(Session, "self_test", tested)
-    return found
+    return sessions
 
 
 @pytest.fixture
@@ -112,10 +112,10 @@ def test_the_second_load_neither_tests_nor_measures(
 def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Its measurements are not kept under the name of the chip, and another may have taken its place."""
     half = tiny_bundle(tmp_path / "m", LLAMA, INT4, precision=Precision("float16", "float16")).bundle
-    on_cpu, given = Device(CPU, "ready"), list[bool | None]()
+    on_cpu, exact = Device(CPU, "ready"), list[bool | None]()
 
     def open_session(bundle: Bundle, _: Device, options: CpuOptions, *, row_exact: bool | None) -> Any:
-        given.append(row_exact)
+        exact.append(row_exact)
         return open_cuda(bundle, on_cpu, options, row_exact=row_exact)
 
     monkeypatch.setattr("edgespec_runtimes.cuda.open_cuda", open_session)
@@ -124,7 +124,7 @@ def test_the_self_test_of_a_device_is_repeated(tmp_path: Path, monkeypatch: Monk
             running = open_pair(half, None, OPTIONS, (Placement(device, "given"), None)).target
             assert running.remembered == remembered
             running.session.close()
-    assert given == [None, running.session.model.row_exact, None, None]
+    assert exact == [None, running.session.model.row_exact, None, None]
 
 
 def test_a_curve_that_no_longer_fits_is_measured_again_and_kept(
@@ -179,8 +179,8 @@ def test_what_does_not_load_leaves_nothing_loaded(
         pair = bundles | {"drafter": other}
     else:
         pair = bundles | {broken: _broken(tmp_path / "broken")}
-    error, said = (TokenizerError, None) if broken == "tokenizer" else (BundleError, "cannot load")
-    with pytest.raises(error, match=said):
+    error, message = (TokenizerError, None) if broken == "tokenizer" else (BundleError, "cannot load")
+    with pytest.raises(error, match=message):
         open_pair(pair["target"], pair["drafter"], OPTIONS)
     assert all(session.closed for session in opened)
 
@@ -219,14 +219,14 @@ def test_a_template_that_is_given_leaves_a_pair_its_vocabulary(
     pair.drafter.session.close()
 
 
-def test_the_target_loads_while_the_drafter_does(bundles: Bundles, monkeypatch: MonkeyPatch) -> None:
+def test_the_target_loads_while_the_drafter_does(bundles: Bundles, timings: Callable[..., None]) -> None:
     both = threading.Barrier(2, timeout=60)
 
     def waiting(*arguments: Any, **options: Any) -> Session:
         both.wait()
         return open_cpu(*arguments, **options)
 
-    monkeypatch.setattr(opening, "open_cpu", waiting)
+    timings(open_cpu=waiting)
     pair = open_pair(bundles["target"], bundles["drafter"], OPTIONS)
     assert pair.drafter is not None
     assert pair.target.session is not pair.drafter.session

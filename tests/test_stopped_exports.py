@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs import writer
 from edgespec_export.journal import DATA_FILE, JOURNAL
-from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.progress import Progress
 from tests.kit.gguf import tiny_gguf
@@ -99,7 +98,7 @@ def test_what_is_finished_is_not_done_again(whole: Path) -> None:
 
 @pytest.mark.parametrize("other", ["source", "version of edgespec", "set of options"])
 def test_another_export_begins_anew_and_says_why(
-    whole: Path, other: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whole: Path, other: str, later_recipe: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, options = (whole / "m.gguf").read_bytes(), OPTIONS
     run(whole, 15)
@@ -109,7 +108,7 @@ def test_another_export_begins_anew_and_says_why(
     elif other == "set of options":
         options = ExportOptions(name="another")
     else:
-        monkeypatch.setattr("edgespec_export.graph_bundle.RECIPES", {None: RECIPES[None] + 1})
+        later_recipe()
     stages = run(whole, options=options)
     (whole / "m.gguf").write_bytes(source)
     assert "Exporting" in stages

@@ -9,7 +9,6 @@ import pytest
 
 import edgespec
 from edgespec import AnyJson, Choice, JsonSchema, LoadOptions, Model, Regex
-from edgespec.drafting.pricing import Pricing
 from edgespec_models.errors import RequestError
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.formats import accepts
@@ -33,6 +32,7 @@ ANIMAL = JsonSchema(
         "additionalProperties": False,
     }
 )
+pytestmark = pytest.mark.usefixtures("free_passes")  # drafts are made whatever this machine measures
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     other = replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size)
     target = tiny_native(folder / "target", LLAMA, "Q4_1").path
     return target, tiny_native(folder / "other", other, "Q4_0", seed=6, tokenizer_json=text).path
-
-
-@pytest.fixture(autouse=True)
-def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows cost next to nothing, whatever this machine measures."""
-    monkeypatch.setattr(Pricing, "pass_seconds", lambda _, rows, *__: 1e-3 + rows * 1e-9)
 
 
 @pytest.fixture(scope="module")

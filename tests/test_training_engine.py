@@ -135,11 +135,11 @@ def test_it_is_taught_in_its_own_vocabulary_with_its_own_end(
         assert stopped
 
 
+@pytest.mark.usefixtures("drafter_reads")
 @pytest.mark.parametrize("drafter", ["drafter", "across"])
 def test_greedy_output_is_the_same_whatever_the_drafter_learned(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+    models: Models, tmp_path: Path, drafter: str
 ) -> None:
-    monkeypatch.setattr("edgespec.drafting.side._GAIN", 1e12)
     prompts = [PROMPT, LONG, "once upon a time", PROMPT]
     with edgespec.load(models["target"], None, options=LoadOptions(threads=1)) as model:
         assert model.row_exact

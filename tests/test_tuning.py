@@ -2,6 +2,7 @@
 
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +38,21 @@ def own(bundle: Bundle) -> Example:
     return Example(tuple(tokens), len(PROMPT))
 
 
+class _Decoder(NumpyDecoder):
+    """Its gradients are no numbers in ``broken``."""
+
+    broken = slice(0)
+
+    def read(self, *arguments: Any, **options: Any) -> Reading:
+        reading = super().read(*arguments, **options)
+        if reading.gradient is not None:
+            reading.gradient[self.broken] = np.nan
+        return reading
+
+
 @pytest.fixture
-def decoder(bundle: Bundle) -> NumpyDecoder:
-    return NumpyDecoder(bundle)
+def decoder(bundle: Bundle) -> _Decoder:
+    return _Decoder(bundle)
 
 
 def _gains(tuning: Tuning) -> np.ndarray:
@@ -143,38 +156,28 @@ def test_gains_that_compute_no_numbers_are_put_back_at_once_or_at_the_next_check
 
 
 def test_gradients_that_are_no_numbers_put_back_what_was_good(
-    decoder: NumpyDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    decoder: _Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuning = Tuning(decoder)
     tuning.learn(STRANGE)
     assert tuning.lesson() is not None
-    read = decoder.read
-
-    def broken(*args: object, **keywords: object) -> Reading:
-        reading: Reading = read(*args, **keywords)  # type: ignore[arg-type]
-        assert reading.gradient is not None
-        reading.gradient[3] = np.nan
-        return reading
-
-    monkeypatch.setattr(decoder, "read", broken)
+    decoder.broken = slice(3, 4)
     tuning.learn(STRANGE)
     assert tuning.undone == 1 and "not finite" in caplog.text
     np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
-    monkeypatch.undo()
+    decoder.broken = slice(0)
     tuning.learn(STRANGE)
     lesson = tuning.lesson()
     assert lesson is not None and lesson.anew and np.isfinite(lesson.change).all()
     np.testing.assert_allclose(_gains(Tuning(decoder, lesson.change)), _gains(tuning), atol=1e-6)
 
 
-def test_the_gains_that_proved_themselves_are_what_is_put_back(
-    decoder: NumpyDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tuning, broken = Tuning(decoder), Reading(1.0, np.zeros(1, bool), np.full(480, np.nan, np.float32))
+def test_the_gains_that_proved_themselves_are_what_is_put_back(decoder: _Decoder) -> None:
+    tuning = Tuning(decoder)
     for _ in range(20 * CHECKED):
         tuning.learn(STRANGE)
     assert tuning.lesson() is not None
-    monkeypatch.setattr(decoder, "read", lambda *_, **__: broken)
+    decoder.broken = slice(None)
     tuning.learn(STRANGE)
     lesson = tuning.lesson()
     assert lesson is not None and not lesson.anew  # what others learned meanwhile stays
@@ -184,7 +187,6 @@ def test_the_gains_that_proved_themselves_are_what_is_put_back(
     np.testing.assert_array_equal(_gains(tuning), decoder.gains.stored)
     lesson = tuning.lesson()
     assert lesson is not None and lesson.anew and tuning.undone == 2
-    monkeypatch.undo()
     read = decoder.read(STRANGE.tokens, STRANGE.start, good, differentiate=False)
     assert read.right.any()
 
