@@ -68,9 +68,9 @@ def test_rows_are_exact_where_products_with_one_row_take_other_code(
     assert isinstance(io, OwnModel)
     bind = io._bind
 
-    def bind_without_avx512(one: Pass, rows: int) -> Any:
-        bound = bind(one, rows)
-        if len(one.tokens) > 1 and one.rows > 1:
+    def bind_without_avx512(pass_: Pass, rows: int) -> Any:
+        bound = bind(pass_, rows)
+        if len(pass_.tokens) > 1 and pass_.rows > 1:
             return bound
         return replace(
             bound, predictions=lambda rows: Predictions(bound.predictions(rows).logits + np.float32(1e-6))

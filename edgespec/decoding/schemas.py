@@ -149,11 +149,13 @@ class PreparedSchema:
         if isinstance(schema.get("pattern"), str):
             self._hold_pattern(schema, place)
         if isinstance(patterns := schema.get("patternProperties"), dict):
-            read = [(*_regex(pattern), part) for pattern, part in patterns.items()]
-            if not all(is_same for _, is_same, _ in read):
+            groups = [(*_regex(pattern), part) for pattern, part in patterns.items()]
+            if not all(is_same for _, is_same, _ in groups):
                 self.unheld.append(Unheld(place, "patternProperties"))
-            schema["patternProperties"] = {pattern: part for pattern, _, part in read if pattern is not None}
-            if any(pattern is None for pattern, *_ in read):
+            schema["patternProperties"] = {
+                pattern: part for pattern, _, part in groups if pattern is not None
+            }
+            if any(pattern is None for pattern, *_ in groups):
                 schema.pop("additionalProperties", None)  # it would forbid properties that the pattern allows
         return schema
 

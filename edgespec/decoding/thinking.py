@@ -18,7 +18,7 @@ class _At(NamedTuple):
     """The state of an answer: its place, the number of tokens of the tag or the thoughts, and its text."""
 
     place: Place
-    read: int = 0
+    length: int = 0
     text: tuple[int, ...] = ()
 
 
@@ -84,10 +84,10 @@ class ThoughtsFirst(Constraint):
                 return self._no_thoughts
             return self._anything if grammar is None else grammar.allowed(self._drafted(at))
         if not at.place.thinks:
-            return self._only(self._opening[at.read]) if grammar is not None and at.read else self._begin
+            return self._only(self._opening[at.length]) if grammar is not None and at.length else self._begin
         end, closed = at.place.tags.end.encode(), self._closed(at.place.held)
-        if self._budget is not None and at.read >= self._budget:
-            return self._only(self._closing[closed or at.read - self._budget])
+        if self._budget is not None and at.length >= self._budget:
+            return self._only(self._closing[closed or at.length - self._budget])
         if grammar is not None and closed:
             return self._only(self._closing[closed])
         if grammar is not None and begun_at_end(at.place.held, end) == len(end) - 1:
@@ -116,8 +116,8 @@ class ThoughtsFirst(Constraint):
         may_open = self._grammar is None or count or token == self._opens
         if place.has_text or not (place.thinks or may_open):
             return _At(Place(place.tags, "text"), 0, (*text, token))
-        read, _, _ = place.read_token(token, self._tokenizer)
-        return _At(read, 0 if read.thinks and not place.thinks else count + 1, text)
+        following, _, _ = place.read_token(token, self._tokenizer)
+        return _At(following, 0 if following.thinks and not place.thinks else count + 1, text)
 
     def _only(self, *tokens: int) -> Allowed:
         return Allowed.where(np.isin(np.arange(self._tokenizer.vocab_size), tokens))

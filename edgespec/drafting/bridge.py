@@ -86,8 +86,8 @@ class ByteBridge:
         generated = list(tokens[self._prompt_length :])
         target = self._target
         shared = shared_length(target.ids, generated)
-        read = self._drafter.ends[-1] if self._drafter.ends else 0
-        if shared == len(target.ids) == len(generated) and read == len(self._bytes):
+        end = self._drafter.ends[-1] if self._drafter.ends else 0
+        if shared == len(target.ids) == len(generated) and end == len(self._bytes):
             return self._drafter_prompt + self._drafter.ids
         target.cut(shared)
         kept = target.ends[-1] if target.ends else 0

@@ -105,10 +105,10 @@ class Index:
 
         The followers of its occurrences vote, and the latest wins a tie.
         """
-        read = context[: -MAX_N - 1 : -1]
-        if not read or not len(self._keys):
+        recent = context[: -MAX_N - 1 : -1]
+        if not recent or not len(self._keys):
             return None
-        key = struct.pack(f">{len(read)}I", *[token + 1 for token in read])
+        key = struct.pack(f">{len(recent)}I", *[token + 1 for token in recent])
         at = int(self._keys.searchsorted(key))
         length = max(_shared(self._keys[i], key) for i in (at - 1, at) if 0 <= i < len(self._keys))
         if length == 0:

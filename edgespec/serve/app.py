@@ -75,7 +75,7 @@ class App:
             Route("/v1/completions", completions.complete, methods=["POST"]),
             Route("/v1/embeddings", completions.embed, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
-            Route("/v1/responses/{id}", responses.one, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}", responses.kept_response, methods=["GET", "DELETE"]),
             Route("/v1/messages", partial(create_message, completions), methods=["POST"]),
             Route("/v1/messages/count_tokens", partial(count_message_tokens, completions), methods=["POST"]),
             Route("/infill", completions.infill, methods=["POST"]),

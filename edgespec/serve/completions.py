@@ -424,12 +424,12 @@ def _choices(options: RequestOptions, ask: Ask) -> list[Stream]:
 async def _all(asks: Sequence[Ask], options: RequestOptions, words: Words) -> list[Generation]:
     """The answers to all prompts. If one fails, all fail."""
 
-    async def one(ask: Ask) -> Generation:
+    async def generate(ask: Ask) -> Generation:
         with _worded(words):
             streams = await asyncio.to_thread(_choices, options, ask)  # a long prompt takes a while to encode
         return await answers_async(streams, options.get("n", 1))
 
-    tasks = [asyncio.ensure_future(one(ask)) for ask in asks]
+    tasks = [asyncio.ensure_future(generate(ask)) for ask in asks]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -179,7 +179,7 @@ class MessageReply(BlockReply):
 
     def begin(self) -> list[Json]:
         """The message without content, with the number of prompt tokens."""
-        counts = {"usage": _read(*self.prompt) | {"output_tokens": 0}}
+        counts = {"usage": _prompt_counts(*self.prompt) | {"output_tokens": 0}}
         return [{"type": "message_start", "message": self._message([]) | counts}]
 
     def end(self, answer: Generation) -> list[Json]:
@@ -209,11 +209,11 @@ class MessageReply(BlockReply):
         stats = answer.stats
         details = {"thinking_tokens": stats.reasoning_tokens}
         counts = {"output_tokens": len(answer.tokens), "output_tokens_details": details}
-        read = _read(stats.prompt_tokens, stats.cached_tokens)
-        return {"usage": read | counts, "edgespec": self._extension(answer)}
+        prompt_counts = _prompt_counts(stats.prompt_tokens, stats.cached_tokens)
+        return {"usage": prompt_counts | counts, "edgespec": self._extension(answer)}
 
 
-def _read(prompt: int, cached: int) -> Json:
+def _prompt_counts(prompt: int, cached: int) -> Json:
     """Count input tokens like Anthropic, without those that a cache held."""
     counts = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
     return {"input_tokens": prompt - cached, **counts}

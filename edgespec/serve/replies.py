@@ -24,12 +24,12 @@ _FINISH = {"stop": "stop", "tool_calls": "tool_calls"}  # other reasons are limi
 
 def usage(answers: Sequence[Generation]) -> Json:
     """Tokens read and written. Each answer has a prompt of its own and may have several choices."""
-    read = sum(answer.stats.prompt_tokens for answer in answers)
+    prompt_tokens = sum(answer.stats.prompt_tokens for answer in answers)
     written = sum(len(choice.tokens) for choice in _choices(answers))
     return {
-        "prompt_tokens": read,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": written,
-        "total_tokens": read + written,
+        "total_tokens": prompt_tokens + written,
         "prompt_tokens_details": {"cached_tokens": sum(answer.stats.cached_tokens for answer in answers)},
         "completion_tokens_details": {
             "reasoning_tokens": sum(choice.stats.reasoning_tokens for choice in _choices(answers))
@@ -41,8 +41,8 @@ def vectors_json(embeddings: Embeddings, model: str, *, base64: bool) -> str:
     """Vectors as lists of numbers, or as the base64 of little-endian float32 numbers."""
     rows = (b64encode(row.astype("<f4")).decode() if base64 else row.tolist() for row in embeddings.vectors)
     data = ({"object": "embedding", "index": at, "embedding": row} for at, row in enumerate(rows))
-    read = sum(embeddings.tokens)
-    usage = {"prompt_tokens": read, "total_tokens": read}
+    prompt_tokens = sum(embeddings.tokens)
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     return with_rows({"object": "list", "model": model, "usage": usage}, "data", data)
 
 
@@ -315,8 +315,8 @@ class InfillReply(Reply):
     def _ended(self, answer: Generation, content: str) -> Json:
         stats, written = answer.stats, len(answer.tokens)
         timings: dict[str, float] = {"cache_n": stats.cached_tokens}
-        read = stats.prompt_tokens - stats.cached_tokens
-        parts = ("prompt", read, stats.ttft_s), ("predicted", stats.decode_tokens, stats.decode_s)
+        prompt_tokens = stats.prompt_tokens - stats.cached_tokens
+        parts = ("prompt", prompt_tokens, stats.ttft_s), ("predicted", stats.decode_tokens, stats.decode_s)
         for name, tokens, seconds in parts:
             timings |= {
                 f"{name}_n": tokens,

@@ -291,7 +291,7 @@ class Responses:
         form = partial(ResponseReply, body=body, messages=messages, kept=self.kept)
         return await self._completions.converse(request, body.chat(messages), form, words=_WORDS)
 
-    async def one(self, request: Request) -> Response:
+    async def kept_response(self, request: Request) -> Response:
         """``GET`` and ``DELETE /v1/responses/ID``."""
         id_ = request.path_params["id"]
         response, _ = self.kept.get(id_, "the response")

@@ -102,7 +102,7 @@ class BlockFiles:
 
     def forget(self, key: str) -> None:
         """Delete all blocks of one key; raises as :func:`delete` does."""
-        delete(each for each in stored(self._folder) if each.path.parent.name == key)
+        delete(block for block in stored(self._folder) if block.path.parent.name == key)
 
     def _write(self, path: Path, block: bytes | None, mine: Collection[Path]) -> bool:
         """Write a block if there is room for it; return whether it exists now."""
@@ -121,17 +121,17 @@ class BlockFiles:
     def _has_room(self, size: int, mine: Collection[Path]) -> bool:
         """Whether this many bytes may be written, after deleting other blocks than ``mine``."""
         if size > self._room:
-            every = sorted(stored(self._folder))
-            total, bound = sum(each.size for each in every), self._budget
+            blocks = sorted(stored(self._folder))
+            total, bound = sum(block.size for block in blocks), self._budget
             if bound is None:
                 bound = min(_MOST, (shutil.disk_usage(self._folder).free + total) // _SHARE)
             wanted = max(size, bound // _AT_ONCE)
-            for each in every:
+            for block in blocks:
                 if total + wanted <= bound:
                     break
-                if each.path not in mine:
-                    each.path.unlink(missing_ok=True)
-                    total -= each.size
+                if block.path not in mine:
+                    block.path.unlink(missing_ok=True)
+                    total -= block.size
             self._room = min(wanted, bound - total)
         has_room = size <= self._room
         self._room -= size * has_room
@@ -159,11 +159,11 @@ def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
 
 def delete(blocks: Iterable[Stored]) -> None:
     """Delete blocks; StorageError if a block cannot be deleted."""
-    for each in blocks:
+    for block in blocks:
         try:
-            each.path.unlink(missing_ok=True)
+            block.path.unlink(missing_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot delete {each.path}: {error.strerror or error}") from error
+            raise StorageError(f"cannot delete {block.path}: {error.strerror or error}") from error
 
 
 def _header(name: str, content: bytes | memoryview) -> bytes:

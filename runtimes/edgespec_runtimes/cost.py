@@ -47,12 +47,12 @@ class ExpertCosts:
         share = self.overlap if overlap is None else overlap
         return self.used * (1.0 - (1.0 - share) ** rows) / share
 
-    def overlap_of(self, rows: int, read: float) -> float:
-        """The overlap at which this many rows, two or more, use ``read`` experts."""
+    def overlap_of(self, rows: int, experts: float) -> float:
+        """The overlap at which this many rows, two or more, use this many ``experts``."""
         low, high = _LEAST_OVERLAP, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.expected(rows, middle) > read else (low, middle)
+            low, high = (middle, high) if self.expected(rows, middle) > experts else (low, middle)
         return high
 
 
@@ -193,17 +193,17 @@ def measure_experts(
     wide = max(n for n in curve.seconds_by_rows if n <= _CONTEXT_ROWS)
     text = _text(session)
     session.prefill(list(islice(text, _PAST)))
-    seconds, read = {}, {}
+    seconds, experts = {}, {}
     for kind, different, copies in (("one", 1, 1), ("alike", 1, wide), ("apart", wide, 1)):
         rows = [list(islice(text, different)) * copies for _ in range(1 + _CONTEXT_REPEATS)]
         seconds[kind] = typical([_timed(session, tokens) for tokens in rows][1:])
-        read[kind] = session.model.experts_read
+        experts[kind] = session.model.experts_read
     session.rewind(0)
-    more = read["apart"] - read["alike"]
+    more = experts["apart"] - experts["alike"]
     if more <= 0:
         return curve
-    costs = ExpertCosts(max(0.0, seconds["apart"] - seconds["alike"]) / more, read["one"], 1.0)
-    return replace(curve, experts=replace(costs, overlap=costs.overlap_of(wide, read["apart"])))
+    costs = ExpertCosts(max(0.0, seconds["apart"] - seconds["alike"]) / more, experts["one"], 1.0)
+    return replace(curve, experts=replace(costs, overlap=costs.overlap_of(wide, experts["apart"])))
 
 
 def recheck_cost(session: Session, stored: CostCurve, rows: int) -> CostCurve | None:

@@ -81,14 +81,14 @@ class CudaModel(OwnModel):
         super().__init__(session, bundle, chunk=chunk, memory=memory)
         self._most = 0 if len(self._context) else _CAPTURED
 
-    def feed(self, binding: Any, one: Pass) -> list[tuple[str, _Array, Any, Memory]]:
+    def feed(self, binding: Any, pass_: Pass) -> list[tuple[str, _Array, Any, Memory]]:
         """Bind the inputs of a pass, without weights, and its cache.
 
         GroupQueryAttention reads the total length on the host, when a graph is captured, and cuts its work by
         it. So that is as long as it can become. On the device it reads the true length.
         """
-        inputs = super().feed(binding, one)
-        if len(one.tokens) > self._most:
+        inputs = super().feed(binding, pass_)
+        if len(pass_.tokens) > self._most:
             return inputs
         self._room[...] = self.cache.capacity
         binding.bind_ortvalue_input(_TOTAL, self._host.value(self._room))

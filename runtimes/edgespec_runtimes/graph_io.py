@@ -113,17 +113,17 @@ class _GraphModel(LoadedModel):
         self.cache.clear()
         self._session = None
 
-    def feed(self, binding: Any, one: Pass) -> list[_Input]:
+    def feed(self, binding: Any, pass_: Pass) -> list[_Input]:
         """Bind the inputs of a pass, without weights, and its cache."""
         inputs: list[_Input] = []
         for called, (name, kind) in self._inputs.items():
             # GroupQueryAttention reads the total length on the host, wherever it runs.
             memory = self._host if name == "total_sequence_length" else self._memory
-            array = np.array(INPUTS[name](one), kind)
+            array = np.array(INPUTS[name](pass_), kind)
             inputs.append((name, array, memory.value(array), memory))
             binding.bind_ortvalue_input(called, inputs[-1][2])
         if not self.lent:
-            self.cache.bind(binding, one.parts[0].start, len(one.parts[0].tokens))
+            self.cache.bind(binding, pass_.parts[0].start, len(pass_.parts[0].tokens))
         return inputs
 
     def read_rows(self, binding: Any, count: int, columns: int, rows: slice) -> _OfRows:
@@ -181,9 +181,9 @@ class OwnModel(_GraphModel):
         self.passes: dict[tuple[int, ...], _Bound] = {}
         self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
         kept, has_slots = bundle.manifest.kept, "places" in self._inputs
-        read = read_by(bundle.config, "float16") if isinstance(bundle.config, ModelConfig) else ()
-        self.lent = tuple(tensor.input for tensor in read)
-        layout = read or [each for each in kept if each.per != "sequence" or not has_slots]
+        target_tensors = read_by(bundle.config, "float16") if isinstance(bundle.config, ModelConfig) else ()
+        self.lent = tuple(tensor.input for tensor in target_tensors)
+        layout = target_tensors or [tensor for tensor in kept if tensor.per != "sequence" or not has_slots]
         self.cache = BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)
         self.states, self.places = States(kept), Places.of(kept)
 
@@ -225,7 +225,7 @@ class OwnModel(_GraphModel):
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         """Make room for ``capacity`` tokens in ``stretch``, and keep the tokens of all stretches."""
         self.unbind()
-        self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
+        self.states.reserve(1 + max((other.slot for other in self.stretches), default=0))
         self.cache.reserve(capacity + self._spare, len(stretch.tokens))
 
     def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
@@ -234,21 +234,21 @@ class OwnModel(_GraphModel):
         parts = [parts[at] for at in order]
         wanted = sum(part.rows for part in parts)
         features, states = self._hidden.inputs(parts)
-        read = [_twice(part, least=2) for part in parts] if self._spare else parts
-        one = Pass(read, self._context, self._columns + len(self._context), features, states)
+        doubled = [_twice(part, least=2) for part in parts] if self._spare else parts
+        pass_ = Pass(doubled, self._context, self._columns + len(self._context), features, states)
         key = sum(len(part.tokens) for part in parts), wanted, len(parts), len(features)
         bound = self.passes.get(key)
         if bound is None:
-            bound = self._bind(one, wanted)
+            bound = self._bind(pass_, wanted)
             if len(self.passes) >= _MAX_KEPT_BINDINGS:
                 self.unbind()
             self.passes[key] = bound
         else:
             for name, array, value, memory in bound.changing:
-                array[...] = INPUTS[name](one)
+                array[...] = INPUTS[name](pass_)
                 memory.write(value, array)
         if self.takes_several:  # of another shape again and again
-            blocks = np.array(INPUTS[BLOCKS](one), np.int64)
+            blocks = np.array(INPUTS[BLOCKS](pass_), np.int64)
             bound.binding.bind_ortvalue_input(BLOCKS, ort_value(blocks))
         if self.lent:  # at every pass, since the target may have moved them
             (parts[0].cache or self.cache).lend(bound.binding, self.lent)
@@ -281,40 +281,42 @@ class OwnModel(_GraphModel):
         self.states.clear()
         super().close()
 
-    def _bind(self, one: Pass, rows: int) -> _Bound:
+    def _bind(self, pass_: Pass, rows: int) -> _Bound:
         """Bind the inputs and outputs of a pass; its predictions belong to the last ``rows``."""
         binding = self._session.io_binding()
-        inputs = self.feed(binding, one)
+        inputs = self.feed(binding, pass_)
         self.states.bind(binding)
         for name, (_, value) in self._tuned.items():
             binding.bind_ortvalue_input(name, value)
         # With a single part equal numbers of rows are the same rows.
         changing = [
-            each for each in inputs if each[0] in CHANGING and (each[0] != ROWS or len(one.parts) > 1)
+            entry for entry in inputs if entry[0] in CHANGING and (entry[0] != ROWS or len(pass_.parts) > 1)
         ]
-        hidden = self._hidden.arrays(len(one.tokens), rows)
+        hidden = self._hidden.arrays(len(pass_.tokens), rows)
         for name, array in hidden.items():
             binding.bind_ortvalue_output(name, ort_value(array))
         if self._experts_read is not None:
             binding.bind_ortvalue_output(EXPERTS_READ, ort_value(self._experts_read))
         if self._choices:
-            predictions = self._choose(binding, one)
+            predictions = self._choose(binding, pass_)
         else:
-            predictions = self.read_rows(binding, one.rows, one.columns, slice(one.rows - rows, one.rows))
-        options = self.run_options(len(one.tokens))
+            predictions = self.read_rows(
+                binding, pass_.rows, pass_.columns, slice(pass_.rows - rows, pass_.rows)
+            )
+        options = self.run_options(len(pass_.tokens))
         return _Bound(binding, options, inputs, changing, predictions, tuple(hidden.values()))
 
-    def _choose(self, binding: Any, one: Pass) -> _OfRows:
+    def _choose(self, binding: Any, pass_: Pass) -> _OfRows:
         """Bind outputs of a graph that returns the most likely columns; all stay on its device."""
         floats = np.dtype(np.float32)
-        logits, read_logits = self._memory.shared_output((1, one.rows, one.columns), floats)
-        best, read_best = self._memory.output((1, one.rows), np.dtype(np.int64))
-        likely, read_likely = self._memory.output((1, one.rows), floats)
+        logits, read_logits = self._memory.shared_output((1, pass_.rows, pass_.columns), floats)
+        best, read_best = self._memory.output((1, pass_.rows), np.dtype(np.int64))
+        likely, read_likely = self._memory.output((1, pass_.rows), floats)
         outputs = {self._tensors.logits: logits, "best_columns": best, "best_probabilities": likely}
         for name, output in outputs.items():
             binding.bind_ortvalue_output(name, output)
         return lambda rows: DevicePredictions(
-            (rows.stop - rows.start, one.columns),
+            (rows.stop - rows.start, pass_.columns),
             lambda: read_logits()[0, rows],
             read_best()[0, rows],
             read_likely()[0, rows],
@@ -348,13 +350,13 @@ class ForeignModel(_GraphModel):
         """A row for each of the last ``rows`` of the only part."""
         (part,) = parts
         pairs = self._pairs and part.start + 2 <= self.config.context_length
-        read = _twice(part) if pairs else part
-        binding, one, count = self._session.io_binding(), Pass([read]), len(read.tokens)
-        inputs, end = self.feed(binding, one), count - read.ending
+        doubled = _twice(part) if pairs else part
+        binding, pass_, count = self._session.io_binding(), Pass([doubled]), len(doubled.tokens)
+        inputs, end = self.feed(binding, pass_), count - doubled.ending
         predictions = self.read_rows(binding, count, self._columns, slice(end - part.rows, end))
         self._session.run_with_iobinding(binding)
         del inputs  # the pass has read their memory
-        self.cache.written(read.end)
+        self.cache.written(doubled.end)
         return [predictions(slice(0, part.rows))]
 
     def failure(self, count: int, error: Exception) -> Exception:
@@ -363,8 +365,8 @@ class ForeignModel(_GraphModel):
 
     def _grows(self, kept: Sequence[KeptTensor]) -> bool:
         """Whether the returned cache is longer than the input, although it had room."""
-        one = Pass([Part((0, 0), 0)])
-        feeds = {called: np.array(INPUTS[name](one), kind) for called, (name, kind) in self._inputs.items()}
+        pass_ = Pass([Part((0, 0), 0)])
+        feeds = {called: np.array(INPUTS[name](pass_), kind) for called, (name, kind) in self._inputs.items()}
         feeds |= {tensor.input: np.zeros(tensor.of_tokens(_PROBED), tensor.dtype) for tensor in kept}
         quiet = ort.RunOptions()
         quiet.log_severity_level = _FATAL

@@ -234,13 +234,13 @@ class GrowingCache(KVBuffers):
         """Let a pass over ``count`` tokens behind ``start`` others read and write the cache."""
         self._bound.clear()
         for tensor, past, present in zip(self._layout, self._past, self._present, strict=True):
-            read, write = _rows(past, tensor, start), _rows(present, tensor, start + count)
+            old, new = _rows(past, tensor, start), _rows(present, tensor, start + count)
             if start != self._held:
                 held = _rows(past, tensor, self._held)
                 for head in range(1, len(held[0])):  # the first is in its place
-                    read[0, head] = held[0, head, :start]
-            values = ort_value(read), ort_value(write)
-            self._bound += [(read, values[0]), (write, values[1])]
+                    old[0, head] = held[0, head, :start]
+            values = ort_value(old), ort_value(new)
+            self._bound += [(old, values[0]), (new, values[1])]
             binding.bind_ortvalue_input(tensor.input, values[0])
             binding.bind_ortvalue_output(tensor.output, values[1])
         self._held = start

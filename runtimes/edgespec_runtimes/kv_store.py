@@ -86,7 +86,7 @@ class _Sources:
             return len(place.tokens), place
         others = [other for other in self.known if other.before == place.before and other.tokens]
         shared = [(shared_length(other.tokens, place.tokens), other) for other in others]
-        return max(shared, key=lambda each: each[0], default=(0, None))
+        return max(shared, key=lambda match: match[0], default=(0, None))
 
 
 class KvStore:
@@ -252,7 +252,7 @@ class KvStore:
             if length < checkpoint.behind or at * BLOCK + length < held + _LEAST:
                 continue
             lacking = range(min(first, at), at)  # keys and values that the session lacks
-            parts = [part for each in lacking if (part := sources.part(each)) is not None]
+            parts = [part for number in lacking if (part := sources.part(number)) is not None]
             if sum(len(part[0]) for part in parts) == BLOCK * len(lacking):
                 for start, saved in zip(range(0, length, BLOCK), checkpoint.blocks, strict=False):
                     parts.append((checkpoint.tokens[start : min(start + BLOCK, length)], saved))

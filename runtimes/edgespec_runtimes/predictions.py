@@ -149,13 +149,13 @@ class Hidden:
         Missing states are zeros, for measurements of passes.
         """
         features, states = (np.zeros((0, width), np.float32) for width in self._widths)
-        read = [part.features for part in parts if part.features is not None]
+        of_parts = [part.features for part in parts if part.features is not None]
         written = [
             np.zeros((len(part.tokens), self._widths[1]), np.float32) if part.states is None else part.states
             for part in parts
             if part.features is None
         ]
-        return np.concatenate([features, *read]), np.concatenate([states, *written])
+        return np.concatenate([features, *of_parts]), np.concatenate([states, *written])
 
     def arrays(self, tokens: int, rows: int) -> dict[str, Floats]:
         """Arrays for each of the outputs of a pass, ``(1, n, width)``."""

@@ -140,42 +140,42 @@ class LoadedModel(ABC):
             DeviceError: it fails to run a graph of edgespec's, mostly for lack of memory.
         """
         parts = list[Part]()
-        for each in rows:
-            session, tokens = each.session, each.tokens
+        for entry in rows:
+            session, tokens = entry.session, entry.tokens
             if session.model is not self:
                 raise RequestError("a pass cannot read rows of another model's session")
             session.reserve(session.length + len(tokens))
             if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
                 raise RequestError(f"a pass needs token ids from 0 to {self.vocab_size - 1}, at least one")
-        owners = [each for each in rows if each.target is None]
-        self._extend([(each.session.stretch, each.session.length + len(each.tokens)) for each in owners])
-        for each in rows:
-            stretch, target = each.session.stretch, each.target
-            seen = stretch if target is None else target.stretch
+        owners = [entry for entry in rows if entry.target is None]
+        self._extend([(entry.session.stretch, entry.session.length + len(entry.tokens)) for entry in owners])
+        for entry in rows:
+            stretch, target = entry.session.stretch, entry.target
+            source = stretch if target is None else target.stretch
             parts.append(
                 Part(
-                    each.tokens,
-                    len(seen.tokens) - (target is not None),
-                    each.wanted,
-                    [block.number for block in seen.blocks],
-                    features=each.features,
-                    states=each.states,
+                    entry.tokens,
+                    len(source.tokens) - (target is not None),
+                    entry.wanted,
+                    [block.number for block in source.blocks],
+                    features=entry.features,
+                    states=entry.states,
                     slot=stretch.slot,
                     behind=stretch.behind,
                     cache=None if target is None else target.model.cache,
-                    injected=each.injected,
+                    injected=entry.injected,
                 )
             )
         try:
             predictions = self.run(parts)
         except BaseException:  # Ctrl-C too: states may be from before the pass or behind it
-            for each, part in zip(rows, parts, strict=True):
-                each.session.stretch.behind = part.end
-                each.session.rewind(each.session.length)
+            for entry, part in zip(rows, parts, strict=True):
+                entry.session.stretch.behind = part.end
+                entry.session.rewind(entry.session.length)
             raise
-        for each, part in zip(rows, parts, strict=True):
+        for entry, part in zip(rows, parts, strict=True):
             behind = self.places.behind(part.behind, part.start, part.end)
-            each.session.stretch.add(each.tokens, fresh=len(each.tokens), behind=behind)
+            entry.session.stretch.add(entry.tokens, fresh=len(entry.tokens), behind=behind)
         return predictions
 
     @abstractmethod
@@ -192,9 +192,9 @@ class LoadedModel(ABC):
         try:
             self.make_room(stretch, capacity)
         except BaseException as error:  # also for Ctrl-C: the cache may have two sizes
-            for each in self.stretches:
-                each.cut(0)
-                each.capacity = 0
+            for other in self.stretches:
+                other.cut(0)
+                other.capacity = 0
             if isinstance(error, MemoryError):
                 raise _no_memory(capacity) from error
             raise
@@ -262,7 +262,7 @@ class Session:
     """
 
     def __init__(self, model: LoadedModel) -> None:
-        taken = {each.slot for each in model.stretches}
+        taken = {stretch.slot for stretch in model.stretches}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         self.model, self.stretch, self.closed = model, Stretch(slot=slot), False
         model.stretches.append(self.stretch)
@@ -489,7 +489,7 @@ class Session:
                 "this graph cannot roll back: the same tokens gave other logits after a roll-back. "
                 "Export the model again; sliding-window and recurrent caches cannot be used for speculation."
             )
-        return all(np.array_equal(one, other) for one, other in pairs)
+        return all(np.array_equal(first, second) for first, second in pairs)
 
 
 def _no_memory(tokens: int) -> DeviceError:

@@ -61,12 +61,12 @@ def compiled(zig: str, processors: Mapping[str, str], folder: Path) -> list[Path
             part for name in sorted(texts) if not name.endswith(".cpp") for part in (name, texts[name])
         ]
 
-        def one(name: str) -> Path:
+        def compile_source(name: str) -> Path:
             flags = (*target_flags(zig), *COMPILE, f"-mcpu={processors[name]}", "-c", name)
             return made(flags, folder / f"{Path(name).stem}.o", digest((*flags, texts[name], *headers)), copy)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(one, processors))
+            return list(pool.map(compile_source, processors))
 
 
 def linked(zig: str, objects: Sequence[Path], flags: Sequence[str], to: Path) -> Path:

@@ -275,10 +275,10 @@ def open_aligned(source: Path, alignment: Path | None) -> Checkpoint:
     """
     if alignment is None:
         return open_checkpoint(source)
-    read = read_alignment(alignment)
+    aligned = read_alignment(alignment)
     checkpoint = open_checkpoint(source)
     try:
-        return AlignedCheckpoint(checkpoint, read)
+        return AlignedCheckpoint(checkpoint, aligned)
     except BaseException:
         checkpoint.close()
         raise

@@ -90,10 +90,10 @@ def write_graph(
             write(name, values)
         progress(Progress(stage, done, total))
         for matrix in matrices[finished:]:
-            for arrays, read in _encoded(checkpoint, matrix, pool):
+            for arrays, source_bytes in _encoded(checkpoint, matrix, pool):
                 for name, array in arrays.items():
                     write(f"{matrix.prefix}.{name}", array)
-                done += read
+                done += source_bytes
                 progress(Progress(stage, done, total))
             if journal is not None:
                 journal.add(whole(matrix))
@@ -267,10 +267,10 @@ def _encoded(
         for raw, n_bytes in _rows(checkpoint, source, matrix):
             pending.append((n_bytes, pool.submit(_encode, matrix, tensor, raw)))
             if len(pending) >= _IN_FLIGHT:
-                read, future = pending.popleft()
-                yield future.result(), read
-    for read, future in pending:
-        yield future.result(), read
+                source_bytes, future = pending.popleft()
+                yield future.result(), source_bytes
+    for source_bytes, future in pending:
+        yield future.result(), source_bytes
 
 
 def _rows(checkpoint: Checkpoint, source: str, matrix: Stored) -> Iterator[tuple[U8, int]]:
@@ -280,7 +280,7 @@ def _rows(checkpoint: Checkpoint, source: str, matrix: Stored) -> Iterator[tuple
     rest: U8 | None = None
     for start in range(0, rows, step):
         _, raw = checkpoint.read(source, start, min(start + step, rows))
-        read = raw.nbytes
+        n_bytes = raw.nbytes
         if matrix.keep is not None:
             first, last = np.searchsorted(matrix.keep, [start, start + len(raw)])
             raw = raw[matrix.keep[first:last] - start]
@@ -292,7 +292,7 @@ def _rows(checkpoint: Checkpoint, source: str, matrix: Stored) -> Iterator[tuple
             raw = np.concatenate([raw, np.zeros((lanes - len(rest), *raw.shape[1:]), np.uint8)])
             whole += lanes
         if whole:
-            yield raw[:whole], read
+            yield raw[:whole], n_bytes
 
 
 def _encode(matrix: Stored, tensor: Tensor, raw: U8) -> Arrays:

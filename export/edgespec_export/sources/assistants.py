@@ -111,8 +111,8 @@ class HFAssistant(_Assistant, HFCheckpoint):
             assert facts is not None  # whoever opens it has looked
             clusters = (0, 0)
             if facts.boolean("use_ordered_embeddings", default=False):
-                read = facts.integer("centroid_intermediate_top_k", 32)
-                clusters = facts.integer("num_centroids", 2048), read
+                clusters_read = facts.integer("centroid_intermediate_top_k", 32)
+                clusters = facts.integer("num_centroids", 2048), clusters_read
             names = _GLOBAL, hf_checkpoint.POST_NORMED_LAYER
             named, tokens = tensors_of(self, names, _ORDER, "an assistant")
             width = facts.integer("backbone_hidden_size", 1536)

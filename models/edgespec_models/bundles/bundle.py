@@ -202,8 +202,8 @@ class Manifest:
             shares[_EXPERTS] = config.experts.used / config.experts.count
         if isinstance(config, ModelConfig) and config.assistant is not None and config.assistant.clusters:
             shares["lm_head"] = config.assistant.clusters_read / config.assistant.clusters
-        read = {name: value for name, value in amounts.items() if name not in _NOT_MULTIPLIED}
-        return sum(round(value * shares.get(name, 1.0)) for name, value in read.items())
+        multiplied = {name: value for name, value in amounts.items() if name not in _NOT_MULTIPLIED}
+        return sum(round(value * shares.get(name, 1.0)) for name, value in multiplied.items())
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

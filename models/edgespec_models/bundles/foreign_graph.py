@@ -116,14 +116,14 @@ def _of_layer(name: str, layer: int) -> str:
 
 
 def _kept_tensor(header: Graph, past: str, present: str) -> KeptTensor:
-    read = header.inputs.get(past)
-    if read is None or present not in header.outputs:
-        missing = f"input {past}" if read is None else f"output {present}"
+    entry = header.inputs.get(past)
+    if entry is None or present not in header.outputs:
+        missing = f"input {past}" if entry is None else f"output {present}"
         raise UnsupportedModelError(
             f"the graph lacks the {missing}; edgespec runs decoders whose every layer keeps keys and values, "
             "apart from each other"
         )
-    dims = read.dims
+    dims = entry.dims
     if len(dims) != 4 or not isinstance(dims[1], int) or not isinstance(dims[3], int):
         raise UnsupportedModelError(
             f"{past} has the shape {dims}; it must be (batch, heads, past, head size), with heads and head "
@@ -131,7 +131,7 @@ def _kept_tensor(header: Graph, past: str, present: str) -> KeptTensor:
         )
     if isinstance(dims[2], int):
         raise UnsupportedModelError(f"{past} has room for exactly {dims[2]} tokens; the number must be free")
-    shape, kind = (dims[1], dims[3]), cast(KeptType, read.type)  # which is checked later
+    shape, kind = (dims[1], dims[3]), cast(KeptType, entry.type)  # which is checked later
     return KeptTensor(input=past, output=present, per="token", shape=shape, type=kind)
 
 

@@ -320,8 +320,8 @@ def graph_name(name: str) -> str:
 def rotary_thetas(config: ModelConfig) -> dict[str, float]:
     """The base of each pair of rotary tables, by its name in :attr:`Layer.rope`."""
     thetas = {"rope": config.rope_theta, "rope_local": config.rope_local_theta}
-    read = {layer.rope for layer in layers_of(config)}
-    return {name: theta for name, theta in thetas.items() if theta is not None and name in read}
+    tables = {layer.rope for layer in layers_of(config)}
+    return {name: theta for name, theta in thetas.items() if theta is not None and name in tables}
 
 
 def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[np.float32]]:
@@ -382,10 +382,10 @@ class Decoder(ABC):
 
     def layer(self, layer: Layer, x: Any) -> Any:
         """The residual stream behind ``layer``."""
-        read = self.norm if self.config.pre_norms else self.bare
+        norm = self.norm if self.config.pre_norms else self.bare
         with self.scope(layer.name, "Layer"):
             for kind, sublayer, end in (("attn", layer.mixer, "middle"), ("mlp", layer.mlp, "residual")):
-                y = getattr(self, sublayer)(layer, read(x, f"{layer.name}.{kind}_norm"))
+                y = getattr(self, sublayer)(layer, norm(x, f"{layer.name}.{kind}_norm"))
                 if self.config.post_norms:
                     y = self.post_norm(y, f"{layer.name}.post_{kind}_norm")
                 x = self.add(x, y, f"{layer.name}.{end}")

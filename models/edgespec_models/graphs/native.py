@@ -73,14 +73,14 @@ class _NativeDecoder(GraphDecoder):
         x = self.through_layers(self.stream(ids))
         x.name = stream_name(self.config.num_layers)
         if not self.config.shared_layers:
-            x = self.one("Gather", x, self.rows, axis=1)
+            x = self.op("Gather", x, self.rows, axis=1)
         logits, columns = self.lm_head(x)
         if self.config.logit_cap is not None:
             (logits,) = self.node("Cap", logits, most=float(self.config.logit_cap))
         self.write_outputs(logits, columns, self.choices(logits, x, ids))
         if self.experts_read:
             self.output(
-                self.one("Concat", *self.experts_read, axis=0), EXPERTS_READ, INT64, [len(self.experts_read)]
+                self.op("Concat", *self.experts_read, axis=0), EXPERTS_READ, INT64, [len(self.experts_read)]
             )
         if self.config.is_head and self.config.block is None:
             states, width = self.new_states(x)
@@ -122,9 +122,9 @@ class _NativeDecoder(GraphDecoder):
 
     def layer(self, layer: Layer, x: ir.Value) -> ir.Value:
         if layer.index == self.config.whole_layers:  # nothing reads the other rows behind here
-            x = self.one("Gather", x, self.rows, axis=1)
+            x = self.op("Gather", x, self.rows, axis=1)
             if self.config.layer_inputs:
-                self.inputs = self.one("Gather", self.inputs, self.rows, axis=1)
+                self.inputs = self.op("Gather", self.inputs, self.rows, axis=1)
             self.sequences = self.input("wanted_sequences", INT64, ["s", 2])
         x.name = stream_name(layer.index)
         return super().layer(layer, x)
@@ -136,7 +136,7 @@ class _NativeDecoder(GraphDecoder):
         self.graph.append(node)
         return tuple(node.outputs)
 
-    def one(self, kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+    def op(self, kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         """A standard operator with one output."""
         return self.node(kind, *inputs, domain="", **attributes)[0]
 
@@ -170,7 +170,7 @@ class _NativeDecoder(GraphDecoder):
 
     def constant(self, values: Sequence[Any]) -> ir.Value:
         """Whole numbers, int64."""
-        return self.one("Constant", value=ir.tensor(np.array(values, np.int64)))
+        return self.op("Constant", value=ir.tensor(np.array(values, np.int64)))
 
     def norm(self, x: ir.Value, name: str) -> _Product:
         return partial(self.linear, x, gain=name)
@@ -321,7 +321,7 @@ class _NativeDecoder(GraphDecoder):
         if experts.beside_mlp:
             own = [self.gain(f"{name}.{kind}") for kind in ("router_norm", "post_experts_norm")]
             behind[:3] = own[0], self.parameter(scale, [count]), own[1]
-        y, read = self.node(
+        y, different = self.node(
             "Experts",
             *x.args,
             None if gain is None else self.gain(gain),
@@ -346,7 +346,7 @@ class _NativeDecoder(GraphDecoder):
                 part.format.tiles for product in names for part in self.plan.linears[product].parts
             ),
         )
-        self.experts_read.append(read)
+        self.experts_read.append(different)
         return y
 
     def packed(self, layer: Layer, x: _Product) -> ir.Value:
@@ -355,7 +355,7 @@ class _NativeDecoder(GraphDecoder):
         if not self.config.wide_qk_norm:
             return x(f"{name}.qkv")
         normed = [x(f"{name}.{which}", post_gain=f"{name}.{which}_norm") for which in "qk"]
-        return self.one("Concat", *normed, x(f"{name}.v"), axis=-1)
+        return self.op("Concat", *normed, x(f"{name}.v"), axis=-1)
 
     def layer_input(self, layer: Layer, x: ir.Value) -> _Product:
         y = self.linear(x, f"{layer.name}.input_gate")
@@ -364,7 +364,7 @@ class _NativeDecoder(GraphDecoder):
 
     def scaled(self, x: ir.Value, name: str) -> ir.Value:
         """The stream times a number of the layer."""
-        return self.one("Mul", x, self.parameter(graph_name(name), self.shapes[name]))
+        return self.op("Mul", x, self.parameter(graph_name(name), self.shapes[name]))
 
     def gated(self, layer: Layer, x: _Product) -> ir.Value:
         return x(f"{layer.name}.gate_up", gate=self.gate)
@@ -398,7 +398,7 @@ class _NativeDecoder(GraphDecoder):
     def normalized(self, x: ir.Value, name: str) -> ir.Value:
         """The normalized stream as a value."""
         facts = {"axis": -1, "epsilon": self.epsilon, "stash_type": 1}
-        return self.one("SimplifiedLayerNormalization", x, self.gain(name), **facts)
+        return self.op("SimplifiedLayerNormalization", x, self.gain(name), **facts)
 
     def lm_head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
         """Logits, and how many columns they have."""
@@ -406,8 +406,8 @@ class _NativeDecoder(GraphDecoder):
             return self.linear(x, "lm_head", gain="final_norm"), self.plan.linears["lm_head"].out_features
         normed = self.normalized(x, "final_norm")
         offered = self.embed(self.input("context_tokens", INT64, ["m"]), 1.0)
-        products = self.one("MatMul", normed, self.one("Transpose", offered))
-        return self.one("Concat", self.linear(normed, "lm_head"), products, axis=-1), "columns"
+        products = self.op("MatMul", normed, self.op("Transpose", offered))
+        return self.op("Concat", self.linear(normed, "lm_head"), products, axis=-1), "columns"
 
 
 class _NativeHead(_NativeDecoder):
@@ -418,7 +418,7 @@ class _NativeHead(_NativeDecoder):
         features = self.input("features", FLOAT, [1, "m", self.shapes["fuse"][1]])
         states = self.input("states", FLOAT, [1, "k", config.hidden_size])
         self.embedding = self.embed(ids, 1.0)
-        x = self.one("Concat", self.linear(features, "fuse", gain=fuse_norm), states, axis=1)
+        x = self.op("Concat", self.linear(features, "fuse", gain=fuse_norm), states, axis=1)
         return self.normalized(x, "layers.0.attn_norm") if config.normed_residual else x
 
     def norm(self, x: ir.Value, name: str) -> _Product:
@@ -444,7 +444,7 @@ class _NativeMTP(_NativeDecoder):
         states = self.input("states", FLOAT, [1, "k", width])
         normed = self.normalized(features, "target_norm"), self.normalized(states, "final_norm")
         embedded = self.linear(super().stream(ids), "embed_fuse", gain="embed_norm")
-        known = self.one("Concat", *normed, axis=1)
+        known = self.op("Concat", *normed, axis=1)
         return self.linear(known, "fuse", gain="fuse_norm", residual=embedded)
 
 
@@ -466,7 +466,7 @@ class _NativeAssistant(_NativeDecoder):
         width = self.config.feature_width
         features = self.input("features", FLOAT, [1, "m", width])
         states = self.input("states", FLOAT, [1, "k", width])
-        known = self.one("Concat", self.normalized(features, "target_norm"), states, axis=1)
+        known = self.op("Concat", self.normalized(features, "target_norm"), states, axis=1)
         return self.linear(known, "fuse", residual=self.linear(super().stream(ids), "embed_fuse"))
 
     def new_states(self, x: ir.Value) -> tuple[ir.Value, int]:
@@ -522,45 +522,45 @@ class _NativeBlocks(_NativeDecoder):
         if not self.block.rank:
             return super().choices(logits, x, ids)
         single = self.constant([1])
-        places = self.rows if self.block.anchored else self.one("Sub", self.rows, single)
-        before = self.one("Gather", ids, places, axis=1)
+        places = self.rows if self.block.anchored else self.op("Sub", self.rows, single)
+        before = self.op("Gather", ids, places, axis=1)
         scores = self.scores(x) if self.block.confident else None
         outer, self.graph = self.graph, ir.Graph([], [], nodes=[], name="chain")
         step = self.input("step", INT64, [])
         goes_on, last = self.input("goes_on", ir.DataType.BOOL, []), self.input("last", INT64, [1, 1])
-        row = self.one("Reshape", step, single)
-        token = self.one("Gather", before, row, axis=1)
-        token = self.one("Where", self.one("Equal", token, self.constant([self.block.mask])), last, token)
+        row = self.op("Reshape", step, single)
+        token = self.op("Gather", before, row, axis=1)
+        token = self.op("Where", self.op("Equal", token, self.constant([self.block.mask])), last, token)
         (table,) = self.plan.linears["chain_in"].parts
         chained = self.rows_of("chain_in.parts.0.weight", table.format, self.shapes["chain_in"], token, 1.0)
-        biased = self.linear(chained, "chain_out", residual=self.one("Gather", logits, row, axis=1))
+        biased = self.linear(chained, "chain_out", residual=self.op("Gather", logits, row, axis=1))
         best, probability = self.node("Choose", biased, outputs=2)
         if scores is not None:
-            of_state, weights = self.one("Gather", scores, row, axis=1), self.confidence(end=True)
-            probability = self.one("Sigmoid", self.one("Add", of_state, self.one("MatMul", chained, weights)))
+            of_state, weights = self.op("Gather", scores, row, axis=1), self.confidence(end=True)
+            probability = self.op("Sigmoid", self.op("Add", of_state, self.op("MatMul", chained, weights)))
         kept = self.plan.head_tokens or self.plan.columns
-        written = best if kept is None else self.one("Gather", self.constant(kept), best)
-        choice = [self.one("Reshape", value, single) for value in (best, probability)]
-        self.graph.outputs.extend([self.one("Identity", goes_on), written, *choice])
+        written = best if kept is None else self.op("Gather", self.constant(kept), best)
+        choice = [self.op("Reshape", value, single) for value in (best, probability)]
+        self.graph.outputs.extend([self.op("Identity", goes_on), written, *choice])
         for at, node in enumerate(self.graph):  # names are of both graphs
             for value in node.outputs:
                 value.name = f"chain.{at}.{value.name}"
         chain, self.graph = self.graph, outer
-        count, first = self.one("Squeeze", self.one("Shape", self.rows)), self.constant([[self.block.mask]])
+        count, first = self.op("Squeeze", self.op("Shape", self.rows)), self.constant([[self.block.mask]])
         _, *chosen = self.node("Loop", count, None, first, outputs=3, domain="", body=chain)
-        return [self.one("Reshape", value, self.constant([1, -1])) for value in chosen]
+        return [self.op("Reshape", value, self.constant([1, -1])) for value in chosen]
 
     def scores(self, x: ir.Value) -> ir.Value:
         """The part of the confidences' scores that follows from the stream."""
-        of_state = self.one("MatMul", self.normalized(x, "final_norm"), self.confidence(end=False))
-        return self.one("Add", of_state, self.parameter("confidence_bias", [1]))
+        of_state = self.op("MatMul", self.normalized(x, "final_norm"), self.confidence(end=False))
+        return self.op("Add", of_state, self.parameter("confidence_bias", [1]))
 
     def confidence(self, *, end: bool) -> ir.Value:
         """The weights of scores, of the stream or, at their end, of the chain."""
         shape, width = self.shapes["confidence"], self.config.hidden_size
         begin, stop = (width, shape[1]) if end else (0, width)
-        whole = self.one("Transpose", self.parameter("confidence", shape))
-        return self.one("Slice", whole, self.constant([begin]), self.constant([stop]))
+        whole = self.op("Transpose", self.parameter("confidence", shape))
+        return self.op("Slice", whole, self.constant([begin]), self.constant([stop]))
 
 
 def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
