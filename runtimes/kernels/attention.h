@@ -11,17 +11,17 @@
 
 namespace edgespec {
 
-// The cache is float16: attention is bound by the bytes it reads, and sums are float32 all the same. Keys lie in
-// tiles of 16 tokens, channel by channel, so that a lane is a token; values lie row by row. A sequence has a table of
-// blocks of 32 tokens; others may have some of them too. Eight blocks make an extent, which lies head by head, and those
-// that follow each other in the table and in an extent are read as one.
-// A pass is of one or several sequences, whose rows follow each other.
-// Where the input is so wide, each query has a gate behind it, by whose sigmoid its head's result is multiplied. An
-// input of queries and keys has its values in the keys, as they are before their normalization. One of queries alone
-// attends to what another layer has written, and the node has no outputs of a cache. A head may have a sink, a score
-// beside those of the tokens, whose share goes to nothing. With a `cap`, scores s are cap * tanh(s / cap).
-// Of a sequence's first rows, as many as `injected_rows` says, keys and values are injected: they have no queries, and
-// are no rows of the result. Where attention is bidirectional, rows also see those of their sequence behind them.
+// The cache is float16, because the speed of attention depends on the bytes that it reads; sums are float32. Keys lie
+// in tiles of 16 tokens, channel by channel, so a lane is a token. Values lie row by row. A sequence has a table of
+// blocks of 32 tokens, and sequences may share blocks. Eight blocks make an extent, which lies head by head. Blocks
+// that follow each other both in the table and in an extent are read together.
+// A pass has rows of one or several sequences, one sequence after the other.
+// The width of the input tells what it holds. With gates, a gate lies behind each query, and the result of the head is
+// multiplied by its sigmoid. Without values, the keys before their normalization are the values. With queries alone,
+// the layer reads the cache of another layer, and the node has no outputs of a cache. A head may have a sink: a score
+// beside the scores of the tokens, with no value. With a `cap`, a score s becomes cap * tanh(s / cap).
+// The keys and values of a sequence's first `injected_rows` rows are injected. These rows have no queries and no
+// results. With `bidirectional`, a row also sees the later rows of its sequence.
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
@@ -104,14 +104,14 @@ class Attention {
 
   struct State {
     const float* packed;
-    int64_t width, query_step, value_step, extents, pairs;  // pairs: of a head's channels, that turn
+    int64_t width, query_step, value_step, extents, pairs;  // pairs: rotated pairs of channels in a head
     bool gated, shared;
     const float *cos, *sin, *query_gain, *key_gain, *sinks;
     Half *keys, *values;
     float* y;
   };
 
-  // Keeps the keys and values of each sequence's first rows, and leaves the others.
+  // Writes injected keys and values to the cache, and takes their rows from `sequences`.
   void inject(const Pass& pass, const State& s, const Tensor& injected, int64_t total,
               std::vector<Rows>& sequences) const {
     const Tensor numbers = pass.input(kInjectedRows);
@@ -141,14 +141,15 @@ class Attention {
     });
   }
 
-  // Queries of a sequence that share a head of keys: head `i % group` of row `i / group`, for i from `first` to `last`.
+  // Some queries of a sequence whose heads share a head of keys: those from number `first` to `last`. Numbers go row
+  // by row, so query i belongs to row i / group, and to head i % group of the heads that share the keys.
   struct Share {
     const Rows* rows;
     int64_t first, last;
   };
 
-  // Few shares of each sequence, since each reads the cache of its head of keys; but as many as let all threads work
-  // to the end.
+  // Cuts sequences into shares. Every share reads all keys of its head, so there are few of them, but enough to keep
+  // all threads busy to the end.
   std::vector<Share> shares_of(const std::vector<Rows>& sequences, int64_t threads) const {
     const int64_t group = heads_ / kv_heads_;
     const auto cut = [&](int64_t most) {
@@ -169,7 +170,7 @@ class Attention {
     return cut((longest + times - 1) / times);
   }
 
-  // The cache, in place where the pass binds one buffer for what was and what is.
+  // Sets the cache of `s`, which is written in place if the pass binds the same buffer as input and output.
   void cache(const Pass& pass, State& s) const {
     Half** const present[] = {&s.keys, &s.values};
     for (size_t i = 0; i < 2; i++) {
@@ -190,14 +191,14 @@ class Attention {
                         cos.shape.size() == 2 && cos.shape == sin.shape &&
                         cos.last() <= (distance_ > 0 ? distance_ : head_dim_ / 2);
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
-    for (const Rows& each : sequences)
-      require(each.past + each.count <= cos.shape[0], "a pass goes beyond the rotary tables");
+    for (const Rows& rows : sequences)
+      require(rows.past + rows.count <= cos.shape[0], "a pass goes beyond the rotary tables");
     s.cos = cos.floats();
     s.sin = sin.floats();
     s.pairs = cos.last();
   }
 
-  // A head's channels of the token at `position`: normalized, rotated, times `factor`.
+  // Normalizes a head's channels, rotates them for `position`, and multiplies them by `factor`.
   void prepare(const State& s, const float* x, const float* gain, int64_t position, float factor, float* y) const {
     if (gain != nullptr)
       kernels_.normalize(x, gain, epsilon_, head_dim_, y);
@@ -215,13 +216,14 @@ class Attention {
       for (int64_t i = 0; i < head_dim_; i++) y[i] = y[i] * factor;
   }
 
-  // Queries grow with their position: by the logarithm of the whole steps that lie before it.
+  // Queries grow with the logarithm of the number of whole steps before their position.
   float scale_at(int64_t position) const {
     if (step_ == 0 || position < step_) return scale_;
     return scale_ * static_cast<float>(1.0 + growth_ * std::log1p(static_cast<double>(position / step_)));
   }
 
-  // Appends a head's keys, which lie `width` numbers apart from `from` on, and its values, `value_step` behind these.
+  // Appends a head's keys and values. The keys of a row begin `width` numbers behind those of the row before; the
+  // values begin `value_step` numbers behind their keys.
   void append(const State& s, const Rows& rows, int64_t head, const float* from, int64_t width,
               int64_t value_step) const {
     const Buffer<float> key(head_dim_);
@@ -285,9 +287,9 @@ class Attention {
   const Kernels& kernels_;
   int64_t heads_, kv_heads_, head_dim_, window_;
   bool interleaved_, bidirectional_;
-  int64_t distance_, step_;  // distance_: of the two of a pair; 0 where their number says it
+  int64_t distance_, step_;  // distance_: between the channels of a pair; 0 if it is the number of pairs
   float growth_, scale_, epsilon_, cap_;
-  std::vector<float> units_;  // the gain of values; empty where these are not normalized
+  std::vector<float> units_;  // the gain of values; empty if values are not normalized
 };
 
 }  // namespace edgespec

@@ -99,16 +99,16 @@ void add_roundings(Cases& cases) {
                        if (strange != 0.0f) x[100] = strange;
                        std::vector<Activations> y(32);
                        results.add(kernels.quantize(x.data(), static_cast<int64_t>(x.size()), y.data(), 1));
-                       for (const Activations& each : y) {
-                         for (const int8_t code : each.codes) results.add(int64_t{code});
+                       for (const Activations& block : y) {
+                         for (const int8_t code : block.codes) results.add(int64_t{code});
                          for (int half = 0; half < 2; half++) {
-                           results.add(int64_t{each.scales[half]});
-                           results.add(int64_t{each.twice[half]});
-                           results.add(each.floats[half]);
-                           results.add(int64_t{each.negated_sums[half]});
-                           for (const int16_t sum : each.negated_pairs[half]) results.add(int64_t{sum});
+                           results.add(int64_t{block.scales[half]});
+                           results.add(int64_t{block.twice[half]});
+                           results.add(block.floats[half]);
+                           results.add(int64_t{block.negated_sums[half]});
+                           for (const int16_t sum : block.negated_pairs[half]) results.add(int64_t{sum});
                          }
-                         results.add(each.negated_sum);
+                         results.add(block.negated_sum);
                        }
                      }});
   };
@@ -421,7 +421,7 @@ void add_states(Cases& cases) {
                          r.y = y.data();
                          r.stride = width;
                          kernels.recur(r);
-                         for (const std::vector<float>& each : {state, deltas, y}) results.add(each);
+                         for (const std::vector<float>& values : {state, deltas, y}) results.add(values);
                        }});
 }
 
@@ -443,10 +443,10 @@ void add_choices(Cases& cases) {
                        choose(kernels, x, results);
                        x[static_cast<size_t>(random.below(static_cast<int>(count)))] = kNothing;
                        choose(kernels, x, results);
-                       for (float& each : x) each = static_cast<float>(random.below(4));  // many are equal
+                       for (float& number : x) number = static_cast<float>(random.below(4));  // many are equal
                        choose(kernels, x, results);
                        constexpr float signs[] = {-1.0f, 0.0f, -0.0f};
-                       for (float& each : x) each = signs[random.below(3)];
+                       for (float& number : x) number = signs[random.below(3)];
                        choose(kernels, x, results);
                        for (const float all : {-kInfinity, kInfinity, kNothing, 3e38f, -3e38f})
                          choose(kernels, std::vector<float>(x.size(), all), results);
@@ -455,10 +455,10 @@ void add_choices(Cases& cases) {
 
 // ---- All of them ---------------------------------------------------------------------------------------
 
-Results run(const Case& each, const Kernels& kernels, uint64_t seed) {
+Results run(const Case& test, const Kernels& kernels, uint64_t seed) {
   Random random(seed);
   Results results;
-  each.run(kernels, random, results);
+  test.run(kernels, random, results);
   return results;
 }
 

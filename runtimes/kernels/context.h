@@ -52,16 +52,16 @@ std::string text_of(const Ask& ask) {
 }
 
 struct Tensor {
-  bool given = false;  // an empty tensor may have no data
+  bool present = false;  // an empty tensor may have no data
   void* data = nullptr;
   int type = 0;
   std::vector<int64_t> shape;
 
-  explicit operator bool() const { return given; }
+  explicit operator bool() const { return present; }
   const float* floats() const { return static_cast<const float*>(data); }
   int64_t size() const {
     int64_t n = 1;
-    for (const int64_t each : shape) n *= each;
+    for (const int64_t dimension : shape) n *= dimension;
     return n;
   }
   int64_t last() const { return shape.empty() ? 1 : shape.back(); }
@@ -70,10 +70,10 @@ struct Tensor {
 inline Tensor read(const Api& api, const OrtValue* value) {
   Tensor tensor;
   if (value == nullptr) return tensor;
-  tensor.given = true;
+  tensor.present = true;
   OrtTensorTypeAndShapeInfo* info = nullptr;
   check(api.type_and_shape(value, &info));
-  const auto released = [&](OrtTensorTypeAndShapeInfo* each) { api.release_shape(each); };
+  const auto released = [&](OrtTensorTypeAndShapeInfo* owned) { api.release_shape(owned); };
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(released)> owner(info, released);
   size_t count = 0;
   check(api.dimension_count(info, &count));
@@ -109,10 +109,10 @@ class Host {
   template <class T, class... Parts>
   std::shared_ptr<T> shared(std::weak_ptr<T>& known, const Parts&... parts) const {
     const std::lock_guard lock(mutex_);
-    auto found = known.lock();
+    auto object = known.lock();
     used_ = true;
-    if (found == nullptr) known = found = std::make_shared<T>(parts...);
-    return found;
+    if (object == nullptr) known = object = std::make_shared<T>(parts...);
+    return object;
   }
 
   std::optional<size_t> room_;

@@ -10,11 +10,11 @@
 namespace edgespec {
 
 // y_t = C_t * sum(w_j * u_(t - taps + 1 + j)) with u = B * X, where a row of the input is B, C and X side by side
-// (LFM2). What was before a sequence's first token counts as zeros.
+// (LFM2). Rows before a sequence's first token are zeros.
 //
-// Rows of u are kept by position: token t is row t % (16 + taps - 1) of its sequence's ring, so that nothing moves when
-// rows are undone. The taps - 1 rows before each multiple of 32 tokens lie, instead of there, in blocks, as keys and
-// values do: a sequence can go on from these tokens without a ring.
+// Each sequence has a ring of rows of u: token t has row t % (16 + taps - 1), so nothing moves when rows are undone.
+// The taps - 1 rows before each multiple of 32 tokens lie in blocks instead, as keys and values do. So a sequence can
+// go on from these tokens without a ring.
 class ShortConv {
  public:
   static constexpr const char* kName = "ShortConv";
@@ -76,14 +76,14 @@ class ShortConv {
 
   int64_t length() const { return kLogged + taps_ - 1; }
 
-  // Where u of the sequence's token `t` lies.
+  // The place of u of token `t`.
   float* row(const State& s, const Rows& rows, int64_t t) const {
     const int64_t at = t % kTokens - (kTokens - taps_ + 1);
     if (at < 0) return s.ring + t % length() * channels_;
     return s.ends + (rows.blocks[t / kTokens] * (taps_ - 1) + at) * channels_;
   }
 
-  // Some channels of a sequence's rows. A sum is made tap by tap, the oldest token first.
+  // Computes `count` channels of a sequence's rows. Sums begin with the oldest token.
   void convolve(const State& s, const Rows& rows, int64_t first, int64_t count) const {
     for (int64_t i = 0; i < rows.count; i++) {
       const int64_t t = rows.past + i;

@@ -25,14 +25,14 @@
 
 namespace edgespec {
 
-// Lets other programs' threads go before this one; on Linux a thread cannot take that back.
+// Lets threads of other programs go before this thread; on Linux that cannot be undone.
 inline void lower_priority() {
 #if defined(_WIN32)
   SetThreadPriority(GetCurrentThread(), THREAD_PRIORITY_LOWEST);
 #elif defined(__APPLE__)
-  pthread_set_qos_class_self_np(QOS_CLASS_UTILITY, 0);  // the next lower one never has a fast core
+  pthread_set_qos_class_self_np(QOS_CLASS_UTILITY, 0);  // the class below never gets a fast core
 #else
-  setpriority(PRIO_PROCESS, 0, 19);  // of this thread
+  setpriority(PRIO_PROCESS, 0, 19);  // 0 is this thread
 #endif
 }
 
@@ -60,15 +60,15 @@ class Manners {
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
     return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 #else
-    return Clock::now().time_since_epoch();  // priorities do
+    return Clock::now().time_since_epoch();  // elsewhere priorities are enough
 #endif
   }
   Clock::time_point since_;
   Clock::duration ran_{0}, worked_{0}, had_{0}, rest_{0};
 };
 
-// The places at which each thread begins to read weights, perhaps of two matrices in turn, else null; the matrices that
-// are read from their file; and the next weights of the pass.
+// Weights of a product: where each thread begins to read them (two places if it reads two matrices in turn, else the
+// second is null), the matrices that stay in their file, and the weights that the pass reads next.
 struct Weights {
   std::vector<std::array<const uint8_t*, 2>> starts;
   std::vector<Mapped> mapped;
@@ -76,20 +76,20 @@ struct Weights {
 };
 
 // Work is cut into more pieces than there are threads. Each thread begins with pieces that lie side by side, and then
-// takes the pieces of others. So a slow core delays the others by a piece at most. But the system takes a core that
-// another program wants from a thread for milliseconds, in the midst of a piece, and all others wait. So helpers
-// offer their core before that, between two pieces, when no thread waits for them.
+// takes the pieces of others. So a slow core delays the others by a piece at most. But when another program wants a
+// core, the system takes it for milliseconds, in the midst of a piece, and all threads wait. So helpers offer their
+// core before that happens, between two pieces, when no thread waits for them.
 class Crew {
  public:
-  // `spins`: helpers wait busily for a moment, because waking them costs about as much as a little work. `low`: all
-  // threads give way to other programs.
+  // With `spins` helpers wait busily for a moment, because waking them costs about as much as a little work. With
+  // `low` all threads give way to other programs.
   Crew(int64_t threads, bool spins, bool low)
       : spin_(spins ? kSpin : Clock::duration(0)), low_(low), shares_(static_cast<size_t>(threads)) {}
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
   ~Crew() {
     open(kStopped);
-    for (std::thread& each : helpers_) each.join();
+    for (std::thread& helper : helpers_) helper.join();
   }
 
   int64_t threads() const { return static_cast<int64_t>(shares_.size()); }
@@ -97,7 +97,7 @@ class Crew {
   // The first of `count` pieces that thread `t` takes.
   int64_t first(int64_t count, int64_t t) const { return count * t / std::min(threads(), count); }
 
-  // Notes weights that a pass reads after the ones noted before.
+  // Adds weights to the end of the order in which a pass reads them.
   const Weights* follow(Weights weights) {
     const std::lock_guard pass(pass_);
     Weights* before = order_.empty() ? nullptr : &order_.back();
@@ -106,8 +106,8 @@ class Crew {
     return &order_.back();
   }
 
-  // run(i) for every i below `count`, once each; it throws nothing. Simultaneous passes run without helpers. If the
-  // job reads `weights`, waiting threads ask memory for the weights behind them.
+  // Calls run(i) once for every i below `count`; `run` must not throw. Simultaneous passes run without helpers. If
+  // the job reads `weights`, waiting threads prefetch the weights behind them.
   template <class Run>
   void spread(int64_t count, const Run& run, const Weights* weights) {
     const std::unique_lock pass(pass_, std::try_to_lock);
@@ -153,7 +153,7 @@ class Crew {
     int64_t end = 0;
   };
 
-  // The work of a thread that waits busily.
+  // Prefetches weights while a thread waits busily.
   class Ahead {
    public:
     Ahead(const Weights* next, size_t t) {
@@ -185,11 +185,11 @@ class Crew {
     hired_ = true;
     try {
       for (size_t t = 1; t < shares_.size(); t++) helpers_.emplace_back([this, t] { help(t); });
-    } catch (const std::exception&) {  // as many as the system gives
+    } catch (const std::exception&) {  // the crew has as many helpers as the system gives
     }
   }
 
-  // A free piece, first from thread `t`'s share; -1 if there is none.
+  // Takes a free piece, first from thread `t`'s share; -1 if no piece is left.
   int64_t taken(size_t t) {
     for (size_t s = 0; s < shares_.size(); s++) {
       Share& share = shares_[(t + s) % shares_.size()];
@@ -222,11 +222,11 @@ class Crew {
       if (Clock::now() - offered < kOffer) continue;
       std::this_thread::yield();
       offered = Clock::now();
-      seen = 0;  // there may be more of it
+      seen = 0;  // the job may have more pieces
     }
   }
 
-  // The number of an open job that is not `seen`, or kStopped.
+  // Waits for an open job that is not `seen`; its number, or kStopped.
   int64_t awaited(size_t t, int64_t seen, Clock::time_point& offered) {
     int64_t job = seen;
     Ahead ahead(next_, t);
@@ -248,7 +248,7 @@ class Crew {
 
   const Clock::duration spin_;
   const bool low_;
-  Manners manners_;  // the owner of the pass
+  Manners manners_;  // of the thread that runs the pass
   std::mutex pass_;
   bool hired_ = false;
   std::vector<std::thread> helpers_;
@@ -256,7 +256,7 @@ class Crew {
   // The job, which does not change while a helper is inside.
   void (*piece_)(const void*, int64_t) = nullptr;
   const void* data_ = nullptr;
-  std::vector<Share> shares_;  // of every thread
+  std::vector<Share> shares_;  // one for each thread
   std::atomic<int64_t> job_ = 0;
   std::atomic<int32_t> inside_ = 0;
 

@@ -10,11 +10,11 @@
 
 namespace edgespec {
 
-// A pass reads one or several sequences, whose rows follow each other; each has a slot of its own. A state lies
-// behind some token of its sequence. A log has the addends of the rows since. The next pass adds those that the
-// sequence still has, by the operations of their own pass. So nothing is undone when rows are taken back, and a row's
-// bits do not depend on how rows were divided into passes. The inputs of the convolution lie in a ring: the row of
-// token t at t modulo its length.
+// A pass has rows of one or several sequences, one sequence after the other. Each sequence has a slot. Its state has
+// read the tokens up to some token, and a log has the updates of the rows since. The next pass makes the updates of
+// those rows that the sequence still has, by the operations of the pass that logged them. So a roll-back undoes
+// nothing, and a row's bits do not depend on how rows were divided into passes. The inputs of the convolution lie in
+// a ring, where token t has the row t modulo the ring's length.
 class Delta {
  public:
   static constexpr const char* kName = "Delta";
@@ -39,7 +39,7 @@ class Delta {
     group_ = value_heads_ / key_heads_;
     keys_ = key_heads_ * key_width_;
     values_ = value_heads_ * value_width_;
-    // A sum of squares is its mean times the width.
+    // Kernels normalize by the mean of squares, delta nets by their sum.
     const auto width = static_cast<float>(key_width_);
     query_gain_.assign(static_cast<size_t>(key_width_), 1.0f / width);
     key_gain_.assign(static_cast<size_t>(key_width_), 1.0f / std::sqrt(width));
@@ -135,7 +135,7 @@ class Delta {
     int64_t log_width() const { return d_.keys_ + d_.values_ + d_.value_heads_; }
     int64_t value_head(int64_t g) const { return d_.tiled_ ? head_ + g * d_.key_heads_ : head_ * d_.group_ + g; }
 
-    // Channels that this head convolves: queries, keys, and values of each value head.
+    // The first of the channels that this head convolves: of queries, of keys, and of the values of each value head.
     int64_t channel(int64_t i) const {
       return i < 2 ? i * d_.keys_ + head_ * d_.key_width_ : 2 * d_.keys_ + value_head(i - 2) * d_.value_width_;
     }
@@ -147,7 +147,7 @@ class Delta {
     const float* input(int64_t token) const { return l_.packed + (rows_.first + token - rows_.past) * l_.width; }
     float* logged(int64_t token) const { return log_ + token % kLogged * log_width(); }
 
-    // Queries, keys, values, decays and strengths of `count` tokens from `from` on.
+    // Computes queries, keys, values, decays and strengths of `count` tokens, the first of which is `from`.
     void prepare(int64_t from, int64_t count) {
       const Kernels& kernels = d_.kernels_;
       for (int64_t row = 0; row < count; row++) {
@@ -184,7 +184,7 @@ class Delta {
       d_.kernels_.multiply(Gate::sigmoid, y, wide(i), y);
     }
 
-    // Runs `count` rows through the state of a value head, which lies behind token `behind`.
+    // Runs `count` rows through the state of a value head, which has read `behind` tokens.
     void recur(int64_t g, int64_t behind, int64_t from, int64_t count, bool last) const {
       const int64_t head = value_head(g);
       std::array<Update, kLogged> updates;
@@ -216,7 +216,7 @@ class Delta {
       }
     }
 
-    // Keeps row number `row` of the last computed rows.
+    // Writes the update of `token` to the log; its row was computed as number `row` of the last rows.
     void log(int64_t token, int64_t row) const {
       float* to = logged(token);
       std::copy_n(keys_.get() + row * d_.key_width_, d_.key_width_, to + head_ * d_.key_width_);
@@ -228,7 +228,7 @@ class Delta {
     }
 
     float* deltas(int64_t g) const { return deltas_.get() + g * kLogged * d_.value_width_; }
-    // Numbers of heads and rows: decays, strengths, and their inputs.
+    // Numbers by head and row: decays, strengths, and their inputs.
     float* part(int64_t i) const { return heads_.get() + i * d_.group_ * kLogged; }
 
     const Delta& d_;

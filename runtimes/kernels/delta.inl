@@ -62,7 +62,7 @@ struct Dots {
 template <int T, bool Changed, bool Read>
 inline void sweep(const float* from, float* to, int64_t keys, const Update& change, const float* key,
                   const float* query, Dots<T>& dots) {
-  F deltas[T], read[T] = {}, asked[T] = {};
+  F deltas[T], by_key[T] = {}, by_query[T] = {};
   F decay = {};
   if constexpr (Changed) {
     decay = splat(change.decay);
@@ -85,12 +85,12 @@ inline void sweep(const float* from, float* to, int64_t keys, const Update& chan
       const F k = splat(key[i]), q = splat(query[i]);
 #pragma GCC unroll 4
       for (int t = 0; t < T; t++) {
-        read[t] = fma(k, s[t], read[t]);
-        asked[t] = fma(q, s[t], asked[t]);
+        by_key[t] = fma(k, s[t], by_key[t]);
+        by_query[t] = fma(q, s[t], by_query[t]);
       }
     }
   }
-  for (int t = 0; Read && t < T; t++) dots.with_key[t] = read[t], dots.with_query[t] = asked[t];
+  for (int t = 0; Read && t < T; t++) dots.with_key[t] = by_key[t], dots.with_query[t] = by_query[t];
 }
 
 inline float dot(const float* a, const float* b, int64_t count) {

@@ -9,12 +9,12 @@
 
 namespace edgespec {
 
-// y = [residual +] [norm of] ([norm of] the sum over the experts of a row, from the best on, of
-//     its weight * down(gate(norm(x)) * up(norm(x))) [+ shared, or sigmoid(the router's last score) * shared])
+// y = [residual +] [norm of] ([norm of] the sum over a row's experts, the best first, of
+//     weight * down(gate(norm(x)) * up(norm(x))) [+ shared, or sigmoid(the router's last score) * shared])
 //
-// The router reads the experts' input, or x through a normalization of its own. Experts are chosen by scores in
-// float32, whose sums have one order; of equal ones the first is better. Rows are grouped by expert, so that an
-// expert's tiles are unpacked once for all its rows. A row's results are added in the order of its own choice. So its
+// The router reads the experts' input, or x through its own normalization. It chooses experts by scores in float32,
+// which are summed in a fixed order; of equal scores the first is better. Rows are grouped by expert, so that an
+// expert's tiles are unpacked once for all its rows. A row's results are added in the order of its choices, so its
 // bits do not depend on the other rows. The second output is the number of different experts of the rows.
 class Experts {
  public:
@@ -48,8 +48,8 @@ class Experts {
     require(sigmoid_ || gating == "softmax", "experts are weighed by neither softmax nor sigmoid");
     require(gate_ != Gate::none, "experts have no gate");
     require(used_ > 0 && used_ <= experts_ && experts_ <= kMostExperts, "a row uses an impossible number of experts");
-    for (const int64_t each : {inputs_, width_})
-      require(each > 0 && each < kMost / experts_ && each % kLanes == 0, "experts have impossible widths");
+    for (const int64_t width : {inputs_, width_})
+      require(width > 0 && width < kMost / experts_ && width % kLanes == 0, "experts have impossible widths");
     const std::string text = info.text("formats");
     std::string_view formats = text;
     for (size_t i = 0; i < matrices_.size(); i++) {
@@ -96,8 +96,8 @@ class Experts {
     const float* down_bias = pass.vector(kDownBias, experts_ * inputs_, "biases of experts are not as wide as they");
     const float* residual = pass.vector(kResidual, rows * inputs_, "a residual is not shaped as its projection");
     const float* shared = pass.vector(kShared, rows * inputs_, "a shared expert is not shaped as the others");
-    const bool scores_it = scored_ > experts_;
-    require(shared != nullptr || !scores_it || rows == 0, "a shared expert's score has no expert");
+    const bool has_score = scored_ > experts_;
+    require(shared != nullptr || !has_score || rows == 0, "a shared expert's score has no expert");
     float* y = pass.output<float>(0, {x.shape[0], x.shape[1], inputs_});
     int64_t* different = pass.output<int64_t>(1, {1});
     *different = 0;
@@ -111,11 +111,11 @@ class Experts {
     });
     const std::vector<Group> groups = grouped(choices.get(), pairs);
     *different = static_cast<int64_t>(groups.size());
-    if (pages_ != nullptr && !pages_->all())  // they stay in their file: the disk hears of all before the first is read
+    if (pages_ != nullptr && !pages_->all())  // they stay in their file: ask for all before reading the first
       pass.spread(3 * *different, [&](int64_t i) {
-        const Matrix& of = matrices_[static_cast<size_t>(i / *different)];
+        const Matrix& stored = matrices_[static_cast<size_t>(i / *different)];
         const int64_t expert = groups[static_cast<size_t>(i % *different)].expert;
-        Mapped{of.part.tiles + expert * of.plane, static_cast<size_t>(of.plane)}.ask();
+        Mapped{stored.part.tiles + expert * stored.plane, static_cast<size_t>(stored.plane)}.ask();
       });
 
     const Buffer<Activations> activations(pairs * (inputs_ / kBlock));
@@ -141,7 +141,7 @@ class Experts {
     pass.spread(pieces_of(pairs, width_), [&](int64_t i) {
       const int64_t pieces = pieces_of(pairs, width_), last = pairs * (i + 1) / pieces;
       auto group = std::upper_bound(groups.begin(), groups.end(), pairs * i / pieces,
-                                    [](int64_t pair, const Group& each) { return pair < each.first; }) - 1;
+                                    [](int64_t pair, const Group& next) { return pair < next.first; }) - 1;
       for (int64_t pair = pairs * i / pieces; pair < last; pair++) {
         if (pair == group->first + group->rows) ++group;
         Activations* to = inner_activations.get() + group->first * (width_ / kBlock) + pair - group->first;
@@ -164,7 +164,7 @@ class Experts {
       weigh(results.get() + own[0].place * inputs_, own[0].weight, to, false);
       for (int64_t i = 1; i < used_; i++) weigh(results.get() + own[i].place * inputs_, own[i].weight, to, true);
       if (post_gain != nullptr) kernels_.normalize(to, post_gain, epsilon_, inputs_, to);
-      if (shared != nullptr) weigh(shared + r * inputs_, scores_it ? shared_weights.get()[r] : 1.0f, to, true);
+      if (shared != nullptr) weigh(shared + r * inputs_, has_score ? shared_weights.get()[r] : 1.0f, to, true);
       if (sum_gain != nullptr) kernels_.normalize(to, sum_gain, epsilon_, inputs_, to);
       if (residual != nullptr)
         for (int64_t c = 0; c < inputs_; c++) to[c] = residual[r * inputs_ + c] + to[c];
@@ -176,7 +176,7 @@ class Experts {
   static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 128;
   static constexpr float kLeastSum = 0x1p-14f;
 
-  // The router.
+  // The router's inputs.
   struct Routed {
     int64_t rows;
     const float *gain, *own_gain, *bias, *selection, *scales;
@@ -192,7 +192,7 @@ class Experts {
   };
   struct Matrix {
     Part part;
-    int64_t plane;  // bytes of an expert's
+    int64_t plane;  // bytes of one expert
   };
 
   int64_t groups() const { return (scored_ + kScored - 1) / kScored; }
@@ -231,7 +231,7 @@ class Experts {
     });
   }
 
-  // The experts of a row, from the best on, and the weight of the shared one.
+  // Chooses a row's experts, the best first, and computes the weight of the shared expert.
   void choose(const Routed& routed, float* scores, Choice* choices, float* share) const {
     if (scored_ > experts_) {
       *share = 1.0f;
@@ -265,7 +265,7 @@ class Experts {
     }
   }
 
-  // Finds a place for every choice: the rows of an expert lie together, in their order.
+  // Finds a place for every choice. The rows of an expert lie together, and keep their order.
   std::vector<Group> grouped(Choice* choices, int64_t pairs) const {
     std::vector<int64_t> counts(static_cast<size_t>(experts_));
     for (int64_t i = 0; i < pairs; i++) counts[static_cast<size_t>(choices[i].expert)]++;
@@ -281,7 +281,7 @@ class Experts {
     return groups;
   }
 
-  // Rounds a row, and puts it beside the other rows of its experts.
+  // Quantizes a row, and writes it beside the other rows of its experts.
   void round(const float* normed, const Choice* choices, const std::vector<Group>& groups, Activations* to,
              float* factors) const {
     const int64_t blocks = inputs_ / kBlock;
@@ -290,7 +290,7 @@ class Experts {
     for (int64_t i = 0; i < used_; i++) {
       const int64_t place = choices[i].place;
       const auto group = std::upper_bound(groups.begin(), groups.end(), place,
-                                          [](int64_t at, const Group& each) { return at < each.first; }) - 1;
+                                          [](int64_t at, const Group& next) { return at < next.first; }) - 1;
       Activations* own = to + group->first * blocks + place - group->first;
       if (done == nullptr)
         factors[place] = kernels_.quantize(normed, inputs_, own, group->rows);
@@ -311,7 +311,7 @@ class Experts {
     return p;
   }
 
-  // All tiles of all groups, each of which reads `bytes`.
+  // Multiplies all tiles of all groups; a group reads `bytes`.
   void multiply(const Pass& pass, const std::vector<Projection>& all, int64_t bytes, const Weights* weights) const {
     const int64_t tiles = all[0].parts[0].tile_count(), total = tiles * static_cast<int64_t>(all.size());
     const int64_t chunks = std::clamp<int64_t>(bytes * static_cast<int64_t>(all.size()) / kChunkBytes, 1,

@@ -52,7 +52,7 @@ struct Impossible {};  // what ONNX Runtime would refuse itself
 
 // A tensor of `shape`, or another, with numbers of some size, of any bits, or with some that are none.
 Value made(Choices& choices, int type, Shape shape) {
-  for (int64_t& each : shape) each = choices.number(each);
+  for (int64_t& dimension : shape) dimension = choices.number(dimension);
   if (choices.rarely()) shape.push_back(choices.below(3));
   if (choices.rarely() && !shape.empty()) shape.erase(shape.begin());
   if (choices.rarely()) type = choices.below(2) ? kFloat : kUint8;
@@ -97,9 +97,9 @@ void fill_linear(Choices& choices, OrtKernelInfo& node) {
   int64_t columns[3], width = 0;
   for (int64_t i = 0; i < own; i++) width += columns[i] = 1 + choices.below(40);
   const Shape shapes[] = {{1, rows, inputs}, {inputs}, {width}, {width}, {1, rows, width}};
-  const uint8_t given = choices.byte();
+  const uint8_t present = choices.byte();
   for (int i = 0; i < 5; i++)
-    node.inputs.push_back(i == 0 || given >> i & 1 ? made(choices, kFloat, shapes[i]) : nullptr);
+    node.inputs.push_back(i == 0 || present >> i & 1 ? made(choices, kFloat, shapes[i]) : nullptr);
   std::string parts;
   for (int64_t i = 0; i < count; i++) {
     const int64_t format = choices.below(kFormatCount);
@@ -119,7 +119,7 @@ struct Tables {
   std::vector<int64_t> sequences, blocks;
 
   void add(Choices& choices, int64_t past, int64_t rows, int64_t count) {
-    for (const int64_t each : {past, rows}) sequences.push_back(choices.number(each));
+    for (const int64_t number : {past, rows}) sequences.push_back(choices.number(number));
     for (int64_t i = (past + rows + 31) / 32; i > 0; i--)
       blocks.push_back(choices.number(static_cast<int64_t>(blocks.size()) % count));
   }
@@ -181,14 +181,14 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
                           {value_heads},
                           {value_width}};
   for (int i = 0; i < 10; i++) node.inputs.push_back(made(choices, i == 4 || i == 5 ? kInt64 : kFloat, shapes[i]));
-  std::vector<int64_t> said, places;
+  std::vector<int64_t> counts, places;
   for (int64_t i = 0; i < sequences; i++) {
     const int64_t past = choices.byte();
-    said.insert(said.end(), {choices.number(past), choices.number(rows)});
+    counts.insert(counts.end(), {choices.number(past), choices.number(rows)});
     places.push_back(choices.number(slots - 1 - i));
     places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
   }
-  set_numbers(node, 4, said);
+  set_numbers(node, 4, counts);
   set_numbers(node, 5, places);
   node.in_place = choices.below(2) == 0;
   node.numbers = {{"key_heads", choices.number(key_heads)}, {"value_heads", choices.number(value_heads)},
@@ -232,7 +232,7 @@ void fill_lookups(Choices& choices, OrtKernelInfo& node) {
   }
   const int64_t format = choices.below(kFormatCount), rows = 1 + choices.below(50), width = 256;
   std::vector<int64_t> tokens(static_cast<size_t>(choices.below(6)));
-  for (int64_t& each : tokens) each = choices.number(choices.byte() % rows);
+  for (int64_t& token : tokens) token = choices.number(choices.byte() % rows);
   node.inputs = {made(choices, kInt64, {1, static_cast<int64_t>(tokens.size())}),
                  made(choices, kUint8, {size_of(format, rows, width)})};
   set_numbers(node, 0, tokens);
@@ -245,7 +245,7 @@ void fill_layer_inputs(Choices& choices, OrtKernelInfo& node) {
   const int64_t part = 32 * (1 + choices.below(8)), width = 256 * (1 + choices.below(2));
   const int64_t format = choices.below(kFormatCount), rows = 1 + choices.below(50);
   std::vector<int64_t> tokens(static_cast<size_t>(choices.below(6)));
-  for (int64_t& each : tokens) each = choices.number(choices.byte() % rows);
+  for (int64_t& token : tokens) token = choices.number(choices.byte() % rows);
   const auto count = static_cast<int64_t>(tokens.size());
   node.inputs = {made(choices, kInt64, {1, count}), made(choices, kUint8, {size_of(format, rows, width)}),
                  made(choices, kFloat, {1, count, width}), made(choices, kFloat, {part})};
@@ -384,9 +384,9 @@ void add_bits(const OrtValue& value, std::vector<uint32_t>& bits) {
 std::vector<uint32_t> run(const uint8_t* data, size_t size, bool plain) {
   std::string set;
   const OrtKernelInfo node = node_of(data, size, &set);
-  const OrtCustomOpDomain* found = domain(plain ? "plain" : set, !plain && size % 32 == 0);
-  if (found == nullptr) found = domain("", false);
-  const edgespec::ort::CustomOp* op = found->operators[node.op];
+  const OrtCustomOpDomain* library = domain(plain ? "plain" : set, !plain && size % 32 == 0);
+  if (library == nullptr) library = domain("", false);
+  const edgespec::ort::CustomOp* op = library->operators[node.op];
   OrtKernelContext context{node, plain ? uint8_t{0x55} : uint8_t{0xaa}, {}};
   void* kernel = nullptr;
   std::vector<uint32_t> bits;
@@ -395,8 +395,8 @@ std::vector<uint32_t> run(const uint8_t* data, size_t size, bool plain) {
   op->destroy(kernel);
   if (!ran) return bits;
   bits.push_back(1);
-  for (const Value& each : context.outputs)
-    if (each != nullptr) add_bits(*each, bits);
+  for (const Value& output : context.outputs)
+    if (output != nullptr) add_bits(*output, bits);
   return bits;
 }
 

@@ -105,8 +105,8 @@ class Linear {
     int64_t tile = tiles_ * chunk / chunks_;
     size_t part = 0;
     while (part + 1 < parts_.size() && tile >= parts_[part].tile_count()) tile -= parts_[part++].tile_count();
-    const auto at = [&](const Part& each) {
-      return each.tiles + tile * static_cast<int64_t>(each.bytes(inputs_)) / each.tile_count();
+    const auto at = [&](const Part& matrix) {
+      return matrix.tiles + tile * static_cast<int64_t>(matrix.bytes(inputs_)) / matrix.tile_count();
     };
     return {at(parts_[part]), gate_ == Gate::none ? nullptr : at(parts_[part + parts_.size() / 2])};
   }

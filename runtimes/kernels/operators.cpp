@@ -153,9 +153,9 @@ Domain& domain_for(const void* const* table, const Settings& settings) {
 }
 
 std::string setting(const Api& api, OrtSessionOptions* options, const char* key) {
-  int found = 0;
-  check(api.has_setting(options, key, &found));
-  if (found == 0) return {};
+  int is_set = 0;
+  check(api.has_setting(options, key, &is_set));
+  if (is_set == 0) return {};
   return text_of([&](char* out, size_t* size) { return api.setting(options, key, out, size); });
 }
 

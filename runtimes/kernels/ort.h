@@ -59,9 +59,9 @@ struct ApiBase {
 // The table's functions, under their names.
 class Api {
   struct Function {
-    const void* found;
+    const void* address;
     template <class Type>
-    operator Type*() const { return reinterpret_cast<Type*>(const_cast<void*>(found)); }
+    operator Type*() const { return reinterpret_cast<Type*>(const_cast<void*>(address)); }
   };
   Function at(size_t place) const { return {table_[place]}; }
   const void* const* table_;

@@ -107,13 +107,13 @@ class Pages {
 
   bool grow(size_t size) {
     const size_t wanted = std::max(kBlock, rounded(size + kAlignment, kHuge));
-    void* found = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED) return false;
-    if (madvise(found, wanted, MADV_HUGEPAGE) != 0) {
-      munmap(found, wanted);
+    void* memory = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return false;
+    if (madvise(memory, wanted, MADV_HUGEPAGE) != 0) {
+      munmap(memory, wanted);
       return false;
     }
-    last_ = new (found) Block{last_, wanted};
+    last_ = new (memory) Block{last_, wanted};
     used_ = rounded(sizeof(Block), kAlignment);
     return true;
   }

@@ -41,9 +41,9 @@ unsigned saved_registers() {  // what the operating system keeps for a thread
 }
 
 bool has_avx2() {
-  const Leaf one(1, 0), seven(7, 0);
-  const bool saves = has(one.c, 27) && (saved_registers() & 6) == 6;
-  return saves && has(one.c, 12) && has(one.c, 29) && has(seven.b, 5);  // fma, f16c, avx2
+  const Leaf leaf_1(1, 0), leaf_7(7, 0);
+  const bool saves = has(leaf_1.c, 27) && (saved_registers() & 6) == 6;
+  return saves && has(leaf_1.c, 12) && has(leaf_1.c, 29) && has(leaf_7.b, 5);  // fma, f16c, avx2
 }
 
 bool has_avxvnni() { return has_avx2() && has(Leaf(7, 1).a, 4); }

@@ -1,4 +1,4 @@
-// Of which sequences a pass is, and where these keep what they do.
+// The sequences of a pass, and where their caches and states lie.
 #pragma once
 
 #include <cstring>
@@ -8,15 +8,15 @@
 
 namespace edgespec {
 
-// Rows of a pass that follow each other in one sequence.
+// The rows of a sequence in a pass.
 struct Rows {
-  const int64_t* blocks;  // of the sequence: where its tokens lie, 32 each; null where nothing is kept by token
-  int64_t past;           // tokens of the sequence before them
+  const int64_t* blocks;  // the sequence's blocks of 32 tokens; null if nothing is kept by token
+  int64_t past;           // tokens of the sequence before these rows
   int64_t count;
-  int64_t first;  // of the pass's rows
+  int64_t first;  // the number of the first row in the pass
 };
 
-// (s, 2) numbers say of each sequence how many tokens it has, and how many of the pass's `rows` follow.
+// Reads numbers (s, 2): the tokens that each sequence has, and how many of the pass's `rows` follow them.
 inline std::vector<Rows> sequences_of(const Tensor& counts, int64_t rows) {
   constexpr int64_t most = int64_t{1} << 40;
   const bool shaped = counts.type == ort::kInt64 && counts.shape.size() == 2 && counts.last() == 2;
@@ -37,8 +37,8 @@ inline std::vector<Rows> sequences_of(const Tensor& counts, int64_t rows) {
 
 constexpr int64_t kLogged = 16;  // rows of a pass that a layer with a state can undo
 
-// Gives the sequences their blocks: the numbers in `table`, of `count` that there are, sequence by sequence as many as
-// its tokens take. Several sequences may read a block; a block that is written to is in the table once.
+// Gives the sequences their blocks. The table has the blocks of one sequence after the other, as many as their tokens
+// take; there are `count` in all. Sequences may share a block that they read, but not one that a pass writes.
 inline void give_blocks(std::vector<Rows>& sequences, const Tensor& table, int64_t count, bool writes) {
   require(table.type == ort::kInt64 && table.shape.size() == 1, "the blocks are no int64 (blocks)");
   const auto* numbers = static_cast<const int64_t*>(table.data);
@@ -62,12 +62,12 @@ inline void give_blocks(std::vector<Rows>& sequences, const Tensor& table, int64
   require(first == size, "the sequences have more blocks than their tokens take");
 }
 
-// Where a sequence's states lie: in which slot, and behind how many of its tokens.
+// The slot of a sequence's states, and the number of tokens that they have read.
 struct Place {
   int64_t slot, behind;
 };
 
-// (s, 2) numbers are the places of the sequences.
+// Reads the places of the sequences from numbers (s, 2).
 inline std::vector<Place> places_of(const Tensor& table, const std::vector<Rows>& sequences, int64_t slots) {
   const bool shaped = table.type == ort::kInt64 && table.shape.size() == 2 && table.last() == 2 &&
                       table.shape[0] == static_cast<int64_t>(sequences.size());
@@ -85,7 +85,7 @@ inline std::vector<Place> places_of(const Tensor& table, const std::vector<Rows>
   return places;
 }
 
-// What is kept, now: output `index`, which holds what was before, in place where the pass binds one buffer for both.
+// Output `index`, with the content of `past`. If the pass binds the same buffer to both, nothing is copied.
 template <class T>
 T* kept(const Pass& pass, size_t index, const Tensor& past) {
   T* now = pass.output<T>(index, past.shape);

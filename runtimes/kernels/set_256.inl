@@ -30,7 +30,7 @@ inline F half(const uint8_t* p) {
 
 inline B look_up(const uint8_t* table, B places) {
   const __m256i two = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
-  Ints found = __builtin_bit_cast(Ints, places);
-  for (__m256i& each : found.v) each = _mm256_shuffle_epi8(two, each);
-  return __builtin_bit_cast(B, found);
+  Ints result = __builtin_bit_cast(Ints, places);
+  for (__m256i& part : result.v) part = _mm256_shuffle_epi8(two, part);
+  return __builtin_bit_cast(B, result);
 }

@@ -44,7 +44,7 @@ inline void settle(I*, const Activations*, int) {}
 
 inline I scaled(I sum, const Activations& x, int half) {
   Ints pairs = __builtin_bit_cast(Ints, sum);
-  for (__m256i& each : pairs.v) each = _mm256_madd_epi16(each, _mm256_set1_epi32(x.twice[half]));
+  for (__m256i& part : pairs.v) part = _mm256_madd_epi16(part, _mm256_set1_epi32(x.twice[half]));
   return __builtin_bit_cast(I, pairs);
 }
 

@@ -21,9 +21,9 @@ inline F fma(F a, F b, F c) {
 }
 
 inline B look_up(const uint8_t* table, B places) {
-  Bytes found = __builtin_bit_cast(Bytes, places);
-  for (uint8x16_t& each : found.v) each = vqtbl1q_u8(vld1q_u8(table), each);
-  return __builtin_bit_cast(B, found);
+  Bytes result = __builtin_bit_cast(Bytes, places);
+  for (uint8x16_t& part : result.v) part = vqtbl1q_u8(vld1q_u8(table), part);
+  return __builtin_bit_cast(B, result);
 }
 
 inline F half(const uint8_t* p) {

@@ -58,7 +58,7 @@ inline size_t element_size(int type) {
 inline Value tensor(int type, const Shape& shape) {
   int64_t bytes = static_cast<int64_t>(element_size(type));
   bool sound = true;
-  for (const int64_t each : shape) sound = sound && each >= 0 && !__builtin_mul_overflow(bytes, each, &bytes);
+  for (const int64_t size : shape) sound = sound && size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes);
   if (!sound || bytes > kMostBytes) return nullptr;
   return Value(new OrtValue{type, shape, std::vector<uint8_t>(static_cast<size_t>(bytes))});
 }
@@ -66,7 +66,7 @@ inline Value tensor(int type, const Shape& shape) {
 inline OrtStatus* refused(const char* why) { return new OrtStatus{why}; }
 
 template <class T>
-OrtStatus* found(const std::map<std::string, T>& values, const char* name, T* out) {
+OrtStatus* attribute(const std::map<std::string, T>& values, const char* name, T* out) {
   const auto at = values.find(name);
   if (at == values.end()) return refused("stand-in: no such attribute");
   *out = at->second;
@@ -75,7 +75,7 @@ OrtStatus* found(const std::map<std::string, T>& values, const char* name, T* ou
 
 inline OrtStatus* text(const std::map<std::string, std::string>& values, const char* name, char* out, size_t* size) {
   std::string value;
-  if (OrtStatus* status = found(values, name, &value)) return status;
+  if (OrtStatus* status = attribute(values, name, &value)) return status;
   if (out != nullptr) std::memcpy(out, value.c_str(), value.size() + 1);
   *size = value.size() + 1;
   return nullptr;
@@ -124,8 +124,8 @@ inline void fill_table() {
     *out = new OrtTensorTypeAndShapeInfo{value->type, value->shape};
     return nullptr;
   });
-  put(85, +[](Info info, const char* name, float* out) -> S* { return found(info->reals, name, out); });
-  put(86, +[](Info info, const char* name, int64_t* out) -> S* { return found(info->numbers, name, out); });
+  put(85, +[](Info info, const char* name, float* out) -> S* { return attribute(info->reals, name, out); });
+  put(86, +[](Info info, const char* name, int64_t* out) -> S* { return attribute(info->numbers, name, out); });
   put(87, +[](Info info, const char* name, char* out, size_t* size) -> S* {
     return text(info->texts, name, out, size);
   });
