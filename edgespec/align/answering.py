@@ -44,7 +44,7 @@ def answering(
 def answers(
     model: edgespec.Model, prompts: Sequence[Prompt], request: RequestOptions
 ) -> Iterator[Answer | None]:
-    """Answers of ``model`` to the first turns of ``prompts``; None for those that it cannot read.
+    """Answers of ``model`` to the first turns of ``prompts``; None for a prompt that it cannot read.
 
     Every prompt has the options of ``request`` and a seed of its own, which its text decides.
     """

@@ -1,11 +1,10 @@
 """The command line: ``edgespec COMMAND``.
 
-A command is a function ``<name>`` in a module of its own name, or in the one that :data:`_ELSEWHERE` says,
-whose parameters typer understands, or a typer application with commands of its own, and one line in
-:data:`COMMANDS`.
-Modules are imported when their command runs, so that ``edgespec --help`` needs none of them. A command
-raises :class:`~edgespec_models.errors.EdgespecError` to fail: one line on standard error, exit code 1.
-Ctrl-C ends with exit code 130, another signal with 128 and its number.
+A command is a function ``<name>`` whose parameters typer understands, or a typer application with commands of
+its own. It stands in the module ``<name>``, or in the module that :data:`_ELSEWHERE` names, and has one line
+in :data:`COMMANDS`. Modules are imported when their command runs, so that ``edgespec --help`` needs none of
+them. A command raises :class:`~edgespec_models.errors.EdgespecError` to fail: one line on standard error,
+exit code 1. Ctrl-C ends with exit code 130, another signal with 128 and its number.
 """
 
 import errno

@@ -123,7 +123,7 @@ def _pull_one(entry: "CatalogueEntry", *, check: bool, quiet: bool) -> None:
 
 
 def _describe_hub(name: str, model: "HubName") -> dict[str, object]:
-    """A model of the hub as JSON, with those keys of :func:`_describe` that are known for it."""
+    """A model of the hub as JSON, with the known keys of :func:`_describe`."""
     from edgespec_models.downloads.download import pulled_place
 
     place = pulled_place(name)

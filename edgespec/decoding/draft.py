@@ -18,8 +18,8 @@ class Draft:
     Attributes:
         tokens: proposed token ids, in the target's vocabulary.
         sources: which drafter proposed each token; as long as ``tokens``.
-        confidence: for each token, the estimated probability that it is accepted, given that those before it
-            are. It depends on the context and on earlier proposals only.
+        confidence: for each token, the estimated probability that it is accepted if all tokens before it are.
+            It depends on the context and on earlier proposals only.
     """
 
     tokens: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class Step:
 
     @property
     def judged(self) -> tuple[int, ...]:
-        """The committed tokens behind those that a grammar forced: what the sources are judged by."""
+        """The committed tokens without the forced ones at their beginning. Sources are judged by them."""
         return self.tokens[self.forced :]
 
 

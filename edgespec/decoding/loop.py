@@ -35,8 +35,8 @@ class Verifier:
     """Judges the drafts of one request by the target's predictions.
 
     Drafts are verified by sample-and-match: the token is chosen from the target's row, and the proposal is
-    accepted while it equals that choice. So the output is, token for token, that of plain decoding, or of
-    plain sampling with the same seed.
+    accepted while it equals that choice. So the output equals plain decoding, or plain sampling with the same
+    seed, token for token.
 
     Without a seed in ``params`` a new one is drawn. ``masks``, such as a grammar, change the rows after the
     penalties and biases of ``params``.
@@ -57,7 +57,7 @@ class Verifier:
             tokens: all committed tokens, prompt included.
 
         Returns:
-            The number of first proposals that are kept, and the token that follows them.
+            The number of accepted proposals, and the token behind them.
 
         Raises:
             RequestError: the predictions have another shape, or the request allows no token.
@@ -95,8 +95,8 @@ class Decoding:
         max_new_tokens: the most tokens that are committed.
         max_draft: the most tokens of a draft.
         stop: tokens that end the generation. They are committed.
-        top_logprobs: the number of most likely tokens whose log probabilities steps give at each place,
-            besides those of committed tokens. None gives no log probabilities.
+        top_logprobs: the number of most likely tokens whose log probabilities are in the steps, besides the
+            committed token's. None gives no log probabilities.
         prompt_logprobs: the same for the prompt. The cache must hold none of its tokens.
         checkpoints: lengths of the prompt behind which a pass ends.
         clock: times the rounds.
@@ -219,7 +219,7 @@ class Decoding:
         return step
 
     def _scored(self, predictions: Predictions, top: int) -> Predictions:
-        """Score the prompt's next tokens, and return the rows behind those that did."""
+        """Score the prompt's next tokens, and return the rows that did not score any."""
         length = self.session.length
         scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
         if not scored:

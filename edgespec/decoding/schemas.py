@@ -42,7 +42,7 @@ _ANNOTATIONS: Final = {*("type", "format", "title", "description", "default", "e
 """The schema of a property's name."""
 _BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 _FARTHEST: Final = 9 * 10**18
-"""llguidance compiles no bound beyond it. A nearer one takes its place: what fits that fits the schema."""
+"""llguidance compiles no bound beyond it. This bound replaces such a bound, and is narrower."""
 _MOST_STEPS: Final = 30_000  # half a second of a check; a hostile schema can ask for any number of steps
 _UNSURE: Final = re.compile(r'"(?:pattern|patternProperties|additionalProperties|format)": ')
 _REGEX: Final = re.compile(
@@ -110,7 +110,7 @@ class PreparedSchema:
                 self.unheld.append(Unheld("#", warning))
 
     def problems(self, value: object) -> Iterator[str]:
-        """The keywords beyond the grammar that ``value`` breaks, and those that cannot be checked."""
+        """Keywords that the grammar does not hold, and that ``value`` breaks or that cannot be checked."""
         unsure = {part.keyword for part in self.unheld if not self._can_check(part)}
         yield from (f"{part} is not enforced" for part in self.unheld if part.keyword in unsure)
         sure = [part for part in self.unheld if part.keyword not in unsure]
@@ -238,7 +238,7 @@ def _name_properties(schema: Schema, names: Mapping[str, Any]) -> None:
 
 
 def _regex(pattern: str) -> tuple[str | None, bool]:
-    """A pattern in llguidance's dialect, and whether it is equivalent; None if nothing of it is left.
+    """A pattern in llguidance's dialect (None if nothing remains), and whether it is equivalent.
 
     Assertions such as look-ahead and edges of words are left out, so the result may allow more.
     """
@@ -272,7 +272,7 @@ def _compiles(pattern: str) -> bool:
 def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[str]) -> list[str]:
     """The keywords in ``sure``, or within them, that a value breaks, with their places in the schema.
 
-    Keywords in ``unsure``, and those that the grammar holds, are left out: the grammar may decide otherwise.
+    Keywords in ``unsure`` and keywords of the grammar are left out, because the grammar may decide otherwise.
     """
     from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, validators
     from referencing.jsonschema import EMPTY_REGISTRY  # nothing is fetched

@@ -81,8 +81,8 @@ class Ahead(Source):
     def _read_on(self, draft: Draft, limit: int) -> Iterator[float]:
         """Read what the model would write behind its ``draft``, one token a step, as far as drafts may go.
 
-        Yields before each step the probability that the token is needed: that the whole draft is accepted,
-        and that the target adds the token that the model would write.
+        Before each step it yields the probability that the step's token is needed: all drafted tokens are
+        accepted, and the target's own next token is the model's.
         """
         calibration = self._model.calibration
         accepted, added, survival = prod(draft.confidence), calibration.typical, 1.0

@@ -36,7 +36,7 @@ class Custom(Source):
         self.draft = Draft(ids, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
-        """Judge all proposals, also those that were not verified."""
+        """Judge all proposals, even if they were not verified."""
         self._calibration.judge(self._proposed, step.judged)
         self._proposed = []
         self._drafter.observe(step)

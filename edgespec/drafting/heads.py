@@ -99,7 +99,7 @@ class Unread:
     Attributes:
         length: of the committed text, in tokens.
         held: how many of them the head's cache holds.
-        count: how many of them are unread behind these, but for the last one, which has no features yet.
+        count: how many of them are unread. The last token does not count, because it has no features yet.
     """
 
     def __init__(self, session: Session, length: int) -> None:

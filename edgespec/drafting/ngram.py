@@ -177,7 +177,7 @@ class ContextTree:
 
 
 class NgramDrafter(Extending):
-    """Proposes what followed the longest run of tokens that ends the text and occurred before.
+    """Finds the longest end of the text that occurred before, and proposes the tokens that followed it there.
 
     The rule applies again after every proposed token. So a copy goes on into its own proposals (periodic
     text), and moves to a better occurrence where one appears.

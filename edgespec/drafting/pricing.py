@@ -2,8 +2,8 @@
 
 A round that verifies k proposals commits 1 + sum of the products of acceptance probabilities and costs
 T(k + 1) plus the drafting. The rate (tokens per second) over many rounds is highest if each round takes
-a token exactly when its expected gain exceeds what its time is worth at that rate (renewal-reward;
-Dinkelbach 1967). So one number, the rate, prices every decision.
+a token exactly when its expected gain exceeds its time multiplied by that rate (renewal-reward; Dinkelbach
+1967). So one number, the rate, prices every decision.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -71,7 +71,7 @@ class Pricing:
 
     @property
     def rate(self) -> float:
-        """Tokens per second that time is worth: plain decoding's rate, or that of the rounds if it is higher.
+        """Tokens per second that time is worth: the higher of plain decoding's rate and the rounds' rate.
 
         The rate of rounds is kept as a multiple of plain decoding, because both get slower along a context.
         """
@@ -102,9 +102,9 @@ class Pricing:
         return self._best(accumulate(confidence, mul), seconds_of)
 
     def share(self, confidences: Sequence[Sequence[float]]) -> list[int]:
-        """The number of proposals of each request to verify in a pass of all: the most promising ones.
+        """The number of proposals of each request to verify in a shared pass; the most probable are taken.
 
-        A proposal is never more probable than those before it, so the best of all are beginnings of drafts.
+        A proposal is never more probable than an earlier one, so these are beginnings of the drafts.
         """
         drafts = [list(accumulate(confidence, mul)) for confidence in confidences]
         places = sorted((-survival, at) for at, survivals in enumerate(drafts) for survival in survivals)

@@ -78,11 +78,11 @@ class Chain(ABC):
         """Whether the KV cache has room for ``text``, and ``more`` tokens behind it."""
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
-        """The expected seconds of the pass of :meth:`read`, of which other requests may pay a share."""
+        """The expected seconds of the pass of :meth:`read`. Other requests may share the pass."""
         return self._first.value
 
     def seconds_of_step(self, token: int) -> float:
-        """The expected seconds of the pass of :meth:`step`, of which other requests may pay a share."""
+        """The expected seconds of the pass of :meth:`step`. Other requests may share the pass."""
         return self._step.value
 
     def idle(self) -> None:
@@ -220,7 +220,7 @@ class Reader(Chain):
         self._ask(piece, is_last=not self._unread)
 
     def _ask(self, tokens: Sequence[int], *, is_last: bool) -> None:
-        """Have these tokens read and, if they end the text, the guesses that follow them."""
+        """Ask for a pass over these tokens and, if they end the text, over guesses of the next ones."""
         guesses = list[Follower]()
         if is_last and len(tokens) <= _FEW:
             model, undone = self._session.model, self._session.model.places.undone

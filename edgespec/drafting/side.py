@@ -106,9 +106,9 @@ class DrafterSide:
     ) -> tuple[Source | None, Observer | None]:
         """The source of a new request, if its answer may be long enough, and what teaches the drafter.
 
-        ``prompt`` is ``tokens`` as the drafter is to read them, with the first of ``sessions``; the others
-        are those of requests that are being answered. ``target`` is the target's; ``target_end`` is its token
-        to propose where the drafter ends the text. ``remarks`` receive how much was read ahead.
+        ``prompt`` is ``tokens`` as the drafter reads them. It reads with the first of ``sessions``; the other
+        sessions belong to running requests. ``target`` is the target's; ``target_end`` is its token to
+        propose where the drafter ends the text. ``remarks`` receive how much was read ahead.
         """
         session, others = sessions
         if self.bundle.config.is_head:

@@ -1,4 +1,4 @@
-"""Proposals from the user's earlier answers, alone and together with those of the text."""
+"""Proposals from the user's earlier answers, alone and together with proposals from the text."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ class HistoryDrafter:
 
 
 class BestOf:
-    """The draft of ``near``, extended by ``far``, or that of ``far`` alone: whichever promises more tokens.
+    """The draft of ``near`` extended by ``far``, or the draft of ``far``: the one that promises more tokens.
 
     Both draft deterministically: ``near`` from the text, ``far`` from earlier answers.
     """

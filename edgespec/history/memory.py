@@ -161,7 +161,7 @@ class Change:
 
 @dataclass(slots=True)
 class Delta:
-    """The changes since the last one was stored. Those of several processes add up.
+    """The changes since the last store. Changes of several processes add up.
 
     ``changes`` are by digest of the passage, ``verdicts`` (right, judged) by class of match. With ``anew``
     earlier verdicts are dropped, because they misled.

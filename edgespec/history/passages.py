@@ -137,7 +137,7 @@ class Tally:
     judged: float = 0.0
 
     def add(self, right: float, judged: float) -> None:
-        """Add ``judged`` verdicts, of which ``right`` were in favour."""
+        """Add ``judged`` verdicts; ``right`` of them are in favour."""
         keep = (1.0 - 1.0 / CLASS_MEMORY) ** judged
         self.right = keep * self.right + right
         self.judged = keep * self.judged + judged

@@ -30,7 +30,7 @@ MAX_TOKENS: Final = 262_144
 MAX_BYTES: Final = 64 * 2**20
 """The most bytes of the file."""
 MOST_DRAFTERS: Final = 4
-"""The most corrections of one scope. Those of the drafters used last stay."""
+"""The most corrections of one scope. The corrections of the drafters that were used last stay."""
 _MOST_TABLE_BYTES: Final = 4 << 20  # of a correction's table, header included
 _ROOM: Final = 7 / 8  # the share that stays when a bound is exceeded
 

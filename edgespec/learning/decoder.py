@@ -1,4 +1,4 @@
-"""A drafter in NumPy: its loss on a text, and the gradient of that by the gains of its normalizations.
+"""A drafter in NumPy: its loss on a text, and the loss's gradient by the gains of its normalizations.
 
 Forward and backward through the layers of :class:`edgespec_models.bundles.layers.Decoder`, over the
 bundle's own weights. A layer's matrices are unpacked when they are needed and a layer's values are computed

@@ -1,7 +1,7 @@
 """The operations of a decoder layer and their derivatives, in float32.
 
 An operation returns its result and the way back: a function that takes the derivative of the loss by the
-result and returns that by what went in.
+result, and returns the derivative by the operation's inputs.
 """
 
 from collections.abc import Callable

@@ -22,9 +22,9 @@ class Trainer:
     Between two layers of a pass it looks whether a request has begun, and waits for its end. An error ends
     training, not the program: it is reported.
 
-    ``begin`` makes the tuning, in the thread. ``share`` is of the time, the most that training takes, above
-    0. ``busy`` are requests that run. ``problem`` says why nothing is learned;
-    ``undone``, how often what was learned was put back.
+    ``begin`` makes the tuning, in the thread. ``share`` is the largest share of the time that training takes,
+    above 0. ``busy`` are requests that run. ``problem`` says why nothing is learned; ``undone``, how often
+    what was learned was put back.
     """
 
     def __init__(self, begin: Callable[[], Tuning], *, share: float) -> None:

@@ -1,8 +1,8 @@
 """Online distillation: after each answer, the drafter's gains are moved towards what the target wrote.
 
 The loss is ``-log q(token)`` of every committed token (OmniDraft, arXiv 2507.02659, its second term; Online
-Speculative Decoding, arXiv 2310.07177). Committed tokens are the target's own choices or samples, so on the
-average the gradient is that of ``KL(p || q)``, and nothing of the target's need be kept. The step is Adam's
+Speculative Decoding, arXiv 2310.07177). Committed tokens are the target's own choices or samples, so the mean
+gradient is the gradient of ``KL(p || q)``, and the target's predictions need not be kept. The step is Adam's
 (Kingma and Ba 2015), one for each text.
 """
 

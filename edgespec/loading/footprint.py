@@ -17,8 +17,9 @@ from edgespec_runtimes.session import KV_STEP
 State = Literal["here", "to be exported", "to be pulled"]
 
 Verdict = Literal["fits", "from disk", "no"]
-"""``fits``: everything fits. ``from disk``: everything but the weights fits, some of which each pass then
-reads from the disk, slowly. ``no``: not even that fits."""
+"""``fits``: everything fits. ``from disk``: everything but the weights fits, so each pass reads some weights
+from the disk, slowly. ``no``: the rest does not fit either.
+"""
 
 _STEPS: Final = 16
 _TEXT: Final = 8192  # tokens of the text that copied weights leave room for
@@ -85,11 +86,11 @@ class Footprint:
         name: The model's name.
         state: ``here``, ``to be exported`` or ``to be pulled``.
         weights_bytes: Bytes of the weights that a pass reads.
-        expert_bytes: Bytes of these that belong to experts, of which each row uses a few.
+        expert_bytes: Bytes of the experts among the weights. Each row uses a few experts.
         mapped: Whether weights may stay in their file, from which the system reads them piece by piece. Other
             weights are copied at load.
-        table_bytes: Bytes of tables of which a pass reads a few rows. They stay in their file.
-        working_bytes: Bytes of the tokenizer and of what passes compute in.
+        table_bytes: Bytes of tables. A pass reads a few of their rows, and they stay in their file.
+        working_bytes: Bytes of the tokenizer and of the buffers of passes.
         cache: The KV cache.
         experts_used: The share of a layer's experts that a row uses.
         download_bytes: Bytes to download before the model can be opened.

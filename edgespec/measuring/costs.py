@@ -2,8 +2,8 @@
 
 A pass over n rows reads every weight once and multiplies each n times, so it takes at least
 ``max(bytes / bandwidth, 2 * weights * n / peak)`` (Williams et al. 2009, "Roofline"). Bandwidth is what numpy
-reads with as many threads. The peak is not the processor's on paper: it is the best that these kernels
-reached over wide passes, which is what a wider pass can hope for.
+reads with as many threads. The peak is not the processor's on paper, but the best that these kernels reached
+over wide passes.
 """
 
 from collections.abc import Sequence
@@ -51,9 +51,9 @@ def draft_gain(curve: CostCurve, acceptance: float, longest: int) -> dict[str, A
 class Costs:
     """T(n) of a model and its bounds.
 
-    ``remembered`` says whether the curve is an earlier one, checked, or was measured now. ``bandwidth`` are
-    bytes a second that memory delivers to as many threads: what numpy reads, or what passes do if that is
-    more (weights that fit into a cache).
+    ``remembered`` says whether the curve was measured earlier and checked now, or measured now. ``bandwidth``
+    is the bytes a second that memory delivers to as many threads. It is numpy's figure, or the passes' figure
+    if that is higher because the weights fit into a cache.
     """
 
     bundle: Bundle

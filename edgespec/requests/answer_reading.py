@@ -105,10 +105,10 @@ class TextStream:
     >>> stream = TextStream(tokenizer, stop=["\\n\\n"])
     >>> shown = stream.push(tokens) + stream.finish()
 
-    The joined pieces equal ``tokenizer.decode`` of all tokens, up to the first stop string. That is the one
-    that is completed first, and the longest of those that the same byte completes; how tokens are grouped
-    into pushes does not matter. Special tokens give no text, except those in ``spelled``, but they complete
-    stop strings that end with their text. Push committed tokens only: returned text is never taken back.
+    The joined pieces equal ``tokenizer.decode`` of all tokens, up to the first stop string. First means
+    completed first; if a byte completes several, the longest counts. How tokens are grouped into pushes does
+    not matter. Special tokens give no text, except those in ``spelled``, but they complete stop strings that
+    end with their text. Push committed tokens only: returned text is never taken back.
     """
 
     def __init__(

@@ -194,7 +194,7 @@ class _Block:
 
     @property
     def certain(self) -> list[_Call]:
-        """The calls whose arguments have begun. Those of a program count once it is certain to be one."""
+        """The calls whose arguments have begun. Calls in a program count once it certainly is a program."""
         calls = self._calls if self.tag != "<code>" or self.settled else []
         return [call for call in calls if call.name and call.text]
 

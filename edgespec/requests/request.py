@@ -213,7 +213,7 @@ class Request:
 
 
 def _by_own_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Options whose second names and short forms are replaced by those of :class:`Request`."""
+    """Options with second names and short forms replaced by the names and forms of :class:`Request`."""
     if "max_tokens" in options:
         limit = options.pop("max_tokens")
         if options.setdefault("max_new_tokens", limit) != limit:
@@ -275,7 +275,7 @@ class Hole:
 
     @property
     def ends_line(self) -> bool:
-        """Whether text stands on both sides of the cursor on its line, the end of which ends the fill."""
+        """Whether the end of the line ends the fill: text stands on both sides of the cursor on its line."""
         return bool(self.line and self.suffix.partition("\n")[0].strip())
 
 

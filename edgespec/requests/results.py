@@ -265,7 +265,7 @@ class Generation:
     def message(self) -> dict[str, Any]:
         """The answer as a message for the conversation's next request.
 
-        Chat templates show the thoughts that the model expects to see again, which often are none.
+        It has the thoughts; chat templates leave out thoughts that the model does not expect to see again.
         """
         thoughts = {"reasoning_content": self.reasoning} if self.reasoning else {}
         calls = {"tool_calls": [call.to_message() for call in self.tool_calls]} if self.tool_calls else {}
@@ -286,7 +286,7 @@ def token_records(step: Step) -> tuple[TokenRecord, ...]:
 
 
 def statistics(steps: Sequence[Step], remarks: Remarks) -> GenerationStats:
-    """The statistics of a request's rounds, without those of its prompt and its total time.
+    """The statistics of a request's rounds, without the prompt and the total time.
 
     The first round belongs to the reading of the prompt, and does not count as decoding.
     """

@@ -54,7 +54,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 def must_call(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any]
 ) -> Sequence[Mapping[str, Any]]:
-    """The tools of which ``choice`` requires one to be called; both have the form of OpenAI's chat API."""
+    """The tools that fit ``choice`` if it requires a call; both have the form of OpenAI's chat API."""
     if choice in ("auto", "none"):
         return ()
     function = choice.get("function") if isinstance(choice, Mapping) else None

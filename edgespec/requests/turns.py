@@ -67,7 +67,7 @@ def _running(tickets: Sequence[Ticket]) -> Running:
 
 
 def _go_on(ticket: Ticket, tickets: Sequence[Ticket], begin: Begin) -> None:
-    """Begin a new request, unless it is to wait for what others read; end one that is to end."""
+    """Begin a new request, unless it waits for tokens that another reads; end a request that must end."""
     if ticket.decoding is None:
         if _is_being_read(ticket, [decoding for _, decoding in _running(tickets)]):
             if ticket.reason_to_end() is not None:

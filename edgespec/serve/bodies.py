@@ -1,8 +1,8 @@
 """Requests' bodies: JSON of bounded size that arrives in bounded time, in OpenAI's words and in edgespec's.
 
 Unknown fields are refused, and so are fields that would change the answer in a way that edgespec lacks. So no
-client relies on an effect that is missing. Fields that cannot change an answer are accepted and logged: those
-of the type :data:`typing.Any`, and any whose name says so. docs/server.md has the table.
+client relies on an effect that is missing. Fields that cannot change an answer are accepted and logged:
+fields of the type :data:`typing.Any`, and fields whose names say so. docs/server.md has the table.
 """
 
 import asyncio

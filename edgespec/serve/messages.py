@@ -117,7 +117,7 @@ class MessagesBody(Body):
         return {"may_think": self.thinking.type != "enabled", "words": words}
 
     def chat_messages(self) -> list[Json]:
-        """The system's text and the messages, as those of a chat."""
+        """The system's text and the messages, as messages of a chat."""
         system = text_of(self.system, "system", ("text",))
         messages: list[Json] = [{"role": "system", "content": system}] if system else []
         for at in self._order():
@@ -214,7 +214,7 @@ class MessageReply(BlockReply):
 
 
 def _prompt_counts(prompt: int, cached: int) -> Json:
-    """Count input tokens like Anthropic, without those that a cache held."""
+    """Count input tokens as Anthropic does, without cached tokens."""
     counts = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
     return {"input_tokens": prompt - cached, **counts}
 

@@ -24,8 +24,8 @@ _LOG = logging.getLogger("edgespec.serve")
 class RequestCount:
     """The figures of one request.
 
-    ``stats`` are those of each answer that ended, ``prompt_tokens`` count texts without answers. ``left``
-    says whether the client left first.
+    ``stats`` has the statistics of each answer that ended; ``prompt_tokens`` counts texts without answers.
+    ``left`` says whether the client left first.
     """
 
     tokens: int = 0

@@ -58,8 +58,8 @@ def with_rows(table: Json, name: str, rows: Iterable[object]) -> str:
 class Reply(ABC):
     """One reply in the form of an endpoint, whole or as events.
 
-    ``plain_tokens_per_s`` is the model's speed without speculation. ``prompt`` of a stream has the number of
-    tokens of the prompt, and of those that a cache held.
+    ``plain_tokens_per_s`` is the model's speed without speculation. ``prompt`` of a stream has the numbers of
+    the prompt's tokens and of its cached tokens.
     """
 
     done: ClassVar[str] = ""  # what ends a stream

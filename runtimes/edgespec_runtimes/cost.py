@@ -66,7 +66,7 @@ class CostCurve:
     Attention makes a pass longer along a context: by ``context_s`` for each token that a layer attends to,
     and by ``row_context_s`` for each such token and row. Both are 0 if they were not measured.
 
-    Of a mixture of experts the points are of rows with the overlap that ``experts`` has; else None.
+    ``experts`` has the costs of a mixture of experts, whose points were measured at its overlap; else None.
     """
 
     seconds_by_rows: Mapping[int, float]

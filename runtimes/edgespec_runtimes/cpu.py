@@ -69,8 +69,8 @@ class CpuOptions(Checked):
         huge_pages: weights of edgespec's own graphs are copied into huge pages when they are loaded (Linux),
             which makes passes a tenth faster. Otherwise they stay mapped: loading only opens a file, and
             processes share them.
-        copied_bytes: bytes of weights that are copied, if memory has no room for all: of those that every
-            pass reads. The others stay mapped, and passes ask the disk for them ahead. None copies all.
+        copied_bytes: bytes of weights to copy if memory has no room for all. Only weights that every pass
+            reads are copied. The others stay mapped, and passes ask the disk for them ahead. None copies all.
         low_priority: passes give way to other programs. They run in threads of their own, because on Linux a
             thread cannot raise its priority again.
         keep_memory: memory that a pass has freed is kept for the next. Faster; turn it off for a few passes
@@ -244,8 +244,8 @@ def register_operators(
 
     ``instructions`` are one of :data:`INSTRUCTIONS`; empty takes the best that the processor has. All compute
     the same bits. ``threads`` threads share a pass, and with ``spinning`` wait busily for a moment.
-    ``huge_pages`` copies weights into huge pages, if the system has them: all, or ``copied_bytes`` of those
-    that every pass reads.
+    ``huge_pages`` copies weights into huge pages, if the system has them: all, or ``copied_bytes`` of the
+    weights that every pass reads.
 
     Raises:
         DeviceError: the library is missing or cannot be loaded, or the processor lacks the instructions.

@@ -107,7 +107,7 @@ def _register(module: str) -> str | None:
 
 
 class _Others(StringIO):
-    """A stream that drops this thread's output and passes that of other threads to ``out``."""
+    """A stream that drops this thread's output, and passes the output of other threads to ``out``."""
 
     def __init__(self, out: TextIO | None) -> None:
         super().__init__()

@@ -4,8 +4,8 @@ Results are fetched when they are read: a device that finds the most likely colu
 logits to the host only if they are read.
 
 A target returns its *features*: the residual streams that enter some of its layers, side by side, or the one
-that leaves the last. A head, which drafts from them (arXiv 2503.01840, 2412.19437), reads, beside each token,
-the features of the token before it or, behind its own drafts, the *state* that it wrote there itself. In a
+that leaves the last. A head drafts from features (arXiv 2503.01840, 2412.19437). With each token it reads the
+features of the token before. Behind its own drafts it reads the *state* that it returned there instead. In a
 pass tokens with features come first, because graphs of heads need that order.
 """
 

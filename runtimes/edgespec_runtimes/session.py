@@ -27,8 +27,8 @@ class Rows:
 
     ``wanted`` is the number of last tokens whose logits are wanted. A head also reads ``features`` or
     ``states`` of the tokens (:class:`edgespec_models.bundles.graph_contract.Part`). A head without keys and
-    values of its own reads those of ``target``, at the last token there: a row in a pass. Of ``injected``
-    first tokens a head reads the features alone.
+    values reads the cache of ``target``, at its last token, a row in a pass. Of the first ``injected`` tokens
+    a head reads only the features.
     """
 
     session: "Session"
@@ -45,8 +45,8 @@ class LoadedModel(ABC):
 
     Predictions have a column for every row of the LM head: every token, or the tokens a trimmed drafter's
     bundle lists (:attr:`edgespec_models.bundles.bundle.Bundle.head_tokens`). They lie in the model's own
-    buffers: the next pass overwrites them. The defaults below are for models whose cache the host cannot
-    read, whose weights are fixed and whose LM head has every token.
+    buffers: the next pass overwrites them. By default the host cannot read the cache, weights are fixed, and
+    the LM head has every token.
 
     Attributes:
         config: the shape of the decoder.
@@ -62,9 +62,9 @@ class LoadedModel(ABC):
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
         experts_read: the number of different experts that the last pass used, in all layers.
         prepared_s: seconds of the last pass that later passes of its shape do not take.
-        prompt_key: a name of all that the KV cache's bits depend on besides its tokens. Empty if other
-            processes may compute other bits. Weights of :meth:`tune` are not in it: callers of that keep
-            nothing on disk.
+        prompt_key: a name for everything that decides the KV cache's bits, besides its tokens. Empty if other
+            processes may compute other bits. It does not cover weights of :meth:`tune`, so a tuned model's
+            caches stay off the disk.
     """
 
     most_rows: int

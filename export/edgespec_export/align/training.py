@@ -1,8 +1,8 @@
 """Training a drafter on its target's answers, in PyTorch; a run that was stopped goes on.
 
 The loss is ``-log q(token)`` of the answers' tokens in the drafter's own vocabulary, so any target can teach
-any drafter. Answers are the target's own, so the mean gradient is that of ``KL(p || q)``. AdamW (Loshchilov
-and Hutter 2019), warm-up and cosine.
+any drafter. Answers are the target's own, so the mean gradient is the gradient of ``KL(p || q)``. AdamW
+(Loshchilov and Hutter 2019), warm-up and cosine.
 """
 
 import hashlib

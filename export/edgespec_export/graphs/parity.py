@@ -162,7 +162,7 @@ def measure_losses(plan: DecoderPlan, checkpoint: Checkpoint, model: ir.Model) -
     """Compare a sample of each matrix, as written in ``model``, with its source, by formats.
 
     Each pair has the ``source`` format and the bundle's ``format``, the number of ``weights``, and their
-    ``relative_error``: root mean square of the differences over that of the weights.
+    ``relative_error``: root mean square of the differences, divided by the root mean square of the weights.
     """
     matrices = stored(plan)[0 if plan.native else 1 :]  # ONNX Runtime's embedding is exact
     totals: dict[tuple[str, str], np.ndarray] = {}

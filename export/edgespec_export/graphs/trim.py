@@ -55,7 +55,7 @@ class TrimChoice:
         coverage: share of the drafter's tokens of held-out target text that it can still write.
         acceptance: share of those tokens that are its first guess, given the text before.
         step_ms: milliseconds of a drafter step.
-        relative_tokens_per_second: its expected speed over that of the whole vocabulary.
+        relative_tokens_per_second: its expected speed, divided by the speed with the whole vocabulary.
     """
 
     rows: int
@@ -177,7 +177,7 @@ def keep_frequent(
 
 
 def _best(choices: Sequence[TrimChoice]) -> TrimChoice:
-    """The choice with most rows among those that promise nearly as much as the best."""
+    """The choice with most rows that promises nearly as many tokens a second as the best."""
     enough = _NEARLY * max(choice.relative_tokens_per_second for choice in choices)
     near = (choice for choice in choices if choice.relative_tokens_per_second >= enough)
     return max(near, key=lambda choice: choice.rows)

@@ -65,8 +65,8 @@ class _Assistant(Head):
     ) -> None:
         """Take the target's embedding and last norm, and check all.
 
-        ``own`` is the decoder of its layers, for a target of this width. ``clusters`` are the number of
-        clusters and of those that a step reads; ``tokens`` lists their tokens, cluster by cluster.
+        ``own`` is the decoder of its layers, for a target of this width. ``clusters`` has the number of
+        clusters and how many of them a step reads; ``tokens`` lists their tokens, cluster by cluster.
         """
         with naming(self.path.name):
             self.config = _config(own, width, self.base, clusters)

@@ -122,7 +122,7 @@ class _Trained(Head):
 
 
 class GGUFHead(_Trained, GGUFCheckpoint):
-    """A head in a GGUF file; ``names`` are those of tensors outside and within layers."""
+    """A head in a GGUF file; ``names`` has the names of tensors outside and within layers."""
 
     kind, names = HEAD, (_GGUF_GLOBAL, _GGUF_LAYER)
 
@@ -171,7 +171,7 @@ def tensors_of(
 ) -> tuple[dict[str, Tensor], npt.NDArray[Any] | None]:
     """The tensors of a directory by edgespec's names, and the whole numbers of the tensor ``listing``.
 
-    ``names`` are those of tensors outside and within layers. UnsupportedModelError names a tensor that no
+    ``names`` has the names of tensors outside and within layers. UnsupportedModelError names a tensor that no
     head of this ``kind`` has.
     """
     numbers, unknown, named = None, [], dict[str, Tensor]()
@@ -206,10 +206,10 @@ def _stored(head: HFCheckpoint, listing: str) -> Iterator[tuple[str, Tensor | np
 def _reading(facts: Facts, target: Checkpoint) -> Family:
     """The family of heads that read ``target`` as ``facts`` say.
 
-    A list of layers at the top names those whose input is read to vLLM, llama.cpp and the ``speculators``
-    package. SGLang reads one in ``eagle_config``, in which a first id of 1 says that layers are named whose
-    output is meant, as SpecForge and ModelOpt train them (sgl-project/sglang, pull request 25454). None
-    stands for EAGLE's own choice.
+    For vLLM, llama.cpp and the ``speculators`` package a list of layers at the top means the inputs of these
+    layers. SGLang reads a list in ``eagle_config``: if its first id is 1, it means the outputs of its layers,
+    as SpecForge and ModelOpt train them (sgl-project/sglang, pull request 25454). Without a list the layers
+    are EAGLE's own choice.
     """
     ids = facts.value(_IDS)
     if ids is None:

@@ -228,7 +228,7 @@ class HFCheckpoint(Checkpoint):
             yield name, shard
 
     def _files_with(self, *others: Path) -> tuple[Path, ...]:
-        """The files of the configuration and the tensors, and those of ``others`` that exist."""
+        """The files of the configuration and the tensors, and the ``others`` that exist."""
         shards = (shard.path for shard in self._shards.values())
         files = (self.path / CONFIG, self.path / INDEX, *shards, *others)
         return tuple(sorted({file for file in files if file.is_file()}))

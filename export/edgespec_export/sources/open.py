@@ -57,7 +57,7 @@ _Opens = Callable[[Path, Checkpoint], Checkpoint]
 
 
 def _class_of(source: Path) -> _Opens:
-    """The class that opens ``source`` as a head; that of an MTP layer for all that is none."""
+    """The class that opens ``source`` as a head. The class of MTP layers opens everything that is no head."""
     if source.is_file():
         with GGUFFile(parts_of(source)[0]) as file:
             architecture = file.metadata.get("general.architecture")

@@ -106,7 +106,7 @@ class Manifest:
         weights: the export's policy, such as ``exact``.
         formats: how many weights got which format.
         bytes_by_class: bytes of ``embedding``, ``attention`` or another mixer, ``mlp``, ``experts``,
-            ``lm_head``, ``other``; of a foreign graph, whose matrices have no such names, ``embedding``,
+            ``lm_head``, ``other``. Matrices of a foreign graph have no such names; it has ``embedding``,
             ``matrices``, ``other``.
         parameters_by_class: weights of the same classes.
         provenance: source file, its sha256, the exporter's version.
@@ -117,8 +117,7 @@ class Manifest:
         activations: the number type of a graph of any shape.
         device: the device of a graph of any shape, if it is not the CPU.
         choices: whether the graph returns the most likely columns.
-        operators: of a graph of any shape: ``edgespec``, its own kernels; ``standard``, those of ONNX
-            Runtime.
+        operators: of a graph of any shape: ``edgespec`` for its own kernels, ``standard`` for ONNX Runtime's.
         embedding: how texts become vectors; None for other models.
     """
 

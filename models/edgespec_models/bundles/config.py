@@ -42,7 +42,7 @@ Context = Annotated[int, within(8, 2**21)]
 AGAIN = "The file is damaged or of another version; export the model again"
 _Factor = Annotated[float, within(above=0)]
 MTP_ROWS: Final = 32_768
-"""Default rows of the LM head of a head that has its target's: those of the most frequent tokens."""
+"""Default number of rows that a head takes from its target's LM head: rows of the most frequent tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class DeltaNet:
     Attributes:
         key_heads: heads of queries and of keys.
         value_heads: heads of values, with a state each; the same number for each key head.
-        key_width: width of a head of keys; ``value_width`` is that of values.
+        key_width: width of a head of keys; ``value_width`` is the width of a head of values.
         tiled: value head h goes with key head ``h % key_heads``; else the value heads of a key head follow
             each other.
     """
@@ -161,7 +161,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts, of which each token uses a few (Shazeer et al. 2017, arXiv 1701.06538).
+    """A mixture of experts; each token uses a few (Shazeer et al. 2017, arXiv 1701.06538).
 
     A router gives each expert a score. The experts with the highest scores are used, of equal ones the first.
     Their outputs are added up, times their weights.
@@ -283,8 +283,8 @@ class ModelConfig(DecoderShape):
             None without one.
         delta: the heads of delta nets; None without one.
         gated_attention: the outputs of heads are multiplied by the sigmoids of gates beside their queries.
-        sinks: heads have scores besides those of tokens, whose shares are lost (Xiao et al. 2024, arXiv
-            2309.17453), and the product behind them has a bias.
+        sinks: each head has a score besides the tokens' scores, and its share is lost (Xiao et al. 2024,
+            arXiv 2309.17453), and the product behind them has a bias.
         experts: the experts that layers have instead of an MLP; None without them.
         activation: activation of the gate.
         embedding_scale: factor on the token embeddings.
@@ -450,15 +450,15 @@ class ModelConfig(DecoderShape):
 
     @property
     def whole_layers(self) -> int:
-        """How many layers, the first ones, compute every row of a pass: keys and values are written there.
+        """The number of first layers that compute every row of a pass, because they write keys and values.
 
-        The others, which read these, need the rows alone whose logits are wanted.
+        Later layers read these, and compute only rows whose logits are wanted.
         """
         return self.num_layers - self.shared_layers
 
     @property
     def late_streams(self) -> range:
-        """The streams, by the layers that they enter, of which passes have rows with logits alone."""
+        """The streams of which a pass computes only rows with logits, by the layer that they enter."""
         return range(self.whole_layers, self.num_layers + 1) if self.shared_layers else range(0)
 
     @property

@@ -94,7 +94,7 @@ ROWS: Final = "logits_rows"
 """The input that names the rows whose logits a graph writes; graphs without it write the logits of all."""
 
 BLOCKS: Final = "blocks"
-"""Graphs with this input have a cache of blocks, of which each sequence has a table."""
+"""Graphs with this input have a cache of blocks. Each sequence has a table of its blocks."""
 
 INPUTS: Final[Mapping[str, Callable[[Pass], npt.ArrayLike]]] = MappingProxyType(
     {

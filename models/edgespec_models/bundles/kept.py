@@ -24,7 +24,7 @@ LOGGED: Final = 16
 BLOCK: Final = 32
 """Tokens of a block."""
 EXTENT: Final = 8
-"""Blocks of which keys, or values, of a head lie together in a pool."""
+"""The number of blocks whose keys of a head lie together in a pool, and likewise their values."""
 _MOST_BYTES: Final = 1 << 30  # of a row or a state; NumPy can count the bytes of any context of such rows
 
 
@@ -99,7 +99,7 @@ def keys_and_values(layer: int, heads: int, width: int, kind: KeptType) -> tuple
 
 
 def last_inputs(layer: int, channels: int, taps: int) -> KeptTensor:
-    """The last inputs of a convolution over tokens: a ring, in which token t is row t modulo the length."""
+    """The last inputs of a convolution over tokens: a ring, where token t has row t modulo the length."""
     return KeptTensor(
         input=f"past_inputs.{layer}",
         output=f"present_inputs.{layer}",

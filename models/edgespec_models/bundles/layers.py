@@ -328,8 +328,8 @@ def rotary_tables(config: ModelConfig, positions: int) -> dict[str, npt.NDArray[
     """Cosines and sines of ``positions`` from 0 on (Su et al. 2021, section 3.4.2), by their names in graphs.
 
     ``rope_cos`` and ``rope_sin``, and where windowed layers have a base of their own ``rope_local_cos`` and
-    ``rope_local_sin``: float32 ``(positions, pairs that turn)`` each. Those of an assistant are from 1 on: it
-    stands at the last token in its target's cache, and its queries are of the token behind.
+    ``rope_local_sin``: float32 ``(positions, pairs that turn)`` each. An assistant's tables begin at position
+    1, because it stands at the last token in its target's cache, and its queries belong to the token behind.
     """
     tables, first = {}, int(config.assistant is not None)
     for name, theta in rotary_thetas(config).items():

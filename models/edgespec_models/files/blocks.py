@@ -43,7 +43,7 @@ UNITS: Final[Mapping[str, float]] = MappingProxyType({"IQ2_XS": 2**-3, "IQ3_XXS"
 """What the scales of a format are multiplied with besides."""
 
 WITHIN: Final[Mapping[str, str]] = MappingProxyType({"IQ2_XXS": "IQ2_XS", "IQ2_S": "IQ2_XS"})
-"""Formats whose blocks are read as those of another, which has the same values."""
+"""Formats whose blocks are read as blocks of another format, which has the same values."""
 
 _IQ2_XXS_GRID: Final = (
     "s;DTc2qJ=l03awL00;m803ZSYC;$Qg0000W000UI0)mJDfG8jW3LpXi2mk<}2mk;I004jh00IC2f+!#YC@25`AOHX$001BW0000003Zke0000000"
@@ -368,7 +368,7 @@ def _places(levels: U8, signs: U8, count: int) -> U8:
 
 
 def _of_seven(bits: npt.NDArray[np.integer[Any]]) -> U8:
-    """Signs of eight weights, of which the last makes the number of those below zero even."""
+    """Signs of eight weights. The last sign makes the number of negative weights even."""
     seven: U8 = bits.astype(np.uint8) & np.uint8(127)
     odd: U8 = np.unpackbits(seven[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & np.uint8(1)
     return seven | odd << np.uint8(7)

@@ -5,24 +5,23 @@ are the next tokens of s sequences, one after the other. The numbers of a sequen
 cache and its new tokens. Layers at the end that read keys and values of others compute rows with logits
 alone; ``wanted_sequences`` has the numbers for these. The cache is a pool of blocks of 32 tokens, float16
 (blocks / 8, kv heads, 256, head_dim); a key cache holds 16 tokens channel by channel. ``blocks`` int64 (b,)
-has the numbers of each sequence's blocks, as many as all its tokens take. Sequences may share blocks, but for
-those that the pass writes. Where layers have states, ``places`` int64 (s, 2) says in which slot those of each
-sequence lie, and behind how many of its tokens (:mod:`edgespec_models.bundles.kept`).
+has the numbers of each sequence's blocks, as many as all its tokens take. Sequences may share blocks that the
+pass only reads. With states, ``places`` int64 (s, 2) has the slot of each sequence's states, and the number
+of tokens that they have read (:mod:`edgespec_models.bundles.kept`).
 
-A row's bits depend neither on the other rows of a pass nor on the processor; but for the columns of
-``context_tokens``, whose product is ONNX Runtime's. The residual stream that enters a layer, or leaves the
-last, is the value that :func:`stream_name` says.
+A row's bits depend neither on the other rows of a pass nor on the processor, except in the columns of
+``context_tokens``: ONNX Runtime computes these. The residual stream that enters a layer, or leaves the last,
+is the value that :func:`stream_name` says.
 
 A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
 width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
-hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits. One
-that attends to its target's keys and values
-(:class:`~edgespec_models.bundles.config.Assistant`) has those of two layers of the target as inputs, and its
-states are as wide as the target.
+hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits. An
+assistant (:class:`~edgespec_models.bundles.config.Assistant`) attends to keys and values of two layers of its
+target, which are inputs. Its states are as wide as the target.
 
 A head that drafts blocks (:class:`~edgespec_models.bundles.config.Block`) takes ``features`` and
-``injected_rows`` int64 (s): of so many first tokens of each sequence it reads the features alone, and
-``input_ids`` are the others. It has no states.
+``injected_rows`` int64 (s), the number of first tokens of each sequence of which it reads only the features;
+``input_ids`` are the tokens behind them. It has no states.
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
@@ -473,7 +472,7 @@ class _NativeAssistant(_NativeDecoder):
         return self.linear(x, "next_state", gain="final_norm"), self.config.feature_width
 
     def lm_head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
-        """Logits of the tokens of a few clusters; those of the others are the least that there are."""
+        """Logits of the tokens of a few clusters. Other tokens have the lowest possible logit."""
         config, (part,) = self.config, self.plan.linears["lm_head"].parts
         assistant = config.assistant
         if assistant is None or not assistant.clusters:

@@ -1,9 +1,9 @@
 """Chat templates: Jinja source from a model file, rendered in a sandbox.
 
 A template is code of the model file's author. Jinja's sandbox keeps it from reaching Python: no private
-attributes, no imports, no changes to the messages; :mod:`template_sandbox` bounds its time and memory. The
-environment is the one templates are written for, that of the ``transformers`` library ("Chat templates" in
-its documentation).
+attributes, no imports, no changes to the messages; :mod:`template_sandbox` bounds its time and memory.
+The environment is the same as in the ``transformers`` library ("Chat templates" in its documentation),
+because templates are written for it.
 """
 
 import json

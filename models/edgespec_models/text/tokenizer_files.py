@@ -41,7 +41,7 @@ _LOG = logging.getLogger("edgespec")
 
 
 def control_texts(sources: Mapping[str, str]) -> frozenset[str]:
-    """Texts that are control tokens in every file: known ones around turns, and those of its templates."""
+    """Texts that are control tokens in every file: known marks of turns, and marks in its templates."""
     return _KNOWN.union(_BEGINS, written_marks(sources))
 
 
