@@ -9,9 +9,6 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-import edgespec
-from edgespec import LoadOptions
-from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
@@ -20,7 +17,6 @@ from edgespec_models.files.blocks import F32
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import Tensors, config_of, weights, write_checkpoint, write_safetensors
-from tests.kit.native import tiny_native
 
 GATE, UP, DOWN = (f"blk.0.ffn_{name}_exps" for name in ("gate", "up", "down"))
 
@@ -231,25 +227,3 @@ def test_directories_that_contradict_themselves_are_named(
 ) -> None:
     with pytest.raises(ModelFileError, match=words):
         HFCheckpoint(directory(tmp_path / "m", case, change))
-
-
-@pytest.mark.parametrize("case", ["qwen35_moe", "gpt_oss"])
-def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None:
-    """Greedy and seeded, by n-grams of a text that repeats itself, and by a model of another vocabulary."""
-    export_model(gguf_of(case, "Q8_0").write(tmp_path / "m.gguf"), tmp_path / "bundle")
-    drafters = None, "ngram", tiny_native(tmp_path / "drafter", role="drafter").path
-    prompt, texts, drafted = "one two one two one two one two", list[list[str]](), 0
-    for drafter in drafters:
-        with edgespec.load(tmp_path / "bundle", drafter, options=LoadOptions(threads=1)) as model:
-            asked: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}]
-            answers = [model.generate(prompt, max_new_tokens=40, stop_at_eos=False, **more) for more in asked]
-        texts.append([answer.text for answer in answers])
-        drafted += sum(answer.stats.drafted for answer in answers)
-    assert texts[0] == texts[1] == texts[2] and drafted > 0
-
-
-@pytest.mark.parametrize("options", [ExportOptions(weights="portable"), ExportOptions(device="cuda")])
-def test_other_backends_refuse_experts_by_name(tmp_path: Path, options: ExportOptions) -> None:
-    source = gguf_of("qwen3_moe", "Q8_0").write(tmp_path / "m.gguf")
-    with pytest.raises(UnsupportedModelError, match=r"layers\.0 of this qwen3 model is experts"):
-        export_model(source, tmp_path / "out", options=options)

@@ -40,7 +40,6 @@ from tests.kit.hf import (
     write_safetensors,
     write_with_eyes,
 )
-from tests.kit.native import tiny_native
 from tests.kit.tokenizers import byte_level_json
 
 ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 33])
@@ -143,47 +142,6 @@ def test_the_first_files_of_gemma_2_do_not_state_its_caps_and_window(tmp_path: P
     assert read_config(largest).attention_scale == 0.25
 
 
-CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"attention.shared_kv_layers": 4}, "layer 2 reads the keys and values .* sees the whole context"),
-    ({"attention.shared_kv_layers": 6}, "shared_layers is 6 of 6 layers"),
-    ({"attention.shared_kv_layers": 2}, r"lacks a tensor for layers\.3\.k"),
-    ({"feed_forward_length": [96] * 5}, "feed_forward_length is .*, not a list of 6 numbers|mlp_widths"),
-    ({"feed_forward_length": [96] * 6}, r"ffn_gate.*shape \(192, 64\)"),
-    ({"attention.head_count_kv": [2, 2, 1, 2, 2]}, "head_count_kv has 5 entries for 6 layers"),
-    ({"attention.head_count_kv": [2, 1, 2, 2, 2, 2]}, r"head_count_kv has \['1', '2'\] .* with a window"),
-    ({"attention.head_count_kv": [3, 3, 2, 3, 3, 2]}, "4 query heads cannot share 3"),
-    (
-        {"attention.sliding_window_pattern": [True] * 5},
-        "sliding_window_pattern must have an entry for each of 6 layers",
-    ),
-    ({"attention.sliding_window_pattern": [True, False] * 3}, "shape|lacks a tensor"),
-    ({"attention.key_length_swa": None}, "key_length_swa"),
-    ({"attention.key_length_swa": 15, "attention.value_length_swa": 15}, "swa is 16|head_dim is 15"),
-    ({"attention.value_length": 16}, "value_length is 16; allowed: 32"),
-    ({"rope.dimension_count_swa": 8}, "dimension_count_swa is 8; allowed: 16"),
-    ({"embedding_length_per_layer_input": 64}, "shape"),
-    ({"embedding_length_per_layer_input": 0}, "has tensors that a gemma4 model does not have"),
-    ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not positive"),
-    ({"block_count": 7}, "sliding_window_pattern must have an entry for each of 7 layers"),
-    ({"expert_count": 8}, r"lacks 'expert_used_count'"),
-    ({"expert_count": 8, "expert_used_count": 2}, r"lacks a tensor for layers\.0\.router"),
-]
-
-
-@pytest.mark.parametrize(("changed", "words"), CONTRADICTIONS)
-def test_keys_that_contradict_each_other_are_named(
-    tmp_path: Path, changed: dict[str, Any], words: str
-) -> None:
-    model = gguf_of("gemma4")
-    for key, value in changed.items():
-        model.metadata[f"gemma4.{key}"] = value
-        if value is None:
-            del model.metadata[f"gemma4.{key}"]
-    with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
-        export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_values_that_some_layers_lack_are_named(tmp_path: Path) -> None:
     model = gguf_of("gemma4_tied")
     model.tensors["blk.2.attn_v.weight"] = model.tensors["blk.2.attn_k.weight"]
@@ -211,22 +169,6 @@ def test_values_that_some_layers_lack_are_named(tmp_path: Path) -> None:
 def test_directories_that_contradict_themselves(changed: dict[str, Any], words: str) -> None:
     with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
         read_config(Facts({**config_of("gemma4"), **changed}, "c"))
-
-
-REFUSED = {
-    "gemma4": "this gemma4 model has shared_layers, which",
-    "gemma4_moe": r"layers\.0 of this gemma4 model is experts, which",
-    "gemma2": "this gemma2 model has attention_cap, which",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("options", [ExportOptions(weights="portable"), ExportOptions(device="cuda")])
-def test_other_backends_refuse_by_name(tmp_path: Path, options: ExportOptions, case: str) -> None:
-    source = gguf_of(case, "Q8_0").write(tmp_path / "m.gguf")
-    with pytest.raises(UnsupportedModelError, match=REFUSED[case]):
-        export_model(source, tmp_path / "out", options=options)
-    assert not (tmp_path / "out").exists()
 
 
 def test_tables_are_no_part_of_a_pass(tmp_path: Path) -> None:
@@ -310,28 +252,6 @@ def test_a_head_cannot_read_layers_of_both_kinds(tmp_path: Path) -> None:
 
 
 # ---- Text --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8, "seed": 3}])
-def test_drafts_do_not_change_what_is_written(bundle: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
-    """By n-grams of a text that repeats itself, and by a model of another vocabulary."""
-    prompt, answers = "one two one two one two one two", []
-    other = tiny_native(tmp_path / "drafter", role="drafter").path
-    for drafter in (None, "ngram", other):
-        with edgespec.load(bundle, drafter, options=LoadOptions(threads=1)) as model:
-            answers.append(model.generate(prompt, max_new_tokens=40, stop_at_eos=False, **asked))
-    assert answers[0].stats.new_tokens == 40
-    assert answers[0].text == answers[1].text == answers[2].text
-
-
-def test_a_conversation_that_goes_on_or_turns_back_is_as_if_read_alone(bundle: Path) -> None:
-    first = "one two three four five six seven"
-    prompts = (first, f"{first} eight nine", "one two three zero", first[:9], first)
-    with edgespec.load(bundle, "ngram", options=LoadOptions(threads=1, parallel=2)) as model:
-        answers = [model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text for prompt in prompts]
-    for prompt, answer in {*zip(prompts, answers, strict=True)}:
-        with edgespec.load(bundle, None, options=LoadOptions(threads=1)) as model:
-            assert model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text == answer
 
 
 def test_a_gemma_4_drafts_for_another_model(bundle: Path, tmp_path: Path) -> None:

@@ -131,11 +131,17 @@ _KEYS = {
 }
 
 
-def gguf_of(case: str, kind: str = "F32") -> TinyGGUF:
-    """The file of ``case``, its matrices in F32 or, with the same values, Q8_0."""
+def gguf_of(case: str, kind: str = "F32", **changed: Any) -> TinyGGUF:
+    """The file of ``case``, its matrices in F32 or, with the same values, Q8_0.
+
+    Keys of the architecture in ``changed`` have other values, and are absent where these are None.
+    """
     config = config_of(case)
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    return converted(name, config, weights(config), kind)
+    model = converted(name, config, weights(config), kind)
+    facts = {**model.metadata, **{f"{name}.{key}": value for key, value in changed.items()}}
+    model.metadata = {key: value for key, value in facts.items() if value is not None}
+    return model
 
 
 def converted(

@@ -1,0 +1,126 @@
+"""Families whose layers are special: files that contradict themselves, other backends, and texts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import LoadOptions
+from edgespec_export.export import ExportOptions, export_model
+from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from tests.kit.drafters import draft_eagerly
+from tests.kit.gguf_cases import gguf_of
+from tests.kit.native import tiny_native
+
+CASES = ("gemma2", "gemma4", "gemma4_tied", "gemma4_moe", "gpt_oss", "qwen35", "qwen35_moe")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    export_model(gguf_of(request.param, "Q8_0").write(folder / "m.gguf"), folder / "bundle")
+    return folder / "bundle"
+
+
+GEMMA4: list[tuple[dict[str, Any], str]] = [
+    ({"attention.shared_kv_layers": 4}, "layer 2 reads the keys and values .* sees the whole context"),
+    ({"attention.shared_kv_layers": 6}, "shared_layers is 6 of 6 layers"),
+    ({"attention.shared_kv_layers": 2}, r"lacks a tensor for layers\.3\.k"),
+    ({"feed_forward_length": [96] * 5}, "feed_forward_length is .*, not a list of 6 numbers|mlp_widths"),
+    ({"feed_forward_length": [96] * 6}, r"ffn_gate.*shape \(192, 64\)"),
+    ({"attention.head_count_kv": [2, 2, 1, 2, 2]}, "head_count_kv has 5 entries for 6 layers"),
+    ({"attention.head_count_kv": [2, 1, 2, 2, 2, 2]}, r"head_count_kv has \['1', '2'\] .* with a window"),
+    ({"attention.head_count_kv": [3, 3, 2, 3, 3, 2]}, "4 query heads cannot share 3"),
+    (
+        {"attention.sliding_window_pattern": [True] * 5},
+        "sliding_window_pattern must have an entry for each of 6 layers",
+    ),
+    ({"attention.sliding_window_pattern": [True, False] * 3}, "shape|lacks a tensor"),
+    ({"attention.key_length_swa": None}, "key_length_swa"),
+    ({"attention.key_length_swa": 15, "attention.value_length_swa": 15}, "swa is 16|head_dim is 15"),
+    ({"attention.value_length": 16}, "value_length is 16; allowed: 32"),
+    ({"rope.dimension_count_swa": 8}, "dimension_count_swa is 8; allowed: 16"),
+    ({"embedding_length_per_layer_input": 64}, "shape"),
+    ({"embedding_length_per_layer_input": 0}, "has tensors that a gemma4 model does not have"),
+    ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not positive"),
+    ({"block_count": 7}, "sliding_window_pattern must have an entry for each of 7 layers"),
+    ({"expert_count": 8}, r"lacks 'expert_used_count'"),
+    ({"expert_count": 8, "expert_used_count": 2}, r"lacks a tensor for layers\.0\.router"),
+]
+QWEN35: list[tuple[dict[str, Any], str]] = [
+    ({"full_attention_interval": 2}, "delta_qkv|lacks a tensor"),
+    ({"full_attention_interval": 0}, "full_attention_interval is 0"),
+    ({"attention.recurrent_layers": [True, False, True, False]}, "contradict each other"),
+    ({"attention.recurrent_layers": [True, True, True]}, "layer_types must say"),
+    ({"ssm.group_count": 3}, "4 value heads of a delta net cannot share 3 key heads"),
+    ({"ssm.group_count": 0}, "key_heads"),
+    ({"ssm.state_size": 24}, "multiples of 16"),
+    ({"ssm.inner_size": 130}, "inner_size is 130, which 4 heads"),
+    ({"ssm.time_step_rank": 0}, "which 0 heads"),
+    ({"ssm.conv_kernel": 3}, r"conv1d.*shape \(192, 4\)"),
+    ({"ssm.conv_kernel": 1 << 20}, "conv_taps"),
+    ({"ssm.time_step_rank": 2}, "shape"),
+    ({"nextn_predict_layers": 4}, "4 blocks, 4 of them for MTP"),
+    ({"block_count": 5}, "lacks a tensor|layers"),
+    ({"ssm.inner_size": None}, "lacks 'ssm.inner_size'"),
+    ({"ssm.group_count": None}, "lacks 'ssm.group_count'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "words"),
+    [*(("gemma4", *wrong) for wrong in GEMMA4), *(("qwen35", *wrong) for wrong in QWEN35)],
+)
+def test_keys_that_contradict_each_other_are_named(
+    tmp_path: Path, case: str, changed: dict[str, Any], words: str
+) -> None:
+    model = gguf_of(case, **changed)
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "gemma4": "this gemma4 model has shared_layers, which",
+    "gemma4_moe": r"layers\.0 of this gemma4 model is experts, which",
+    "gemma2": "this gemma2 model has attention_cap, which",
+    "qwen3_moe": r"layers\.0 of this qwen3 model is experts",
+    "qwen35": r"layers\.0 of this qwen35 model is delta_net",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("options", [ExportOptions(weights="portable"), ExportOptions(device="cuda")])
+def test_other_backends_refuse_by_name(tmp_path: Path, options: ExportOptions, case: str) -> None:
+    source = gguf_of(case, "Q8_0").write(tmp_path / "m.gguf")
+    with pytest.raises(UnsupportedModelError, match=REFUSED[case]):
+        export_model(source, tmp_path / "out", options=options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_drafts_do_not_change_what_is_written(bundle: Path, tmp_path: Path) -> None:
+    """Greedy and seeded, by n-grams of a text that repeats itself, and by a model of another vocabulary."""
+    prompt, texts, drafted = "one two one two one two one two", list[list[str]](), 0
+    for drafter in (None, "ngram", tiny_native(tmp_path / "drafter", role="drafter").path):
+        with edgespec.load(bundle, drafter, options=LoadOptions(threads=1)) as model:
+            draft_eagerly(model)
+            sampling: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}]
+            answers = [
+                model.generate(prompt, max_new_tokens=40, stop_at_eos=False, **more) for more in sampling
+            ]
+        assert all(answer.stats.new_tokens == 40 for answer in answers)
+        texts.append([answer.text for answer in answers])
+        drafted += sum(answer.stats.drafted for answer in answers)
+    assert texts[0] == texts[1] == texts[2] and drafted > 0
+
+
+def test_a_conversation_that_goes_on_or_turns_back_is_as_if_read_alone(bundle: Path) -> None:
+    """What a session holds of an earlier prompt is of use only as far as its states go back."""
+    first = "one two three four five six seven"
+    prompts = (first, first, f"{first} eight nine", "one two three zero", first[:9], first)
+    with edgespec.load(bundle, "ngram", options=LoadOptions(threads=1, parallel=2)) as model:
+        answers = [model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text for prompt in prompts]
+    for prompt, answer in {*zip(prompts, answers, strict=True)}:
+        with edgespec.load(bundle, None, options=LoadOptions(threads=1)) as model:
+            assert model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text == answer
