@@ -103,7 +103,7 @@ def test_answers_from_elsewhere_are_kept_and_what_does_not_fit_is_left_out(tmp_p
     place = tmp_path / "a.jsonl"
     place.write_text('{"prompt": "a", "text": "b", "more": 1}', encoding="utf-8")  # without a line break
     assert _asked(FakeModel(on_call=refuse), place) == 2
-    assert [each.prompt for each in read_answers(place)][:3] == ["a", "question 0", "question 3"]
+    assert [answer.prompt for answer in read_answers(place)][:3] == ["a", "question 0", "question 3"]
     assert len(read_answers(place)) == len(PROMPTS) - 1
 
 

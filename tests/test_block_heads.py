@@ -279,7 +279,7 @@ def test_a_head_has_its_target(tmp_path: Path, made: Made) -> None:
     file = blocks.target_gguf()
     file.metadata["qwen3.block_count"] = 2
     others = tuple(f"blk.{layer}." for layer in (2, 3, 4))
-    file.tensors = {name: each for name, each in file.tensors.items() if not name.startswith(others)}
+    file.tensors = {name: tensor for name, tensor in file.tensors.items() if not name.startswith(others)}
     export_model(file.write(tmp_path / "other.gguf"), tmp_path / "other")
     with pytest.raises(RequestError, match=r"and 4 layers or more; other has 320, 64 and 2; use the head"):
         edgespec.load(tmp_path / "other", bundle.path)

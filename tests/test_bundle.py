@@ -65,9 +65,9 @@ IMPOSSIBLE: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("name", "value", "said"), IMPOSSIBLE)
-def test_impossible_architecture_facts_are_refused(name: str, value: Any, said: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=said):
+@pytest.mark.parametrize(("name", "value", "message"), IMPOSSIBLE)
+def test_impossible_architecture_facts_are_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
         replace(LLAMA, **{name: value})
 
 

@@ -129,7 +129,7 @@ def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int
     session = _session()
     asked = [Rows(session, [1] * count, min(count, wanted)) for count, wanted in parts]
     shares = step_shares(asked, 2.0)
-    assert sum(each.share_s for each in shares) == pytest.approx(2.0)
+    assert sum(share.share_s for share in shares) == pytest.approx(2.0)
     steps = {
         round(passed.share_s, 9)
         for passed, each in zip(shares, asked, strict=True)

@@ -66,7 +66,7 @@ def test_a_name_that_none_may_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('licence = "MIT"\n', "", "a.toml: licence is missing"),
         ('licence = "MIT"', 'license = "MIT"\nlicence = "MIT"', "a.toml: 'license' is not known"),
@@ -88,9 +88,11 @@ def test_a_name_that_none_may_have(tmp_path: Path) -> None:
         (SOURCES, "sources = []", "of length 1 or more"),
     ],
 )
-def test_a_malformed_file_is_refused_by_name_and_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_malformed_file_is_refused_by_name_and_key(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in GOOD
-    with pytest.raises(CatalogueError, match=said):
+    with pytest.raises(CatalogueError, match=message):
         entries(write(tmp_path, GOOD.replace(old, new, 1)))
 
 

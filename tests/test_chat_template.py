@@ -168,7 +168,7 @@ DEEP = reduce(lambda inner, _: [inner], range(5000), list[Any]())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"enable_thinkng": False}, "does not read enable_thinkng; it reads date, enable_thinking, tools"),
         ({"messages": []}, "does not read messages"),
@@ -181,8 +181,8 @@ DEEP = reduce(lambda inner, _: [inner], range(5000), list[Any]())
     ],
     ids=range(8),
 )
-def test_arguments_that_are_not_taken(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_arguments_that_are_not_taken(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         ChatTemplate(THINKING).render(ASK, arguments)
 
 

@@ -303,7 +303,7 @@ def test_pull_prints_path_and_licence_and_replaces_what_is_damaged(toy: Path, hu
 def test_names_of_the_hub_are_listed() -> None:
     lines = {line.split()[0]: line for line in run("models").stdout.splitlines()}
     assert "about 2.5 GB" in lines["qwen3-4b"] and "about" not in lines["smollm2-135m-instruct"]
-    (model,) = (each for each in json.loads(run("models", "--json").stdout) if each["name"] == "qwen3-4b")
+    (model,) = (entry for entry in json.loads(run("models", "--json").stdout) if entry["name"] == "qwen3-4b")
     assert model["reference"].startswith("hf:") and model["path"] is None
 
 

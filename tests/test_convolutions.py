@@ -182,14 +182,14 @@ def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any])
     prompts = ("one two three " * 6, "one two three " * 6 + "four", "one two three " * 3, "x")
     load = LoadOptions(threads=1, parallel=2)
     with edgespec.load(target, None, options=load) as model:
-        wanted = [facts(model.generate(each, max_new_tokens=48, **options)) for each in prompts]
+        wanted = [facts(model.generate(prompt, max_new_tokens=48, **options)) for prompt in prompts]
     for drafts in ("ngram", alike, bridged):
         with edgespec.load(target, drafts, options=load) as model:
             draft_eagerly(model)
-            answers = [model.generate(each, max_new_tokens=48, **options) for each in prompts]
-            assert [facts(each) for each in answers] == wanted
+            answers = [model.generate(prompt, max_new_tokens=48, **options) for prompt in prompts]
+            assert [facts(answer) for answer in answers] == wanted
             drafted, accepted = (
-                sum(getattr(each.stats, name) for each in answers) for name in ("drafted", "accepted")
+                sum(getattr(answer.stats, name) for answer in answers) for name in ("drafted", "accepted")
             )
             assert drafted > 20 or drafts == "ngram"
             assert options or accepted == drafted or drafts != alike

@@ -126,9 +126,9 @@ def test_weights_are_in_blocks_that_cuda_has_kernels_for(make: Make) -> None:
         for node in nodes
         if node.op_type == "MatMulNBits"
     ]
-    assert {each["bits"] for each in products} == {4, 8}
-    assert {each["block_size"] for each in products} == {32}
-    assert all(each["K"] % 8 == 0 for each in products)
+    assert {product["bits"] for product in products} == {4, 8}
+    assert {product["block_size"] for product in products} == {32}
+    assert all(product["K"] % 8 == 0 for product in products)
     assert set(make("llama", "F32").manifest.formats) == {"float16"}
     gathers = [node for node in nodes if node.op_type == "GatherBlockQuantized"]
     assert all("zero_points" in node.input[3] for node in gathers) and gathers

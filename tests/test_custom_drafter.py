@@ -63,7 +63,7 @@ def test_no_proposal_changes_a_text(given: list[Any], sampled: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("proposal", "said"),
+    ("proposal", "message"),
     [
         ([30], r"Anything.propose returned \[0\] = 30; allowed: token ids, whole numbers from 0 to 29"),
         ([1, -1], r"returned \[1\] = -1"),
@@ -77,8 +77,8 @@ def test_no_proposal_changes_a_text(given: list[Any], sampled: bool) -> None:
         (Draft((1,), confidence=(1.5,)), "the confidence "),
     ],
 )
-def test_what_is_no_proposal_is_an_error(proposal: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_what_is_no_proposal_is_an_error(proposal: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         draft_of(Custom(Anything([proposal]), VOCAB), PROMPT, 8)
 
 

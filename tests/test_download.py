@@ -63,7 +63,7 @@ def test_the_hub_delivers(home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "could not reach the Hugging Face hub (http://127.0.0.1:9: "),
         ({"HF_HUB_OFFLINE": 1}, "switched off (HF_HUB_OFFLINE)"),
@@ -78,7 +78,7 @@ def test_the_hub_delivers(home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch)
     ids=["nobody", "offline", "silent", "stalls", "404", "401", "500", "damaged", "larger"],
 )
 def test_a_hub_that_does_not_deliver_falls_to_the_index(
-    home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], said: str
+    home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
     asked = not any(name.startswith("HF_") for name in changes)
     for name, value in changes.items():
@@ -91,7 +91,7 @@ def test_a_hub_that_does_not_deliver_falls_to_the_index(
     pull(BOTH, notify=lambda text: notes.append((text, time.monotonic() - begun)))
     assert_whole(home)
     ((note, seconds),) = notes
-    assert said in note and note.endswith("; trying the package index")
+    assert message in note and note.endswith("; trying the package index")
     assert seconds < 4 and bool(hub.requests) == asked
 
 
@@ -241,12 +241,12 @@ def test_a_missing_package_names_it_and_keeps_what_came(home: Path, wheels: Path
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "message"),
     [({"toy/other.bin": b""}, "no item named 'toy/0"), ({"toy/0.bin": b"abc"}, "3 bytes, not 120,000")],
 )
-def test_a_wheel_of_another_content_is_refused(wheels: Path, members: dict[str, bytes], said: str) -> None:
+def test_a_wheel_of_another_content_is_refused(wheels: Path, members: dict[str, bytes], message: str) -> None:
     write_wheel(wheels, "toy-part0", members)
-    with pytest.raises(DownloadError, match=rf"the wheel of toy-part0==1\.0 is .*{said}"):
+    with pytest.raises(DownloadError, match=rf"the wheel of toy-part0==1\.0 is .*{message}"):
         pull(FROM_INDEX)
 
 

@@ -252,7 +252,7 @@ def test_numbers_that_are_not_finite_are_no_vector() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "options", "said"),
+    ("texts", "options", "message"),
     [
         ([], {}, "of length 1 or more"),
         (["x", ""], {}, "text 1 is empty; leave it out"),
@@ -264,8 +264,8 @@ def test_numbers_that_are_not_finite_are_no_vector() -> None:
         (["x"], {"timeout": -1}, "timeout is -1"),
     ],
 )
-def test_what_is_wrong_is_said(model: Model, texts: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_what_is_wrong_is_said(model: Model, texts: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         model.embed(texts, **options)
 
 

@@ -61,7 +61,7 @@ def test_a_template_of_no_token_is_a_tokenizer_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "said"),
+    ("error", "kind", "message"),
     [
         *((error, type(error), None) for error in (KeyboardInterrupt(), SystemExit(3), GeneratorExit())),
         (Exception("some failure"), TokenizerError, r"cannot encode the text: some failure\."),
@@ -70,11 +70,11 @@ def test_a_template_of_no_token_is_a_tokenizer_error(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_library_raises_is_an_error_of_ours_but_ctrl_c_and_exits(
-    error: BaseException, kind: type[BaseException], said: str | None
+    error: BaseException, kind: type[BaseException], message: str | None
 ) -> None:
     encoder = Encoder(byte_level_json())
     encoder._plain = Mock(**{"encode_batch_fast.side_effect": error})
-    with pytest.raises(kind, match=said) as caught:
+    with pytest.raises(kind, match=message) as caught:
         encoder.ids("text", special=False)
     assert (caught.value is error) == (kind is type(error))
 

@@ -130,16 +130,16 @@ def test_gaps_that_are_numbered_anew_are_said(tmp_path: Path, caplog: pytest.Log
 
 
 def absent(spec: Json) -> None:
-    spec["added_tokens"] = [each for each in spec["added_tokens"] if "im_" not in each["content"]]
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if "im_" not in token["content"]]
     spec["model"]["vocab"] = {text: id_ for text, id_ in spec["model"]["vocab"].items() if "im_" not in text}
 
 
 def ordinary(spec: Json) -> None:
-    spec["added_tokens"] = [each for each in spec["added_tokens"] if "im_" not in each["content"]]
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if "im_" not in token["content"]]
 
 
 def not_special(spec: Json) -> None:
-    spec["added_tokens"] = [each | {"special": False} for each in spec["added_tokens"]]
+    spec["added_tokens"] = [token | {"special": False} for token in spec["added_tokens"]]
 
 
 DECODER = {str(at): {"content": f"<|im_{what}|>", "special": True} for at, what in ((1, "start"), (2, "end"))}

@@ -277,7 +277,7 @@ def test_pieces_are_what_the_whole_is(writes: str, suffix: str) -> None:
         for most in (None, 2):
             hole = Hole(prefix, suffix)
             one, many = FillReader(hole, most), FillReader(hole, most)
-            pieces = "".join(many.push(each) for each in writes) + many.push("", final=True)
+            pieces = "".join(many.push(write) for write in writes) + many.push("", final=True)
             assert pieces == one.push(writes, final=True)
             assert pieces in writes
 
@@ -316,7 +316,7 @@ def test_the_first_round_is_drafted_with_what_was_taken_back() -> None:
     with toy_model(session, clock=lambda: clock[0], bundle=lambda *_: bundle) as model:
         model.fill(prefix, suffix, max_new_tokens=0)  # as an editor warms the cache
         records = list(model.stream_fill(prefix, suffix, max_new_tokens=20).records())
-    assert hole.held == b"qui" and "".join(each.text for each in records) == "ck_brown_fox(jumps)"
+    assert hole.held == b"qui" and "".join(record.text for record in records) == "ck_brown_fox(jumps)"
     assert [token.source for token in records[0].tokens][:1] == ["ngram"]
 
 
@@ -349,7 +349,7 @@ def test_drafts_leave_a_healed_fill_as_it_is(line: str) -> None:
         and drafts.text == plain.text
         and drafts.stats.accepted > 5
     )
-    written = tokenizer.bytes_of(each for each in plain.tokens if not tokenizer.is_special(each))
+    written = tokenizer.bytes_of(token for token in plain.tokens if not tokenizer.is_special(token))
     assert hole.held and written.startswith(hole.held)
     assert plain.text == written.removeprefix(hole.held).decode(errors="replace")
 

@@ -166,7 +166,7 @@ def test_the_grammar_follows_what_is_taken_back() -> None:
 def test_samples_follow_the_distribution_of_plain_constrained_sampling() -> None:
     def samples(source_of: Callable[[Constraint], Source], first: int) -> list[tuple[int, ...]]:
         params = (SamplingParams(temperature=2.0, seed=first + each) for each in range(250))
-        answers = (write(Regex("[ad]{4}"), source_of, params=each)[0] for each in params)
+        answers = (write(Regex("[ad]{4}"), source_of, params=param)[0] for param in params)
         return [tuple(token for token in answer if token not in ends("byte")) for answer in answers]
 
     two = samples(plain, 0), samples(drafters("byte", 1)["ngrams and model"], 10_000)

@@ -286,7 +286,7 @@ def test_the_header_is_what_onnx_reads(tmp_path: Path) -> None:
     assert list(header.outputs) == [value.name for value in model.graph.output]
     assert [node.op_type for node in header.nodes] == [node.op_type for node in model.graph.node]
     sizes = {tensor.name: (tuple(tensor.dims), len(tensor.raw_data)) for tensor in model.graph.initializer}
-    assert {name: (found.dims, found.size_bytes) for name, found in header.weights.items()} == sizes
+    assert {name: (weight.dims, weight.size_bytes) for name, weight in header.weights.items()} == sizes
 
 
 @pytest.mark.parametrize("kind", ["Cast", "GatherBlockQuantized"])

@@ -37,7 +37,7 @@ class _Target(ToySession):
         self.model.kind = type(self)
 
     def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
-        starts = [each.session.length for each in rows]
+        starts = [row.session.length for row in rows]
         said = super().pass_over(rows)
         for one, each, start in zip(said, rows, starts, strict=True):
             one.hidden = _features(each.tokens, start)
@@ -57,7 +57,7 @@ class _Head(_Target):
         self.states = 0
 
     def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
-        return [cast(_Head, each.session).hear(each) for each in rows]
+        return [cast(_Head, row.session).hear(row) for row in rows]
 
     def hear(self, rows: Rows) -> Predictions:
         hidden = rows.states if rows.features is None else rows.features

@@ -321,22 +321,22 @@ def test_sequences_of_a_pass_are_as_if_alone(
         rows = data.draw(st.integers(0, min(20, positions)))
         past = min(length, positions - rows)
         cases.append(make_case(rng, layer, past, rows, max(1, past + rows)))
-    firsts = np.cumsum([0, *(len(one.cache.keys) for one in cases)])
+    firsts = np.cumsum([0, *(len(case.cache.keys) for case in cases)])
     tables = [
-        EXTENT * first + layer.feeds(one.packed, one.cache)["blocks"]
-        for first, one in zip(firsts[:-1], cases, strict=True)
+        EXTENT * first + layer.feeds(case.packed, case.cache)["blocks"]
+        for first, case in zip(firsts[:-1], cases, strict=True)
     ]
     whole = case.cache.length // BLOCK  # which the last shares, and reads some rows behind
     again = case.packed[:, : data.draw(st.integers(0, min(5, case.packed.shape[1])))]
-    packed = [*(one.packed for one in cases), again]
+    packed = [*(case.packed for case in cases), again]
     feeds = layer.feeds(np.concatenate(packed, axis=1), case.cache)
-    ends = [(one.cache.length, one.packed.shape[1]) for one in cases]
+    ends = [(case.cache.length, case.packed.shape[1]) for case in cases]
     feeds["sequences"] = np.array([*ends, (case.cache.length, again.shape[1])], np.int64)
     own = np.arange(-(-(case.cache.length + again.shape[1]) // BLOCK) - whole)
     feeds["blocks"] = np.concatenate([*tables, tables[0][:whole], EXTENT * firsts[-1] + own])
     pools = [
         np.concatenate([*arrays, np.zeros((2, *arrays[0].shape[1:]), np.float16)])
-        for arrays in zip(*((one.cache.keys, one.cache.values) for one in cases), strict=True)
+        for arrays in zip(*((case.cache.keys, case.cache.values) for case in cases), strict=True)
     ]
     if case.cache.length % BLOCK:
         for pool in pools:
@@ -346,7 +346,7 @@ def test_sequences_of_a_pass_are_as_if_alone(
     row = 0
     for at, one in enumerate(cases):
         rows = one.packed.shape[1]
-        outputs = y[:, row : row + rows], *(each[firsts[at] : firsts[at + 1]] for each in caches)
+        outputs = y[:, row : row + rows], *(cache[firsts[at] : firsts[at + 1]] for cache in caches)
         same(copied(session(layer.model()), one), outputs)
         row += rows
     same_bits(y[:, : again.shape[1]], y[:, row:], "of shared blocks")

@@ -82,7 +82,7 @@ TIMES: list[Any] = [0.0, float("nan"), float("inf"), 10**400, "fast"]  # of a ro
 ROWS = [{"2": 0.1}, {"0": 0.1, "1": 0.1}, {"1": 0.1, "two": 0.1}]
 DAMAGES: list[Any] = [
     *(b"", b"{", b"[]", b"3", b"[" * 60_000, b"\xff\x00"),
-    *({"seconds_by_rows": curve} for curve in (None, {}, *ROWS, *({"1": each} for each in TIMES))),
+    *({"seconds_by_rows": curve} for curve in (None, {}, *ROWS, *({"1": time} for time in TIMES))),
     *(
         {"more": "x" * 70_000},
         {"format": 2},

@@ -92,14 +92,14 @@ def test_the_gradient_is_what_differences_say(
     gains = decoder.gains.stored + rng.normal(0.0, 0.05, len(decoder.gains)).astype(np.float32)
     gradient = _read(decoder, gains, differentiate=True).gradient
     assert gradient is not None and gradient.dtype == np.float32
-    for each in decoder.gains:  # each gain on its own, so that small ones are checked as well
+    for gain in decoder.gains:  # each gain on its own, so that small ones are checked as well
         along = np.zeros_like(gains)
-        part = decoder.gains.part(along, each)
+        part = decoder.gains.part(along, gain)
         part[:] = rng.normal(size=part.shape)
-        part += np.sign(decoder.gains.part(gradient, each))  # not at right angles to the gradient
+        part += np.sign(decoder.gains.part(gradient, gain))  # not at right angles to the gradient
         along /= np.linalg.norm(along)
         expected = _slope(decoder, gains, along, 0.05)
-        assert float(gradient @ along) == pytest.approx(expected, rel=5e-3, abs=2e-4), each
+        assert float(gradient @ along) == pytest.approx(expected, rel=5e-3, abs=2e-4), gain
 
 
 def test_a_long_head_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

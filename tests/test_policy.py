@@ -188,10 +188,11 @@ class TestPolicy:
         free.beyond = (0.9,)
         openings = None, NO_DRAFT, Draft((5,), ("ngram",), (0.9,))
         policies = [
-            Policy(free, model, pricing=pricing, guard=Guard(pricing), opening=each) for each in openings
+            Policy(free, model, pricing=pricing, guard=Guard(pricing), opening=opening)
+            for opening in openings
         ]
         drafts = [draft_of(policy, [1], 4) for policy in policies]
-        assert [each.tokens for each in drafts] == [(), (0,), (5, 99)] and not model.asked
+        assert [draft.tokens for draft in drafts] == [(), (0,), (5, 99)] and not model.asked
 
     @pytest.mark.parametrize(("confidence", "seconds"), [((), 0.5), ((0.5,), 0.9)])
     def test_the_model_is_asked_only_while_it_pays(

@@ -35,8 +35,8 @@ def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig,
     assert len(pieces) > config.num_layers
     assert rolls_back
     assert row_exact == session.model.row_exact is True
-    for got, whole in zip(logits, expected, strict=True):
-        np.testing.assert_array_equal(got, whole)
+    for logit, whole in zip(logits, expected, strict=True):
+        np.testing.assert_array_equal(logit, whole)
     session.close()
 
 

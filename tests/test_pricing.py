@@ -172,14 +172,14 @@ def test_the_rows_of_a_pass_go_to_whose_drafts_promise_most(
     """No other beginnings of the drafts are expected to bring more for their time."""
     pricing = Pricing(curve)
     pricing.sequences = len(confidences)
-    survivals = [list(accumulate(each, mul)) for each in confidences]
+    survivals = [list(accumulate(confidence, mul)) for confidence in confidences]
 
     def surplus(counts: Sequence[int]) -> float:
-        expected = sum(sum(each[:count]) for each, count in zip(survivals, counts, strict=True))
+        expected = sum(sum(survival[:count]) for survival, count in zip(survivals, counts, strict=True))
         return expected - pricing.rate * pricing.rows_seconds(sum(counts))
 
     shared = pricing.share(confidences)
-    every = product(*(range(len(each) + 1) for each in confidences))
+    every = product(*(range(len(confidence) + 1) for confidence in confidences))
     assert surplus(shared) == pytest.approx(max(map(surplus, every)), abs=1e-9)
     assert pricing.share(confidences[:1]) == [pricing.keep(confidences[0])[0]]
 

@@ -39,7 +39,7 @@ class Asking:
         shared = max((shared_length(text, prompt[:-1]) for text in self._read), default=0)
         found = shared // BLOCK * BLOCK if self._on_disk else shared
         assert answer.stats.cached_tokens == found if self._on_disk else answer.stats.cached_tokens >= found
-        self._read += [[*prompt, *each.tokens[:-1]] for each in answer.choices]
+        self._read += [[*prompt, *choice.tokens[:-1]] for choice in answer.choices]
         return answer
 
     def _loaded(self) -> Model:
@@ -83,8 +83,8 @@ def test_a_conversation_is_gone_on_with(asking: Callable[[str], Asking]) -> None
 
 def test_several_answers_read_the_prompt_once(asking: Callable[[str], Asking]) -> None:
     answer = asking(HERMES)([SYSTEM, said("Who?")], n=3, temperature=1.0, seed=5)
-    for each in answer.others:
-        assert each.stats.cached_tokens == each.stats.prompt_tokens - 1
+    for other in answer.others:
+        assert other.stats.cached_tokens == other.stats.prompt_tokens - 1
 
 
 def test_tools_and_their_results(asking: Callable[[str], Asking]) -> None:

@@ -237,7 +237,7 @@ def test_dialogues_read_what_is_new_to_them(tmp_path: Path, own_prompts: Path) -
         first, new = len(prompts[0]), len(prompts[0]) - system
         assert read == [first, new, len(prompts[2]) - first + len(THINK), first, new]
         beside = model.generate(prompts[1], max_new_tokens=8, n=3, temperature=1.0, seed=1)
-        assert [each.stats.cached_tokens for each in beside.others] == [len(prompts[1]) - 1] * 2
+        assert [other.stats.cached_tokens for other in beside.others] == [len(prompts[1]) - 1] * 2
     with edgespec.load(tmp_path / "bundle", None, options=LoadOptions(threads=1)) as model:
         assert asked(model, dialogue(6)) == new
     options = LoadOptions(threads=1, cache_bytes=0, prompt_cache_bytes=0)

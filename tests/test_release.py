@@ -97,7 +97,7 @@ def test_a_release_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
         ([{"name": "a", "vulns": []}], "1 of 1 packages audited"),
         ([{"name": "a", "vulns": []}, {"name": "b", "skip_reason": "404"}], "cannot be had: b"),
@@ -106,9 +106,13 @@ def test_a_release_is_whole_or_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_an_audit_says_what_it_knows_and_what_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Any, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: Any,
+    message: str,
 ) -> None:
-    out, vulnerable = tmp_path / "audit.json", "X-1" in said
+    out, vulnerable = tmp_path / "audit.json", "X-1" in message
 
     def run(*words: object, **settings: object) -> str:
         if "pip_audit" in words and found is not None:
@@ -118,6 +122,6 @@ def test_an_audit_says_what_it_knows_and_what_not(
         return ""
 
     monkeypatch.setattr(release, "run", run)
-    with pytest.raises(ReleaseError, match=said) if vulnerable else nullcontext():
+    with pytest.raises(ReleaseError, match=message) if vulnerable else nullcontext():
         audit(tmp_path, out)
-    assert vulnerable or said in capsys.readouterr().out
+    assert vulnerable or message in capsys.readouterr().out

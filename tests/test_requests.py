@@ -96,7 +96,7 @@ def test_speculation_changes_nothing_whatever_changes_the_rows(model: Model, opt
         model.generate(PROMPT, max_tokens=60, speculate=each, logprobs=True, top_logprobs=2, **options)
         for each in (True, False)
     ]
-    told = [[(each.id, each.logprob, each.top_logprobs) for each in a.records] for a in answers]
+    told = [[(record.id, record.logprob, record.top_logprobs) for record in a.records] for a in answers]
     assert told[0] == told[1]
     assert answers[0].tokens == answers[1].tokens != model.generate(PROMPT, max_tokens=60).tokens
     for id_, logprob, top in told[0]:
@@ -109,7 +109,7 @@ def test_penalties_and_biases_do_what_they_say(model: Model) -> None:
     plain, middle = whole.tokens, whole.text[2:6]
     stopped = model.generate(PROMPT, max_tokens=80, stop_at_eos=False, stop=middle)
     assert stopped.text == whole.text[: whole.text.index(middle)]
-    assert all(each.logprob is None for each in whole.records)
+    assert all(record.logprob is None for record in whole.records)
     varied = model.generate(PROMPT, max_tokens=80, stop_at_eos=False, frequency_penalty=2.0).tokens
     assert len(set(varied)) > len(set(plain))
     assert set(model.generate(PROMPT, max_tokens=9, logit_bias={20: 100}).tokens) == {20}
@@ -128,11 +128,11 @@ def test_several_answers_have_the_seeds_in_turn(model: Model) -> None:
         assert [choice.tokens for choice in each.choices] == alone
     assert several.choices[1].stats.cached_tokens == several.stats.prompt_tokens - 1
     fresh = model.generate(PROMPT, n=3, **options)
-    assert len({each.tokens for each in fresh.choices}) > 1
+    assert len({choice.tokens for choice in fresh.choices}) > 1
     last = model.generate(PROMPT, n=2, seed=2**64 - 1, **options)
     assert last.choices[1].tokens == model.generate(PROMPT, seed=0, **options).tokens
     greedy = model.generate(PROMPT, n=3, max_tokens=6)
-    assert [each.tokens for each in greedy.choices] == [model.generate(PROMPT, max_tokens=6).tokens] * 3
+    assert [choice.tokens for choice in greedy.choices] == [model.generate(PROMPT, max_tokens=6).tokens] * 3
     for ended in ({"cancelled": lambda: True}, {"timeout": 1e-9}):
         assert len(model.generate(PROMPT, n=3, temperature=1.0, **ended).choices) == 1
     for refuses in (model.stream, model.conversation):
@@ -297,10 +297,10 @@ def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None
         assert answer.message == {"role": "assistant", "content": CALL}
 
 
-@pytest.mark.parametrize(("shows", "said"), [("", "shows no tools"), ("{{ tools }}", "has a form")])
-def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, shows: str, said: str) -> None:
+@pytest.mark.parametrize(("shows", "message"), [("", "shows no tools"), ("{{ tools }}", "has a form")])
+def test_a_template_that_cannot_do_tools_says_so(tmp_path: Path, shows: str, message: str) -> None:
     folder = tiny_native(tmp_path / "target", template=shows + "{{ messages[0].content }}").path
-    says = pytest.raises(RequestError, match=f"chat template of target .*{said}")
+    says = pytest.raises(RequestError, match=f"chat template of target .*{message}")
     with edgespec.load(folder, None, options=OPTIONS) as model, says:
         model.chat(ASK, tools=TOOLS)
 

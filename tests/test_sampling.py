@@ -286,8 +286,8 @@ def _told(steps: Sequence[Step]) -> tuple[list[int], list[float], list[object]]:
         assert len(step.logprobs) == len(step.top_logprobs) == len(step.tokens)
     return (
         [token for step in steps for token in step.tokens],
-        [each for step in steps for each in step.logprobs],
-        [each for step in steps for each in step.top_logprobs],
+        [logprob for step in steps for logprob in step.logprobs],
+        [logprob for step in steps for logprob in step.top_logprobs],
     )
 
 

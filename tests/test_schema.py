@@ -48,7 +48,7 @@ def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: obje
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"max_new_tokens": None}, "max_new_tokens is None; allowed: a whole number from 0 to"),
         ({"max_new_tokens": "8"}, "max_new_tokens is '8'"),
@@ -83,8 +83,8 @@ def test_a_value_is_taken_or_refused_by_name(case: tuple[type, str], value: obje
         ({"colour": 1}, "unknown option .*'colour'.*; allowed: .*max_new_tokens"),
     ],
 )
-def test_requests(options: RequestOptions, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_requests(options: RequestOptions, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         Request.of(options)
 
 

@@ -51,10 +51,10 @@ def check(answer: Generation, ids: list[int], rows: F32, top: int) -> None:
     assert (first.id, first.logprob, first.top_logprobs) == (ids[0], None, ())
     assert [each.id for each in answer.prompt] == ids
     assert {each.source for each in answer.prompt} == {"prompt"}
-    for each, row in zip(others, rows, strict=False):
-        assert each.logprob == pytest.approx(row[each.id], abs=1e-9)
-        assert [logprob for _, logprob in each.top_logprobs] == pytest.approx(np.sort(row)[::-1][:top])
-        assert all(row[id_] == pytest.approx(logprob) for id_, logprob in each.top_logprobs)
+    for other, row in zip(others, rows, strict=False):
+        assert other.logprob == pytest.approx(row[other.id], abs=1e-9)
+        assert [logprob for _, logprob in other.top_logprobs] == pytest.approx(np.sort(row)[::-1][:top])
+        assert all(row[id_] == pytest.approx(logprob) for id_, logprob in other.top_logprobs)
 
 
 @pytest.mark.parametrize("top", [0, 3])
@@ -68,7 +68,7 @@ def test_a_prompt_has_the_probabilities_that_numpy_says(model: Model, new: int, 
         assert (answer.tokens, answer.finish_reason) == (plain.tokens, plain.finish_reason)
         assert (len(answer.tokens), answer.finish_reason) == (new, "length")
         assert answer.stats.cached_tokens == 0 and plain.prompt == ()
-        assert all(each.logprob is None for each in answer.records)
+        assert all(record.logprob is None for record in answer.records)
 
 
 def test_what_the_cache_holds_has_probabilities_too(tmp_path: Path) -> None:
@@ -92,13 +92,13 @@ def test_what_the_cache_holds_has_probabilities_too(tmp_path: Path) -> None:
 def test_prompts_are_scored_beside_other_requests(model: Model) -> None:
     alone = [model.generate(text, max_tokens=5, prompt_logprobs=True).prompt for text in PROMPTS]
     others = [model.stream(LONG, max_tokens=200, temperature=1.0, seed=1) for _ in range(2)]
-    for each in others:
-        next(each)
+    for other in others:
+        next(other)
     streams = [model.stream(text, max_tokens=5, prompt_logprobs=True) for text in PROMPTS]
     for stream in streams:
         stream.start()
     assert [stream.run().prompt for stream in streams] == alone
-    assert len({each.run().tokens for each in others}) == 1
+    assert len({other.run().tokens for other in others}) == 1
 
 
 def test_a_prompt_whose_cache_was_emptied_is_scored_once(model: Model) -> None:
@@ -156,7 +156,7 @@ def test_openais_client_scores_prompts(model: Model, url: str) -> None:
                 assert lists.token_logprobs[0] is lists.top_logprobs[0] is None
                 assert lists.token_logprobs[: len(wanted)] == wanted
                 assert len(lists.token_logprobs) == len(wanted) + new
-                best = [max(each.values()) for each in lists.top_logprobs[1:]]
+                best = [max(logprob.values()) for logprob in lists.top_logprobs[1:]]
                 assert all(own <= most for own, most in zip(lists.token_logprobs[1:], best, strict=True))
 
 

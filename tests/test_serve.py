@@ -105,14 +105,14 @@ def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str
     assert model.calls[0][1]["top_logprobs"] == 1
     body = {"model": "served", "prompt": "ab", "logprobs": 2, "stream": True}
     lists = [c["choices"][0]["logprobs"] for c in events(ask(url, TEXT, body))[:-1]]
-    offsets = [offset for each in lists if each for offset in each["text_offset"]]
-    texts = [text for each in lists if each for text in each["tokens"]]
+    offsets = [offset for values in lists if values for offset in values["text_offset"]]
+    texts = [text for values in lists if values for text in values["tokens"]]
     assert "".join(texts) == "re: ab"
     assert offsets == [len("".join(texts[:index])) for index in range(len(texts))]
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"banana": 1}, "'banana' is not known; allowed: temperature"),
@@ -127,9 +127,11 @@ def test_logprobs_come_in_the_form_of_each_endpoint(model: ServedModel, url: str
         ({"response_format": {"type": "json_schema"}}, "'json_schema': {'schema': SCHEMA}"),
     ],
 )  # fmt: skip
-def test_what_there_is_not_is_refused(model: ServedModel, url: str, more: dict[str, Any], told: str) -> None:
+def test_what_there_is_not_is_refused(
+    model: ServedModel, url: str, more: dict[str, Any], message: str
+) -> None:
     reply = ask(url, CHAT, question() | more)
-    assert reply.status == 400 and told in reply.error
+    assert reply.status == 400 and message in reply.error
     assert reply.json["error"]["type"] == "invalid_request_error"
     assert model.calls == []
 
@@ -179,7 +181,7 @@ def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, st
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"reasoning_effort": "high"}, "reasoning_effort is 'high', and toy does not think; leave it out"),
         ({"reasoning_effort": "low"}, "reasoning_effort is 'low', and toy does not think; leave it out"),
@@ -187,10 +189,10 @@ def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, st
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_name_what_the_client_sent(stream: bool, more: dict[str, Any], told: str) -> None:
+def test_errors_name_what_the_client_sent(stream: bool, more: dict[str, Any], message: str) -> None:
     with toy_model(toy_session()) as model, serving(model) as url:
         reply = ask(url, CHAT, question(stream=stream, **more) | {"model": "toy"})
-    assert reply.status == 400 and told in reply.error and "template_args" not in reply.error
+    assert reply.status == 400 and message in reply.error and "template_args" not in reply.error
 
 
 @pytest.mark.parametrize(("seed", "taken"), [(-1, None), (-7, -7), (0, 0), (2**64 - 1, 2**64 - 1)])
@@ -206,7 +208,7 @@ def test_a_seed_below_0_is_a_seed() -> None:
     with toy_model(toy_session()) as model:
         wanted: Any = {"temperature": 2.0, "max_tokens": 30, "n": 2}
         first, again, other = (model.generate("a", seed=seed, **wanted) for seed in (-7, -7, -9))
-    texts = [[each.text for each in answer.choices] for answer in (first, again, other)]
+    texts = [[choice.text for choice in answer.choices] for answer in (first, again, other)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -298,7 +300,7 @@ def test_forgetting_that_waits_leaves_threads_to_other_requests(tmp_path: Path) 
 def test_the_documentation_has_every_field() -> None:
     docs = Path(__file__).parent.parent / "docs"
     text = "".join((docs / page).read_text(encoding="utf-8") for page in ("server.md", "options.md"))
-    names = {each.name for body in (ChatBody, CompletionBody, InfillBody) for each in fields(body)}
+    names = {field.name for body in (ChatBody, CompletionBody, InfillBody) for field in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
 
 

@@ -62,13 +62,13 @@ def test_a_stream_has_the_answers_that_the_whole_has(url: str, greedy: bool) -> 
         assert done == "[DONE]" and used["choices"] == []
         assert len({chunk["id"] for chunk in chunks}) == 1
         choices = whole["choices"]
-        assert texts(chunks) == [each.get("text") or each["message"]["content"] for each in choices]
+        assert texts(chunks) == [choice.get("text") or choice["message"]["content"] for choice in choices]
         read = ("prompt_tokens", "completion_tokens", "total_tokens")
         assert {name: used["usage"][name] for name in read} == {name: whole["usage"][name] for name in read}
         assert used["usage"]["completion_tokens"] == 12 * len(choices)
         if path == TEXT:
             for at, choice in enumerate(choices):
-                told = [each for chunk in chunks for each in chunk["choices"] if each["index"] == at]
+                told = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == at]
                 offsets = [o for each in told if each["logprobs"] for o in each["logprobs"]["text_offset"]]
                 assert offsets == choice["logprobs"]["text_offset"]
 
@@ -80,7 +80,7 @@ def test_answers_come_side_by_side() -> None:
         assert order != sorted(order)
         model.forget()
         body = chats(temperature=0, stream=True, return_progress=True)
-        told = [each for each in events(ask(url, CHAT, body))[:-1] if "prompt_progress" in each]
+        told = [event for event in events(ask(url, CHAT, body))[:-1] if "prompt_progress" in event]
         assert {each["choices"][0]["index"] for each in told} == {0}
         read = [each["prompt_progress"]["processed"] for each in told]
         assert read == sorted(set(read)) and len(read) > 3
@@ -113,7 +113,7 @@ def test_prompts_of_tokens_and_of_markup() -> None:
 
         def answers(prompt: Any, **more: Any) -> tuple[list[str], int]:
             reply = ask(url, TEXT, plain | {"prompt": prompt} | more).json
-            return [each["text"] for each in reply["choices"]], reply["usage"]["prompt_tokens"]
+            return [choice["text"] for choice in reply["choices"]], reply["usage"]["prompt_tokens"]
 
         meant = answers(text, special=True)
         assert meant == answers(tokens) and meant[1] == len(tokens)

@@ -66,7 +66,7 @@ def test_openais_client_gets_the_models_vectors(model: Model, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ({"model": "other"}, 404, "this server has 'embeds'"),
         ({"input": []}, 400, "input is []; allowed: a text or a list"),
@@ -81,9 +81,9 @@ def test_openais_client_gets_the_models_vectors(model: Model, url: str) -> None:
         ({"stream": True}, 400, "'stream' is not known"),
     ],
 )
-def test_what_is_wrong_is_said(url: str, body: dict[str, Any], status: int, said: str) -> None:
+def test_what_is_wrong_is_said(url: str, body: dict[str, Any], status: int, message: str) -> None:
     reply = ask(url, PATH, {"model": "embeds", "input": "x"} | body)
-    assert (reply.status, said in reply.error) == (status, True), reply.error
+    assert (reply.status, message in reply.error) == (status, True), reply.error
 
 
 def test_a_chat_model_says_what_it_lacks(tmp_path: Path) -> None:

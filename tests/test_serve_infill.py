@@ -77,9 +77,9 @@ def test_an_editors_request_is_filled(model: Filling, url: str) -> None:
 
 def test_a_stream_ends_with_what_it_cost(url: str) -> None:
     *pieces, last = events(ask(url, PATH, EDITOR | {"stream": True}))
-    assert "".join(each["content"] for each in pieces) == "re: a\nb = " and last["content"] == ""
-    assert [each["stop"] for each in (*pieces, last)] == [False] * len(pieces) + [True]
-    assert last["tokens_predicted"] == sum(len(each["tokens"]) for each in pieces)
+    assert "".join(piece["content"] for piece in pieces) == "re: a\nb = " and last["content"] == ""
+    assert [piece["stop"] for piece in (*pieces, last)] == [False] * len(pieces) + [True]
+    assert last["tokens_predicted"] == sum(len(piece["tokens"]) for piece in pieces)
 
 
 def test_only_the_fields_that_are_asked_for_come(url: str) -> None:
@@ -114,7 +114,7 @@ def test_what_infill_does_not_take_is_named(url: str) -> None:
 def test_a_suffix_makes_a_completion_a_fill(model: Filling, url: str) -> None:
     body = {"model": "served", "prompt": ["a", "b"], "suffix": "c"}
     answer = ask(url, "/v1/completions", body).json
-    assert [each["text"] for each in answer["choices"]] == ["re: a", "re: b"]
+    assert [choice["text"] for choice in answer["choices"]] == ["re: a", "re: b"]
     assert sorted(asked for asked, _ in model.calls) == [("a", "c", (), None), ("b", "c", (), None)]
     assert ask(url, "/v1/completions", body | {"suffix": ""}).status == 200
     reply = ask(url, "/v1/completions", body | {"echo": True, "logprobs": 0})
@@ -132,7 +132,7 @@ def test_tokens_and_their_offsets_are_of_the_text_that_comes() -> None:
     with toy_model(session, bundle=lambda *_: bundle) as model, serving(model) as url:
         whole = ask(url, "/v1/completions", body).json["choices"][0]
         reply = ask(url, "/v1/completions", body | {"stream": True})
-    chunks = [each["choices"][0] for each in events(reply)[:-1]]
+    chunks = [event["choices"][0] for event in events(reply)[:-1]]
     said, shown = whole["logprobs"], whole["edgespec"]["tokens"]
     *ends, mark = accumulate(map(len, said["tokens"]))
     assert whole["text"] == "ck_brown_fox" and mark > len(written) == ends[-1]
@@ -140,7 +140,7 @@ def test_tokens_and_their_offsets_are_of_the_text_that_comes() -> None:
     assert [each["text"] for each in shown][:-1] == [
         written[max(3, at) : end] for at, end in pairwise([0, *ends])
     ]
-    assert [at for each in chunks if each["logprobs"] for at in each["logprobs"]["text_offset"]] == said[
+    assert [at for chunk in chunks if chunk["logprobs"] for at in chunk["logprobs"]["text_offset"]] == said[
         "text_offset"
     ]
     assert [each for chunk in chunks for each in chunk["edgespec"].get("tokens", ())] == shown

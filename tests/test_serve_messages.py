@@ -184,7 +184,7 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
 
 @pytest.mark.parametrize("path", [PATH, COUNT])
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"container": "c"}, "'container' is not known; allowed: temperature"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
@@ -211,11 +211,11 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
         ({"stop_sequences": "x"}, "stop_sequences is 'x'"),
     ],
 )  # fmt: skip
-def test_what_there_is_not_is_refused_by_name(path: str, more: dict[str, Any], told: str) -> None:
+def test_what_there_is_not_is_refused_by_name(path: str, more: dict[str, Any], message: str) -> None:
     with toy_model(toy_session()) as model, serving(model) as url:
         reply = ask(url, path, asked() | {"model": "toy"} | more)
     assert reply.status == 400 and reply.json["type"] == "error"
-    assert reply.json["error"]["type"] == "invalid_request_error" and told in reply.error
+    assert reply.json["error"]["type"] == "invalid_request_error" and message in reply.error
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_the_key_may_come_as_anthropics_clients_send_it() -> None:
 def test_the_documentation_has_every_field() -> None:
     docs = Path(__file__).parent.parent / "docs"
     text = "".join((docs / page).read_text(encoding="utf-8") for page in ("server.md", "options.md"))
-    names = {each.name for body in (ResponsesBody, MessagesBody) for each in fields(body)}
+    names = {field.name for body in (ResponsesBody, MessagesBody) for field in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
@@ -282,8 +282,8 @@ def test_a_request_as_agents_send_it_is_answered(model: ServedModel, url: str) -
         assert ask(url, COUNT, asked(turns) | agents).status == 200
     said, options = model.calls[0]
     assert said == [turns[0], turns[1], later]
-    assert [each["function"]["name"] for each in options["tools"]] == ["weather"]
-    assert [each[1].get("thinking") for each in model.calls] == ["high", "high", None, None]
+    assert [tool["function"]["name"] for tool in options["tools"]] == ["weather"]
+    assert [call[1].get("thinking") for call in model.calls] == ["high", "high", None, None]
 
 
 def test_a_systems_message_behind_a_question_is_read_before_it() -> None:
@@ -304,7 +304,7 @@ def test_a_systems_message_behind_a_question_is_read_before_it() -> None:
         ),
     ]
     for messages, roles in cases:
-        assert [each["role"] for each in parse(MessagesBody, asked(messages)).chat_messages()] == roles
+        assert [message["role"] for message in parse(MessagesBody, asked(messages)).chat_messages()] == roles
     said = parse(MessagesBody, asked([hi, there], system="Be brief.")).chat_messages()
     assert said == [{"role": "system", "content": "Be brief.\nToday is Monday."}, hi]
 

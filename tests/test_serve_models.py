@@ -315,7 +315,7 @@ def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("qwen2.5-coder-0.5b-instrct", "Did you mean 'qwen2.5-coder-0.5b-instruct'?"),
         ("./gone.gguf", "gone.gguf does not exist"),
@@ -323,8 +323,8 @@ def test_the_command_loads_the_first_and_names_models_as_their_bundles_do(
     ],
 )
 def test_the_command_tells_at_once_of_a_name_that_means_nothing(
-    loads: Callable[[Any], None], name: str, told: str
+    loads: Callable[[Any], None], name: str, message: str
 ) -> None:
     loads(lambda *_, **__: pytest.fail("the first is loaded already"))
     result = CliRunner().invoke(app, ["serve", "smollm2-135m-instruct", name, "--port", "0"])
-    assert result.exit_code == 1 and told in result.stderr
+    assert result.exit_code == 1 and message in result.stderr

@@ -124,7 +124,9 @@ def test_tools_are_called_and_their_results_go_back(model: ServedModel, url: str
         sent = calls if keeps else [{"function": call["function"]} for call in calls]
         results = [{"role": "tool", "content": text, "tool_name": "weather"} for text in ("sun", "rain")]
         if keeps:
-            results = [each | {"tool_call_id": call["id"]} for each, call in zip(results, calls, strict=True)]
+            results = [
+                result | {"tool_call_id": call["id"]} for result, call in zip(results, calls, strict=True)
+            ]
         said = {"role": "assistant", "content": "", "thinking": "so", "tool_calls": sent}
         messages = [*asked()["messages"], said, *results, {"role": "user", "content": "now?"}]
         ask(url, CHAT, asked() | {"messages": messages, "tools": [WEATHER]})
@@ -133,7 +135,7 @@ def test_tools_are_called_and_their_results_go_back(model: ServedModel, url: str
         assert second["reasoning_content"] == "so"
         ids = [call["id"] for call in second["tool_calls"]]
         assert len({*ids}) == 2 and (ids == [call["id"] for call in calls]) == keeps
-        assert [each["function"]["arguments"] for each in second["tool_calls"]] == [{"city": "Bonn"}] * 2
+        assert [call["function"]["arguments"] for call in second["tool_calls"]] == [{"city": "Bonn"}] * 2
         assert [each["tool_call_id"] for each in rest] == ids
         assert [each["content"] for each in rest] == ["sun", "rain"]
         assert all(each["name"] == "weather" for each in rest)
@@ -165,8 +167,10 @@ def test_forms_are_followed() -> None:
             assert text_of(ask(url, path, body | {"format": "json"}).json)[:1] in ("{", "[", '"')
         raw = asked(GENERATE, raw=True, stream=False, format="json", logprobs=True, top_logprobs=2)
         scored = ask(url, GENERATE, raw | {"model": "toy", "options": {"num_predict": 3}}).json
-        assert [len(each["top_logprobs"]) for each in scored["logprobs"]] == [2] * scored["eval_count"]
-        assert all(each["logprob"] <= 0 and isinstance(each["token"], str) for each in scored["logprobs"])
+        assert [len(logprob["top_logprobs"]) for logprob in scored["logprobs"]] == [2] * scored["eval_count"]
+        assert all(
+            logprob["logprob"] <= 0 and isinstance(logprob["token"], str) for logprob in scored["logprobs"]
+        )
 
 
 def test_schemas_are_closed_where_they_are_open() -> None:
@@ -235,7 +239,7 @@ def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "more", "told"),
+    ("path", "more", "message"),
     [
         (CHAT, {"banana": 1}, "'banana' is not known; allowed: model"),
         (CHAT, {"options": {"banana": 1}}, "options: 'banana' is not known; allowed: temperature"),
@@ -261,10 +265,12 @@ def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
         (GENERATE, {"raw": True, "options": {"repeat_penalty": 99}}, "repeat_penalty is 99.0"),
     ],
 )  # fmt: skip
-def test_what_there_is_not_is_refused_by_name(path: str, more: dict[str, Any], told: str) -> None:
+def test_what_there_is_not_is_refused_by_name(path: str, more: dict[str, Any], message: str) -> None:
     with toy_model(toy_session()) as model, serving(model) as url:
         reply = ask(url, path, asked(path) | {"model": "toy"} | more)
-    assert reply.status == 400 and list(reply.json) == ["error"] and told in reply.json["error"], reply.json
+    assert reply.status == 400 and list(reply.json) == ["error"] and message in reply.json["error"], (
+        reply.json
+    )
 
 
 @BOTH

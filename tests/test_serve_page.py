@@ -42,7 +42,7 @@ def test_each_drafted_token_is_marked_with_its_source(page: "Page", url: str) ->
     assert sources[:3] == list(SOURCES[1:]) and "target" not in sources
     titles = {mark.get_attribute("title") for mark in marks.all()}
     assert titles == {"drafted by small", "drafted from this text", "drafted from what was learned"}
-    kinds = {style(page, f".said [data-source={one}]", "textDecorationStyle") for one in SOURCES[1:]}
+    kinds = {style(page, f".said [data-source={source}]", "textDecorationStyle") for source in SOURCES[1:]}
     assert len(kinds) == 3  # readable without colour
     legend = page.locator("#legend").inner_text()
     assert "by the target itself" in legend and "drafted by small" in legend

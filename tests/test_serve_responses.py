@@ -188,7 +188,7 @@ def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"background": True}, "background is True; allowed: False"),
         ({"conversation": "conv_1"}, "'conversation' is not known; allowed: temperature"),
@@ -209,7 +209,7 @@ def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
     ],
 )  # fmt: skip
 def test_what_there_is_not_is_refused_by_name(
-    model: ServedModel, url: str, more: dict[str, Any], told: str
+    model: ServedModel, url: str, more: dict[str, Any], message: str
 ) -> None:
     if "tools" in more or "tool_choice" in more:  # which the model's own checks see
         model = toy_model(toy_session())  # type: ignore[assignment]
@@ -218,7 +218,7 @@ def test_what_there_is_not_is_refused_by_name(
             reply = ask(own, PATH, asked() | {"model": "toy"} | more)
     else:
         reply = ask(url, PATH, asked() | more)
-    assert reply.status == 400 and told in reply.error
+    assert reply.status == 400 and message in reply.error
     assert reply.json["error"]["type"] == "invalid_request_error"
 
 
@@ -296,8 +296,8 @@ def test_what_changes_no_answer_is_taken_and_told_once(
                 assert ask(url, path, body | more).status == 200
     finally:
         UNUSED.removeFilter(told)
-    assert [each["function"]["name"] for each in model.calls[0][1]["tools"]] == ["weather"]
-    messages = [each.getMessage() for each in caplog.records if each.name == UNUSED.name]
+    assert [tool["function"]["name"] for tool in model.calls[0][1]["tools"]] == ["weather"]
+    messages = [record.getMessage() for record in caplog.records if record.name == UNUSED.name]
     assert len(messages) == len(set(messages)) == 3 + len(FOREIGN)
     assert "requests have the field 'client_metadata', which changes no answer here" in messages
     assert "requests have tools of the type 'local_shell', which no model here is shown" in messages

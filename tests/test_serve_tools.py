@@ -89,7 +89,9 @@ def calls_by_api(url: str, text: str) -> list[tuple[str, list[tuple[str, str]]]]
     answers = list[tuple[str, list[tuple[str, str]]]]()
     whole = ask(url, CHAT, question(text, tools=[WEATHER])).json["choices"][0]["message"]
     functions = [call["function"] for call in whole.get("tool_calls", ())]
-    answers.append((whole["content"] or "", [(each["name"], each["arguments"]) for each in functions]))
+    answers.append(
+        (whole["content"] or "", [(function["name"], function["arguments"]) for function in functions])
+    )
     content, parts = "", dict[int, tuple[str, str]]()
     for chunk in events(ask(url, CHAT, question(text, tools=[WEATHER], stream=True)))[:-1]:
         delta = chunk["choices"][0]["delta"]

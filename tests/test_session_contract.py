@@ -191,16 +191,16 @@ def test_a_longer_bucket_that_does_not_run_is_not_kept(fresh: Open, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("float16", "a pass over 40 tokens failed: "), ("fixed shapes", "cannot run .*: ")]
+    ("kind", "message"), [("float16", "a pass over 40 tokens failed: "), ("fixed shapes", "cannot run .*: ")]
 )
 def test_a_pass_that_fails_is_an_error_of_the_device(
-    fresh: Open, monkeypatch: pytest.MonkeyPatch, kind: str, said: str
+    fresh: Open, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
 ) -> None:
     session = fresh(kind)
     expected = session.predict(TOKENS).logits.copy()
     session.rewind(0)
     for error in (ort_state.RuntimeException("no memory"), ort_state.EPFail("lost"), RuntimeError("lost")):
-        with monkeypatch.context() as patch, pytest.raises(DeviceError, match=f"{said}{error}"):
+        with monkeypatch.context() as patch, pytest.raises(DeviceError, match=f"{message}{error}"):
             run = _failing(ort.InferenceSession.run_with_iobinding, 0, error)
             patch.setattr(ort.InferenceSession, "run_with_iobinding", run)
             session.predict(TOKENS)

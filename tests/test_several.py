@@ -149,7 +149,7 @@ def test_answers_of_one_prompt_share_its_reading() -> None:
         others = [stream(one, LONG, seed=seed, **asked) for seed in (2, 3)]
         one.run()
         length = first.result.stats.prompt_tokens
-        assert [each.result.stats.cached_tokens for each in others] == [length - 1] * 2
+        assert [other.result.stats.cached_tokens for other in others] == [length - 1] * 2
         assert sum(target.passes) == length + 1 + 2 * (1 + 1)
         for seed, each in enumerate([first, *others], start=1):
             assert facts(each.result) == facts(alone(LONG, max_new_tokens=2, temperature=1.0, seed=seed))
@@ -185,8 +185,8 @@ def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
             for pause in (model.forget, partial(model.use_history, tmp_path / "h")):
                 answers = all_at_once(model, pool, 40)
                 pause()
-                for prompt, each in zip(PROMPTS, answers, strict=True):
-                    assert facts(each.result(60)) == facts(alone(prompt, max_new_tokens=40))
+                for prompt, answer in zip(PROMPTS, answers, strict=True):
+                    assert facts(answer.result(60)) == facts(alone(prompt, max_new_tokens=40))
             settle()
             model.forget()
             assert all(session.length == 0 for session in runner_of(model).seats.sessions)

@@ -88,5 +88,5 @@ def test_threads_and_choices_get_their_own_answers(alone: Model, driven: Driven)
         assert sum("model" in answer.stats.by_source for answer in given) == len(given)
     for prompt, answer in zip(PROMPTS * 2, given, strict=True):
         whole = alone.generate(prompt, **drawn)
-        assert [facts(each) for each in answer.choices] == [facts(each) for each in whole.choices]
+        assert [facts(choice) for choice in answer.choices] == [facts(choice) for choice in whole.choices]
         assert answer.others[0].stats.cached_tokens >= answer.stats.prompt_tokens // 32 * 32 - 1

@@ -85,7 +85,7 @@ def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.Da
             other = shared(session, text[: data.draw(st.integers(0, len(text)))])
             assert other.length == (len(other.stretch.blocks) * BLOCK if kept is CONVOLUTION else 0)
             texts[other] = text[: other.length]
-        assert [each.stretch.tokens for each in texts] == list(texts.values())
+        assert [session.stretch.tokens for session in texts] == list(texts.values())
 
 
 @KINDS
@@ -155,9 +155,9 @@ def test_costs_of_wide_passes_are_measured(kept: Sequence[KeptTensor]) -> None:
 def test_slots_are_as_many_as_there_were_sessions_at_once() -> None:
     model = StatesModel(CONVOLUTION)
     sessions = [model.session() for _ in range(3)]
-    assert [each.stretch.slot for each in sessions] == [0, 1, 2]
-    for each in sessions:
-        each.predict(TEXT[:20])
+    assert [session.stretch.slot for session in sessions] == [0, 1, 2]
+    for session in sessions:
+        session.predict(TEXT[:20])
     assert model.states.nbytes == 3 * bytes_per_sequence(CONVOLUTION)
     assert model.kv_bytes == model.states.nbytes + 3 * BLOCK * bytes_per_token(CONVOLUTION)
     sessions[1].close()

@@ -55,7 +55,7 @@ def called(arguments: str) -> str:
 
 
 def xml(*parameters: str) -> str:
-    inner = "".join(f"<parameter={each}</parameter>\n" for each in parameters)
+    inner = "".join(f"<parameter={parameter}</parameter>\n" for parameter in parameters)
     return f"<tool_call>\n<function=do_it>\n{inner}</function>\n</tool_call>"
 
 

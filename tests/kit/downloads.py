@@ -85,7 +85,9 @@ class Hub:
         """The body for a path; None where there is nothing."""
         if self.content is not None:
             return self.content
-        if path in {f"/api/models/{REPOSITORY}/revision/{each}" for each in (*self.revisions, self.commit)}:
+        if path in {
+            f"/api/models/{REPOSITORY}/revision/{revision}" for revision in (*self.revisions, self.commit)
+        }:
             return self.listing()
         name = path.removeprefix(f"/{REPOSITORY}/resolve/{self.commit}/")
         data = self.files.get(name)

@@ -208,7 +208,7 @@ def _without_experts(model: TinyGGUF, tensors: Tensors, kind: str) -> Tensors:
             name = f"{layer}.ffn_{part}_exps"
             apart.setdefault(name, []).extend(values if values.ndim == 3 else [values])
     for name, experts in apart.items():
-        stacked = np.stack([q8_0(each) if kind == "Q8_0" else each for each in experts])
+        stacked = np.stack([q8_0(expert) if kind == "Q8_0" else expert for expert in experts])
         model.tensors[f"{name}.weight"] = kind, stacked
     return rest
 

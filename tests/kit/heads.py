@@ -117,7 +117,9 @@ class Head:
 
     def values(self) -> dict[str, F32]:
         """The weights by short names."""
-        return {name.removesuffix(".weight").rpartition(".")[2]: each for name, each in self.tensors.items()}
+        return {
+            name.removesuffix(".weight").rpartition(".")[2]: tensor for name, tensor in self.tensors.items()
+        }
 
 
 def _rounded(values: npt.NDArray[np.float64]) -> F32:

@@ -184,7 +184,7 @@ def product(x: F32 | F64, blocks: Sequence[Blocks]) -> Estimate:
     Codes are multiplied and added as integers. What float32 loses are the sums over blocks: a few units of
     2**-24 of the sum of the magnitudes.
     """
-    values, magnitudes = zip(*(weights_of(each) for each in blocks), strict=True)
+    values, magnitudes = zip(*(weights_of(block) for block in blocks), strict=True)
     activations, doubt = rounded(x)
     size = np.concatenate(magnitudes)
     error = 5e-7 * np.abs(activations) @ size.T + doubt @ size.T

@@ -304,7 +304,7 @@ def template(_: Path) -> Reader:
         made.encode(tree.get("messages"), tokens, {"tools": tree.get("tools")})  # type: ignore[arg-type]
 
     rest, sources = {"messages": messages, "tools": TOOLS}, (HERMES, LLAMA3, MISTRAL, CHAT)
-    seeds = [packed({"source": each, **rest}) for each in sources]
+    seeds = [packed({"source": source, **rest}) for source in sources]
     return Reader(seeds, read, (TokenizerError, RequestError))
 
 
@@ -330,7 +330,7 @@ def tools(_: Path) -> Reader:
         shown = [reader.push(answer[at : at + 5])[0] for at in range(0, len(answer), 5)]
         shown += reader.push("", final=True)[0]
         Calls(form, given, toy_tokenizer(), several=True).grammar()
-        json.dumps([shown, *(each.to_message() for each in reader.calls)], ensure_ascii=False).encode()
+        json.dumps([shown, *(call.to_message() for call in reader.calls)], ensure_ascii=False).encode()
 
     seeds = [packed({"form": form, "tools": TOOLS, "answer": text}) for form, text in answers.items()]
     return Reader(seeds, read, (RequestError, TokenizerError))

@@ -57,7 +57,7 @@ class StatesModel(LoadedModel):
         return self.cache.nbytes + self.states.nbytes
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:
-        self.states.reserve(1 + max((each.slot for each in self.stretches), default=0))
+        self.states.reserve(1 + max((stretch.slot for stretch in self.stretches), default=0))
         self.cache.reserve(capacity, len(stretch.tokens))
 
     def run(self, parts: Sequence[Part]) -> list[Predictions]:

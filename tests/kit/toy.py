@@ -147,7 +147,7 @@ class ToyModel(LoadedModel):
 
     @property
     def kv_bytes(self) -> int:
-        return KV_BYTES * sum(each.capacity for each in self.stretches)
+        return KV_BYTES * sum(stretch.capacity for stretch in self.stretches)
 
     def session(self) -> "ToySession":
         return self.kind(self.next_logits, self.vocab_size, model=self)
@@ -227,10 +227,10 @@ class ToySession(Session):
 
     def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
         """A pass over rows of sessions of the model."""
-        said = [each.session.predict(each.tokens).logits for each in rows]
+        said = [row.session.predict(row.tokens).logits for row in rows]
         self.passes[-len(rows) :] = [sum(self.passes[-len(rows) :])]  # which were one
         return [
-            Predictions(logits[len(logits) - each.wanted :]) for logits, each in zip(said, rows, strict=True)
+            Predictions(logits[len(logits) - row.wanted :]) for logits, row in zip(said, rows, strict=True)
         ]
 
     def forward(self, tokens: Sequence[int]) -> F32:
