@@ -180,8 +180,8 @@ class Model(AbstractContextManager["Model"]):
     def forget(self, *, on_disk: bool = True) -> None:
         """Empty the KV caches and the table of the drafter's next tokens. This waits for running requests.
 
-        With ``on_disk`` all blocks of this target and this drafter in the prompt cache are deleted too, also
-        those of other programs. A history keeps what it has learned.
+        With ``on_disk`` all blocks of this target and this drafter in the prompt cache are deleted too, even
+        if other programs wrote them. A history keeps what it has learned.
         """
         with self._queue.paused():
             self._runner.forget(on_disk=on_disk)

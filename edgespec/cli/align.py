@@ -84,10 +84,10 @@ def align(
     """Train a drafter on its target's answers, so that more of its guesses are right.
 
     The target answers prompts, many at once; the drafter is trained on the answers in its own tokens, a
-    tenth of the prompts held out; and DIR/alignment.safetensors holds the change of its weights: of the
-    scales and minimums of quantized matrices, of low rank in those of floats, and of gains. An export
-    takes it: 'edgespec export DRAFTER -o BUNDLE --alignment FILE'. Answering and training may be
-    stopped: run the same command again, and it goes on. Needs PyTorch (extra 'align').
+    tenth of the prompts held out; and DIR/alignment.safetensors holds the change of its weights: scales and
+    minimums of quantized matrices, low-rank changes of float matrices, and gains. An export takes it:
+    'edgespec export DRAFTER -o BUNDLE --alignment FILE'. Answering and training may be stopped: run the same
+    command again, and it goes on. Needs PyTorch (extra 'align').
 
     Examples:
 

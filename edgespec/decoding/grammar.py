@@ -197,7 +197,7 @@ class Constraint(RowStep, Protocol):
     """A :class:`RowStep` that holds one request's answer to its form.
 
     It follows the committed tokens and reads proposals behind them. Use it in one thread at a time.
-    ``schemas`` are those of :class:`Grammar`.
+    ``schemas`` has the schemas of its :class:`Grammar`.
     """
 
     schemas: Mapping[str, "PreparedSchema"] = MappingProxyType({})
@@ -269,7 +269,7 @@ class GrammarConstraint(Constraint):
             self._check()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a round behind ``tokens``, all committed tokens. Those of the first round are the prompt.
+        """Begin a round behind ``tokens``, all committed tokens. In the first round they are the prompt.
 
         Raises:
             RequestError: the text behind the prompt does not fit the grammar.

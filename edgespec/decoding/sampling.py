@@ -77,7 +77,7 @@ class RowStep(Protocol):
     """One change of a request's rows. It may keep state that follows the committed tokens."""
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a round behind ``tokens``, all committed tokens. Those of the first round are the prompt."""
+        """Begin a round behind ``tokens``, all committed tokens. In the first round they are the prompt."""
 
     def apply(self, row: Row, drafted: Sequence[int]) -> None:
         """Change ``row`` in place: the logits, float32 ``(vocab,)``, of the token behind ``drafted``.
@@ -207,9 +207,9 @@ class Spelled:
 def distribution(row: Row, params: SamplingParams) -> Distribution:
     """The distribution of the next token, float64 ``(vocab,)``, summing to 1.
 
-    The order is that of transformers: penalties, temperature, top-k, top-p, min-p.
-    (llama.cpp applies the temperature last by default; the two agree at a temperature of 1.) Each truncation
-    keeps all tokens that tie with the last kept one, so the result does not depend on a sort order.
+    The order is the same as in transformers: penalties, temperature, top-k, top-p, min-p. (llama.cpp applies
+    the temperature last by default; the two agree at a temperature of 1.) Each truncation keeps all tokens
+    that tie with the last kept one, so the result does not depend on a sort order.
 
     Args:
         row: logits, float32 ``(vocab,)``, after penalties and masks. They are not changed.

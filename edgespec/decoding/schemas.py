@@ -309,7 +309,7 @@ def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[st
         place = "".join(f"/{escaped(str(part))}" for part in [*error.absolute_schema_path][:-1])
         return f"{error.validator} at #{place}"
 
-    sure = sure | {"anyOf", "oneOf"}  # parts of which they may be
+    sure = sure | {"anyOf", "oneOf"}  # sure keywords may stand in their parts
     return sorted(
         {message(error) for error in validator.iter_errors(value) if sure & {*error.absolute_schema_path}}
     )

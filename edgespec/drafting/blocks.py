@@ -103,7 +103,7 @@ class BlockDrafter(Source):
 
     def _length(self, known: int, most: int) -> int:
         """The number of tokens to draft, at most ``most``, that is expected to gain most over its cost."""
-        more = known + (not self._block.anchored)  # rows besides those of drafts
+        more = known + (not self._block.anchored)  # rows besides the drafted tokens' rows
 
         def drafting_s(count: int) -> float:
             return self._seconds(more + count) / self._pricing.sequences

@@ -57,7 +57,7 @@ class Policy(Source):
 
     Args:
         free: a source whose proposals take no time worth counting.
-        model: a source that takes time and prices its own drafts, a model or an app's own. None if such
+        model: a source that takes time and prices its own drafts: a model, or an app's drafter. None if such
             drafts are not wanted or will not pay.
         pricing: the costs of verification. Requests share it and the guard.
         guard: decides whether sources are asked.

@@ -115,9 +115,9 @@ class Chain(ABC):
 class Reader(Chain):
     """Reads committed and drafted tokens with a drafter model's session.
 
-    A prediction is kept as long as the KV cache holds the token before it, so no token is read twice: neither
-    drafted tokens that were not proposed, nor those read ahead (:meth:`read_on`), nor right guesses of
-    ``followers``, which a pass reads too. Use it in one thread at a time.
+    A prediction is kept as long as the KV cache holds the token before it, so no token is read twice. This
+    holds for drafted tokens that were not proposed, for tokens that were read ahead (:meth:`read_on`), and
+    for right guesses of ``followers``, which a pass reads too. Use it in one thread at a time.
 
     ``followers`` know the first ``held`` tokens of the text already.
 
@@ -130,7 +130,7 @@ class Reader(Chain):
     def __init__(self, session: Session, curve: CostCurve, followers: Followers, *, held: int = 0) -> None:
         super().__init__(session, curve)
         self._followers, self.drafted_ahead, self.used_ahead = followers, 0, 0
-        self._unread: Sequence[int] = ()  # tokens of the text behind those that are read next
+        self._unread: Sequence[int] = ()  # tokens of the text behind the next pass's tokens
         self._end = self._length = 0  # length of the text with drafted tokens: when all is read, and now
         self._seconds = 0.0  # time of the reading
         self._mean: RunningMean | None = None  # learns from that time

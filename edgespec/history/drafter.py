@@ -42,7 +42,7 @@ class HistoryDrafter:
         self._remarks, self._problem = remarks or Remarks(), problem
         self._failed = False  # whether proposals lost in this request
         self._cutter = Cutter()
-        self._considered: list[tuple[tuple[int, ...], list[Match]]] = []  # matches behind proposals of others
+        self._considered: list[tuple[tuple[int, ...], list[Match]]] = []  # behind others' proposals
         memory.refresh()
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:

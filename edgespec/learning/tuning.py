@@ -77,7 +77,7 @@ class Tuning:
             failed = self._check(float(reading.right.sum()) - float(before.right.sum()))
         self.texts += 1
         self._tokens += len(reading.right)
-        if failed:  # the gradient is that of gains that are gone
+        if failed:  # the gradient belongs to gains that are gone
             self._undo("was right less often than before")
         elif reading.gradient is None or not np.isfinite(reading.gradient).all():
             self._undo("computed numbers that are not finite")

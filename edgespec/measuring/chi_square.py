@@ -1,6 +1,6 @@
 """Pearson's chi-square test of whether two samples of outcomes may come from one distribution.
 
-The statistic for samples of unequal size is that of Press et al., Numerical Recipes (3rd ed.), section 14.3.
+The statistic for samples of unequal size follows Press et al., Numerical Recipes (3rd ed.), section 14.3.
 """
 
 import math

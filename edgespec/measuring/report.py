@@ -14,7 +14,7 @@ def render_report(result: Mapping[str, Any]) -> str:
     """The page of a result of :func:`edgespec.measuring.bench.summarize`, which may come from JSON.
 
     Raises:
-        RequestError: ``result`` is not of that form.
+        RequestError: ``result`` does not have this form.
     """
     return _render("bench_report.html", result, "bench", verdict=_verdict(result))
 
@@ -23,7 +23,7 @@ def render_costs(result: Mapping[str, Any]) -> str:
     """The page of a result of :meth:`edgespec.measuring.costs.Costs.to_json`, which may come from JSON.
 
     Raises:
-        RequestError: ``result`` is not of that form.
+        RequestError: ``result`` does not have this form.
     """
     return _render("cost_report.html", result, "measurement of costs")
 

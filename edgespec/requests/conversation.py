@@ -38,7 +38,7 @@ class Conversation:
         self._start, self._defaults = start, defaults
 
     def ask(self, text: str, **options: Unpack[RequestOptions]) -> Generation:
-        """Ask ``text`` and return the answer. ``options`` override those of the conversation.
+        """Ask ``text`` and return the answer. ``options`` override the conversation's options.
 
         Raises:
             RequestError: an option is out of range, or the messages do not fit the context any more

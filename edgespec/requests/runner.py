@@ -290,7 +290,7 @@ class Runner:
 
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
         opening = None
-        if prompt.hole is not None:  # of which a cut word is perhaps written again as it was
+        if prompt.hole is not None:  # a cut word of the prompt may be written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
         model, teaching = self._model(prompt, request, remarks, seat)

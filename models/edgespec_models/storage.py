@@ -108,8 +108,8 @@ def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator
     Raises:
         OSError: it cannot be written; the old file is untouched.
     """
-    # Not tempfile's: what it makes is private, and to open that up the umask would have to be read, which
-    # sets it, for a moment and for all threads. A mode that is asked for is narrowed by the system.
+    # Not tempfile: its files are private, and to make one public the umask would have to be read, which sets
+    # it for a moment, for all threads. The system narrows the mode of a file that is opened here.
     folder = path.absolute().parent
     for stale in leftovers(folder, _TEMPORARY):
         with suppress(OSError):  # another user's

@@ -77,7 +77,7 @@ class Runtime:
     def options(self, kind: DeviceKind) -> Mapping[str, str]:
         """Options of the kind's provider."""
         if kind.provider == _CUDA:
-            # Sums of squares of normalizations in 32 bits: those of float16 end at 65,504.
+            # Normalizations sum squares in 32 bits, because sums in float16 end at 65,504.
             return {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"}
         if kind.name != "qnn:htp":
             return {}

@@ -333,7 +333,7 @@ class ForeignModel(_GraphModel):
     """
 
     def __init__(self, session: Any, bundle: Bundle, *, chunk: int, exact_rows: bool) -> None:
-        """Bind nothing yet; ``exact_rows`` as of :class:`OwnModel`."""
+        """Bind nothing yet; ``exact_rows`` is as in :class:`OwnModel`."""
         super().__init__(session, bundle, chunk=chunk)
         self._pairs, kept = exact_rows, bundle.manifest.kept
         self.copies_cache = self._grows(kept)

@@ -54,7 +54,7 @@ class _Sources:
         self._whole = sum(len(place.tokens) == BLOCK for place in text)
 
     def end(self, first: int) -> int:
-        """The number of whole blocks of the text, with those before ``first``."""
+        """The number of blocks before the first block, from ``first`` on, that is not whole or not stored."""
         return first + len([*takewhile(self._has, range(first, self._whole))])
 
     def _has(self, at: int) -> bool:

@@ -23,7 +23,7 @@ from edgespec_models.errors import EdgespecError
 
 Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float32]
-KEPT = 128  # tokens, whose features are kept beside those of the last pass
+KEPT = 128  # tokens whose features are kept, besides the last pass's
 
 
 class Predictions:

@@ -18,7 +18,7 @@ from edgespec_runtimes.states import ANYWHERE, States
 KV_STEP: Final = 256
 """The room in the KV cache grows in steps of this many tokens."""
 _SAME, _NEAR = 1e-3, 0.2  # of the largest logit
-_TESTED = 28  # tokens: ONNX Runtime's sums differ by rows on ARM, of which eight tokens show nothing
+_TESTED = 28  # tokens: on ARM ONNX Runtime's sums differ by rows, and eight tokens do not show it
 
 
 @dataclass(frozen=True, slots=True)

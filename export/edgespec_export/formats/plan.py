@@ -51,7 +51,7 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 
 _EXACT = ("delta_decay", "delta_strength")  # small, and every later token depends on them
 _OUTER = frozenset(("fuse", "embed_fuse", "next_state", "centroids", "inputs", "inputs_in", "chain_in"))
-_TABLES = ("embed", "inputs", "chain_in")  # of which a pass reads rows
+_TABLES = ("embed", "inputs", "chain_in")  # a pass reads some of their rows
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that no user chose, and so
 # do matrices that a quantized file keeps in floating point
 _ROUNDED = MappingProxyType(

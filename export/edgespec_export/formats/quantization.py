@@ -16,7 +16,7 @@ from edgespec_models.schema import Checked
 Mixed = Literal["none", "head", "sensitive"]
 
 _SPARED = {"none": (), "head": ("lm_head",), "sensitive": ("lm_head", "v", "down")}
-_EXTREME_LAYERS = 8  # an eighth of the layers at either end is more sensitive than those between
+_EXTREME_LAYERS = 8  # an eighth of the layers at either end is more sensitive than the layers between
 _BLOCK = 32
 
 

@@ -1,6 +1,6 @@
 """Gemma 4's assistants, which draft by attending to their target's keys and values, seen as heads.
 
-Directories are Google's; GGUF files are those of llama.cpp. The computation is in
+Directories have Google's form, GGUF files llama.cpp's. The computation is in
 ``models/gemma4_assistant/modeling_gemma4_assistant.py`` of github.com/huggingface/transformers and
 ``src/models/gemma4-assistant.cpp`` of github.com/ggml-org/llama.cpp, whose converter leaves out the clusters
 of tokens.

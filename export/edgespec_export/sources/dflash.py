@@ -1,8 +1,8 @@
 """Heads that draft a block of tokens in one pass, seen as checkpoints: DFlash (Chen et al. 2026, arXiv
 2602.06036) and DSpark (arXiv 2607.05147), which adds a bias that chains drafted tokens, and confidences.
 
-Directories are those of z-lab, DeepSeek and the ``speculators`` package; GGUF files are those of llama.cpp
-(``conversion/qwen.py``, ``src/models/dflash.cpp``).
+Directories have the forms of z-lab, DeepSeek and the ``speculators`` package. GGUF files have llama.cpp's
+form (``conversion/qwen.py``, ``src/models/dflash.cpp``).
 """
 
 from typing import Any, Final

@@ -1,7 +1,7 @@
 """Published EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) as checkpoints.
 
-Directories are those of EAGLE, AngelSlim, SpecForge and the ``speculators`` package; GGUF files are those of
-llama.cpp (``conversion/llama.py``, ``src/models/eagle3.cpp``).
+Directories have the forms of EAGLE, AngelSlim, SpecForge and the ``speculators`` package. GGUF files have
+llama.cpp's form (``conversion/llama.py``, ``src/models/eagle3.cpp``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -264,5 +264,5 @@ def _read_torch(path: Path) -> dict[str, Tensor | npt.NDArray[Any]]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return {str(name): taken(str(name), value) for name, value in tensors.items()}
-    except Exception as error:  # those of zip files, of pickles and torch's own share no base class
+    except Exception as error:  # errors of zip files, of pickles and of torch share no base class
         raise ModelFileError(f"cannot read {path}: {error!r:.200}. Download or copy it again.") from error

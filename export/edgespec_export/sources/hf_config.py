@@ -50,10 +50,10 @@ def head_facts(facts: Facts) -> Facts | None:
 
 
 def trained_facts(facts: Facts) -> Facts | None:
-    """All facts of a head of EAGLE-3, or of one that drafts blocks; None for other models.
+    """All facts of an EAGLE-3 head, or of a head that drafts blocks; None for other models.
 
-    The ``speculators`` package has the facts of the layer in ``transformer_layer_config``, and DFlash those
-    of a block in ``dflash_config``.
+    The ``speculators`` package has the layer's facts in ``transformer_layer_config``, DFlash the block's
+    facts in ``dflash_config``.
     """
     blocks = drafts_blocks(facts)
     if not blocks and "eagle3" not in _names(facts) and facts.value("draft_vocab_size") is None:
@@ -71,7 +71,7 @@ def trained_facts(facts: Facts) -> Facts | None:
 
 
 def drafts_blocks(facts: Facts) -> bool:
-    """Whether a ``config.json`` is of a head that drafts blocks."""
+    """Whether a ``config.json`` describes a head that drafts blocks."""
     return "dflash" in _names(facts) or "dspark" in _names(facts)
 
 

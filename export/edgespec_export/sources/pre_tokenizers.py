@@ -1,9 +1,9 @@
 """The cuts of byte-level BPE before merges, by their names in GGUF files.
 
 A rule is a list of regular expressions in Oniguruma's syntax: the first cuts the text, the next cuts the
-pieces, and so on. Matches become pieces, and so do the texts between them. The names are those of llama.cpp's
-``llama-vocab.cpp``. Where llama.cpp approximates a published expression (letters with case beyond ASCII,
-combining marks, groups of digits), the published one is here, because models were trained with it.
+pieces, and so on. Matches become pieces, and so do the texts between them. The names are taken from
+llama.cpp's ``llama-vocab.cpp``. Where llama.cpp approximates a published expression (letters with case beyond
+ASCII, combining marks, groups of digits), the published one is here, because models were trained with it.
 """
 
 from collections.abc import Mapping

@@ -458,7 +458,7 @@ class ModelConfig(DecoderShape):
 
     @property
     def late_streams(self) -> range:
-        """The streams of which a pass computes only rows with logits, by the layer that they enter."""
+        """The streams that have only rows with logits; stream i enters layer i, or leaves the last layer."""
         return range(self.whole_layers, self.num_layers + 1) if self.shared_layers else range(0)
 
     @property

@@ -81,7 +81,7 @@ def pull(
             if not is_pulled(entry) and not _certify(job):
                 _fetch(job, entry.sources)
                 _write_record(job)
-            job.tidy()  # what a pull that was killed had gathered
+            job.tidy()  # leftovers of a killed pull
     return job.path
 
 

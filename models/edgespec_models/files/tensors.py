@@ -164,7 +164,7 @@ class Stack(Tensor):
         return cls(first.name, shape, first.type, first.file, first.offset, parts=tuple(parts))
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """As of any tensor."""
+        """Like :meth:`Tensor.read`."""
         rows = self.parts[0].shape[0]
         stop = self.n_rows if stop is None else stop
         places = range(start // rows, -(-stop // rows))
@@ -181,7 +181,7 @@ class Reordered(Tensor):
     order: npt.NDArray[np.int64] = field(kw_only=True)
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """As of any tensor."""
+        """Like :meth:`Tensor.read`."""
         matrix = Tensor(self.name, self.shape, self.type, self.file, self.offset)
         return np.concatenate([matrix.read(row, row + 1) for row in self.order[start:stop].tolist()])
 
@@ -207,7 +207,7 @@ class SplitBlocks(Tensor):
         )
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """As of any tensor, in the order of GGUF files."""
+        """Like :meth:`Tensor.read`, in the order of GGUF files."""
         blocks = self.shape[-1] // self.type.block
         packed = self._raw(start, stop, (self.file, self.offset), blocks * 16).reshape(-1, blocks, 16)
         exponents = self._raw(start, stop, self.exponents, blocks).reshape(-1, blocks, 1)
@@ -224,7 +224,7 @@ class Columns(Tensor):
     file_columns: int = field(kw_only=True)
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """As of any tensor. One matrix at a time is in memory."""
+        """Like :meth:`Tensor.read`. One matrix at a time is in memory."""
         inputs, rows = self.shape[-1], self.file_columns // self.step
         stop, size = self.n_rows if stop is None else stop, inputs * self.file_columns * self.type.block_bytes
         pieces = [np.empty((0, inputs, self.type.block_bytes), np.uint8)]
@@ -248,7 +248,7 @@ class ScaledBlocks(Tensor):
         return [replace(matrix, factors=(factor,)) for matrix, factor in matrices]  # type: ignore[call-arg]
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """As of any tensor, with a float16 of the factor behind each block."""
+        """Like :meth:`Tensor.read`, with a float16 of the factor behind each block."""
         raw = Tensor.read(self, start, stop)
         own = (np.array(self.factors, np.float32) * NVFP4_FACTOR).astype("<f2")
         rows = (start + np.arange(len(raw))) * len(own) // self.n_rows
@@ -281,7 +281,7 @@ class SplitScaledBlocks(Tensor):
         raise UnsupportedModelError(f"tensor {self.name!r} in NVFP4 is cut at column {stop}; allowed: floats")
 
     def read(self, start: int = 0, stop: int | None = None) -> U8:
-        """As of any tensor in NVFP4, with a float16 of the factor behind each block."""
+        """Like :meth:`Tensor.read` in NVFP4, with a float16 of the factor behind each block."""
         blocks = self.shape[-1] // self.type.block
         packed = self._raw(start, stop, (self.file, self.offset), blocks * 32).reshape(-1, blocks, 4, 8)
         scales = self._raw(start, stop, self.scales, blocks * 4).reshape(-1, blocks, 4)

@@ -23,8 +23,8 @@ from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, sco
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, embedding, linear
 from edgespec_models.graphs.plan import DecoderPlan
 
-# CUDA's provider takes an operator at the versions it lists only, of which the older ones are complete (issue
-# microsoft/onnxruntime#27729): 20 is the first with Gelu.
+# CUDA's provider takes an operator only at versions that it lists, and lists all operators of older versions
+# (issue microsoft/onnxruntime#27729): 20 is the first with Gelu.
 _OPSETS: Mapping[FloatType, int] = MappingProxyType({"float32": 23, "float16": 20})
 _INT32 = ir.DataType.INT32
 

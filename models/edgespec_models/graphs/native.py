@@ -2,12 +2,12 @@
 
 Besides the inputs of every graph (:mod:`.graph_decoder`) it takes ``sequences`` int64 (s, 2): ``input_ids``
 are the next tokens of s sequences, one after the other. The numbers of a sequence are its tokens in the
-cache and its new tokens. Layers at the end that read keys and values of others compute rows with logits
-alone; ``wanted_sequences`` has the numbers for these. The cache is a pool of blocks of 32 tokens, float16
-(blocks / 8, kv heads, 256, head_dim); a key cache holds 16 tokens channel by channel. ``blocks`` int64 (b,)
-has the numbers of each sequence's blocks, as many as all its tokens take. Sequences may share blocks that the
-pass only reads. With states, ``places`` int64 (s, 2) has the slot of each sequence's states, and the number
-of tokens that they have read (:mod:`edgespec_models.bundles.kept`).
+cache and its new tokens. Last layers that read other layers' keys and values compute only rows with logits;
+``wanted_sequences`` has the numbers for them. The cache is a pool of blocks of 32 tokens, float16 (blocks /
+8, kv heads, 256, head_dim); a key cache holds 16 tokens channel by channel. ``blocks`` int64 (b,) has the
+numbers of each sequence's blocks, as many as all its tokens take. Sequences may share blocks that the pass
+only reads. With states, ``places`` int64 (s, 2) has the slot of each sequence's states, and the number of
+tokens that they have read (:mod:`edgespec_models.bundles.kept`).
 
 A row's bits depend neither on the other rows of a pass nor on the processor, except in the columns of
 ``context_tokens``: ONNX Runtime computes these. The residual stream that enters a layer, or leaves the last,
@@ -20,7 +20,7 @@ assistant (:class:`~edgespec_models.bundles.config.Assistant`) attends to keys a
 target, which are inputs. Its states are as wide as the target.
 
 A head that drafts blocks (:class:`~edgespec_models.bundles.config.Block`) takes ``features`` and
-``injected_rows`` int64 (s), the number of first tokens of each sequence of which it reads only the features;
+``injected_rows`` int64 (s). It reads only the features of that many first tokens of each sequence;
 ``input_ids`` are the tokens behind them. It has no states.
 
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.

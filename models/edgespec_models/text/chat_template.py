@@ -139,7 +139,7 @@ class ChatTemplate:
     ) -> list[int]:
         """The token ids of the conversation; texts in it cannot forge control tokens.
 
-        Arguments and errors are those of :meth:`render`. A text with U+18A21 to U+18A7E, which mark ordinary
+        Arguments and errors are as in :meth:`render`. A text with U+18A21 to U+18A7E, which mark ordinary
         text, also raises RequestError. The text of a control token within a content, a tool or an argument
         becomes ordinary tokens, also if the template changes it, for example its case. So does the text of an
         added token that the template writes, except in the assistant's own words. Everything else is encoded

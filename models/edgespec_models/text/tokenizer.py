@@ -140,7 +140,7 @@ class Tokenizer:
         Such text becomes ordinary tokens, and so does the text of added tokens with the ids ``marks``. Raises
         as :meth:`encode` does.
         """
-        # Encoded is all before ``begin``; ``end`` is that of the last special token that stays one.
+        # Text before ``begin`` is encoded; ``end`` is the end of the last special token that stays special.
         ids, begin, end = list[int](), 0, 0
         cuts: list[int] | None = None  # behind ``end``: within marks that are spelled; None if nothing is
         spans = [*self.special_spans(text, marks), (len(text), len(text), None)] if spelled else []
