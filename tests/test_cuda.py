@@ -216,7 +216,7 @@ def test_a_cache_on_a_device_keeps_its_rows_when_it_grows(make: Make) -> None:
         np.testing.assert_array_equal(new.numpy()[:, :, : len(TOKENS)], old[:, :, : len(TOKENS)])
         assert old[:, :, : len(TOKENS)].any() and not new.numpy()[:, :, len(TOKENS) :].any()
     per_token = make("llama", "F32").manifest.kv_bytes_per_token
-    assert session.kv_bytes == per_token * session.capacity
+    assert session.kv_bytes >= per_token * session.capacity
     session.close()
     assert session.kv_bytes == 0
 
@@ -236,7 +236,8 @@ def test_a_pass_of_few_tokens_is_prepared_once(make: Make) -> None:
         return prepared
 
     assert [prepares([7]), prepares([7]), prepares(TOKENS), prepares([9])] == [True, False, True, False]
-    assert not prepares(TOKENS * 2)
+    assert not any(prepares(TOKENS * 2 + [5] * more) for more in range(40))  # more prompts than are kept
+    assert not prepares([7])
     session.reserve(session.capacity + 1)
     assert prepares([7])
     session.close()

@@ -19,7 +19,8 @@ import pytest
 import edgespec
 from edgespec import Generation, LoadOptions, RequestError
 from edgespec_models.errors import DeviceError
-from edgespec_runtimes.cpu import CpuOptions, _LowPriority, open_cpu
+from edgespec_runtimes.cpu import CpuOptions, open_cpu
+from edgespec_runtimes.own_thread import OwnThread
 from tests.kit.machines import LINUX
 from tests.kit.models import Gated, queue_of, runner_of, slow_session, toy_model
 from tests.kit.native import tiny_native
@@ -144,7 +145,7 @@ def test_a_pass_that_gives_way_is_waited_for_whatever_happens() -> None:
         sleep(0.5)
         over.append(binding)
 
-    session = _LowPriority(lambda: SimpleNamespace(run_with_iobinding=run_with_iobinding))
+    session = OwnThread(lambda: SimpleNamespace(run_with_iobinding=run_with_iobinding), "low")
     interrupt = Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:

@@ -147,8 +147,8 @@ class GenerationStats:
         by_source: Drafted and accepted tokens by source.
         drafted_by_position: How often each position of a draft was proposed.
         accepted_by_position: How often it was accepted.
-        target_s: Time in passes of the target, without the reading of the prompt. A pass that requests share
-            is divided among them.
+        target_s: Time in passes of the target, without the prompt's and a GPU's preparations. A shared pass
+            is divided among its requests.
         drafter_s: Time that rounds waited for the drafter, with its reading of the prompt.
         speculation_off_reason: Why little or nothing was drafted. None while drafting pays.
         placement: The devices on which target and drafter ran, and why.

@@ -11,8 +11,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from edgespec_models.schema import Checked, one_of, within
 from edgespec_runtimes.graph_io import ForeignModel, OwnModel
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
+from edgespec_runtimes.own_thread import OwnThread
 from edgespec_runtimes.session import Session
 
 INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
@@ -92,24 +92,6 @@ def default_threads() -> int:
     """Physical cores this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
-
-
-class _LowPriority:
-    """A session of ONNX Runtime in a thread that gives way to other programs."""
-
-    def __init__(self, opened: Callable[[], Any]) -> None:
-        self._thread = ThreadPoolExecutor(1, "low", _kept(library()).edgespec_lower_priority)
-        self._session = self._thread.submit(opened).result()
-
-    def run_with_iobinding(self, binding: Any, options: Any = None) -> None:
-        running = self._thread.submit(self._session.run_with_iobinding, binding, options)
-        try:
-            running.result()
-        finally:  # Ctrl-C would free memory that the pass still writes
-            wait([running])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
 
 
 def open_cpu(
@@ -192,7 +174,9 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
         providers = ["CPUExecutionProvider"]
         # The fallback tries the same provider again, and prints.
         opened = partial(ort.InferenceSession, model, settings, providers=providers, enable_fallback=0)
-        return _LowPriority(opened) if options.low_priority else opened()
+        if not options.low_priority:
+            return opened()
+        return OwnThread(opened, "low", _kept(library()).edgespec_lower_priority)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
         if lacks_memory(error):
             raise DeviceError(f"not enough memory to load {graph.parent.name}; free some") from error

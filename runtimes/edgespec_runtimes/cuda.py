@@ -12,9 +12,10 @@ The session runs on the CPU too, where the same kernels' float16 versions are sl
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import count
 from math import prod
+from threading import RLock
 from time import perf_counter
 from typing import Any
 
@@ -29,15 +30,19 @@ from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
 from edgespec_runtimes.graph_io import OwnModel
-from edgespec_runtimes.kv_cache import KVBuffers, Memory
+from edgespec_runtimes.kv_cache import KVBuffers, Memory, Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, ort
+from edgespec_runtimes.own_thread import OwnThread
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
+_GROWTH = 4096  # tokens, at most, by which a cache grows beyond what is wanted
 _CAPTURED = 16  # tokens; longer passes are of prompts, and keep the GPU busy for longer
 _TOTAL = "total_sequence_length"
 _Array = npt.NDArray[Any]
+_GPU = RLock()
+"""Held while a model uses a GPU: while a graph is captured, no other thread may allocate or copy there."""
 
 
 def open_cuda(
@@ -56,30 +61,40 @@ def open_cuda(
     if bundle.manifest.graph_kind != "dynamic-float16":
         raise BundleError(f"{bundle.path} has no float16 graph of any shape; open it with edgespec.load")
     options = options or CpuOptions()
-    session, memory = open_on(device, bundle.graph, options), DeviceMemory(device.kind.memory)
+    with _GPU:
+        session = OwnThread(partial(open_on, device, bundle.graph, options), "edgespec-gpu")
     chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
-    return CudaModel(session, bundle, chunk=chunk, memory=memory).opened(row_exact)
+    return CudaModel(session, bundle, chunk=chunk, memory=DeviceMemory(device.kind.memory)).opened(row_exact)
 
 
 class CudaModel(OwnModel):
     """A graph whose passes of few tokens are captured.
 
-    ONNX Runtime keeps captured graphs, and the handles of CUDA's libraries, for each thread that runs passes.
-    So all passes run in one. A trimmed LM head whose columns are offered anew for each request is never
-    captured, because its bindings do not last.
+    ONNX Runtime keeps captured graphs, and the handles of CUDA's libraries, for each thread that runs passes,
+    so ``session`` runs all of them in one. A graph that does not find the most likely columns itself has its
+    logits on the host, and bindings of a trimmed LM head whose columns are offered anew for each request do
+    not last: both are never captured.
     """
 
     cache: "DeviceCache"
 
-    def __init__(self, session: Any, bundle: Bundle, *, chunk: int, memory: "DeviceMemory") -> None:
+    def __init__(self, session: OwnThread, bundle: Bundle, *, chunk: int, memory: "DeviceMemory") -> None:
         """Capture nothing yet."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-cuda")
-        self._numbers = count(1)
+        self._numbers, self._is_new = count(1), False
         self._captured: list[int] = []
         self._stale: list[int] = []
         self._room = np.zeros((), np.int32)
         super().__init__(session, bundle, chunk=chunk, memory=memory)
-        self._most = 0 if len(self._context) else _CAPTURED
+        self._most = _CAPTURED if bundle.manifest.choices and not len(self._context) else 0
+
+    def make_room(self, stretch: Stretch, capacity: int) -> None:
+        """Make room for ``capacity`` tokens and some more, because all graphs are captured anew for it."""
+        present = self.cache.capacity
+        if stretch.capacity < capacity <= present:
+            return
+        if capacity > present:
+            capacity = min(max(capacity, present + min(present, _GROWTH)), self.longest)
+        super().make_room(stretch, capacity)
 
     def feed(self, binding: Any, pass_: Pass) -> list[tuple[str, _Array, Any, Memory]]:
         """Bind the inputs of a pass, without weights, and its cache.
@@ -98,28 +113,27 @@ class CudaModel(OwnModel):
         """ONNX Runtime's options: the number of the graph to capture or start, -1 for none."""
         number = -1
         if tokens <= self._most:
+            self._is_new = True
             self._captured.append(number := next(self._numbers))
         options = ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", str(number))
         return options
 
     def run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
-        """Run a pass in the model's own thread, where its graphs were captured."""
-        running = self._thread.submit(self._run_pass, parts)
-        try:
-            return running.result()
-        finally:  # Ctrl-C would free memory that the pass still writes
-            wait([running])
-
-    def _run_pass(self, parts: Sequence[Part]) -> list[Predictions]:
-        while self._stale:
-            self._session.release_captured_graph(self._stale.pop())
-        captured, began, self.prepared_s = len(self._captured), perf_counter(), 0.0
-        predictions = super().run_pass(parts)
-        if len(self._captured) == captured:
-            return predictions
-        self.prepared_s = perf_counter() - began
-        return super().run_pass(parts)
+        """A row for each of the last ``rows`` of each part. The first run of a shape captures a graph."""
+        with _GPU:
+            began, self.prepared_s, self._is_new = perf_counter(), 0.0, False
+            try:
+                while self._stale:
+                    self._session.release_captured_graph(self._stale.pop())
+                predictions = super().run_pass(parts)
+            except BaseException:  # a shape may be bound and not captured
+                self.unbind()
+                raise
+            if not self._is_new:
+                return predictions
+            self.prepared_s = perf_counter() - began
+            return super().run_pass(parts)
 
     def unbind(self) -> None:
         """Forget all bindings; the graphs that were captured with them are freed before the next pass."""
@@ -127,10 +141,13 @@ class CudaModel(OwnModel):
         self._stale += self._captured
         self._captured.clear()
 
-    def close(self) -> None:
-        """Free what passes use."""
-        self._thread.shutdown()
-        super().close()
+    def make_way(self) -> None:
+        """Forget bindings that were not captured, or all."""
+        prompts = [key for key in self.passes if key[0] > self._most]
+        for key in prompts:
+            del self.passes[key]
+        if not prompts:
+            self.unbind()
 
 
 class DeviceMemory(Memory):
@@ -144,18 +161,26 @@ class DeviceMemory(Memory):
 
     def value(self, array: _Array) -> Any:
         """An OrtValue on the device with the content of ``array``; DeviceError if there is no room."""
-        value = self._allocate(array.shape, array.dtype)
-        value.update_inplace(array)
+        with _GPU:
+            value = self._allocate(array.shape, array.dtype)
+            value.update_inplace(array)
         return value
 
     def write(self, value: Any, array: _Array) -> None:
         """Copy ``array`` to ``value``."""
-        value.update_inplace(array)
+        with _GPU:
+            value.update_inplace(array)
+
+    def read(self, value: Any) -> _Array:
+        """A copy of ``value`` on the host."""
+        with _GPU:
+            array: _Array = value.numpy()
+        return array
 
     def output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
         """An OrtValue on the device, and its copy to the host; DeviceError if there is no room."""
         value = self._allocate(shape, dtype)
-        return value, value.numpy
+        return value, partial(self.read, value)
 
     def shared_output(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[Any, Callable[[], _Array]]:
         """The same: captured graphs write to their own memory."""
@@ -167,7 +192,8 @@ class DeviceMemory(Memory):
 
     def _allocate(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
         try:
-            return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype.type, self._kind, 0)
+            with _GPU:
+                return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype.type, self._kind, 0)
         except RUN_ERRORS as error:
             wanted = prod(shape) * dtype.itemsize
             raise DeviceError(f"{self._kind} has no room for {wanted:,} more bytes: {error}") from error
@@ -204,7 +230,7 @@ class DeviceCache(KVBuffers):
     def clear(self) -> None:
         """Free the memory."""
         self._values.clear()
-        self._nbytes = 0
+        self._nbytes = self.capacity = 0
 
     def _reserve(self, capacity: int, keep: int) -> None:
         self._nbytes, self.capacity = 0, capacity
@@ -214,6 +240,6 @@ class DeviceCache(KVBuffers):
             if index == len(self._values):
                 self._values.append(None)
             elif keep:
-                array[:, :, :keep] = self._values[index].numpy()[:, :, :keep]
+                array[:, :, :keep] = self._memory.read(self._values[index])[:, :, :keep]
             self._values[index] = None  # the device need not hold both
             self._values[index] = self._memory.value(array)

@@ -239,10 +239,9 @@ class OwnModel(_GraphModel):
         key = sum(len(part.tokens) for part in parts), wanted, len(parts), len(features)
         bound = self.passes.get(key)
         if bound is None:
-            bound = self._bind(pass_, wanted)
             if len(self.passes) >= _MAX_KEPT_BINDINGS:
-                self.unbind()
-            self.passes[key] = bound
+                self.make_way()
+            self.passes[key] = bound = self._bind(pass_, wanted)
         else:
             for name, array, value, memory in bound.changing:
                 array[...] = INPUTS[name](pass_)
@@ -266,6 +265,10 @@ class OwnModel(_GraphModel):
     def unbind(self) -> None:
         """Forget all bindings, because what they bind has moved or changed."""
         self.passes.clear()
+
+    def make_way(self) -> None:
+        """Forget some bindings, because there are too many."""
+        self.unbind()
 
     def run_options(self, tokens: int) -> Any:
         """ONNX Runtime's options for passes of one binding, over this many tokens."""
