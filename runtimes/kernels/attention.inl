@@ -1,13 +1,13 @@
 // Attention of queries that share keys and values. Part of generic.inl.
 //
-// All queries meet a stretch of keys, and later of values, while it lies in the nearest cache; memory is asked for the
-// next stretch meanwhile. Sums are carried from stretch to stretch, so that each has one order.
+// All queries read a stretch of keys, and later of values, while it lies in the nearest cache; the next stretch is
+// prefetched meanwhile. Sums go on from stretch to stretch, so that each sum has one order.
 
 inline F load(const Half* p) { return half(reinterpret_cast<const uint8_t*>(p)); }
 
-constexpr int64_t kValueBytes = 16 << 10;  // of a stretch of values
+constexpr int64_t kValueBytes = 16 << 10;  // bytes of a stretch of values
 
-// Scores of M queries with T tiles of 16 keys. Those `ahead` are asked for.
+// Scores of M queries with T tiles of 16 keys. Keys `ahead` bytes behind them are prefetched.
 template <int M, int T>
 inline void key_products(const Half* keys, int64_t ahead, const float* queries, int64_t head_dim, float* scores,
                          int64_t stride) {
@@ -31,7 +31,8 @@ inline void key_products(const Half* keys, int64_t ahead, const float* queries, 
     for (int t = 0; t < T; t++) store(scores + q * stride + t * kLanes, sums[q][t]);
 }
 
-// Adds M queries' shares of `count` values, in D vectors of channels, to y. Those `ahead` are asked for.
+// Adds M queries' shares of `count` values, in D vectors of channels, to y. Values `ahead` bytes behind them are
+// prefetched.
 template <int M, int D>
 inline void value_sums(const Half* values, int64_t ahead, int64_t count, const float* shares, int64_t stride,
                        int64_t head_dim, float* y) {
@@ -57,7 +58,7 @@ inline void value_sums(const Half* values, int64_t ahead, int64_t count, const f
     for (int c = 0; c < D; c++) store(y + q * head_dim + c * kLanes, sums[q][c]);
 }
 
-// The last channels, which fill no vector.
+// The last channels, which do not fill a vector.
 template <int M>
 inline void last_value_sums(const Half* values, int64_t count, const float* shares, int64_t stride, int64_t head_dim,
                             size_t channels, float* y) {
@@ -72,8 +73,8 @@ inline void last_value_sums(const Half* values, int64_t count, const float* shar
   for (int q = 0; q < M; q++) __builtin_memcpy(y + q * head_dim, &sums[q], sizeof(float) * channels);
 }
 
-// Tiles and vectors are taken as many at once as there are sums, then half as many and so on: each sum is a chain of
-// additions, and one alone would wait for each to end.
+// The number of tiles or vectors that are computed at once; their rest is computed by half as many, and so on. Each
+// sum is a chain of additions, and a single chain would wait for every addition.
 constexpr int at_once(int queries) { return queries < kSums / 8 ? 8 : kSums / queries; }
 
 // Scores of M queries, from number `first` on, with the tiles of a run.
@@ -86,7 +87,7 @@ void score(const Queries& q, int64_t first, Run run) {
   if constexpr (T > 1) score<M, T / 2>(q, first, run);
 }
 
-// Adds their shares of a run's values, channels `d` and behind.
+// Adds the queries' shares of a run's values, from channel `d` on.
 template <int M, int D = at_once(M)>
 void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
   const Half* values = q.values + run.place;
@@ -101,15 +102,15 @@ void gather_values(const Queries& q, int64_t first, const Run& run, int64_t d) {
     last_value_sums<M>(values + d, count, shares, q.stride, q.head_dim, static_cast<size_t>(q.head_dim - d), y + d);
 }
 
-// visit.template operator()<M>() for M queries at once, M being `count`.
+// Calls visit.template operator()<M>() with M equal to `count`.
 template <int M = kQueries, class Visit>
 void with_count(int64_t count, const Visit& visit) {
   if (count == M) return visit.template operator()<M>();
   if constexpr (M > 1) with_count<M - 1>(count, visit);
 }
 
-// A query's scores, of `count` tokens of which it sees `first` to `limit`, to shares. A `sink` takes one that is lost.
-// Where there is a `cap`, scores end softly there.
+// Turns a query's scores of `count` tokens into shares; the query sees tokens `first` to `limit`. The share of a
+// `sink` is lost. A `cap` is a soft bound of scores.
 inline void soften(float* scores, int64_t count, int64_t first, int64_t limit, const float* sink, float cap) {
   const float lowest = -__builtin_inff();
   if (cap > 0.0f)
@@ -158,8 +159,8 @@ void attend(const Queries& q) {
   each_run(q.begin, last, at_once((q.count + groups - 1) / groups) * kLanes, [&](const Run& run) {
     each_group([&]<int M>(int64_t first) { score<M>(q, first, run); });
   });
-  // Values that all see are read for all together; what a query does not see, it leaves out, since nothing times a
-  // NaN is one.
+  // Values that all queries see are read once for all. A query skips values that it does not see, because a share of
+  // 0 times NaN is NaN.
   int64_t common = q.begin, common_end = q.end;
   for (int64_t i = 0; i < q.count; i++) {
     const Span& span = q.spans[i];

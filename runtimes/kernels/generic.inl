@@ -1,22 +1,22 @@
 // The kernels, over the primitives of an instruction set. Included once for each of them, inside a namespace
 // that has vectors.inl and
 //
-//     kRows, kQueries          rows that one unpacking of weights serves, and queries that one widening of keys does
+//     kRows, kQueries          rows that share an unpacking of weights, and queries that share a widening of keys
 //     kSums                    sums of attention that registers hold
 //     fma(a, b, c)             a * b + c, rounded once
 //     half(pointer)            16 float16 as F
-//     look_up(table, places)   for each byte, below 16, what lies there in 16 bytes
+//     look_up(table, places)   for each byte, which is below 16, the byte there of 16
 //
-// and for products with weights of a Format, of which sums are whole numbers until they are weighed:
+// and for products with weights of a Format, whose sums are whole numbers until they are weighed:
 //
-//     begin<Format>(x, half)   what a sum of 16 products starts from so that it is that of (code - zero)
+//     begin<Format>(x, half)   the start of a sum of 16 products that makes it a sum of (code - zero)
 //     add<Format, M>(sums, codes, a, group)   two groups' products with M rows of activations
 //     settle<Format, M>(sums, a, half)   when 16 inputs are in the sums of M rows
 //     weigh<Format>(sum, x, half)      scale * sum, and
 //     weigh<Format>(first, last, x)    the same of both halves, added: rounded once where that is exact
 //
-// Every sum has one order, whatever the number of rows: a lane is a column, a key or a channel, and lanes are
-// added by one tree. Nothing is contracted but where fma says so.
+// Every sum has one order, for any number of rows: a lane is a column, a key or a channel, and a fixed tree adds
+// lanes. Only fma contracts a product and a sum.
 
 inline F widen(const uint8_t* p) {
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
@@ -92,7 +92,7 @@ inline F activate(F x, Gate gate) {
   return x * (1.0f - 1.0f / (exponential(u * 2.0f) + 1.0f));
 }
 
-// What a gate makes of `x`, times `other`. A clamped one is gpt-oss's.
+// The gate of `x`, times `other`. The clamped gate is gpt-oss's.
 inline F gated(F x, F other, Gate gate) {
   if (gate != Gate::clamped) return activate(x, gate) * other;
   const F most = splat(7.0f);
@@ -143,8 +143,8 @@ inline float largest_lane(F v) {
   return four[0] > four[1] ? four[0] : four[1];
 }
 
-// Rounds 16 activations, of which a row has `per_unit` steps to one. Of a row without steps they count as zeros, since
-// what is not finite has no whole number.
+// Rounds 16 activations to steps; `per_unit` steps are 1. In a row without steps all are zeros, because numbers that
+// are not finite cannot be rounded.
 inline int quantize_share(const float* x, float per_unit, int half, Activations* y) {
   typedef int8_t Codes __attribute__((vector_size(kLanes)));
   const F magic = splat(12582912.0f), v = per_unit > 0.0f ? load(x) : F{};
@@ -172,7 +172,7 @@ float quantize(const float* x, int64_t width, Activations* y, int64_t step) {
   constexpr float kSteps = kMostScale * kMostCode;
   F most = {}, strange = {};
   for (int64_t i = 0; i < width; i += kLanes) {
-    if (i % kBlock == 0) __builtin_prefetch(y + i / kBlock * step, 1);  // other threads have read what was there
+    if (i % kBlock == 0) __builtin_prefetch(y + i / kBlock * step, 1);  // other threads have read the old content
     const F v = load(x + i), size = magnitudes(v);
     strange = strange + (v - v);
     most = most < size ? size : most;

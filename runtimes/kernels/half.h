@@ -8,8 +8,8 @@ namespace edgespec {
 
 using Half = uint16_t;  // its bits
 
-// The nearest float16, of two the even one. Finite numbers stay finite: a channel beyond 65504 had better be too
-// small than infinite, because an infinite value times a share of 0 is NaN. Other numbers stay not finite, so that a
+// The nearest float16; of two nearest the even one. Finite numbers stay finite: a channel beyond 65504 becomes too
+// small, not infinite, because an infinite value times a share of 0 is NaN. Other numbers stay not finite, so that a
 // failed pass does not look sound. The conversion uses integers instead of F16C or NEON, so every processor writes
 // the same cache; attention reads it far more often than it is written.
 inline Half narrow(float x) {

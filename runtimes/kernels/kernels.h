@@ -50,42 +50,42 @@ struct Span {
 };
 
 constexpr int64_t kTokens = 32;   // of a block
-constexpr int64_t kExtent = 256;  // tokens of eight blocks, of which a head's keys lie together, and its values
+constexpr int64_t kExtent = 256;  // tokens of eight blocks, whose keys of a head lie together, as do their values
 
-// The blocks of a sequence in a pool (extents, heads, 256, head_dim). They lie anywhere, mostly one behind the other.
+// The blocks of a sequence in a pool (extents, heads, 256, head_dim). Mostly a block lies behind the one before.
 struct BlockTable {
   const int64_t* blocks;  // their numbers
   int64_t heads, head_dim;
 
-  // Where a token's keys or values lie, from the head's first on.
+  // The distance of a token's keys or values from the head's first.
   int64_t of(int64_t token) const {
     const int64_t at = blocks[token / kTokens] * kTokens + token % kTokens;
     return (at / kExtent * heads * kExtent + at % kExtent) * head_dim;
   }
 };
 
-// Tokens `from` to `to`, whose keys or values lie one behind the other from `place` on; the next ones `ahead` of them,
-// in bytes.
+// Tokens `from` to `to`, whose keys or values lie one behind the other from `place` on. Those of the next run lie
+// `ahead` bytes farther.
 struct Run {
   int64_t from, to, place, ahead;
 };
 
-// Queries that share keys and values: heads of rows.
+// Queries of rows and heads that share keys and values.
 struct Queries {
-  const Span* spans;    // (count): the tokens that each sees
+  const Span* spans;    // (count): the tokens that each query sees
   int64_t count;
-  const float* sinks;   // (count): scores without a token, which take shares too; null without
-  float* vectors;       // (count, head_dim): rotated and scaled; then their shares of the values, summed
+  const float* sinks;   // (count): scores that belong to no token, but have shares; null without
+  float* vectors;       // (count, head_dim): rotated and scaled queries; then the sums of values by shares
   BlockTable table;
   const Half* keys;     // of 16 tokens each: (head_dim, 16)
   const Half* values;   // of each token: (head_dim)
   int64_t head_dim;
-  int64_t begin, end;   // of the tokens that any of them sees; `begin` is a multiple of 16
+  int64_t begin, end;   // of the tokens that any query sees; `begin` is a multiple of 16
   float* scores;        // (count, stride)
-  float cap;            // that they end softly at; 0 without
-  int64_t stride;       // score_stride of them
+  float cap;            // the soft bound of scores; 0 without
+  int64_t stride;       // score_stride of their number
 
-  // The first of the tokens `from` to `to`, as many as lie one behind the other.
+  // The first run of the tokens `from` to `to`.
   Run run(int64_t from, int64_t to) const {
     const int64_t place = table.of(from);
     int64_t stop = (from / kTokens + 1) * kTokens;
@@ -95,8 +95,8 @@ struct Queries {
   }
 };
 
-// A multiple of 16, and odd in cache lines: rows at a distance of a power of two would share a few lines of the
-// nearest cache.
+// A multiple of 16, and an odd number of cache lines: rows at a distance of a power of two would share a few lines
+// of the nearest cache.
 inline int64_t score_stride(int64_t tokens) { return ((tokens + kLanes - 1) / kLanes | 1) * kLanes; }
 
 // A row's change of the state of a value head: state = decay * state + key delta'.
@@ -110,14 +110,14 @@ struct Update {
 // before it, adds `delta = strength (value - decay state' key)`, and gives state' query (arXiv 2412.06464).
 struct Recurrence {
   float* state;  // (tiles, key_width, 16)
-  float* copy;   // (kStateTiles, key_width, 16): rows change it, and the state stays behind `updates`; or null
+  float* copy;   // (kStateTiles, key_width, 16): rows change this copy, the state only by `updates`; or null
   int64_t key_width, tiles;
-  const Update* updates;  // of rows before, which the state lacks
+  const Update* updates;  // updates of earlier rows, which the state lacks
   int64_t update_count;
   int64_t rows;
   const float *queries, *keys;      // (rows, key_width)
   const float *decays, *strengths;  // (rows)
-  float* deltas;                    // (rows, 16 * tiles): values; then each row's addend
+  float* deltas;                    // (rows, 16 * tiles): values; then each row's delta
   float* y;                         // (rows, stride)
   int64_t stride;
 };
@@ -136,7 +136,7 @@ struct Kernels {
   void (*dots)(const float* x, int64_t rows, const float* vectors, int64_t count, int64_t width, float* y,
                int64_t stride);
   void (*attend)(const Queries&);
-  // Sums over `taps` rows of a channel's number times its weight; weights are (taps, stride).
+  // Each channel's sum over `taps` rows of number times weight; weights are (taps, stride).
   void (*convolve)(const float* const* rows, int64_t taps, const float* weights, int64_t stride, int64_t count,
                    float* y);
   // exp(a log(1 + exp(x + bias))).

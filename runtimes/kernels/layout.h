@@ -179,7 +179,7 @@ constexpr bool kFits = kMostDot<Format> <= 65535;
 static_assert(65535 * kMostScale <= 1 << 24);
 #define EDGESPEC_HOLDS(name) \
   static_assert(kFits<name> ? 2 * kLargestCode<name> * kMostCode <= 32767 : name::kZero == 128);
-EDGESPEC_FORMATS(EDGESPEC_HOLDS)  // a pair of products fits 16 bits; wide codes are made signed by taking 128 off
+EDGESPEC_FORMATS(EDGESPEC_HOLDS)  // a pair of products fits 16 bits; wide codes are made signed by subtracting 128
 #undef EDGESPEC_HOLDS
 
 struct FormatInfo {

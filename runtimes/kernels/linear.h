@@ -52,8 +52,8 @@ class Linear {
       part.tiles = pages_->copy(mapped.data, mapped.size);
       if (part.tiles == mapped.data && !pages_->all()) weights.mapped.push_back(mapped);
     }
-    // Enough work for a thread to be worth waking, and enough pieces for threads of uneven speed. With up to 256
-    // of them instead of kChunks, passes of two threads took up to 4 % longer.
+    // A piece is worth waking a thread, and there are enough pieces for threads of uneven speed. With up to 256 pieces
+    // instead of kChunks, passes of two threads took up to 4 % longer.
     chunks_ = std::clamp<int64_t>(bytes / kChunkBytes, 1, std::min<int64_t>(kChunks, tiles_));
     const std::shared_ptr<Crew> crew = host.crew();
     weights.starts.resize(static_cast<size_t>(crew->threads()));
@@ -100,7 +100,7 @@ class Linear {
  private:
   static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 32, kRounded = 1 << 10;
 
-  // The beginnings of a piece's tiles, and of the tiles that it multiplies.
+  // The first tiles of a piece: of its part, and with a gate of the part that it multiplies.
   std::array<const uint8_t*, 2> start(int64_t chunk) const {
     int64_t tile = tiles_ * chunk / chunks_;
     size_t part = 0;

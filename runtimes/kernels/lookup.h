@@ -157,9 +157,9 @@ class Cap {
   float most_;
 };
 
-// Logits of the tokens of a few clusters: each row reads the `read` clusters with the highest scores, of equal scores
-// the first. The matrix has the rows of a cluster one below the other, and `tokens` are their tokens. The other tokens
-// get a logit far below any.
+// Logits of the tokens of a few clusters. Each row reads the `read` clusters with the highest scores; of equal scores
+// the first counts. The matrix has the rows of a cluster one below the other, and `tokens` are their tokens. All other
+// tokens get a logit far below any of these.
 class Clusters {
  public:
   static constexpr const char* kName = "Clusters";

@@ -140,8 +140,8 @@ struct Domain {
   OrtCustomOpDomain* domain = nullptr;
 };
 
-// Nothing says when ONNX Runtime has done with a domain, so none is freed, at the process's end neither. One whose
-// session is gone, kernels and all, serves the next with the same settings.
+// Nothing says when ONNX Runtime no longer needs a domain, so none is freed, not even when the process ends. A domain
+// whose session is gone with all its kernels serves the next session with the same settings.
 Domain& domain_for(const void* const* table, const Settings& settings) {
   static std::mutex mutex;
   static auto& domains = *new std::vector<std::unique_ptr<Domain>>;
@@ -168,14 +168,15 @@ std::string setting(const Api& api, OrtSessionOptions* options, const char* key)
 #define EDGESPEC_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// Called by ONNX Runtime. Of the session's settings `edgespec.instructions` names the set to use instead of the
-// best, `edgespec.threads` how many work in a pass (1), and `edgespec.spinning` and `edgespec.low`, whatever they say,
-// have threads wait busily or give way. `edgespec.huge_pages` copies weights into huge pages, `all` or so many bytes.
+// ONNX Runtime calls it. The session's setting `edgespec.instructions` names the set to use instead of the best, and
+// `edgespec.threads` is the number of threads of a pass (1). With `edgespec.spinning` threads wait busily, with
+// `edgespec.low` they give way; any value will do. `edgespec.huge_pages` copies weights into huge pages: `all`, or so
+// many bytes.
 EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                const edgespec::ort::ApiBase* base) {
   using namespace edgespec;
   const void* const* table = base->get_api(ort::kVersion);
-  if (table == nullptr) return nullptr;  // too old to say so: sessions will not know the operators
+  if (table == nullptr) return nullptr;  // too old for an error: sessions will not know the operators
   const Api api(table);
   try {
     const std::string name = setting(api, options, "edgespec.instructions");

@@ -24,10 +24,10 @@ struct Mapped {
   const uint8_t* data;
   size_t size;
 
-  // Has the system begin to read them from the disk, as far as they are not in memory, and waits for nothing.
+  // Tells the system to begin reading them from the disk, unless they are in memory, and does not wait.
   void ask() const {
 #if !defined(_WIN32)
-    constexpr uintptr_t kAsked = 128 << 10;  // Linux reads no more of a call than it would read ahead
+    constexpr uintptr_t kAsked = 128 << 10;  // for a call Linux reads at most as much as it reads ahead
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const auto end = reinterpret_cast<uintptr_t>(data) + size;
     for (auto at = reinterpret_cast<uintptr_t>(data) / page * page; at < end; at += kAsked)
@@ -35,7 +35,7 @@ struct Mapped {
 #endif
   }
 
-  // Says that what lies beside a page that is read is not needed as well.
+  // Tells the system that neighbours of a page are not needed with it.
   void scattered() const {
 #if !defined(_WIN32)
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), at = reinterpret_cast<uintptr_t>(data);
@@ -47,8 +47,8 @@ struct Mapped {
 // Copies in large blocks, freed together.
 class Pages {
  public:
-  // Where there is no room for all weights, `room` bytes are for those that every pass reads whole. The others stay
-  // in their file, and passes ask for them before they need them.
+  // If there is no room for all weights, `room` bytes are for weights that every pass reads whole. The others stay in
+  // their file, and passes ask for them before they need them.
   static constexpr size_t kAll = SIZE_MAX;
   explicit Pages(size_t room) : room_(room) {}
   Pages(const Pages&) = delete;

@@ -1,6 +1,6 @@
 // Products of rounded activations with tiles. Part of generic.inl.
 
-// Bytes that are shifted left, or right by a negative number, of which `mask` is kept.
+// Shifts bytes left, or right by a negative number, and keeps the bits of `mask`.
 inline B shifted(B v, int left, uint8_t mask) { return (left < 0 ? v >> -left : v << left) & mask; }
 
 // The codes of two groups of block `b`.
@@ -22,7 +22,7 @@ inline void unpack(const uint8_t* tile, int b, int pair, B* codes) {
   }
 }
 
-// What scales and minimums of a tile's blocks are multiplied with.
+// The factors of the scales and minimums of a tile's blocks.
 template <class Format>
 struct Factors {
   F scale, minimum;
@@ -66,7 +66,7 @@ struct Packed {
   F minimum(int s) const { return factors.minimum_of(tile, b, s); }
 };
 
-// The same unpacked, for several groups of rows.
+// An unpacked block, for several groups of rows.
 template <class Format>
 struct Unpacked {
   B all[kGroups];
@@ -120,18 +120,18 @@ inline void add_block(const Block& block, const Activations* a, F* sums) {
   }
 }
 
-// How far behind a tile memory is asked. A single row is done with a tile sooner, and reads fastest so.
+// How far behind a tile memory is prefetched. A single row is done with a tile sooner; half the distance is best.
 template <int M>
 constexpr int64_t kAhead = 2368 * (M == 1 ? 2 : 4);
 
-// Asks for what lies as far behind block `b` as a pass of M rows wants it.
+// Prefetches the part that lies kAhead<M> behind block `b`.
 template <class Format, int M>
 inline void ask_ahead(const uint8_t* tile, int b) {
   constexpr int kPart = (Tile<Format>::kBytes + Format::kSubBlocks - 1) / Format::kSubBlocks;
   for (int p = 0; p < kPart; p += kLine) prefetch(tile, kAhead<M> + b * kPart + p);
 }
 
-// The products of M rows with the 16 columns of tiles, less the rows' factors, go to y (M, 16).
+// Writes the products of M rows with the 16 columns of tiles to y (M, 16), without the rows' factors.
 template <class Format, int M>
 void few_rows(const uint8_t* tile, int64_t tile_count, const Activations* a, int64_t stride, F* y) {
   F sums[M];
@@ -147,15 +147,15 @@ void few_rows(const uint8_t* tile, int64_t tile_count, const Activations* a, int
   for (int r = 0; r < M; r++) y[r] = sums[r];
 }
 
-// Adds a block times one of several groups of rows, whose sizes are kRows or little less.
+// Adds a block times a group of rows. Groups have kRows rows or a few less.
 template <class Format, int M = kRows>
 inline void add_group(int64_t rows, const Unpacked<Format>& block, const Activations* a, F* sums) {
   if (rows == M) return add_block<Format, M>(block, a, sums);
   if constexpr (M > (kRows + 1) / 2) add_group<Format, M - 1>(rows, block, a, sums);
 }
 
-// The same of more rows than one unpacking serves from registers: every group of them meets a block while its codes
-// and scales lie unpacked in the nearest cache, and memory has that long to bring the next one.
+// The same for more rows than registers hold. Every group of rows reads a block while its unpacked codes and scales
+// lie in the nearest cache, and meanwhile memory brings the next block.
 template <class Format>
 void many_rows(const uint8_t* tile, int64_t tile_count, const Activations* a, int64_t stride, int64_t rows, F* y) {
   const int64_t groups = (rows + kRows - 1) / kRows, least = rows / groups, more = rows % groups;
@@ -204,7 +204,7 @@ inline Place place_of(const Projection& p, int64_t tile) {
   return {part, tile, column + tile * kLanes};
 }
 
-// The products of up to kAtOnce rows with the 16 columns of a tile and those behind it along the inputs.
+// The products of up to kAtOnce rows with the 16 columns of a tile and of the tiles behind it along the inputs.
 constexpr int64_t kAtOnce = 48;
 
 inline void multiply(const Projection& p, const Part& part, int64_t tile, int64_t row, int64_t rows, F* y) {
@@ -215,7 +215,7 @@ inline void multiply(const Projection& p, const Part& part, int64_t tile, int64_
   for (int64_t r = 0; r < rows; r++) y[r] = y[r] * p.factors[row + r];
 }
 
-// Bias, activation, residual; what lies in `sums` (rows, 16), and for gates in `others`, goes to y.
+// Writes `sums` (rows, 16) to y with bias, activation and residual; with a gate also `others`.
 inline void finish(const Projection& p, const Place& at, int64_t row, int64_t rows, const F* sums, const F* others) {
   const int64_t last = at.part->columns - at.tile * kLanes;
   const int64_t columns = last < kLanes ? last : kLanes;

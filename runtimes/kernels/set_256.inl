@@ -12,7 +12,7 @@ constexpr int kQueries = 6, kSums = 6;
 struct Ints { __m256i v[2]; };
 struct Floats { __m256 v[2]; };
 
-// Both halves are computed before either goes on, lest the compiler keeps what they share in memory.
+// Computes both halves before either goes on; else the compiler keeps shared values in memory.
 inline void together(Ints& x) { __asm__("" : "+x"(x.v[0]), "+x"(x.v[1])); }
 
 inline F fma(F a, F b, F c) {

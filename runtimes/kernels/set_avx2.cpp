@@ -1,5 +1,5 @@
-// AVX2 has no product of bytes that adds up in 32 bits; pairs are added in 16, those of 16 inputs. There they may
-// wrap around on the way, but not the sum of (code - zero): half of what fits 16 bits and a sign.
+// AVX2 has no product of bytes that adds up in 32 bits, so the products of 16 inputs are added in pairs, in 16 bits.
+// They may wrap around on the way, but the sum of (code - zero) does not: it has half of the range.
 #define EDGESPEC_SET avx2
 #include "set_256.inl"
 
@@ -14,8 +14,8 @@ inline I begin(const Activations& x, int half) {
   return __builtin_bit_cast(I, Ints{{sums, sums}});
 }
 
-// Wider codes are made signed, which takes 128 off them: their magnitudes are multiplied, the signs go to the
-// activations, and pairs are added in 32 bits.
+// Wider codes are made signed by subtracting 128. Then magnitudes are multiplied, the signs go to the activations,
+// and pairs are added in 32 bits.
 template <class Format>
 inline __m256i added(__m256i sum, __m256i code, __m256i four) {
   if constexpr (kFits<Format>) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(code, four));

@@ -2,7 +2,7 @@
 #define EDGESPEC_SET neon_dot
 #include "set_neon.inl"
 
-// Codes of 8 bits are made signed, which takes 128 off them.
+// Codes of 8 bits are made signed by subtracting 128.
 template <class Format>
 inline I begin(const Activations& x, int half) {
   return kFits<Format> ? all(x.negated_sums[half] * Format::kZero) : I{};

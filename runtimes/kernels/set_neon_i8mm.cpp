@@ -1,5 +1,5 @@
-// ARM with i8mm: usmmla multiplies eight inputs of two columns with those of two rows; a row without another takes
-// the dot product of unsigned with signed bytes.
+// ARM with i8mm: usmmla multiplies eight inputs of two columns with eight inputs of two rows. A single row takes the
+// dot product of unsigned with signed bytes.
 #define EDGESPEC_SET neon_i8mm
 #include "set_neon.inl"
 

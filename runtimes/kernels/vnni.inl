@@ -1,5 +1,5 @@
 // Products by vpdpbusd and vpdpwssd: over dot_bytes, dot_words, and both_words(a, b), which has the lower 16 bits
-// of a and, above them, those of b.
+// of a and, above them, the lower 16 bits of b.
 
 template <class Format>
 inline I begin(const Activations& x, int half) {
