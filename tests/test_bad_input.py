@@ -5,16 +5,12 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from edgespec_export import export as export_module
-from edgespec_export import graph_bundle
-from edgespec_export import staging as staging_module
 from edgespec_export.export import export_model
-from edgespec_export.graphs import writer as writer_module
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_models.bundles.bundle import WEIGHTS
 from edgespec_models.errors import EdgespecError, ModelFileError, StorageError, TokenizerError
@@ -319,30 +315,16 @@ def test_random_damage_to_facts_and_weights(tmp_path: Path, sound: bytes) -> Non
     assert outcomes == {"success", "error"}
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [(writer_module, "row_writer"), (graph_bundle, "write_json"), (staging_module, "move")],
-    ids=["weights", "manifest", "placing"],
-)
-def test_a_full_disk_or_ctrl_c_leaves_nothing(tmp_path: Path, sound: bytes, module: Any, name: str) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(module, name, side_effect=full):
-        refused(tmp_path, sound, StorageError, "full; free space")
-    stopped = mock.patch.object(module, name, side_effect=KeyboardInterrupt)
-    with stopped, pytest.raises(KeyboardInterrupt):
-        export_model(tmp_path / "m.gguf", tmp_path / "new" / "deeper" / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-
-
-def test_an_interruption_by_the_progress_callback(tmp_path: Path, sound: bytes) -> None:
+@pytest.mark.parametrize("stage", ["Reading", "Exporting", "Checking"])
+def test_an_interruption_by_the_progress_callback(tmp_path: Path, sound: bytes, stage: str) -> None:
     (tmp_path / "m.gguf").write_bytes(sound)
 
     def stop(step: Progress) -> None:
-        if step.stage == "Exporting":
+        if step.stage == stage:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_model(tmp_path / "m.gguf", tmp_path / "out", progress=stop)
+        export_model(tmp_path / "m.gguf", tmp_path / "new" / "deeper" / "out", progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.session import Session
 from tests.kit.drafters import draft_eagerly
 from tests.kit.kernels import sets
 from tests.kit.native import edit_manifest, tiny_native
 from tests.kit.several import facts
-from tests.kit.states import shared
+from tests.kit.states import check_rows
 from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import F32, LLAMA
 
@@ -75,52 +76,13 @@ def rows_of(plain: Session, text: list[int]) -> F32:
 @given(data=st.data())
 def test_rows_have_the_bits_of_one_plain_run(opened: Session, plain: Session, data: st.DataObject) -> None:
     """Of several sequences: pieces of prompts, drafts and what is kept of them, rewinds, copies, failures."""
-    model = opened.model
-    texts: dict[Session, list[int]] = {}
-    for _ in range(data.draw(st.integers(1, 10))):
-        step = data.draw(st.sampled_from(("open", "read", "read", "keep", "rewind", "close", "copy", "fail")))
-        if step == "open" or not texts:
-            if len(texts) < 3:
-                texts[model.session()] = list(TEXT[: 3 * len(texts)])
-                [*texts][-1].prefill(texts[[*texts][-1]])
-            continue
-        session = data.draw(st.sampled_from(list(texts)))
-        text = texts[session]
-        if step == "read":
-            together = data.draw(st.lists(st.sampled_from(list(texts)), min_size=1, max_size=3, unique=True))
-            counts = [data.draw(st.integers(1, 45)) for _ in together]
-            seed = data.draw(st.integers(0, 9))
-            read = {
-                each: [(seed + 11 * i + 5 * i * i) % 250 for i in range(count)]
-                for each, count in zip(together, counts, strict=True)
-            }
-            said = model.predict_together([Rows(each, new, len(new)) for each, new in read.items()])
-            kept: list[Predictions] = [Predictions(each.logits.copy()) for each in said]
-            for (each, new), predictions in zip(read.items(), kept, strict=True):
-                texts[each] = texts[each] + new
-                np.testing.assert_array_equal(predictions.logits, rows_of(plain, texts[each])[-len(new) :])
-        elif step == "keep" and session.stretch.fresh:
-            fresh = session.stretch.fresh
-            rows = data.draw(st.integers(max(0, fresh - len(text) + session.stretch.behind), fresh))
-            session.keep(rows)
-            texts[session] = text[: len(text) - fresh + rows]
-        elif step == "rewind":
-            length = data.draw(st.integers(max(0, len(text) - 60), len(text)))
-            place = session.rewind(length)
-            assert place == length or place == length // BLOCK * BLOCK
-            texts[session] = text[:place]
-        elif step == "close" and len(texts) > 1:
-            session.close()
-            del texts[session]
-        elif step == "copy" and len(texts) < 3:
-            other = shared(session, text)
-            texts[other] = text[: len(text) // BLOCK * BLOCK]
-            assert other.stretch.tokens == texts[other]
-        elif step == "fail":
-            with pytest.raises(RequestError, match="token ids"):
-                session.predict([5, -1])
-    for session in texts:
-        session.close()
+
+    def fail(session: Session) -> None:
+        with pytest.raises(RequestError, match="token ids"):
+            session.predict([5, -1])
+
+    rows = partial(rows_of, plain)
+    check_rows(data, opened.model, rows, place_behind=lambda length: length // BLOCK * BLOCK, fail=fail)
 
 
 def test_a_pass_that_fails_leaves_no_half_state(

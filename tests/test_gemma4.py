@@ -29,10 +29,10 @@ from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Rows
+from tests.kit.gguf import F32
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.heads import Head
 from tests.kit.hf import (
-    CONTEXT,
     VOCAB,
     config_of,
     weights,
@@ -40,9 +40,9 @@ from tests.kit.hf import (
     write_safetensors,
     write_with_eyes,
 )
+from tests.kit.states import check_rows
 from tests.kit.tokenizers import byte_level_json
 
-ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 33])
 CASES = ("gemma4", "gemma4_tied", "gemma4_moe")
 MULTIPLIED = ("attention", "mlp", "lm_head")
 
@@ -190,38 +190,17 @@ def test_tables_are_no_part_of_a_pass(tmp_path: Path) -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.data())
-def test_rows_have_the_bits_of_one_plain_run(bundle: Path, seed: int, data: st.DataObject) -> None:
-    """Rounds of drafts, of which some stay, of two sequences in common passes. Not all rows have logits."""
-    rng = np.random.default_rng(seed)
-    first = open_cpu(Bundle(bundle))
-    reading = [first, first.model.session()]
-    texts = [[*map(int, rng.integers(0, VOCAB, int(rng.integers(2, CONTEXT - 34))))] for _ in reading]
-    wanted = []
-    for text in texts:
-        first.rewind(0)
-        wanted.append(first.predict(text).logits.copy())
-    first.rewind(0)
-    while any(session.length < len(text) for session, text in zip(reading, texts, strict=True)):
-        rounds = []
-        for session, text in zip(reading, texts, strict=True):
-            right = min(data.draw(ROWS), len(text) - session.length)
-            wrong = [*map(int, rng.integers(0, VOCAB, data.draw(st.integers(0, 5))))]
-            rounds.append((right, text[session.length : session.length + right] + wrong))
-        rounds = [(right, tokens or [0]) for right, tokens in rounds]
-        starts = [session.length for session in reading]
-        rows = [
-            Rows(session, tokens, data.draw(st.integers(0, len(tokens))))
-            for session, (_, tokens) in zip(reading, rounds, strict=True)
-        ]
-        for at, prediction in enumerate(first.model.predict_together(rows)):
-            begin = len(rows[at].tokens) - rows[at].wanted
-            expected = wanted[at][starts[at] + begin : starts[at] + rounds[at][0]]
-            np.testing.assert_array_equal(prediction.logits[: len(expected)], expected)
-        for session, (right, _) in zip(reading, rounds, strict=True):
-            session.keep(right)
-    for session in reading:
-        session.close()
+@given(data=st.data())
+def test_rows_have_the_bits_of_one_plain_run(bundle: Path, data: st.DataObject) -> None:
+    """Drafts, of which some stay, of several sequences in common passes. Not all rows have logits."""
+    reference = open_cpu(Bundle(bundle))
+
+    def rows_of(text: list[int]) -> F32:
+        reference.rewind(0)
+        return reference.predict(text).logits.copy()
+
+    check_rows(data, reference.model, rows_of, place_behind=lambda length: length)
+    reference.close()
 
 
 @pytest.mark.parametrize(("layers", "late"), [((1, 2), False), ((3, 6), True), ((6,), True)])

@@ -1,65 +1,21 @@
 """A loaded model with a history: the same output, fewer passes, nothing on disk that was not asked for."""
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import edgespec
 from edgespec import History, LoadOptions
-from edgespec.decoding.draft import Extending
-from edgespec.decoding.loop import Verifier
-from edgespec.decoding.sampling import SamplingParams
-from edgespec.drafting.ngram import NgramDrafter
-from edgespec.history.drafter import BestOf, HistoryDrafter
-from edgespec.history.memory import Memory, Snapshot
 from edgespec_models.errors import RequestError
 from tests.kit.native import tiny_native
-from tests.kit.toy import LLAMA, Silent, ToySession, decode
+from tests.kit.toy import LLAMA
 
 PROMPT = "def add(a, b):"
 OTHER_PROMPT = "x = 1"
 OPTIONS = LoadOptions(threads=1)
 NEW = 60
-VOCAB = 12
-GREEDY = SamplingParams()
-
-
-def _toy_run(
-    memory: Memory | None, prompt: Sequence[int], *, count: int = 40, params: SamplingParams = GREEDY
-) -> tuple[list[int], int]:
-    """Tokens, and target passes, of one request; it teaches the memory."""
-    tokens, rounds = list(prompt), 0
-    session = ToySession.markov(1, VOCAB, scale=1.0)
-    history = None if memory is None else HistoryDrafter(memory, stop_below=0.0)
-    near = NgramDrafter(stop_below=0.0)
-    source: Extending = Silent() if history is None else BestOf(near, history)
-    verify = Verifier(params)
-    for _ in decode(session, source, verify, tokens, max_new_tokens=count, max_draft=6):
-        rounds += 1
-    source.close()
-    return tokens, rounds
-
-
-prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), min_size=1, max_size=6)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    prompts,
-    st.sampled_from([1 << 20, 100]),
-    st.sampled_from([GREEDY, SamplingParams(temperature=1.0, seed=3)]),
-)
-def test_whatever_was_learned_every_token_is_that_of_plain_decoding(
-    asked: list[list[int]], max_tokens: int, params: SamplingParams
-) -> None:
-    memory = Memory(Snapshot(), max_tokens=max_tokens)
-    for prompt in asked:
-        assert _toy_run(memory, prompt, params=params)[0] == _toy_run(None, prompt, params=params)[0]
 
 
 @pytest.fixture(scope="module")

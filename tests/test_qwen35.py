@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
 from edgespec_models.errors import EdgespecError
 from edgespec_runtimes.cpu import open_cpu
-from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.session import Session
 from tests.kit.gguf import F32
 from tests.kit.gguf_cases import gguf_of
-from tests.kit.hf import CONTEXT, VOCAB, config_of, write_checkpoint, write_with_eyes
+from tests.kit.hf import VOCAB, config_of, write_checkpoint, write_with_eyes
 from tests.kit.models import runner_of
-
-ROWS = st.sampled_from([1, 1, 2, 3, 5, 8, 15, 16, 17, 20, 33])
+from tests.kit.states import check_rows
 
 
 @pytest.fixture(scope="module")
@@ -111,37 +111,12 @@ def test_a_sequence_keeps_states_of_one_size(bundle: Path, sessions: list[Sessio
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.data())
-def test_rows_have_the_bits_of_one_plain_run(sessions: list[Session], seed: int, data: st.DataObject) -> None:
-    """Rounds of drafts, of which some stay, and rewinds, of two sequences in common passes or alone."""
-    rng = np.random.default_rng(seed)
-    *reading, reference = sessions
-    texts = [text_of(rng, int(rng.integers(2, CONTEXT - 20))) for _ in reading]
-    wanted = [plain(reference, text) for text in texts]
-    for session in reading:
-        session.rewind(0)
-    for _ in range(30):
-        rounds: list[tuple[int, int, list[int]]] = []
-        for at, session in enumerate(reading):
-            right = min(data.draw(ROWS), len(texts[at]) - session.length)
-            wrong = data.draw(st.integers(0, max(0, LOGGED - right)))
-            if right + wrong:
-                tokens = texts[at][session.length : session.length + right] + text_of(rng, wrong)
-                rounds.append((at, right, tokens))
-        if not rounds:
-            break
-        starts = [session.length for session in reading]
-        rows = [Rows(reading[at], tokens, len(tokens)) for at, _, tokens in rounds]
-        predictions = reading[0].model.predict_together(rows)
-        for (at, right, _), given_rows in zip(rounds, predictions, strict=True):
-            logits = given_rows.logits[:right]
-            np.testing.assert_array_equal(logits, wanted[at][starts[at] : starts[at] + right])
-        for at, right, _ in rounds:
-            reading[at].keep(right)
-            if data.draw(st.integers(0, 4)) == 0:
-                length = data.draw(st.integers(0, reading[at].length))
-                place = reading[at].rewind(length)
-                assert place <= length and reading[at].length == place
+@given(data=st.data())
+def test_rows_have_the_bits_of_one_plain_run(sessions: list[Session], data: st.DataObject) -> None:
+    """Drafts, of which some stay, and rewinds, of several sequences in common passes or alone."""
+    reference = sessions[-1]
+    rows = partial(plain, reference)
+    check_rows(data, reference.model, rows, place_behind=lambda length: 0)
 
 
 def test_what_a_slot_held_before_is_nothing_to_its_next_sequence(bundle: Path) -> None:

@@ -18,13 +18,16 @@ import pytest
 from edgespec.cli import app
 from edgespec.history.manage import History
 from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
+from edgespec.serve.messages import MessagesBody
 from edgespec.serve.options import ServeOptions
+from edgespec.serve.responses import ResponsesBody
 from edgespec_models.errors import Busy, Closed, DoesNotFit, EdgespecError, RequestError
 from tests.kit.models import toy_model, toy_session
 from tests.kit.serving import SOURCES, ServedModel, ask, events, question, said, serving
 from tests.kit.toy import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODIES = ChatBody, CompletionBody, InfillBody, ResponsesBody, MessagesBody
 HARD = 'naïve 😀 日本語 \u0000 \\ "quotes" \u2028'
 
 
@@ -300,7 +303,7 @@ def test_forgetting_that_waits_leaves_threads_to_other_requests(tmp_path: Path) 
 def test_the_documentation_has_every_field() -> None:
     docs = Path(__file__).parent.parent / "docs"
     text = "".join((docs / page).read_text(encoding="utf-8") for page in ("server.md", "options.md"))
-    names = {field.name for body in (ChatBody, CompletionBody, InfillBody) for field in fields(body)}
+    names = {field.name for body in BODIES for field in fields(body)}
     assert [name for name in names if f"`{name}`" not in text] == []
 
 

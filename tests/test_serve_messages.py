@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,7 +11,6 @@ from edgespec.requests.results import Record
 from edgespec.serve.bodies import parse
 from edgespec.serve.messages import MessageReply, MessagesBody
 from edgespec.serve.options import ServeOptions
-from edgespec.serve.responses import ResponsesBody
 from edgespec_models.errors import Busy, Closed, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
 from tests.kit.calls import reader_of
@@ -257,13 +254,6 @@ def test_the_key_may_come_as_anthropics_clients_send_it() -> None:
             assert ask(url, PATH, asked(), headers={"x-api-key": key}).status == (200 if fits else 401)
         wrong = ask(url, PATH, asked(), headers={"x-api-key": KEY, "Authorization": "Bearer x"})
         assert (wrong.status, wrong.json["error"]["type"]) == (401, "authentication_error")
-
-
-def test_the_documentation_has_every_field() -> None:
-    docs = Path(__file__).parent.parent / "docs"
-    text = "".join((docs / page).read_text(encoding="utf-8") for page in ("server.md", "options.md"))
-    names = {field.name for body in (ResponsesBody, MessagesBody) for field in fields(body)}
-    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_a_request_as_agents_send_it_is_answered(model: ServedModel, url: str) -> None:

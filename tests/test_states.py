@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,10 @@ from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import Rows, Session
+from edgespec_runtimes.session import Session
 from edgespec_runtimes.states import Places
 from tests.kit.drafters import GREEDY
-from tests.kit.states import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel, shared
+from tests.kit.states import CONVOLUTION, DELTA, KEYS, VOCAB, StatesModel, check_rows
 from tests.kit.toy import F32, RandomDrafter, decode
 
 KINDS = pytest.mark.parametrize("kept", [CONVOLUTION, DELTA], ids=["convolution", "delta"])
@@ -44,48 +45,16 @@ def law(kept: Sequence[KeptTensor], text: Sequence[int]) -> F32:
 def test_rows_are_those_of_one_plain_run(kept: Sequence[KeptTensor], data: st.DataObject) -> None:
     """Of several sequences, which are opened and closed, in passes that may fail."""
     model = StatesModel(kept)
-    texts: dict[Session, list[int]] = {}
-    for _ in range(data.draw(st.integers(1, 14))):
-        step = data.draw(
-            st.sampled_from(("open", "read", "read", "keep", "rewind", "fail", "close", "share"))
-        )
-        if step == "open" or not texts:
-            texts[model.session()] = []
-            continue
-        session = data.draw(st.sampled_from(list(texts)))
-        text = texts[session]
-        if step == "read":
-            together = data.draw(st.lists(st.sampled_from(list(texts)), min_size=1, max_size=3, unique=True))
-            read = {each: data.draw(st.lists(TOKENS, min_size=1, max_size=70)) for each in together}
-            said = model.predict_together([Rows(each, new, len(new)) for each, new in read.items()])
-            for (each, new), predictions in zip(read.items(), said, strict=True):
-                texts[each] = texts[each] + new
-                expected = rows_of(kept, texts[each])[-len(new) :]
-                np.testing.assert_array_equal(predictions.logits, expected)
-        elif step == "keep" and session.stretch.fresh:
-            fresh = session.stretch.fresh
-            least = max(0, session.stretch.behind - len(text) + fresh)  # more rows cannot be undone
-            rows = data.draw(st.integers(least, fresh))
-            session.keep(rows)
-            texts[session] = text[: len(text) - fresh + rows]
-        elif step == "rewind":
-            length = data.draw(st.integers(max(0, len(text) - 50), len(text)))
-            place = session.rewind(length)
-            assert place == length or place == (length // BLOCK * BLOCK if kept is CONVOLUTION else 0)
-            texts[session] = text[:place]
-        elif step == "fail":
-            model.raises = KeyboardInterrupt()
-            with pytest.raises(KeyboardInterrupt):
-                session.predict(data.draw(st.lists(TOKENS, min_size=1, max_size=30)))
-            model.raises, texts[session] = None, text[: session.length]
-        elif step == "close" and len(texts) > 1:
-            session.close()
-            del texts[session]
-        elif step == "share":
-            other = shared(session, text[: data.draw(st.integers(0, len(text)))])
-            assert other.length == (len(other.stretch.blocks) * BLOCK if kept is CONVOLUTION else 0)
-            texts[other] = text[: other.length]
-        assert [session.stretch.tokens for session in texts] == list(texts.values())
+
+    def fail(session: Session) -> None:
+        model.raises = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            session.predict(data.draw(st.lists(TOKENS, min_size=1, max_size=30)))
+        model.raises = None
+
+    every = BLOCK if kept is CONVOLUTION else model.longest + 1  # where places behind a block lie
+    rows = partial(rows_of, kept)
+    check_rows(data, model, rows, place_behind=lambda length: length // every * every, fail=fail)
 
 
 @KINDS

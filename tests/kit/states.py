@@ -4,11 +4,12 @@ A row depends on all tokens before, by a hash; so a state of another place, or a
 overwritten, shows in all that follows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
@@ -16,7 +17,7 @@ from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, block_ends, 
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Predictions
-from edgespec_runtimes.session import LoadedModel, Session
+from edgespec_runtimes.session import LoadedModel, Rows, Session
 from edgespec_runtimes.states import Places, States
 
 F32 = npt.NDArray[np.float32]
@@ -138,3 +139,72 @@ def shared(session: Session, text: Sequence[int]) -> Session:
             assert saved is not None
             other.append(text[at : at + BLOCK], saved)
     return other
+
+
+_STEPS: Final = ("open", "read", "read", "keep", "rewind", "fail", "close", "share")
+
+
+def check_rows(
+    data: st.DataObject,
+    model: LoadedModel,
+    rows_of: Callable[[list[int]], F32],
+    *,
+    place_behind: Callable[[int], int],
+    fail: Callable[[Session], object] = lambda session: None,
+) -> None:
+    """Read, keep, rewind, share and fail at random; each row is that of its text read in one pass.
+
+    Args:
+        data: draws the script.
+        model: of which sequences are opened and closed.
+        rows_of: the logits behind each token of a text.
+        place_behind: where a sequence goes on that cannot go back to a length.
+        fail: has a pass of a session fail.
+    """
+    texts: dict[Session, list[int]] = {}
+    longest = min(model.longest, 300)
+    for _ in range(data.draw(st.integers(1, 14))):
+        step = data.draw(st.sampled_from(_STEPS))
+        if step == "open" or not texts:
+            texts[model.session()] = []
+            continue
+        session = data.draw(st.sampled_from(list(texts)))
+        text = texts[session]
+        if step == "read":
+            together = data.draw(st.lists(st.sampled_from(list(texts)), min_size=1, max_size=3, unique=True))
+            rows = []
+            for reading in together:
+                room = min(70, longest - len(texts[reading]))
+                read = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=min(1, room), max_size=room))
+                if read:
+                    rows.append(Rows(reading, read, data.draw(st.integers(0, len(read)))))
+            predictions = model.predict_together(rows) if rows else []
+            logits = [prediction.logits.copy() for prediction in predictions]  # the next pass has this memory
+            for row, own in zip(rows, logits, strict=True):
+                texts[row.session] = texts[row.session] + list(row.tokens)
+                expected = rows_of(texts[row.session])
+                np.testing.assert_array_equal(own[: row.wanted], expected[len(expected) - row.wanted :])
+        elif step == "keep" and session.stretch.fresh:
+            fresh = session.stretch.fresh
+            least = max(0, session.stretch.behind - len(text) + fresh)  # more rows cannot be undone
+            kept = data.draw(st.integers(least, fresh))
+            session.keep(kept)
+            texts[session] = text[: len(text) - fresh + kept]
+        elif step == "rewind":
+            length = data.draw(st.integers(max(0, len(text) - 60), len(text)))
+            place = session.rewind(length)
+            assert place in (length, place_behind(length))
+            texts[session] = text[:place]
+        elif step == "fail":
+            fail(session)
+            texts[session] = text[: session.length]
+        elif step == "close" and len(texts) > 1:
+            session.close()
+            del texts[session]
+        elif step == "share":
+            other = shared(session, text[: data.draw(st.integers(0, len(text)))])
+            assert place_behind(other.length) == other.length
+            texts[other] = text[: other.length]
+        assert [opened.stretch.tokens for opened in texts] == list(texts.values())
+    for session in texts:
+        session.close()
