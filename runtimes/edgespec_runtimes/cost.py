@@ -163,7 +163,7 @@ def measure_context(session: Session, curve: CostCurve) -> CostCurve:
     if wide == 1 or most < 2 * BLOCK or saved is None:
         session.rewind(0)
         return curve
-    copy = memoryview(bytes(saved))  # of which each is one, as other blocks are
+    copy = memoryview(bytes(saved))  # a copy, so that each part gets a block of its own
     least, near = {}, session.attended
     for far in (False, True):
         if far:  # timing passes needs no state of the copies
