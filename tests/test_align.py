@@ -65,19 +65,19 @@ def test_a_file_holds_what_was_written(tmp_path: Path, source: Path) -> None:
     written = _alignment(source)
     size = written.write(tmp_path / "a.safetensors")
     assert size == (tmp_path / "a.safetensors").stat().st_size < 90_000  # a byte a number
-    got = read_alignment(tmp_path / "a.safetensors")
-    assert (got.origin, got.digest, got.tensors) == (written.origin, written.digest, written.tensors)
+    result = read_alignment(tmp_path / "a.safetensors")
+    assert (result.origin, result.digest, result.tensors) == (written.origin, written.digest, written.tensors)
     for name, part in written.parts.items():
-        np.testing.assert_array_equal(got.parts[name].values(), part.values())
-    assert got.digest != _alignment(source, seed=1).digest
+        np.testing.assert_array_equal(result.parts[name].values(), part.values())
+    assert result.digest != _alignment(source, seed=1).digest
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_eight_bits_lose_less_than_a_hundredth() -> None:
     values = np.random.default_rng(0).normal(0.0, 1.0, (8, 576)).astype(np.float32)
     values[3] = 0.0
-    got = Codes.of(values).values()
-    assert np.linalg.norm(got - values) < 0.01 * np.linalg.norm(values) and not got[3].any()
+    result = Codes.of(values).values()
+    assert np.linalg.norm(result - values) < 0.01 * np.linalg.norm(values) and not result[3].any()
 
 
 def _edited(file: Path, edit: Any) -> Path:
@@ -203,9 +203,9 @@ def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str) -> None
     each = np.repeat(grown, blocks.scales.shape[1] // count, axis=1)
     minimums = None if blocks.minimums is None else blocks.minimums * each[..., -1]
     expected = replace(blocks, scales=blocks.scales * each[..., 0], minimums=minimums).values()
-    got, size = StoredWeights(bundle).matrix("layers.1.mlp.down"), np.linalg.norm(blocks.values())
-    assert np.linalg.norm(got - blocks.values()) > 0.1 * size
-    assert np.linalg.norm(got - expected) < 1e-3 * size
+    result, size = StoredWeights(bundle).matrix("layers.1.mlp.down"), np.linalg.norm(blocks.values())
+    assert np.linalg.norm(result - blocks.values()) > 0.1 * size
+    assert np.linalg.norm(result - expected) < 1e-3 * size
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_an_export_merges_it_and_says_so(tmp_path: Path, source: Path, file: Pat
     assert "alignment" not in plain.manifest.provenance
     weights, expected = StoredWeights(aligned), _merged_by_hand(source, alignment, "layers.0.q")
     both = (each.matrix("layers.0.attention.qkv") for each in (weights, StoredWeights(plain)))
-    (got, others), (_, of_plain) = (np.split(each, [len(expected)]) for each in both)
-    assert np.linalg.norm(got - expected) < 0.01 * np.linalg.norm(expected)
+    (result, others), (_, of_plain) = (np.split(each, [len(expected)]) for each in both)
+    assert np.linalg.norm(result - expected) < 0.01 * np.linalg.norm(expected)
     assert aligned.manifest.formats == plain.manifest.formats
     np.testing.assert_array_equal(others, of_plain)
     gain = weights.vector("final_norm.weight")
@@ -265,8 +265,8 @@ def test_what_is_added_survives_the_rounding(tmp_path: Path, source: Path) -> No
     with open_checkpoint(source) as checkpoint:
         before = checkpoint.values("layers.1.down")
     added = _merged_by_hand(source, alignment, "layers.1.down") - before
-    got = StoredWeights(bundle).matrix("layers.1.mlp.down") - before
-    assert float((got * added).sum() / np.square(added).sum()) == pytest.approx(1.0, abs=0.03)
+    result = StoredWeights(bundle).matrix("layers.1.mlp.down") - before
+    assert float((result * added).sum() / np.square(added).sum()) == pytest.approx(1.0, abs=0.03)
 
 
 def test_inspect_and_export_show_it(tmp_path: Path, source: Path, file: Path) -> None:

@@ -77,8 +77,8 @@ def test_and_what_a_gguf_file_says(tmp_path: Path, architecture: str) -> None:
     model, tokens = tiny_gguf(architecture, "Q4_1"), [5, 17, 300, 2, 2, 41, 17, 300, 99, 250, 7, 63, 11, 380]
     with open_checkpoint(model.write(tmp_path / "m.gguf")) as opened:
         expected = reference_logits(TinyModel(tmp_path, opened.config, reference_weights(model)), tokens)
-        got = _logits(TorchDecoder(opened), tokens)
-    np.testing.assert_allclose(got, expected, atol=2e-5 * float(expected.std()) * 50)
+        result = _logits(TorchDecoder(opened), tokens)
+    np.testing.assert_allclose(result, expected, atol=2e-5 * float(expected.std()) * 50)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q2_K", "Q4_K", "Q8_0"])
@@ -92,12 +92,12 @@ def test_scales_and_minimums_grow_as_those_of_merged_blocks_do(tmp_path: Path, k
             value.add_(torch.linspace(-0.2, 0.2, value.numel()).reshape(value.shape))
         changes = decoder.changes()
         decoder.take(changes)
-        got = decoder.product("layers.1.down", inputs)
+        result = decoder.product("layers.1.down", inputs)
     Alignment(Origin("m", digest, "t", 1, 0.0, 1.0, {}), changes).write(file)
     with open_aligned(source, file) as aligned:
         expected = inputs @ torch.from_numpy(aligned.values("layers.1.down")).T
-    assert torch.linalg.norm(got - expected) < 2e-3 * torch.linalg.norm(expected)
-    assert torch.linalg.norm(got - plain) > 0.05 * torch.linalg.norm(plain)
+    assert torch.linalg.norm(result - expected) < 2e-3 * torch.linalg.norm(expected)
+    assert torch.linalg.norm(result - plain) > 0.05 * torch.linalg.norm(plain)
 
 
 def test_losses_and_right_guesses_are_the_logits(source: Path) -> None:

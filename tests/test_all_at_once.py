@@ -53,8 +53,8 @@ class _Machine:
         model = model_of(self._trained(), pricing=self.pricing, calibration=self.calibration)
         free = BestOf(NgramDrafter(), self.use.begin(self.guards[1]))
         self.requests += 1
-        asked = model if self.requests % 3 else None
-        policy = Policy(free, asked, pricing=self.pricing, guard=self.guards[0])
+        drafter = model if self.requests % 3 else None
+        policy = Policy(free, drafter, pricing=self.pricing, guard=self.guards[0])
         ends = partial(decode, max_new_tokens=count, max_draft=4, clock=self.clock)
         for step in ends(self.target, policy, Verifier(params), tokens):
             for source in step.draft.sources[: step.accepted]:

@@ -112,8 +112,8 @@ def test_a_reader_reads_what_is_drafted_at_one_position(made: dict[str, Path]) -
             target.rewind(0)
             reader.add_features(cast(Any, target.predict(text[:-1]).hidden), 1)
             assert reader.room_for(text, 8)
-            said = [read(reader, text), *(step(reader, token) for token in kit.DRAFTED[:-1])]
-            assert [each.following for each in said] == wanted
+            guesses = [read(reader, text), *(step(reader, token) for token in kit.DRAFTED[:-1])]
+            assert [guess.following for guess in guesses] == wanted
             forced = read(reader, [*text, *kit.DRAFTED[:-1]])
             assert forced.following == wanted[-1] and forced.token == kit.DRAFTED[-2]
             target.rewind(len(text) - 2)

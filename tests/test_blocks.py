@@ -30,9 +30,9 @@ def expected(kind: GGMLType, raw: U8) -> F32:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_what_the_gguf_package_reads(name: str) -> None:
     kind, written = GGMLType[name], random_raw(np.random.default_rng(1), 6, 768, name)
-    got = values(kind, written.view(np.uint8).reshape(6, -1, kind.block_bytes))
-    np.testing.assert_array_equal(got, dequantize(written, GGMLQuantizationType[name]))
-    assert got.dtype == np.float32 and got.shape == (6, 768)
+    actual = values(kind, written.view(np.uint8).reshape(6, -1, kind.block_bytes))
+    np.testing.assert_array_equal(actual, dequantize(written, GGMLQuantizationType[name]))
+    assert actual.dtype == np.float32 and actual.shape == (6, 768)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)

@@ -99,12 +99,12 @@ def test_a_text_that_it_knows_takes_a_pass_for_four_tokens() -> None:
     followers.learn(text, 0)
     session = _session()
     reader = Reader(session, CHEAP, followers)
-    said = [read(reader, text[:3])]
+    guesses = [read(reader, text[:3])]
     for _ in range(7):
-        said.append(step(reader, said[-1].following))
-    assert [each.following for each in said] == text[3:11]
+        guesses.append(step(reader, guesses[-1].following))
+    assert [guess.following for guess in guesses] == text[3:11]
     assert session.passes == [6, 4]
-    assert reader.seconds_of_step(said[-1].following) > 0.0
+    assert reader.seconds_of_step(guesses[-1].following) > 0.0
     assert session.length == 10
 
 
@@ -132,8 +132,8 @@ def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int
     assert sum(share.share_s for share in shares) == pytest.approx(2.0)
     steps = {
         round(passed.share_s, 9)
-        for passed, each in zip(shares, asked, strict=True)
-        if each.wanted == len(each.tokens)
+        for passed, part in zip(shares, asked, strict=True)
+        if part.wanted == len(part.tokens)
     }
     assert len(steps) <= 1  # whatever they guessed besides
 

@@ -95,16 +95,16 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
 
 
 def _provider(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], bool] = lambda name: False) -> Opened:
-    asked: Opened = []
+    graphs: Opened = []
 
     def open_or_refuse(device: Device, graph: Path, options: CpuOptions) -> Any:
-        asked.append(graph.name)
+        graphs.append(graph.name)
         if refuses(graph.name):
             raise DeviceError(f"{graph.name} is for another chip")
         return open_on(ON_CPU, graph, options)
 
     monkeypatch.setattr(static_session, "open_on", open_or_refuse)
-    return asked
+    return graphs
 
 
 def _copy(made: Path, tmp_path: Path) -> Path:
@@ -209,10 +209,10 @@ def test_context_binaries_are_opened_where_they_fit(made: Path, opened: Opened) 
 def test_a_device_is_asked_for_by_its_handle_or_its_provider(
     monkeypatch: pytest.MonkeyPatch, handle: str | None
 ) -> None:
-    asked = list[tuple[Any, ...]]()
+    calls = list[tuple[Any, ...]]()
     settings = SimpleNamespace(
-        add_session_config_entry=lambda *given: asked.append(given),
-        add_provider_for_devices=lambda *given: asked.append(given),
+        add_session_config_entry=lambda *given: calls.append(given),
+        add_provider_for_devices=lambda *given: calls.append(given),
     )
     monkeypatch.setattr(discovery, "session_settings", lambda options: settings)
     opening = SimpleNamespace(InferenceSession=lambda *given, **options: (*given, options["providers"]))
@@ -222,15 +222,15 @@ def test_a_device_is_asked_for_by_its_handle_or_its_provider(
     by_name = None if handle else [("QNNExecutionProvider", {"key": "value"})]
     assert given == ("model.onnx", settings, by_name)
     by_handle = [([handle], {"key": "value"})] if handle else []
-    assert asked == [("session.disable_cpu_ep_fallback", "1"), *by_handle]
+    assert calls == [("session.disable_cpu_ep_fallback", "1"), *by_handle]
 
 
 def test_once_one_is_refused_the_graphs_are_compiled(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(EMULATED, version="9.1")
-    asked = _provider(monkeypatch, lambda name: name == "model-64x4.context.onnx")
+    graphs = _provider(monkeypatch, lambda name: name == "model-64x4.context.onnx")
     session = open_static(Bundle(made), device)
     tried = ["model-64x1.context.onnx", "model-64x4.context.onnx"]
-    assert asked == [*tried, *(f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64))]
+    assert graphs == [*tried, *(f"model-64x{rows}.onnx" for rows in (1, 4, 8, 64))]
     assert session.model.compiled.endswith("snapdragon-x-elite: model-64x4.context.onnx is for another chip")
     _provider(monkeypatch, lambda name: True)
     both = r"^model-64x1.onnx is.*binaries.*: model-64x1.context.onnx is for another chip"

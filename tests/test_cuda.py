@@ -76,10 +76,10 @@ def _error(model: TinyGGUF, bundle: Bundle) -> float:
     assert isinstance(bundle.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle.path, bundle.config, reference_weights(model)), TOKENS)
     session = _open(bundle)
-    got = session.predict(TOKENS).logits.copy()
+    actual = session.predict(TOKENS).logits.copy()
     session.close()
-    assert got.dtype == np.float32
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    assert actual.dtype == np.float32
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def _types(bundle: Bundle) -> dict[str, str]:
@@ -100,8 +100,8 @@ def test_float16_computes_the_architecture(
     together = session.predict(TOKENS).logits.copy()
     session.rewind(0)
     stepwise = np.concatenate([session.predict([token]).logits.copy() for token in TOKENS])
-    for got in (together, stepwise):
-        assert 1e-5 < float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 5e-3
+    for actual in (together, stepwise):
+        assert 1e-5 < float(np.linalg.norm(actual - expected) / np.linalg.norm(expected)) < 5e-3
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
@@ -152,9 +152,9 @@ def test_block_sums_are_padded_to_whole_words(width: int) -> None:
             parameter.const_value = ir.tensor(np.ascontiguousarray(array), name=name)
     proto = ir.to_proto(ir.Model(graph, ir_version=10))
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    got = session.run(None, {"x": x})[0][0]
+    actual = session.run(None, {"x": x})[0][0]
     expected = x[0].astype(np.float32) @ decode_linear(encoded, COLUMNS, width).T
-    assert float(np.linalg.norm(got - expected) / np.linalg.norm(expected)) < 2e-3
+    assert float(np.linalg.norm(actual - expected) / np.linalg.norm(expected)) < 2e-3
     columns = next(a.i for n in proto.graph.node for a in n.attribute if a.name == "K")
     assert columns % 8 == 0 and 0 <= columns - width - width // 32 < 8
 

@@ -177,8 +177,8 @@ def test_output_is_that_of_plain_decoding(
     params, prompt = replace(params, seed=seed), [seed % 400, 7, 9]
     expected = _plain(_target(script), prompt, count, params)
     drafter, verify = _drafter(kind, seed), Verifier(params)
-    got, _ = _run(_target(script), drafter, prompt, count=count, max_draft=max_draft, verify=verify)
-    assert got == expected
+    result, _ = _run(_target(script), drafter, prompt, count=count, max_draft=max_draft, verify=verify)
+    assert result == expected
 
 
 @pytest.mark.parametrize(
@@ -207,17 +207,17 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(
     expected = _plain(_target(script), prompt, 60, stop=[stop])
     assert expected[-1] == stop and stop not in expected[len(prompt) : -1]
     target = _target(script)
-    got, _ = _run(target, _drafter(kind, seed), prompt, count=60, max_draft=max_draft, stop={stop, 9999})
-    assert got == expected
-    assert target.length == len(got) - 1
+    result, _ = _run(target, _drafter(kind, seed), prompt, count=60, max_draft=max_draft, stop={stop, 9999})
+    assert result == expected
+    assert target.length == len(result) - 1
 
 
 @pytest.mark.parametrize("kind", ["same model", "random", "ngram"])
 @pytest.mark.parametrize("prompt", [[5], [1, 2, 3]])
 def test_as_many_tokens_as_asked_for(kind: str, prompt: list[int]) -> None:
     for count in (0, 1, 2, 3, 7):
-        got, _ = _run(_target(False), _drafter(kind, 3), prompt, count=count, max_draft=9)
-        assert got == _plain(_target(False), prompt, count)
+        result, _ = _run(_target(False), _drafter(kind, 3), prompt, count=count, max_draft=9)
+        assert result == _plain(_target(False), prompt, count)
 
 
 def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
@@ -259,5 +259,5 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
         (NgramDrafter(stop_below=0.0), 0),
     ):
         target.rewind(0)
-        got, accepted = _run(target, drafter, prompt, count=60, max_draft=5)
-        assert got == expected and accepted >= least
+        result, accepted = _run(target, drafter, prompt, count=60, max_draft=5)
+        assert result == expected and accepted >= least

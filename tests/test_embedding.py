@@ -80,8 +80,8 @@ def driven(path: Path) -> Iterator[Driven]:
 
 
 def queued(one: Driven, *texts: str, **options: Any) -> tuple[Any, Stream]:
-    asked = runner_of(one.model).embedder.ticket(texts, **options)
-    return asked, one.queue(Stream(asked, queue_of(one.model)))
+    ticket = runner_of(one.model).embedder.ticket(texts, **options)
+    return ticket, one.queue(Stream(ticket, queue_of(one.model)))
 
 
 @pytest.mark.parametrize("case", EMBEDDERS)
@@ -114,8 +114,8 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, case: str, form: str)
 def test_a_text_has_the_same_bits_in_any_pass(model: Model) -> None:
     alone = [model.embed(text) for text in TEXTS]
     together = model.embed(TEXTS * 4)
-    assert together.tokens == tuple(each.tokens[0] for each in alone) * 4
-    expected = np.tile(np.concatenate([each.vectors for each in alone]), (4, 1))
+    assert together.tokens == tuple(result.tokens[0] for result in alone) * 4
+    expected = np.tile(np.concatenate([result.vectors for result in alone]), (4, 1))
     np.testing.assert_array_equal(together.vectors, expected)
 
 
@@ -132,9 +132,9 @@ def test_texts_are_ended_and_queries_say_what_they_are_to_find(model: Model) -> 
 
 
 def test_several_texts_share_a_pass(driven: Driven) -> None:
-    asked, stream = queued(driven, "def", "x", "the fox", "x", "one more")
-    assert driven.turn() == 1 and len(asked.unread) == 1
-    assert driven.turn() == 1 and not asked.unread
+    ticket, stream = queued(driven, "def", "x", "the fox", "x", "one more")
+    assert driven.turn() == 1 and len(ticket.unread) == 1
+    assert driven.turn() == 1 and not ticket.unread
     assert stream.result.finish_reason == "stop"
 
 
@@ -167,13 +167,13 @@ def test_short_requests_do_not_throw_away_what_was_read_of_a_long_text(driven: D
 
 
 def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
-    asked, stream = queued(driven, *TEXTS)
+    ticket, stream = queued(driven, *TEXTS)
     driven.turn()
-    assert asked.unread
+    assert ticket.unread
     stream.cancel()
     driven.run()
     with pytest.raises(Cancelled, match=r"\d of 5 texts have no vector: cancelled"):
-        asked.embeddings(stream.result.finish_reason)
+        ticket.embeddings(stream.result.finish_reason)
     assert any(reader.length for reader in runner_of(driven.model).seats.readers)
     driven.model.forget()
     assert not any(reader.length for reader in runner_of(driven.model).seats.readers)
@@ -184,7 +184,7 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
 
 
 def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
-    asked, stream = queued(driven, *TEXTS)
+    ticket, stream = queued(driven, *TEXTS)
     driven.turn()
     queue = queue_of(driven.model)
     pausing = Thread(target=driven.model.pause)
@@ -194,7 +194,7 @@ def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
     letting_go = Timer(5, queue.resume)
     letting_go.start()
     driven.turn()
-    assert queue.is_held and asked.result is not None
+    assert queue.is_held and ticket.result is not None
     letting_go.cancel()
     queue.resume()
     pausing.join(60)
@@ -203,24 +203,24 @@ def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
 
 def test_trim_gives_back_what_texts_took(driven: Driven, model: Model) -> None:
     expected = model.embed(TEXTS).vectors
-    asked, _stream = queued(driven, *TEXTS)
+    ticket, _stream = queued(driven, *TEXTS)
     driven.turn()
-    assert asked.unread
+    assert ticket.unread
     assert runner_of(driven.model).trim() > 0 == runner_of(driven.model).session.model.kv_bytes
     driven.run()
-    assert np.array_equal(asked.embeddings("stop").vectors, expected)
+    assert np.array_equal(ticket.embeddings("stop").vectors, expected)
 
 
 def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(runner_of(driven.model).session.model, "predict_together", lambda asked: 1 / 0)
+        patched.setattr(runner_of(driven.model).session.model, "predict_together", lambda ticket: 1 / 0)
         _, stream = queued(driven, "x")
         driven.run()
         with pytest.raises(ZeroDivisionError):
             stream.run()
-    asked, stream = queued(driven, "x")
+    ticket, stream = queued(driven, "x")
     driven.run()
-    assert asked.embeddings(stream.result.finish_reason).tokens == (2,)
+    assert ticket.embeddings(stream.result.finish_reason).tokens == (2,)
 
 
 def test_tasks_and_the_end_of_a_model(path: Path) -> None:
@@ -245,10 +245,10 @@ def test_beside_a_head_there_are_no_vectors(model: Model, monkeypatch: pytest.Mo
 
 
 def test_numbers_that_are_not_finite_are_no_vector() -> None:
-    asked = EmbeddingTicket(Request.of({}), [[1], [1]], 2)
-    asked.put_vector(np.zeros(3, np.float32))  # of which there is no direction
+    ticket = EmbeddingTicket(Request.of({}), [[1], [1]], 2)
+    ticket.put_vector(np.zeros(3, np.float32))  # of which there is no direction
     with pytest.raises(EdgespecError, match="not finite"):
-        asked.put_vector(np.array([np.nan, 1, 1], np.float32))
+        ticket.put_vector(np.array([np.nan, 1, 1], np.float32))
 
 
 @pytest.mark.parametrize(

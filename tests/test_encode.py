@@ -42,11 +42,11 @@ def loss(got: F32, wanted: F32) -> float:
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_lose_what_their_bits_lose(name: str) -> None:
     source, four_bits = source_of(name), INT4 if name == "Q4_0" else COLUMNS
-    got = round_trip(source, PORTABLE[GGMLType[name]])
-    assert loss(got, values(source)) <= (1e-6 if name in EXACT else 1e-2)
+    actual = round_trip(source, PORTABLE[GGMLType[name]])
+    assert loss(actual, values(source)) <= (1e-6 if name in EXACT else 1e-2)
     assert loss(round_trip(source, four_bits), values(source)) < 0.1
     if name in ("Q4_0", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"):  # repacked
-        np.testing.assert_array_equal(got, values(source))
+        np.testing.assert_array_equal(actual, values(source))
     if name == "Q4_0":  # blocks of another size are rounded anew
         for block in (16, 64):
             assert loss(round_trip(source, WeightFormat(4, block)), values(source)) < 0.1
@@ -90,9 +90,9 @@ def test_embeddings_are_exact(name: str) -> None:
     assert isinstance(source, Blocks)
     form = WeightFormat(4 if source.bits == 4 else 8, source.block)
     spec = EmbeddingSpec(form, offsets=source.minimums is not None)
-    got = decode_embedding(encode_embedding(source, spec), spec)
+    actual = decode_embedding(encode_embedding(source, spec), spec)
     # A 4-bit offset stands for 8 scales less the minimum, so it is rounded once, in float32.
-    np.testing.assert_allclose(got, source.values(), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(actual, source.values(), rtol=1e-6, atol=1e-7)
 
 
 def test_embeddings_in_floats() -> None:

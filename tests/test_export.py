@@ -41,9 +41,9 @@ def logits_error(model: TinyGGUF, bundle: Path) -> float:
     assert isinstance(opened.config, ModelConfig)
     expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
     session = open_cpu(opened)
-    got = session.predict(TOKENS).logits.copy()
+    actual = session.predict(TOKENS).logits.copy()
     session.close()
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def exported(model: TinyGGUF, folder: Path, **options: Any) -> dict[str, Any]:

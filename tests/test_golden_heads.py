@@ -136,10 +136,10 @@ def test_drafts_are_those_of_the_paper_and_of_llama_cpp(pair: tuple[str, Path, P
             reader = HeadReader(session, CostCurve({1: 1.0}), len(text) - 1)
             reader.add_features(cast(Any, reads.predict(text[:-1]).hidden), 1)
             for place, token in enumerate(tokens.tolist()):
-                said = [read(reader, text)]
-                while len(said) < drafts.shape[-1]:
-                    said.append(step(reader, said[-1].following))
-                drafts[index, place] = [each.following for each in said]
+                guesses = [read(reader, text)]
+                while len(guesses) < drafts.shape[-1]:
+                    guesses.append(step(reader, guesses[-1].following))
+                drafts[index, place] = [guess.following for guess in guesses]
                 reader.add_features(cast(Any, reads.predict(text[-1:]).hidden), 1)
                 text.append(token)
     for other, margins in (("drafts", "margins"), ("llama_drafts", "llama_margins")):
@@ -152,9 +152,9 @@ def test_a_target_that_gives_out_features_has_the_same_bits(pair: tuple[str, Pat
     plain, reads = open_cpu(Bundle(target)), open_cpu(Bundle(target), read_layers=(2, 4))
     with closing(plain), closing(reads):
         for tokens in ([3, 4, 5, 6], [7]):
-            said, same = plain.predict(tokens), reads.predict(tokens)
-            np.testing.assert_array_equal(said.logits, same.logits)
-            assert said.hidden is None and cast(Any, same.hidden).shape == (len(tokens), 2 * HIDDEN)
+            plain_rows, same = plain.predict(tokens), reads.predict(tokens)
+            np.testing.assert_array_equal(plain_rows.logits, same.logits)
+            assert plain_rows.hidden is None and cast(Any, same.hidden).shape == (len(tokens), 2 * HIDDEN)
 
 
 def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str, Path, Path]) -> None:
@@ -168,12 +168,12 @@ def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str
             Rows(other, [3, 4, 5, 6, 7], 2, features=features.astype(np.float32)),
         ]
         apart = [one.model.predict_together([rows])[0] for rows in asked]
-        wanted = [(said.logits.copy(), cast(Any, said.hidden).copy()) for said in apart]
+        wanted = [(predictions.logits.copy(), cast(Any, predictions.hidden).copy()) for predictions in apart]
         one.rewind(0)
         other.rewind(0)
-        for said, (logits, hidden) in zip(one.model.predict_together(asked), wanted, strict=True):
-            np.testing.assert_array_equal(said.logits, logits)
-            np.testing.assert_array_equal(said.hidden, hidden)
+        for predictions, (logits, hidden) in zip(one.model.predict_together(asked), wanted, strict=True):
+            np.testing.assert_array_equal(predictions.logits, logits)
+            np.testing.assert_array_equal(predictions.hidden, hidden)
 
 
 def test_answers_with_a_head_are_those_without(pair: tuple[str, Path, Path]) -> None:

@@ -149,8 +149,8 @@ def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:
     encoded = encode_linear(source, form)
     x = rng.normal(1.0, 1.0, (1, 5, width)).astype(np.float32)  # sums of blocks matter
     spec = LinearSpec(width, (LinearPart(("w",), 48, form),))
-    got = _run_linear(spec, [encoded], x)[0]
-    assert _relative_error(got, x[0] @ decode_linear(encoded, form, width).T) < 8e-3
+    actual = _run_linear(spec, [encoded], x)[0]
+    assert _relative_error(actual, x[0] @ decode_linear(encoded, form, width).T) < 8e-3
 
 
 def test_parts_of_different_formats_are_concatenated() -> None:
@@ -163,8 +163,8 @@ def test_parts_of_different_formats_are_concatenated() -> None:
     x = rng.normal(size=(1, 3, 96)).astype(np.float32)
     expected = [x[0] @ decode_linear(e, p.format, 96).T for e, p in zip(encoded, parts, strict=True)]
     expected[0] = expected[0] + arrays[0]["bias"]
-    got = _run_linear(LinearSpec(96, parts), arrays, x)[0]
-    assert _relative_error(got, np.concatenate(expected, axis=-1)) < 8e-3
+    actual = _run_linear(LinearSpec(96, parts), arrays, x)[0]
+    assert _relative_error(actual, np.concatenate(expected, axis=-1)) < 8e-3
 
 
 def _run_linear(spec: LinearSpec, parts: list[dict[str, npt.NDArray[np.generic]]], x: F32) -> F32:

@@ -38,10 +38,10 @@ class _Target(ToySession):
 
     def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
         starts = [row.session.length for row in rows]
-        said = super().pass_over(rows)
-        for one, each, start in zip(said, rows, starts, strict=True):
+        predictions = super().pass_over(rows)
+        for one, each, start in zip(predictions, rows, starts, strict=True):
             one.hidden = _features(each.tokens, start)
-        return said
+        return predictions
 
 
 class _Head(_Target):
@@ -72,10 +72,10 @@ class _Head(_Target):
             self.hidden.append(one)
             self.forward([token])
         self.states += 1
-        first, start = (int(each) for each in self.hidden[0])
-        said = Predictions(self.model.next_logits([0] * start + [first, *self.cache])[None, KEPT])
-        said.hidden = np.array([[self.states]], np.float32)
-        return said
+        first, start = (int(row) for row in self.hidden[0])
+        predictions = Predictions(self.model.next_logits([0] * start + [first, *self.cache])[None, KEPT])
+        predictions.hidden = np.array([[self.states]], np.float32)
+        return predictions
 
 
 def _bundle(name: str, context: int) -> Bundle:
@@ -112,8 +112,8 @@ def test_requests_at_once_have_heads_that_read_their_own_text() -> None:
     """Their features come in one pass, and their heads' rows go into one."""
     with _model(None) as plain, _model(_Head(LAW, VOCAB, several=True), parallel=3) as model:
         streams = [model.stream(prompt, max_new_tokens=30) for prompt in PROMPTS]
-        said = [stream.run() for stream in streams]
-        assert [each.tokens for each in said] == [
+        results = [stream.run() for stream in streams]
+        assert [result.tokens for result in results] == [
             plain.generate(prompt, max_new_tokens=30).tokens for prompt in PROMPTS
         ]
 
@@ -130,11 +130,11 @@ def test_it_reads_what_is_unread_or_the_end_of_it(rounds: list[tuple[int, int, i
         if drafted:
             ahead = [*text, *range(20, 20 + forced)]
             assert reader.room_for(ahead, drafted)
-            said = read(reader, ahead)
+            guess = read(reader, ahead)
             logits = LAW(ahead)[KEPT]
-            assert said.following == KEPT[logits.argmax()]
+            assert guess.following == KEPT[logits.argmax()]
             for _ in range(drafted - 1):
-                said = step(reader, said.following)
+                guess = step(reader, guess.following)
         new = [(7 * committed + at) % VOCAB for at in range(committed)]
         reader.add_features(_features([text[-1], *new[:-1]], len(text) - 1), committed)
         text += new
@@ -157,5 +157,5 @@ def test_a_text_that_the_target_reads_anew_is_read_anew() -> None:
     reader.add_features(_features(text[:2], 0), 1)
     reader.add_features(_features(text[2:3], 2), 1)
     reader.add_features(_features(text[:4], 0), 1)
-    said = read(reader, text)
-    assert said.following == KEPT[LAW(text)[KEPT].argmax()] and head.cache == text[1:]
+    guess = read(reader, text)
+    assert guess.following == KEPT[LAW(text)[KEPT].argmax()] and head.cache == text[1:]

@@ -94,39 +94,39 @@ class TestIndex:
         self, texts: list[list[int]], context: list[int]
     ) -> None:
         entries = {p.digest: Entry(p, 1.0) for text in texts for p in cut(text)}
-        found = Index(list(entries.values()), 0).find(context)
+        match = Index(list(entries.values()), 0).find(context)
         by_length = [
             [token for entry in entries.values() for token in _followers(entry.passage, tuple(context[-n:]))]
             for n in range(1, min(len(context), MAX_N) + 1)
         ]
         known = [(n, followers) for n, followers in enumerate(by_length, 1) if followers]
-        if found is None:
+        if match is None:
             assert not known
             return
         length, followers = known[-1]
-        assert (found.length, found.count) == (length, len(followers))
-        assert found.token in followers and 0.0 < found.share <= 1.0
-        assert found.entry.passage.body[found.offset] == found.token
-        assert len(followers) > 32 or followers.count(found.token) == max(map(followers.count, followers))
+        assert (match.length, match.count) == (length, len(followers))
+        assert match.token in followers and 0.0 < match.share <= 1.0
+        assert match.entry.passage.body[match.offset] == match.token
+        assert len(followers) > 32 or followers.count(match.token) == max(map(followers.count, followers))
 
     def test_votes_weigh_by_uses_and_record_and_of_equals_the_latest_wins_however_long_ago(self) -> None:
         often, seldom = Entry(Passage((), (1, 10)), 3.0), Entry(Passage((), (1, 11)), 1.0)
         index = Index([often, seldom], 0)
-        found = index.find([1])
-        assert found is not None and (found.token, found.share) == (10, 0.75)
+        match = index.find([1])
+        assert match is not None and (match.token, match.share) == (10, 0.75)
         for _ in range(20):
             often.judge(1, right=0, wrong=1)
         again = index.find([1])
         assert again is not None and again.token == 11
         rivals = [Entry(Passage((), (1, token)), 1.0) for token in (10, 11)]
-        found = Index(rivals, 200 * HALF_LIFE).find([1])
-        assert found is not None and (found.token, found.entry, found.share) == (11, rivals[1], 0.5)
+        match = Index(rivals, 200 * HALF_LIFE).find([1])
+        assert match is not None and (match.token, match.entry, match.share) == (11, rivals[1], 0.5)
 
     def test_of_many_occurrences_early_and_late_ones_vote(self) -> None:
         followers = [10] * 40 + [11] * 60
-        found = Index([Entry(Passage((), (1, token)), 1.0) for token in followers], 0).find([1])
-        assert found is not None and (found.token, found.count) == (11, 100)
-        assert found.share == pytest.approx(0.6, abs=0.05)
+        match = Index([Entry(Passage((), (1, token)), 1.0) for token in followers], 0).find([1])
+        assert match is not None and (match.token, match.count) == (11, 100)
+        assert match.share == pytest.approx(0.6, abs=0.05)
 
 
 def _followers(passage: Passage, context: tuple[int, ...]) -> list[int]:
@@ -151,8 +151,8 @@ class TestMemory:
         assert {entry.passage for entry in memory.entries} <= learned
         pairs = {pair for text in texts for pair in pairwise(text)}
         for text in texts:
-            found = memory.find(text[:5])
-            assert found is None or (text[:5][-1], found.token) in pairs
+            match = memory.find(text[:5])
+            assert match is None or (text[:5][-1], match.token) in pairs
 
     def test_what_fits_the_bound_to_the_last_token_stays(self) -> None:
         entries = [Entry(passage, 1.0) for passage in cut(_noise(5, 300))]
@@ -174,15 +174,15 @@ class TestMemory:
         memory.learn(cut(text))
         assert memory.find(text[:20]) is None
         memory.refresh()
-        found = memory.find(text[:20])
-        assert found is not None and found.token == text[20]
+        match = memory.find(text[:20])
+        assert match is not None and match.token == text[20]
 
     def test_of_equals_what_was_learned_last_wins(self) -> None:
         memory = Memory(Snapshot(entries=[Entry(Passage((), (1, 2, 10)), 1.0)]), max_tokens=1 << 20)
         memory.learn(cut([1, 2, 11]))
         memory.refresh()
-        found = memory.find([1, 2])
-        assert found is not None and (found.token, found.length) == (11, 2)
+        match = memory.find([1, 2])
+        assert match is not None and (match.token, match.length) == (11, 2)
 
     def test_what_is_written_often_stays(self) -> None:
         memory, often = Memory(Snapshot(), max_tokens=2000), _noise(2, 120)
@@ -191,8 +191,8 @@ class TestMemory:
             if number % 5 == 0 and number < 50:
                 memory.learn(cut(often))
             memory.refresh()
-        found = memory.find(often[:50])
-        assert found is not None and found.length == MAX_N and found.token == often[50]
+        match = memory.find(often[:50])
+        assert match is not None and match.length == MAX_N and match.token == often[50]
 
 
 class _Near(Silent):

@@ -55,7 +55,7 @@ def test_any_cut_gives_the_bits_of_one_pass(taps: int, channels: int, data: st.D
     rng = np.random.default_rng(data.draw(st.integers(0, 3)))
     gated = rng.normal(size=(count, capacity, 3 * channels)).astype(np.float32)
     weights = weights_of(channels, taps)
-    whole = [expected(each, weights) for each in gated]
+    whole = [expected(sequence, weights) for sequence in gated]
     ring = np.full((count + 1, LOGGED + taps - 1, channels), np.nan, np.float32)
     ends = np.full((count * capacity // BLOCK, taps - 1, channels), np.nan, np.float32)
     tables = rng.permutation(len(ends)).reshape(count, -1).tolist()
@@ -66,20 +66,24 @@ def test_any_cut_gives_the_bits_of_one_pass(taps: int, channels: int, data: st.D
     )
     for _ in range(data.draw(st.integers(1, 8))):
         chosen = data.draw(st.lists(st.sampled_from(running), min_size=1, max_size=count, unique=True))
-        rows = [data.draw(st.integers(0, min(70, capacity - each.length))) for each in chosen]
+        rows = [data.draw(st.integers(0, min(70, capacity - sequence.length))) for sequence in chosen]
         parts = list(zip(chosen, rows, strict=True))
-        read = [gated[running.index(each), each.length : each.length + n] for each, n in parts]
+        read = [
+            gated[running.index(sequence), sequence.length : sequence.length + n] for sequence, n in parts
+        ]
         feeds = _feeds(np.concatenate(read), weights, parts, ring, ends)
         y, ring, ends = opened.run(None, feeds)
-        wanted = [whole[running.index(each)][0][each.length : each.length + n] for each, n in parts]
+        wanted = [
+            whole[running.index(sequence)][0][sequence.length : sequence.length + n] for sequence, n in parts
+        ]
         same_bits(np.concatenate(wanted)[None], y)
-        for each, n in parts:
-            each.length += n
-            each.behind = max(each.behind, each.length - LOGGED)
-            undone = data.draw(st.integers(0, min(n, each.length - each.behind)))
-            each.length -= undone
+        for sequence, n in parts:
+            sequence.length += n
+            sequence.behind = max(sequence.behind, sequence.length - LOGGED)
+            undone = data.draw(st.integers(0, min(n, sequence.length - sequence.behind)))
+            sequence.length -= undone
             if data.draw(st.integers(0, 4)) == 0:
-                each.length = each.behind = each.length // BLOCK * BLOCK
+                sequence.length = sequence.behind = sequence.length // BLOCK * BLOCK
     assert np.isnan(ring[1]).all()
 
 
@@ -87,11 +91,13 @@ def _feeds(gated: F32, weights: F32, parts: Sequence[tuple[Kept, int]], ring: F3
     return {
         "gated": gated[None],
         "weights": weights,
-        "sequences": np.array([(each.length, n) for each, n in parts], np.int64).reshape(-1, 2),
+        "sequences": np.array([(sequence.length, n) for sequence, n in parts], np.int64).reshape(-1, 2),
         "blocks": np.array(
-            [b for each, n in parts for b in each.blocks[: -(-(each.length + n) // BLOCK)]], int
+            [b for sequence, n in parts for b in sequence.blocks[: -(-(sequence.length + n) // BLOCK)]], int
         ),
-        "places": np.array([(each.slot, each.behind) for each, _ in parts], np.int64).reshape(-1, 2),
+        "places": np.array([(sequence.slot, sequence.behind) for sequence, _ in parts], np.int64).reshape(
+            -1, 2
+        ),
         "ring": ring,
         "ends": ends,
     }
@@ -104,8 +110,8 @@ def test_where_rows_are_kept(taps: int) -> None:
     gated = np.random.default_rng(0).normal(size=(length, 3 * channels)).astype(np.float32)
     ring = np.zeros((1, LOGGED + taps - 1, channels), np.float32)
     ends = np.zeros((3, taps - 1, channels), np.float32)
-    one = Kept(0, range(3))
-    feeds = _feeds(gated, weights_of(channels, taps), [(one, length)], ring, ends)
+    sequence = Kept(0, range(3))
+    feeds = _feeds(gated, weights_of(channels, taps), [(sequence, length)], ring, ends)
     y, ring, ends = everywhere(model(feeds, channels=channels, taps=taps), feeds, threads=2)
     wanted, u = expected(gated, weights_of(channels, taps))
     same_bits(wanted[None], y)
@@ -119,9 +125,9 @@ def test_where_rows_are_kept(taps: int) -> None:
 def test_numbers_that_are_none_stay_with_their_sequence() -> None:
     gated = np.ones((4, 96), np.float32)
     gated[1] = np.inf
-    one, other = Kept(0, [0]), Kept(1, [1])
+    sequence, other = Kept(0, [0]), Kept(1, [1])
     ring, ends = np.zeros((2, 18, 32), np.float32), np.zeros((2, 2, 32), np.float32)
-    feeds = _feeds(gated, weights_of(32, 3), [(one, 2), (other, 2)], ring, ends)
+    feeds = _feeds(gated, weights_of(32, 3), [(sequence, 2), (other, 2)], ring, ends)
     y, ring, _ = everywhere(model(feeds), feeds)
     assert np.isfinite(y[0, 2:]).all() and not np.isfinite(y[0, 1]).any()
     assert np.isfinite(ring[1]).all()
@@ -129,9 +135,9 @@ def test_numbers_that_are_none_stay_with_their_sequence() -> None:
 
 def _ordinary(rows: int = 2, past: int = 5) -> Arrays:
     ring, ends = np.zeros((2, 18, 32), np.float32), np.zeros((2, 2, 32), np.float32)
-    one = Kept(1, [1])
-    one.length, one.behind = past, past
-    return _feeds(np.ones((rows, 96), np.float32), weights_of(32, 3), [(one, rows)], ring, ends)
+    sequence = Kept(1, [1])
+    sequence.length, sequence.behind = past, past
+    return _feeds(np.ones((rows, 96), np.float32), weights_of(32, 3), [(sequence, rows)], ring, ends)
 
 
 def _zeros(*shape: int) -> F32:
@@ -159,15 +165,15 @@ PASSES: dict[str, Sequence[Arrays]] = {
     ],
     "impossible number of tokens": [_numbers("sequences", (-1, 2))],
     "fewer blocks": [_numbers("sequences", (31, 2)) | _numbers("places", (1, 31))],
-    "none of those that there are": [{"blocks": np.array([each], np.int64)} for each in (2, -1)],
+    "none of those that there are": [{"blocks": np.array([value], np.int64)} for value in (2, -1)],
     "the places are no int64": [
         _numbers("places", (1, 5), (0, 0)),
         _numbers("places", (1, 5, 0)),
         {"places": np.zeros(2, np.int64)},
     ],
-    "slot is none of those": [_numbers("places", (each, 5)) for each in (-1, 2, 2**62, -(2**63))],
+    "slot is none of those": [_numbers("places", (value, 5)) for value in (-1, 2, 2**62, -(2**63))],
     "behind more tokens than it has, or too few": [
-        *(_numbers("places", (1, each)) for each in (6, -1, 2**63 - 1, -(2**63))),
+        *(_numbers("places", (1, value)) for value in (6, -1, 2**63 - 1, -(2**63))),
         _numbers("sequences", (22, 2)),
     ],
     "share a slot": [
@@ -185,8 +191,8 @@ def test_passes_that_are_refused(words: str, feeds: Arrays) -> None:
 @pytest.mark.parametrize(
     ("words", "attributes"),
     [
-        *(("impossible number of taps", {"taps": each}) for each in (1, 0, -3, 17, 1 << 40)),
-        *(("impossible number of channels", {"channels": each}) for each in (0, -32, 1 << 40)),
+        *(("impossible number of taps", {"taps": value}) for value in (1, 0, -3, 17, 1 << 40)),
+        *(("impossible number of channels", {"channels": value}) for value in (0, -32, 1 << 40)),
     ],
 )
 def test_attributes_that_are_refused(words: str, attributes: dict[str, int]) -> None:

@@ -56,16 +56,16 @@ def test_rows_have_the_bits_of_one_plain_run(
     rng = np.random.default_rng(seed)
     slots = rng.permutation(count + 1)[:count]
     all_of = [Sequence(int(slot), make_text(rng, net, int(rng.integers(1, 90)))) for slot in slots]
-    wanted = [alone(net, each.text) for each in all_of]
+    wanted = [alone(net, sequence.text) for sequence in all_of]
     kept = Kept(net, count + 1)
     opened = session(net.model(), threads, data.draw(st.sampled_from(sets())))
     for _ in range(60):
         parts: list[Any] = []
-        for at, each in enumerate(all_of):
-            right = min(data.draw(ROWS), len(each.text) - each.length)
+        for at, sequence in enumerate(all_of):
+            right = min(data.draw(ROWS), len(sequence.text) - sequence.length)
             wrong = data.draw(st.integers(0, max(0, LOGGED - right)))
             if right + wrong and data.draw(st.integers(0, 3)):
-                rows = each.text[each.length : each.length + right]
+                rows = sequence.text[sequence.length : sequence.length + right]
                 parts.append((at, right, np.concatenate([rows, make_text(rng, net, wrong)])))
         if not parts:
             continue
@@ -78,7 +78,7 @@ def test_rows_have_the_bits_of_one_plain_run(
             back = data.draw(st.integers(0, 2)) if right + past < len(all_of[at].text) else 0
             all_of[at].length = max(all_of[at].behind, past + right - back)
             row += len(rows)
-        if all(each.length == len(each.text) for each in all_of):
+        if all(sequence.length == len(sequence.text) for sequence in all_of):
             break
     assert all(np.isnan(array).all() for array in kept.of(int(np.setdiff1d(range(count + 1), slots)[0])))
 

@@ -64,13 +64,13 @@ MATRICES: Arrays = {"w0": tiles("Q8_0", 7, 256)}
 BYTES, WIDTHS, WIDER = "more or fewer bytes", "impossible widths", "not as wide as what it multiplies"
 ATTRIBUTES: dict[str, Sequence[Attributes]] = {
     BYTES: [
-        *({"parts": each} for each in ("Q4_K:33,Q8_0:7", "Q4_K:16,Q8_0:7", "Q8_0:7,Q4_K:20")),
+        *({"parts": value} for value in ("Q4_K:33,Q8_0:7", "Q4_K:16,Q8_0:7", "Q8_0:7,Q4_K:20")),
         {"inputs": 512},
     ],
     WIDTHS: [
-        *({"inputs": each} for each in (0, -256, 1 << 31, 1 << 62)),
-        *({"parts": f"Q4_K:20,Q8_0:{each}"} for each in (0, -7, 1 << 31, 99999999999999999999999, "")),
-        *({"parts": each} for each in ("Q4_K:20,Q8_0", "Q4_K:20,,Q8_0:7")),
+        *({"inputs": value} for value in (0, -256, 1 << 31, 1 << 62)),
+        *({"parts": f"Q4_K:20,Q8_0:{value}"} for value in (0, -7, 1 << 31, 99999999999999999999999, "")),
+        *({"parts": value} for value in ("Q4_K:20,Q8_0", "Q4_K:20,,Q8_0:7")),
     ],
     "no format of weights is called Q9_9": [{"parts": "Q4_K:20,Q9_9:7"}],
     "no format of weights is called q4_k": [{"parts": "q4_k:20,Q8_0:7"}],
@@ -172,13 +172,13 @@ def pass_over(rows: int = 2, past: int = 5) -> Arrays:
 HUGE = dict.fromkeys(("heads", "kv_heads", "head_dim"), 2**31 - 1)
 LAYERS: dict[str, Sequence[Attributes]] = {
     "no multiple of heads of keys": [
-        *({"heads": each} for each in (0, -2, 1 << 40)),
-        *({"kv_heads": each} for each in (0, -1)),
+        *({"heads": value} for value in (0, -2, 1 << 40)),
+        *({"kv_heads": value} for value in (0, -1)),
         *({"heads": 3, "kv_heads": 2}, HUGE),
     ],
-    "impossible width": [{"head_dim": each} for each in (0, -16, 1 << 40)],
+    "impossible width": [{"head_dim": value} for value in (0, -16, 1 << 40)],
     "window is negative": [{"window": -1}],
-    "end at an impossible number": [{"cap": each} for each in (-1.0, np.inf, np.nan)],
+    "end at an impossible number": [{"cap": value} for value in (-1.0, np.inf, np.nan)],
 }
 
 
@@ -187,9 +187,9 @@ def test_attributes_of_attention(words: str, attributes: Attributes) -> None:
     refuse(words, attention(pass_over(), **attributes))
 
 
-def sequences(*each: tuple[int, int]) -> Arrays:
+def sequences(*parts: tuple[int, int]) -> Arrays:
     """Tokens that each has, and rows that follow."""
-    return {"sequences": np.array(each, np.int64).reshape(-1, 2)}
+    return {"sequences": np.array(parts, np.int64).reshape(-1, 2)}
 
 
 def blocks(*numbers: int) -> Arrays:
@@ -216,7 +216,7 @@ BEHIND: dict[str, Sequence[Arrays]] = {
     ],
     "more blocks than their tokens": [blocks(0, 1), sequences((30, 2)) | blocks(0, 1)],
     "none of those that there are": [
-        *(blocks(each) for each in (-1, 8, 2**62, -(2**63))),
+        *(blocks(value) for value in (-1, 8, 2**62, -(2**63))),
         caches(0, 1, 256, 16),
     ],
     "is there twice": [
@@ -353,10 +353,12 @@ def test_choices_of_no_rows() -> None:
 NET = make_net(np.random.default_rng(0))
 DELTA_ATTRIBUTES: dict[str, Sequence[Attributes]] = {
     "no multiple of its key heads": [
-        *({"key_heads": each} for each in (0, -2, 3, 1 << 40)),
-        *({"value_heads": each} for each in (0, -2, 5, 1 << 40)),
+        *({"key_heads": value} for value in (0, -2, 3, 1 << 40)),
+        *({"value_heads": value} for value in (0, -2, 5, 1 << 40)),
     ],
-    "impossible width": [{f"{of}_width": each} for of in ("key", "value") for each in (0, -16, 24, 1 << 40)],
+    "impossible width": [
+        {f"{of}_width": value} for of in ("key", "value") for value in (0, -16, 24, 1 << 40)
+    ],
 }
 
 
@@ -375,8 +377,8 @@ def delta_pass(rows: int = 2, slots: int = 2) -> Arrays:
     return NET.feeds(zeros(1, rows, NET.width), Kept(NET, slots), (5, rows), (1, 3))
 
 
-def places(*each: tuple[int, int]) -> Arrays:
-    return {"places": np.array(each, np.int64).reshape(-1, 2)}
+def places(*parts: tuple[int, int]) -> Arrays:
+    return {"places": np.array(parts, np.int64).reshape(-1, 2)}
 
 
 STATES: dict[str, Sequence[Arrays]] = {
@@ -394,11 +396,14 @@ STATES: dict[str, Sequence[Arrays]] = {
     "are no int64": [places(), {"places": np.zeros((1, 3), np.int64)}],
     "more rows than the pass": [sequences((5, 3))],
     "fewer rows than the pass": [sequences((5, 1)), sequences((5, 0)), sequences()],
-    "impossible number of tokens": [sequences((5, -1)), *(sequences((each, 2)) for each in (-1, 2**63 - 1))],
-    "none of those that there are": [places((each, 3)) for each in (2, -1, 2**63 - 1)],
+    "impossible number of tokens": [
+        sequences((5, -1)),
+        *(sequences((value, 2)) for value in (-1, 2**63 - 1)),
+    ],
+    "none of those that there are": [places((value, 3)) for value in (2, -1, 2**63 - 1)],
     "share a slot": [sequences((5, 1), (5, 1)) | places((1, 3), (1, 4))],
     "behind more tokens than it has, or too few": [
-        *(places((1, each)) for each in (6, -1, 2**63 - 1)),
+        *(places((1, value)) for value in (6, -1, 2**63 - 1)),
         sequences((20, 2)) | places((1, 3)),
     ],
 }

@@ -40,7 +40,7 @@ def texts(count: int, length: int = 50) -> list[list[int]]:
 
 def longest(known: list[list[int]], tokens: list[int]) -> int:
     """How many of ``tokens`` one of these texts begins with."""
-    return max((shared_length(each, tokens) for each in known), default=0)
+    return max((shared_length(earlier, tokens) for earlier in known), default=0)
 
 
 requests = st.lists(

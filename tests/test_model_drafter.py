@@ -260,15 +260,15 @@ def _next(tokens: Sequence[int]) -> int:
 
 def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
     session, reader, text = _reading()
-    said = reader.latest
+    latest = reader.latest
     for _ in range(3):
-        text.append(said.following)
-        said = step(reader, said.following)
+        text.append(latest.following)
+        latest = step(reader, latest.following)
     assert session.passes == [3, 1, 1, 1]
     assert reader.seconds_of_text(text[:5]) == 0.0
     assert read(reader, text[:5]).following == text[5]
     assert reader.seconds_of_step(text[5]) == 0.0
-    assert step(reader, text[5]) == said
+    assert step(reader, text[5]) == latest
     assert session.passes == [3, 1, 1, 1]
     other = (text[5] + 1) % VOCAB
     assert reader.seconds_of_text([*text[:5], other]) == pytest.approx(2.0, abs=0.3)
@@ -278,10 +278,10 @@ def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
 
 def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
     session, reader, text = _reading()
-    said = reader.latest
+    latest = reader.latest
     for _ in range(4):
-        text.append(said.following)
-        said = reader.read_on(said.following)
+        text.append(latest.following)
+        latest = reader.read_on(latest.following)
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 0)
     assert read(reader, text[:5]).following == text[5]
     assert (reader.drafted_ahead, reader.used_ahead) == (4, 2)
@@ -344,7 +344,7 @@ def test_whatever_is_asked_in_whatever_order_the_answer_is_the_model_s(
             assert step(reader, token).following == _next(text)
         elif reader.room_ahead:
             token = _next(session.cache)
-            said = reader.read_on(token)
-            assert said.token == token and said.following == _next(session.cache)
+            latest = reader.read_on(token)
+            assert latest.token == token and latest.following == _next(session.cache)
         assert session.cache[: len(text)] == text
         assert reader.latest.following == _next(text)

@@ -201,9 +201,9 @@ def test_many_that_wait_cause_one_load_and_get_its_error(house: House, three: Mo
             until(lambda told=told: len(told) > 20)  # type: ignore[misc]
             house.gate.set()
             if fault is None:
-                assert len({id(each.result(10)) for each in asking}) == 1
+                assert len({id(future.result(10)) for future in asking}) == 1
             else:
-                assert [each.exception(10) for each in asking] == [fault] * 8
+                assert [future.exception(10) for future in asking] == [fault] * 8
         assert house.loading == 1
         assert told[0] == Progress("Exporting", 1, 2, "layers")
 
@@ -347,14 +347,14 @@ def test_models_answer_as_alone_take_what_is_planned_and_share_a_tokenizer(tmp_p
     drafter = tiny_native(tmp_path / "drafter", seed=9, role="drafter").path
     given = {name: {"target": path, "drafter": drafter, "options": OPTIONS} for name, path in paths.items()}
     planned = edgespec.plan(paths["a"], drafter)
-    each = planned.fit(PLANNED_TOKENS).memory_bytes - planned.program_bytes
-    with Models(given, memory=2 * each) as models:
+    model_bytes = planned.fit(PLANNED_TOKENS).memory_bytes - planned.program_bytes
+    with Models(given, memory=2 * model_bytes) as models:
         for name in "abca":
             with models.use(name) as model:
                 text = model.generate("the cat and", max_new_tokens=8).text
             with edgespec.load(paths[name], drafter, options=OPTIONS) as alone:
                 assert alone.generate("the cat and", max_new_tokens=8).text == text
-        assert models.memory_bytes == {"a": each, "c": each}
+        assert models.memory_bytes == {"a": model_bytes, "c": model_bytes}
         tokenizers = [bundle.tokenizer for m in models.loaded.values() for bundle in (m.target, m.drafter)]  # type: ignore[union-attr]
         assert len({id(tokenizer) for tokenizer in tokenizers}) == 1
         with models.use("a") as model:

@@ -68,12 +68,12 @@ def distance(target: Path, head: Path, reference: Reference) -> float:
         read_by_target = streams_of(streams, text)[:known]
         rng = np.random.default_rng(1)
         states = rng.normal(0, 3, (len(text) - 1 - known, 64)).astype(np.float32)
-        asked = [
+        rows_of_both = [
             Rows(session, text[1 : 1 + known], known, features=read_by_target),
             Rows(session, text[1 + known :], len(states), states=states),
         ]
         found = []
-        for rows in asked:
+        for rows in rows_of_both:
             (predictions,) = session.model.predict_together([rows])
             found.append((predictions.hidden, predictions.logits.copy()))
     expected = reference(text[1:], read_by_target, states)
@@ -160,10 +160,10 @@ def test_drafts_are_those_of_the_formula(pair: tuple[Bundle, Bundle]) -> None:
         reader.add_features(whole[:7], 1)
         for length in range(8, 30):
             drafted, clear = reference.draft(whole[: length - 1], text[:length], 3)
-            said = [read(reader, text[:length])]
-            while len(said) < len(drafted):
-                said.append(step(reader, said[-1].following))
-            for found, wanted, margin in zip(said, drafted, clear, strict=True):
+            guesses = [read(reader, text[:length])]
+            while len(guesses) < len(drafted):
+                guesses.append(step(reader, guesses[-1].following))
+            for found, wanted, margin in zip(guesses, drafted, clear, strict=True):
                 if margin < CLEAR:
                     break
                 assert found.following == wanted

@@ -48,7 +48,7 @@ def test_weights_that_end_too_early(folder: Path, left: int) -> None:
 
 def node(graph: Any, kind: str) -> Any:
     """The first node of an operator: its attributes by name."""
-    found = next(each for each in graph.node if each.op_type == kind)
+    found = next(operator for operator in graph.node if operator.op_type == kind)
     return {attribute.name: attribute for attribute in found.attribute}
 
 
@@ -67,7 +67,9 @@ def change(kind: str, name: str, by: Callable[[Any], Any]) -> Edit:
 
 def shorten(graph: Any) -> None:
     """A matrix's tensor ends 64 bytes early, in a file that is whole."""
-    weight = next(each for each in graph.initializer if "attention.qkv" in each.name and len(each.dims) == 1)
+    weight = next(
+        tensor for tensor in graph.initializer if "attention.qkv" in tensor.name and len(tensor.dims) == 1
+    )
     weight.dims[0] -= 64
     for entry in weight.external_data:
         if entry.key == "length":

@@ -43,8 +43,8 @@ def test_factors_of_matrices_go_into_the_bundle(tmp_path: Path) -> None:
     export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
     bundle = Bundle(tmp_path / "out")
     assert set(bundle.manifest.formats) == {"NVFP4"}
-    got = StoredWeights(bundle).matrix("layers.1.mlp.down")
-    np.testing.assert_allclose(got, expected, rtol=ROUNDING)
+    actual = StoredWeights(bundle).matrix("layers.1.mlp.down")
+    np.testing.assert_allclose(actual, expected, rtol=ROUNDING)
     np.testing.assert_array_equal(
         StoredWeights(bundle).matrix("layers.0.mlp.down"), model.values("blk.0.ffn_down.weight")
     )
@@ -68,9 +68,9 @@ def test_each_expert_has_a_factor(tmp_path: Path) -> None:
     model, factors = gguf_of("qwen3_moe"), np.linspace(0.5, 2.0, 8, dtype=np.float32)
     expected = scaled(model, "blk.0.ffn_up_exps", factors)
     with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
-        got = checkpoint.values("layers.0.experts_up")
-        np.testing.assert_allclose(got, expected, rtol=ROUNDING)
-        np.testing.assert_array_equal(checkpoint.values("layers.0.experts_up", 40, 90), got[40:90])
+        actual = checkpoint.values("layers.0.experts_up")
+        np.testing.assert_allclose(actual, expected, rtol=ROUNDING)
+        np.testing.assert_array_equal(checkpoint.values("layers.0.experts_up", 40, 90), actual[40:90])
 
 
 @pytest.mark.parametrize(

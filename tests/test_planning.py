@@ -60,8 +60,8 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def has(available: int) -> None:
-        for each in (footprints, planning):
-            monkeypatch.setattr(each, "machine_memory", lambda: MachineMemory(8 * 10**9, available))
+        for module in (footprints, planning):
+            monkeypatch.setattr(module, "machine_memory", lambda: MachineMemory(8 * 10**9, available))
 
     return has
 
@@ -182,8 +182,8 @@ def test_verdicts() -> None:
         return plan_of(of(10**6, mapped=mapped), available).fit(256).verdict
 
     whole = 10**6 + 10 + 256_000
-    assert [verdict(each) for each in (whole, whole - 1)] == ["fits", "from disk"]
-    assert [verdict(each) for each in (256_010, 256_009)] == ["from disk", "no"]
+    assert [verdict(available) for available in (whole, whole - 1)] == ["fits", "from disk"]
+    assert [verdict(available) for available in (256_010, 256_009)] == ["from disk", "no"]
     assert verdict(whole - 1, mapped=False) == "no"
     on_gpu = of(10**9, device="cuda")  # whose weights do not count here
     assert plan_of(on_gpu, 10**7, of(1000)).fit(256).memory_bytes < 10**6

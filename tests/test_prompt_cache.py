@@ -215,7 +215,7 @@ def test_files_of_others_are_left_alone_and_what_killed_programs_left_goes(folde
     leftover.write_bytes(b"x" * 100)
     request(folder, text(3, 200), budget=0)
     BlockFiles(folder).forget(KEY)
-    assert [each.name for each in (folder / KEY).iterdir()] == ["letter.txt"]
+    assert [path.name for path in (folder / KEY).iterdir()] == ["letter.txt"]
     leftover.write_bytes(b"x" * 100)
     request(folder, text(3, 200))
     assert not leftover.exists() and foreign.exists()
@@ -231,7 +231,7 @@ def test_nobody_else_may_read_it(folder: Path, umask: int) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE((folder / KEY).stat().st_mode) == 0o700
-    assert {stat.S_IMODE(each.path.stat().st_mode) for each in stored(folder)} == {0o600}
+    assert {stat.S_IMODE(block.path.stat().st_mode) for block in stored(folder)} == {0o600}
 
 
 def test_threads_of_several_models_may_share_the_folder(folder: Path) -> None:

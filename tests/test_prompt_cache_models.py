@@ -36,7 +36,7 @@ def test_a_new_process_finds_prompt_and_answer(own_prompts: Path) -> None:
         longer = LONG + answer.text
         grown = toy_model(keyed()).generate(longer, max_new_tokens=1)
         assert grown.stats.cached_tokens >= whole // BLOCK * BLOCK - BLOCK
-    names = {each.path.parent.name for each in stored(own_prompts)}
+    names = {block.path.parent.name for block in stored(own_prompts)}
     assert names == {target.model.prompt_key}  # a drafter reads little
 
 
@@ -90,7 +90,7 @@ def test_what_training_changed_is_not_kept(own_prompts: Path) -> None:
         side_of(model).trainer = Untaught()  # type: ignore[assignment]
         model.generate(LONG, max_new_tokens=1)
         drafter.prefill([*range(200)])
-    assert drafter.model.prompt_key not in {each.path.parent.name for each in stored(own_prompts)}
+    assert drafter.model.prompt_key not in {block.path.parent.name for block in stored(own_prompts)}
 
 
 class Untaught:

@@ -166,8 +166,8 @@ def test_prompts_may_be_tokens_or_texts_whose_control_tokens_are_meant(target: P
             assert tokens[0] == model.target.tokenizer.special_id("<|im_start|>") != spelled[0]
             assert model.detokenize(tokens) == text and len(tokens) < len(spelled)
             meant = model.generate(text, special=True, max_tokens=9)
-            given = model.generate([*map(np.int64, tokens)], max_tokens=9)  # type: ignore[list-item]
-            assert meant.tokens == given.tokens == model.generate(tokens, max_tokens=9).tokens
+            by_numpy = model.generate([*map(np.int64, tokens)], max_tokens=9)  # type: ignore[list-item]
+            assert meant.tokens == by_numpy.tokens == model.generate(tokens, max_tokens=9).tokens
             assert meant.stats.prompt_tokens == model.count_tokens(tokens) == len(tokens)
             assert model.count_tokens(text, special=True) == len(tokens)
             assert model.generate(text, max_tokens=1).stats.prompt_tokens == len(spelled)
@@ -290,9 +290,9 @@ def test_templates_that_show_no_calls_and_tools_of_the_systems_message(tmp_path:
 
 def test_without_tools_nothing_is_parsed(target: Path, write: Callable[..., None]) -> None:
     write(CALL)
-    for given in ([], TOOLS):
+    for tools in ([], TOOLS):
         with edgespec.load(target, None, options=OPTIONS) as model:
-            answer = model.chat(ASK, max_tokens=200, tools=given, tool_choice="none")
+            answer = model.chat(ASK, max_tokens=200, tools=tools, tool_choice="none")
         assert (answer.text, answer.tool_calls, answer.finish_reason) == (CALL, (), "stop")
         assert answer.message == {"role": "assistant", "content": CALL}
 
@@ -358,8 +358,8 @@ def test_a_call_can_be_required(tmp_path: Path, source: str, options: dict[str, 
         wanted: Any = {"response_format": form, "max_tokens": 300}
         answer = model.chat(ASK, tools=[BOUNDED], tool_choice="required", **wanted)
         assert answer.tool_calls and answer.stats.schema_problems == ()
-        for given in ([BOUNDED], ()):
-            answer = model.chat(ASK, tools=given, **wanted)
+        for more_tools in ([BOUNDED], ()):
+            answer = model.chat(ASK, tools=more_tools, **wanted)
             assert answer.tool_calls or answer.content == "[1, 1]"
             broken = () if answer.tool_calls else ("the answer breaks uniqueItems at #",)
             assert answer.stats.schema_problems == broken

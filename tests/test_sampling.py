@@ -190,9 +190,9 @@ def test_rows_are_those_of_the_definitions(
         matrix: Logits = np.stack([data.draw(changeable) for _ in range(len(drafted) + 1)])
         before = matrix.copy()
         for i in range(len(drafted) + 1):
-            got = changed_row(Predictions(matrix), drafted[:i], [step])
+            actual = changed_row(Predictions(matrix), drafted[:i], [step])
             expected = changed(before[i], prompt, output[:done] + drafted[:i], params)
-            np.testing.assert_array_equal(got, expected)
+            np.testing.assert_array_equal(actual, expected)
         np.testing.assert_array_equal(matrix, before)
         if done == len(output):
             return
@@ -205,11 +205,11 @@ def test_counts_follow_any_history(histories: list[list[int]], drafted: list[int
     counts = TokenCounts()
     for history in histories:
         counts.align(history)
-        for text, got in ((history, counts.behind([])), (history + drafted, counts.behind(drafted))):
-            assert dict(zip(*map(np.ndarray.tolist, got), strict=True)) == {
+        for text, actual in ((history, counts.behind([])), (history + drafted, counts.behind(drafted))):
+            assert dict(zip(*map(np.ndarray.tolist, actual), strict=True)) == {
                 token: text.count(token) for token in text
             }
-            assert {each.dtype for each in got} == {np.dtype(np.int64)}  # floats would index no row
+            assert {each.dtype for each in actual} == {np.dtype(np.int64)}  # floats would index no row
 
 
 def test_a_request_that_changes_nothing_copies_no_rows() -> None:

@@ -49,8 +49,8 @@ def check(answer: Generation, ids: list[int], rows: F32, top: int) -> None:
     """``rows`` are NumPy's log probabilities behind each token."""
     first, *others = answer.prompt
     assert (first.id, first.logprob, first.top_logprobs) == (ids[0], None, ())
-    assert [each.id for each in answer.prompt] == ids
-    assert {each.source for each in answer.prompt} == {"prompt"}
+    assert [token.id for token in answer.prompt] == ids
+    assert {token.source for token in answer.prompt} == {"prompt"}
     for other, row in zip(others, rows, strict=False):
         assert other.logprob == pytest.approx(row[other.id], abs=1e-9)
         assert [logprob for _, logprob in other.top_logprobs] == pytest.approx(np.sort(row)[::-1][:top])
@@ -152,7 +152,7 @@ def test_openais_client_scores_prompts(model: Model, url: str) -> None:
                 written = model.generate(text, max_tokens=new, prompt_logprobs=True, top_logprobs=1)
                 lists = choice.logprobs
                 assert choice.text == text + written.text and choice.finish_reason == "length"
-                wanted = [each.logprob for each in written.prompt]
+                wanted = [token.logprob for token in written.prompt]
                 assert lists.token_logprobs[0] is lists.top_logprobs[0] is None
                 assert lists.token_logprobs[: len(wanted)] == wanted
                 assert len(lists.token_logprobs) == len(wanted) + new

@@ -52,9 +52,9 @@ def test_openais_client_gets_the_models_vectors(model: Model, url: str) -> None:
         lists = client.embeddings.create(model="embeds", input=[model.tokenize(text) for text in TEXTS])
         more = {"instruction": "Find code."}
         query = client.embeddings.create(model="embeds", input="x", extra_body=more)
-    for found in (several, lists):
-        assert np.array_equal(np.array([each.embedding for each in found.data]), expected.vectors)
-        assert [each.index for each in found.data] == [0, 1, 2]
+    for reply in (several, lists):
+        assert np.array_equal(np.array([item.embedding for item in reply.data]), expected.vectors)
+        assert [item.index for item in reply.data] == [0, 1, 2]
     assert several.usage.prompt_tokens == several.usage.total_tokens == sum(expected.tokens)
     for one in (floats, tokens):
         assert np.array_equal(np.array(one.data[0].embedding), expected.vectors[0])

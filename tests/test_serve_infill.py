@@ -37,9 +37,9 @@ class Filling(ServedModel):
     """Fills with what it is told."""
 
     def stream_fill(self, prefix: str, suffix: str, **options: Any) -> ServedStream:
-        asked = prefix, suffix, options.pop("extra", ()), options.get("max_lines")
+        hole = prefix, suffix, options.pop("extra", ()), options.get("max_lines")
         stream = self.stream(prefix, **options)
-        stream.asked = asked
+        stream.asked = hole
         return stream
 
 
@@ -63,8 +63,8 @@ def test_an_editors_request_is_filled(model: Filling, url: str) -> None:
     assert (told["prompt_n"], told["cache_n"], told["prompt_ms"]) == (4, 3, 100.0)
     assert (told["predicted_n"], told["predicted_ms"], told["predicted_per_second"]) == (20, 1000.0, 20.0)
     assert told["prompt_per_second"] == 40.0
-    ((asked, options),) = model.calls
-    assert asked == ("a\nb = ", "\nc\n", [("a.py", "A"), ("file", "B")], None)
+    ((hole, options),) = model.calls
+    assert hole == ("a\nb = ", "\nc\n", [("a.py", "A"), ("file", "B")], None)
     assert options == {
         "max_lines": None,
         "top_k": 40,
@@ -115,11 +115,11 @@ def test_a_suffix_makes_a_completion_a_fill(model: Filling, url: str) -> None:
     body = {"model": "served", "prompt": ["a", "b"], "suffix": "c"}
     answer = ask(url, "/v1/completions", body).json
     assert [choice["text"] for choice in answer["choices"]] == ["re: a", "re: b"]
-    assert sorted(asked for asked, _ in model.calls) == [("a", "c", (), None), ("b", "c", (), None)]
+    assert sorted(hole for hole, _ in model.calls) == [("a", "c", (), None), ("b", "c", (), None)]
     assert ask(url, "/v1/completions", body | {"suffix": ""}).status == 200
     reply = ask(url, "/v1/completions", body | {"echo": True, "logprobs": 0})
     assert reply.status == 400 and "leave out suffix" in reply.error
-    assert sorted(asked for asked, _ in model.calls[2:]) == ["a", "b"]  # threads encode them side by side
+    assert sorted(hole for hole, _ in model.calls[2:]) == ["a", "b"]  # threads encode them side by side
 
 
 def test_tokens_and_their_offsets_are_of_the_text_that_comes() -> None:

@@ -63,28 +63,28 @@ def test_a_message_is_what_anthropics_client_reads(model: ServedModel, client: A
 
 
 def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
-    told = named_events(ask(url, PATH, asked(f"see {CALL} {CALL}\nthen", tools=[WEATHER], stream=True)))
-    kinds = [each["type"].removeprefix("content_block_") for each in told]
+    events = named_events(ask(url, PATH, asked(f"see {CALL} {CALL}\nthen", tools=[WEATHER], stream=True)))
+    kinds = [event["type"].removeprefix("content_block_") for event in events]
     once = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]]
     assert once == ["message_start", *["start", "delta", "stop"] * 4, "message_delta", "message_stop"]
-    assert told[0]["message"]["content"] == [] and told[0]["message"]["stop_reason"] is None
+    assert events[0]["message"]["content"] == [] and events[0]["message"]["stop_reason"] is None
     read = {"input_tokens": 4, "cache_read_input_tokens": 3, "cache_creation_input_tokens": 0}
-    assert told[0]["message"]["usage"] == read | {"output_tokens": 0}
-    assert told[-2]["usage"] == read | {
-        "output_tokens": told[-2]["usage"]["output_tokens"],
+    assert events[0]["message"]["usage"] == read | {"output_tokens": 0}
+    assert events[-2]["usage"] == read | {
+        "output_tokens": events[-2]["usage"]["output_tokens"],
         "output_tokens_details": {"thinking_tokens": 0},
     }
     pieces = ["", "", "", ""]
-    for each in told:
-        if each["type"] == "content_block_delta":
-            pieces[each["index"]] += each["delta"].get("text", each["delta"].get("partial_json"))
-    blocks = [each["content_block"] for each in told if each["type"] == "content_block_start"]
+    for event in events:
+        if event["type"] == "content_block_delta":
+            pieces[event["index"]] += event["delta"].get("text", event["delta"].get("partial_json"))
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [block["type"] for block in blocks] == ["text", "tool_use", "tool_use", "text"]
     assert blocks[0]["text"] == "" and blocks[1]["input"] == {}
     assert pieces[0] + pieces[3] == "re: see  \nthen" and pieces[1] == pieces[2]
     assert json.loads(pieces[1]) == ARGUMENTS
-    assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert told[-2]["usage"]["output_tokens"] > 20
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] > 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 50, 90, 500])
@@ -92,23 +92,23 @@ def test_blocks_do_not_depend_on_how_an_answer_is_cut(size: int) -> None:
     """Text behind a call is not taken for its end, nor the other way round."""
     text, tools = f"see {CALL} and {CALL}\nthen", [{"type": "function", "function": {"name": "weather"}}]
     reader, answer = reader_of(HERMES, tools), MessageReply("served", tokenizer(), 1.0)
-    told = list[Any]()
+    events = list[Any]()
     for at in range(0, len(text), size):
         content, calls = reader.push(text[at : at + size], final=at + size >= len(text))
-        told += answer.chunk(Record("", (), content=content, calls=tuple(calls)), [])
-    told += answer.close()
+        events += answer.chunk(Record("", (), content=content, calls=tuple(calls)), [])
+    events += answer.close()
     assert "".join(block.text for block in answer.blocks if block.kind == "text") == "see  and \nthen"
     calls_of = [json.loads(block.text) for block in answer.blocks if block.kind == "call"]
     assert calls_of == [ARGUMENTS, ARGUMENTS]
     open_ = list[int]()
-    for each in told:
-        if each["type"] == "content_block_start":
+    for event in events:
+        if event["type"] == "content_block_start":
             assert not open_
-            open_ = [each["index"]]
-        assert open_ == [each["index"]]
-        if each["type"] == "content_block_stop":
+            open_ = [event["index"]]
+        assert open_ == [event["index"]]
+        if event["type"] == "content_block_stop":
             open_ = []
-    assert not open_ and each["index"] == len(answer.blocks) - 1
+    assert not open_ and event["index"] == len(answer.blocks) - 1
 
 
 def test_anthropics_client_puts_a_stream_together(client: Any) -> None:
@@ -128,7 +128,7 @@ def test_results_of_tools_go_back_in_messages(model: ServedModel, client: Any) -
     first = client.messages.create(**asked(f"see {CALL}", tools=[WEATHER]))
     id_ = first.content[1].id
     thought = {"type": "thinking", "thinking": "so", "signature": ""}
-    said = [thought, *(each.model_dump(exclude_none=True) for each in first.content)]
+    said = [thought, *(block.model_dump(exclude_none=True) for block in first.content)]
     result = {"type": "tool_result", "tool_use_id": id_, "content": [{"type": "text", "text": "sunny"}]}
     texts = [{"type": "text", "text": text} for text in ("and", "now?")]
     turns = [

@@ -103,8 +103,8 @@ def test_a_client_that_leaves_ends_its_request_within_a_pass() -> None:
         messages: Any = [{"role": "user", "content": "hi"}]
         gate.let(200)  # the prompt's
         with client:
-            asked: Any = {"model": "toy", "messages": messages, "max_tokens": 3000}
-            stream = client.chat.completions.create(**asked, stream=True)
+            options: Any = {"model": "toy", "messages": messages, "max_tokens": 3000}
+            stream = client.chat.completions.create(**options, stream=True)
             next(stream)
             stream.close()
         with ThreadPoolExecutor() as pool:
@@ -122,22 +122,22 @@ LONG = "a document of many words " * 4
 
 
 def test_a_stream_says_how_far_the_prompt_is_in_the_form_of_llama_cpp() -> None:
-    for path, asked in ((CHAT, body(LONG)), (TEXT, {"model": "toy", "prompt": LONG, "max_tokens": NEW})):
+    for path, options in ((CHAT, body(LONG)), (TEXT, {"model": "toy", "prompt": LONG, "max_tokens": NEW})):
         with toy_model() as model, serving(model) as url:
-            plain = events(ask(url, path, {**asked, "stream": True}))
+            plain = events(ask(url, path, {**options, "stream": True}))
             assert not any("prompt_progress" in chunk for chunk in plain[:-1])
             model.forget()
-            chunks = events(ask(url, path, {**asked, "stream": True, "return_progress": True}))
-            assert ask(url, path, {**asked, "return_progress": True}).status == 200  # and has no effect
+            chunks = events(ask(url, path, {**options, "stream": True, "return_progress": True}))
+            assert ask(url, path, {**options, "return_progress": True}).status == 200  # and has no effect
         first = 1 if path == CHAT else 0  # who speaks
         told = [chunk for chunk in chunks[:-1] if "prompt_progress" in chunk]
         assert told == chunks[first : first + len(told)]
         assert len(chunks) == len(plain) + len(told)
         progress = [chunk["prompt_progress"] for chunk in told]
         total = progress[0]["total"]
-        assert [each["processed"] for each in progress] == [*range(0, total, 8), total]
-        assert {(each["total"], each["cache"]) for each in progress} == {(total, 0)}
-        assert all(type(each["time_ms"]) is int for each in progress)
+        assert [report["processed"] for report in progress] == [*range(0, total, 8), total]
+        assert {(report["total"], report["cache"]) for report in progress} == {(total, 0)}
+        assert all(type(report["time_ms"]) is int for report in progress)
         for chunk in told:
             choice = chunk["choices"][0]
             assert choice["finish_reason"] is None
@@ -158,8 +158,8 @@ def test_who_waits_is_told_the_place_and_is_not_left_in_silence(
         with client, open_stream(url, body(LONG, stream=True)) as response:
             assert response.status == 200  # before its turn
             assert response.readline() == b": waiting, 1 before it\n"
-            asked: Any = {"model": "toy", "messages": messages, "max_tokens": NEW, "stream": True}
-            last = pool.submit(lambda: list(client.chat.completions.create(**asked)))
+            options: Any = {"model": "toy", "messages": messages, "max_tokens": NEW, "stream": True}
+            last = pool.submit(lambda: list(client.chat.completions.create(**options)))
             while b": reading the prompt, " not in response.readline():
                 gate.let(1)
             gate.open()
@@ -176,7 +176,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_place(stream: b
         gate.let(2)
         with pytest.raises(TimeoutError):
             ask(url, CHAT, body(LONG, stream=stream), timeout_s=0.5)
-        until(lambda: any(each.interruption is not None for each in queue_of(model).running))
+        until(lambda: any(ticket.interruption is not None for ticket in queue_of(model).running))
         gate.open()
         until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
         settle()
@@ -188,10 +188,10 @@ def test_time_that_is_up_while_a_prompt_is_read_ends_it() -> None:
     gate = Gated()
     with toy_model(gate) as model, serving(model, ServeOptions(port=0, timeout_s=0.3)) as url:
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask, url, CHAT, body(LONG, stream=True))
+            future = pool.submit(ask, url, CHAT, body(LONG, stream=True))
             time.sleep(0.5)
             gate.let(1)
-            assert events(asked.result())[-1]["error"]["code"] == "timeout"
+            assert events(future.result())[-1]["error"]["code"] == "timeout"
         assert len(gate.passes) == 1
 
 
@@ -229,15 +229,15 @@ def test_what_was_learned_is_forgotten_by_the_model_too(tmp_path: Path) -> None:
 
 
 def test_several_answers_are_choices_and_greedy_ones_cost_one(url: str) -> None:
-    asked = {"model": "toy", "prompt": "abc", "max_tokens": 6, "n": 3}
-    greedy = ask(url, TEXT, asked).json
+    options = {"model": "toy", "prompt": "abc", "max_tokens": 6, "n": 3}
+    greedy = ask(url, TEXT, options).json
     assert len({choice["text"] for choice in greedy["choices"]}) == 1
     assert "edgespec_tokens_total 6.0" in ask(url, "/metrics").body.decode()
-    asked |= {"temperature": 1.5, "seed": 7}
-    drawn = ask(url, TEXT, {**asked, "prompt": ["abc", "de"]}).json
+    options |= {"temperature": 1.5, "seed": 7}
+    drawn = ask(url, TEXT, {**options, "prompt": ["abc", "de"]}).json
     assert [choice["index"] for choice in drawn["choices"]] == list(range(6))
     assert drawn["usage"]["completion_tokens"] == 36
-    again = ask(url, TEXT, {**asked, "n": 1, "seed": 8}).json
+    again = ask(url, TEXT, {**options, "n": 1, "seed": 8}).json
     assert again["choices"][0]["text"] == drawn["choices"][1]["text"]
 
 
@@ -254,7 +254,7 @@ def test_an_answer_has_the_form_that_was_asked_for(url: str) -> None:
     for kind, status in (("object", 200), ("nonsense", 400)):
         form = {"name": "s", "schema": schema | {"type": kind}, "strict": True}
         for stream in (False, True):
-            asked: Any = {"response_format": {"type": "json_schema", "json_schema": form}, "stream": stream}
-            reply = ask(url, CHAT, body("hi", max_tokens=60, **asked))
+            options: Any = {"response_format": {"type": "json_schema", "json_schema": form}, "stream": stream}
+            reply = ask(url, CHAT, body("hi", max_tokens=60, **options))
             assert reply.status == status
             assert status != 200 or json.loads(said(reply)) in ({"a": "x"}, {"a": "y"})

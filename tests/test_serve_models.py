@@ -91,7 +91,7 @@ def to(model: str, text: str = "hello", **more: object) -> dict[str, object]:
 
 
 def listed(url: str) -> dict[str, Any]:
-    return {each["id"]: each for each in ask(url, "/v1/models").json["data"]}
+    return {model["id"]: model for model in ask(url, "/v1/models").json["data"]}
 
 
 def test_the_model_that_a_request_names_answers_in_every_form(shelf: Shelf, url: str) -> None:
@@ -114,7 +114,7 @@ def test_the_model_that_a_request_names_answers_in_every_form(shelf: Shelf, url:
 
 def test_all_are_listed_with_what_is_loaded(url: str) -> None:
     first = listed(url)
-    assert list(first) == ["small", "large"] and not any(each["loaded"] for each in first.values())
+    assert list(first) == ["small", "large"] and not any(model["loaded"] for model in first.values())
     assert first["small"]["edgespec"] == {"history": None, "memory_bytes": None}
     ask(url, CHAT, to("small"))
     second = listed(url)
@@ -160,7 +160,7 @@ def test_requests_wait_for_one_load_and_clients_may_leave_meanwhile(
             ask(url, CHAT, to("small"), timeout_s=0.3)
         until(lambda: 'status="499"} 1.0' in ask(url, "/metrics").body.decode())
         shelf.gate.set()
-        assert [said(each.result()) for each in waiting] == ["re: hello"] * 4
+        assert [said(future.result()) for future in waiting] == ["re: hello"] * 4
     assert shelf.loads == 1
     models.unload("small")
     until(lambda: not models.loaded)  # nobody uses it any more
@@ -260,7 +260,7 @@ def test_the_time_of_a_request_and_the_servers_end_end_its_wait(shelf: Shelf, mo
         reply = ask(url, CHAT, to("small"))
         assert (reply.status, reply.json["error"]["code"]) == (503, "timeout")
         late = events(ask(url, CHAT, to("small", stream=True)))
-        assert [each["error"]["code"] for each in late] == ["timeout"]
+        assert [event["error"]["code"] for event in late] == ["timeout"]
     with ThreadPoolExecutor(1) as pool:
         with serving_models(models, ServeOptions(port=0, shutdown_s=0.1)) as url:
             waiting = pool.submit(ask, url, CHAT, to("small"))
@@ -276,7 +276,7 @@ def test_the_wait_for_a_load_and_the_answer_share_the_time_of_a_request(shelf: S
         until(lambda: len(models._users) == 2)
         time.sleep(0.5)
         shelf.gate.set()
-        assert [said(each.result()) for each in asked] == ["re: hello"] * 2
+        assert [said(future.result()) for future in asked] == ["re: hello"] * 2
     assert all(50 < options["timeout"] <= 59.5 for _, options in shelf.made[0].calls)
 
 

@@ -136,9 +136,9 @@ def test_tools_are_called_and_their_results_go_back(model: ServedModel, url: str
         ids = [call["id"] for call in second["tool_calls"]]
         assert len({*ids}) == 2 and (ids == [call["id"] for call in calls]) == keeps
         assert [call["function"]["arguments"] for call in second["tool_calls"]] == [{"city": "Bonn"}] * 2
-        assert [each["tool_call_id"] for each in rest] == ids
-        assert [each["content"] for each in rest] == ["sun", "rain"]
-        assert all(each["name"] == "weather" for each in rest)
+        assert [message["tool_call_id"] for message in rest] == ids
+        assert [message["content"] for message in rest] == ["sun", "rain"]
+        assert all(message["name"] == "weather" for message in rest)
 
 
 def test_prompts_are_questions_fills_or_read_as_they_are(model: ServedModel, url: str) -> None:
@@ -339,8 +339,8 @@ def shelves(tmp_path: Path) -> Iterator[Models]:
 def test_models_are_listed_shown_loaded_and_unloaded(shelves: Models) -> None:
     with serving_models(shelves) as url:
         unseen = ask(url, "/api/tags").json["models"]
-        assert [each["name"] for each in unseen] == ["chats:latest", "embeds:latest"]
-        assert len({each["digest"] for each in unseen}) == 2 and ask(url, "/api/ps").json == {"models": []}
+        assert [entry["name"] for entry in unseen] == ["chats:latest", "embeds:latest"]
+        assert len({entry["digest"] for entry in unseen}) == 2 and ask(url, "/api/ps").json == {"models": []}
         nothing_asked: tuple[tuple[str, dict[str, Any]], ...] = ((CHAT, {"messages": []}), (GENERATE, {}))
         for path, empty in nothing_asked:
             loaded = ask(url, path, {"model": "chats:latest", **empty})

@@ -60,26 +60,26 @@ def test_a_response_is_what_openais_client_reads(model: ServedModel, client: Any
 
 
 def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
-    told = named_events(ask(url, PATH, asked(f"see {CALL} {CALL}\nthen", tools=[WEATHER], stream=True)))
-    assert [each["sequence_number"] for each in told] == list(range(len(told)))
-    kinds = [each["type"].removeprefix("response.") for each in told]
+    events = named_events(ask(url, PATH, asked(f"see {CALL} {CALL}\nthen", tools=[WEATHER], stream=True)))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
     once = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1] or not kind.endswith("delta")]
     part = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
     text = ["output_item.added", *part, "output_item.done"]
     arguments = ["function_call_arguments.delta", "function_call_arguments.done"]
     call = ["output_item.added", *arguments, "output_item.done"]
     assert once == ["created", "in_progress", *text, *call, *call, *text, "completed"]
-    response = told[-1]["response"]
+    response = events[-1]["response"]
     begun: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None}
-    assert told[0]["response"] | {"edgespec": response["edgespec"]} == response | begun
+    assert events[0]["response"] | {"edgespec": response["edgespec"]} == response | begun
     for index, item in enumerate(response["output"]):
-        own = [each for each in told if each.get("output_index") == index]
+        own = [event for event in events if event.get("output_index") == index]
         assert own[-1]["item"] == item
-        pieces = "".join(each["delta"] for each in own if each["type"].endswith("delta"))
-        (whole,) = (each for each in own if each["type"].endswith(("text.done", "arguments.done")))
+        pieces = "".join(event["delta"] for event in own if event["type"].endswith("delta"))
+        (whole,) = (event for event in own if event["type"].endswith(("text.done", "arguments.done")))
         assert pieces == whole.get("text", whole.get("arguments"))
         assert pieces == (item.get("arguments") or item["content"][0]["text"])
-        assert {each["item_id"] for each in own if "item_id" in each} == {item["id"]}
+        assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
     assert json.loads(response["output"][1]["arguments"]) == {"city": "Bonn", "days": [1, 2]}
 
 
@@ -104,7 +104,7 @@ def test_results_of_tools_go_back_as_items(model: ServedModel, client: Any) -> N
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     user = {"role": "user", "content": f"see {CALL}"}
     thought: Any = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}
-    sent = [thought, *(each.model_dump(exclude_none=True) for each in first.output), result]
+    sent = [thought, *(item.model_dump(exclude_none=True) for item in first.output), result]
     client.responses.create(**asked([user, *sent]))
     client.responses.create(**asked([result], previous_response_id=first.id))
     for (messages, _), thoughts in zip(model.calls[1:], ({"reasoning_content": "so"}, {}), strict=True):
@@ -245,11 +245,11 @@ def test_a_key_is_needed_for_what_is_kept() -> None:
 def test_a_reference_stands_for_an_item_that_is_kept(model: ServedModel, client: Any) -> None:
     """As AI SDK sends what was said: text, thoughts and calls alike."""
     first = client.responses.create(**asked(f"see {CALL}", tools=[WEATHER]))
-    items = [{"type": "item_reference", "id": each.id} for each in first.output]
+    items = [{"type": "item_reference", "id": item.id} for item in first.output]
     result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "sunny"}
     user = {"role": "user", "content": "see"}
     client.responses.create(**asked([user, *items, result]))
-    client.responses.create(**asked([user, *(each.model_dump() for each in first.output), result]))
+    client.responses.create(**asked([user, *(item.model_dump() for item in first.output), result]))
     assert model.calls[1][0] == model.calls[2][0] and len(model.calls[1][0]) == 3
     unkept = client.responses.create(**asked("one", store=False)).output[0].id
     for id_ in (unkept, first.output[0].id[:-1] + "9", "msg", None, 3):

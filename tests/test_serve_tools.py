@@ -103,9 +103,9 @@ def calls_by_api(url: str, text: str) -> list[tuple[str, list[tuple[str, str]]]]
     body: dict[str, Any] = {"model": "served", "input": text, "tools": [{"type": "function", **function}]}
     items = ask(url, "/v1/responses", body).json["output"]
     stream = named_events(ask(url, "/v1/responses", body | {"stream": True}))
-    for each in (items, stream[-1]["response"]["output"]):
-        content = "".join(item["content"][0]["text"] for item in each if item["type"] == "message")
-        calls = [(item["name"], item["arguments"]) for item in each if item["type"] == "function_call"]
+    for output in (items, stream[-1]["response"]["output"]):
+        content = "".join(item["content"][0]["text"] for item in output if item["type"] == "message")
+        calls = [(item["name"], item["arguments"]) for item in output if item["type"] == "function_call"]
         answers.append((content, calls))
     tool = {"name": "weather", "input_schema": function["parameters"]}
     body = {"model": "served", "messages": [{"role": "user", "content": text}], "tools": [tool]}
@@ -134,7 +134,7 @@ def test_identifiers_of_calls_differ_between_choices(url: str) -> None:
             for part in choice["delta"].get("tool_calls", ()):
                 streamed |= {choice["index"]: part["id"]} if "id" in part else {}
     assert whole == [streamed[at] for at in range(3)] and len({*whole}) == 3
-    assert all(len(each) == 9 and each.isalnum() for each in whole)
+    assert all(len(id_) == 9 and id_.isalnum() for id_ in whole)
 
 
 SCHEMA = {

@@ -52,12 +52,12 @@ def test_every_sequence_is_as_if_it_were_alone(bundle: Bundle, session: Session,
     texts: list[list[int]] = [[] for _ in together]
     session.rewind(0)
     for _ in range(data.draw(st.integers(1, 6))):
-        for each, text in zip(together, texts, strict=True):
+        for sequence, text in zip(together, texts, strict=True):
             keep = data.draw(st.integers(0, len(text)))
-            each.rewind(keep)
+            sequence.rewind(keep)
             del text[keep:]
             if not data.draw(st.integers(0, 9)):
-                each.reserve(min(each.model.longest, each.capacity + 200))
+                sequence.reserve(min(sequence.model.longest, sequence.capacity + 200))
         who = data.draw(st.lists(st.sampled_from(range(len(together))), min_size=1, unique=True))
         parts = [data.draw(TEXTS) for _ in who]
         asked = [
@@ -74,8 +74,8 @@ def test_every_sequence_is_as_if_it_were_alone(bundle: Bundle, session: Session,
                 assert [one.best(row) for row in range(rows.wanted)] == list(wanted.argmax(-1))
                 texts[at] += part
                 assert together[at].length == len(texts[at])
-    for each in together[1:]:
-        each.close()
+    for sequence in together[1:]:
+        sequence.close()
 
 
 def test_the_model_goes_with_its_last_session(bundle: Bundle) -> None:
@@ -86,9 +86,9 @@ def test_the_model_goes_with_its_last_session(bundle: Bundle) -> None:
     np.testing.assert_array_equal(second.predict([1, 2, 3]).logits, wanted)
     assert first.kv_bytes == 0 < second.kv_bytes
     second.close()
-    for each in (first, second):
+    for sequence in (first, second):
         with pytest.raises(RequestError, match="closed"):
-            each.predict([1])
+            sequence.predict([1])
 
 
 def test_beginnings_are_there_once(bundle: Bundle) -> None:
@@ -138,8 +138,8 @@ def test_blocks_that_there_is_no_memory_for_cost_the_others_nothing(
 def test_bundles_of_before_are_to_be_exported_again(tmp_path: Path) -> None:
     bundle = tiny_native(tmp_path / "old").bundle
     graph = onnx.load(bundle.graph, load_external_data=False)
-    for each in graph.graph.input:
-        each.name = each.name.replace("blocks", "past_length")
+    for value in graph.graph.input:
+        value.name = value.name.replace("blocks", "past_length")
     for node in graph.graph.node:
         node.input[:] = [name.replace("blocks", "past_length") for name in node.input]
     onnx.save(graph, bundle.graph)
@@ -176,7 +176,7 @@ def alone(target: str, prompts: Sequence[Prompt], asked: RequestOptions) -> list
 
 
 def sorted_by_prompt(answers: Iterable[Answer | None]) -> list[Answer]:
-    return sorted((each for each in answers if each is not None), key=lambda each: each.prompt)
+    return sorted((answer for answer in answers if answer is not None), key=lambda answer: answer.prompt)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -185,7 +185,7 @@ def test_answers_are_those_of_the_model(target: str, most: int, temperature: flo
     asked = RequestOptions(max_new_tokens=most, temperature=temperature)
     said = sorted_by_prompt(side_by_side(target, PROMPTS, asked))
     assert said == sorted_by_prompt(alone(target, PROMPTS, asked))
-    assert {each.temperature for each in said} == {temperature}
+    assert {answer.temperature for answer in said} == {temperature}
 
 
 def test_a_drafter_is_no_target(tmp_path: Path) -> None:
@@ -199,5 +199,5 @@ def test_other_graphs_answer_one_after_the_other(tmp_path: Path) -> None:
     export_model(source, tmp_path / "p", options=ExportOptions(weights="portable"))
     prompts = [Prompt("bad", "c", ("\ud800",)), *PROMPTS, Prompt("long", "c", ("w " * 5000,))]
     said = side_by_side(str(tmp_path / "p"), prompts, RequestOptions(max_new_tokens=5))
-    assert [each.prompt for each in said if each is not None] == [p.turns[0] for p in PROMPTS]
+    assert [answer.prompt for answer in said if answer is not None] == [p.turns[0] for p in PROMPTS]
     assert len(said) == len(prompts)

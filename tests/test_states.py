@@ -162,7 +162,7 @@ def test_texts_go_on_from_checkpoints_with_the_same_rows(
         session, text = data.draw(st.sampled_from(sessions)), data.draw(st.sampled_from(TEXTS))
         text = text[: data.draw(st.integers(1, len(text)))]
         starts = data.draw(st.lists(st.integers(0, len(text)), max_size=2))
-        others = [each for each in sessions if each is not session]
+        others = [other for other in sessions if other is not session]
         for length in store.fetch(session, text, others, starts):
             assert session.shared_prefix(text) < length < len(text)
             session.prefill(text[:length])
@@ -182,8 +182,8 @@ def test_texts_go_on_from_checkpoints_with_the_same_rows(
                     path.write_bytes(path.read_bytes()[:-1] + b"x")
         if follows in ("restart", "damage"):
             store = KvStore(memory, BlockFiles(folder, disk))
-            for each in sessions:
-                each.rewind(0)
+            for reading in sessions:
+                reading.rewind(0)
         assert store.nbytes <= memory
 
 
@@ -236,7 +236,7 @@ def test_prompts_share_the_states_behind_what_they_begin_with(tmp_path: Path) ->
     questions = [[*SYSTEM, *TEXT[300 + at : 350 + at]] for at in range(4)]
     assert [ask(questions[0], 230), ask(questions[1], 230)] == [280, 50]
     changed = [[0, *question[1:]] for question in questions]
-    assert [ask(each) for each in changed] == [280, 280, 280 - 224, 280 - 224]
+    assert [ask(prompt) for prompt in changed] == [280, 280, 280 - 224, 280 - 224]
     ask.store.write_behind()
     restarted = Asking(KvStore(1 << 20, BlockFiles(tmp_path)))
     assert [restarted(questions[2], 230), restarted(changed[3])] == [50, 1]
@@ -282,7 +282,7 @@ def test_a_state_of_no_use_in_a_file_is_none(tmp_path: Path, fault: int | str) -
     asking = Asking(KvStore(1 << 20, files))
     asking(TEXT)
     asking.store.write_behind()
-    key, sizes = "states", {each.path.name: each.size - 48 for each in stored(tmp_path)}
+    key, sizes = "states", {block.path.name: block.size - 48 for block in stored(tmp_path)}
     name = max(sizes, key=lambda name: sizes[name])
     raw = bytearray(files.read(key, name, sizes[name]) or b"")
     facts = np.frombuffer(raw, "<i8", 2)

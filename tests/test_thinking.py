@@ -93,7 +93,7 @@ def pieces(tokenizer: Tokenizer, text: str, sizes: Sequence[int], place: Place |
         records = [TokenRecord(id_, "model") for id_ in now]
         reason: FinishReason | None = "stop" if last else None
         cut = attribution.push(Record(piece, tuple(records), reason, thoughts=thought))
-        assert "".join(each["text"] for each in cut) == "".join(thought) + piece
+        assert "".join(token["text"] for token in cut) == "".join(thought) + piece
         thoughts, said, shown = [*thoughts, *thought], said + piece, shown + cut
         if last:
             break
@@ -125,8 +125,8 @@ def test_thoughts_are_told_from_text_however_tokens_cut_them(
     if not end:  # it may have begun
         thoughts = re.sub(r"\s*(<|</)\Z", "", thoughts)
     assert (reasoning, said) == (thoughts.strip(" \n"), text.lstrip(" \n"))
-    assert all(each["source"] == "model" for each in shown)
-    assert "".join(each["text"] for each in shown if "reasoning" in each) == reasoning
+    assert all(token["source"] == "model" for token in shown)
+    assert "".join(token["text"] for token in shown if "reasoning" in token) == reasoning
 
 
 @given(TEXTS, st.lists(st.integers(1, 5), max_size=30))

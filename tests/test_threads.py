@@ -100,7 +100,7 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
                 session.arrived.acquire()
             until(lambda count=count: waiting(model) == count)  # type: ignore[misc]
         session.open()
-        results = [each.result(60) for each in asked]
+        results = [future.result(60) for future in asked]
         assert [result.tokens for result in results] == [expected[prompt] for prompt in prompts]
         whole = [model.tokenize(prompt) for prompt in prompts]
         assert [tokens for tokens in read if tokens in whole] == whole
@@ -135,17 +135,17 @@ def test_progress_is_told_to_who_waits_and_is_no_text(tasks: bool) -> None:
     new: RequestOptions = {"max_new_tokens": NEW}
     asked: RequestOptions = {
         **new,
-        "on_progress": lambda each: told.append((each, threading.current_thread())),
+        "on_progress": lambda report: told.append((report, threading.current_thread())),
     }
     with toy_model() as model:
         total = model.count_tokens(LONG)
         first = asyncio.run(model.generate_async(LONG, **asked)) if tasks else model.generate(LONG, **asked)
         ends = [*range(0, total, 8), total]
-        assert [each.read for each, _ in told] == ends and len(ends) > 3
-        assert {(each.total, each.cached, where) for each, where in told} == {
+        assert [report.read for report, _ in told] == ends and len(ends) > 3
+        assert {(report.total, report.cached, where) for report, where in told} == {
             (total, 0, threading.current_thread())
         }
-        assert sorted(each.seconds for each, _ in told) == [each.seconds for each, _ in told]
+        assert sorted(report.seconds for report, _ in told) == [report.seconds for report, _ in told]
         told.clear()
         again = model.stream(LONG, **asked)  # its prompt lies in the cache
         assert "".join(again) == first.text and told == []

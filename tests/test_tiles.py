@@ -54,11 +54,11 @@ def test_tiles_hold_what_the_gguf_package_reads(name: str, data: st.DataObject) 
     tiles = pack(name, raw)
     assert tiles.dtype == np.uint8
     assert tiles.shape == (tile_bytes(name, rows, columns),)
-    got = unpack_tiles(name, tiles, rows, columns)
-    assert got.dtype == np.float32
+    actual = unpack_tiles(name, tiles, rows, columns)
+    assert actual.dtype == np.float32
     wanted = dequantize(raw.reshape(rows, -1), GGMLQuantizationType[name])
-    np.testing.assert_array_equal(got, wanted)
-    np.testing.assert_array_equal(np.signbit(got), np.signbit(wanted))
+    np.testing.assert_array_equal(actual, wanted)
+    np.testing.assert_array_equal(np.signbit(actual), np.signbit(wanted))
     np.testing.assert_array_equal(raw, before)
 
 
@@ -147,8 +147,8 @@ def pack_codes(name: str, blocks: Blocks, values: F32) -> U8:
 def test_rounding_loses_what_its_bits_lose(name: str) -> None:
     values = np.random.default_rng(0).normal(0, 0.02, (64, 512)).astype(np.float32)
     rounded = round_matrix(values, ROUNDED[name])
-    got = unpack_tiles(name, pack_blocks(name, rounded, values), 64, 512)
-    loss = np.linalg.norm(got - values) / np.linalg.norm(values)
+    actual = unpack_tiles(name, pack_blocks(name, rounded, values), 64, 512)
+    loss = np.linalg.norm(actual - values) / np.linalg.norm(values)
     assert loss < {"Q8_0": 0.0055, "Q4_0": 0.085, "Q4_1": 0.076}[name]
     # Without the values the codes are kept.
     minimums = None if rounded.minimums is None else rounded.minimums.astype(np.float16).astype(np.float32)
@@ -181,5 +181,5 @@ def test_formats_that_others_hold_keep_their_values(name: str) -> None:
     """In tiles of the other format, those of rows that make up no whole tile too."""
     raw = random_blocks(np.random.default_rng(1), name, LANES + 3, 512)
     tiles = pack(WITHIN[name], raw, GGMLType[name])
-    got = unpack_tiles(WITHIN[name], tiles, len(raw), 512)
-    np.testing.assert_array_equal(got, dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[name]))
+    actual = unpack_tiles(WITHIN[name], tiles, len(raw), 512)
+    np.testing.assert_array_equal(actual, dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[name]))

@@ -105,8 +105,8 @@ def everywhere(model: bytes, feeds: Feeds, threads: int = 1) -> list[npt.NDArray
     """A pass's outputs, the same bits by every set of instructions."""
     results = [session(model, threads, name).run(None, dict(feeds)) for name in sets()]
     for other, name in zip(results[1:], sets()[1:], strict=True):
-        for wanted, got in zip(results[0], other, strict=True):
-            same_bits(wanted, got, name)
+        for wanted, actual in zip(results[0], other, strict=True):
+            same_bits(wanted, actual, name)
     first: list[npt.NDArray[Any]] = results[0]
     return first
 

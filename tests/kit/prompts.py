@@ -87,7 +87,7 @@ def request(folder: Path, tokens: Sequence[int], session: Showing | None = None,
 
 
 def sizes(folder: Path) -> int:
-    return sum(each.size for each in stored(folder))
+    return sum(block.size for block in stored(folder))
 
 
 def keyed(seed: int = 0) -> ToySession:
@@ -149,7 +149,7 @@ def kill_writers(folder: Path, kills: int, kind: str) -> str:
             os.waitpid(process, 0)
         for number in range(12):
             found += REQUESTS[kind][0](folder, text(number, 600), 2**40) // BLOCK
-    left = sum(each.path.name.startswith(".") for each in stored(folder))
+    left = sum(block.path.name.startswith(".") for block in stored(folder))
     return f"{kills} kills, {found} blocks found since, {left} temporary files left"
 
 
