@@ -16,61 +16,61 @@ from tests.kit.several import (
     PROMPTS,
     Driven,
     alone,
-    driven,
+    driving,
     facts,
+    queued,
     reads,
     session,
     several,
-    stream,
 )
 from tests.kit.toy import settle
 
 
 def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
     """Those that run take a round in every pass, whatever is read meanwhile."""
-    with driven(chunk=64) as (one, target):
-        running = [stream(one, prompt, max_new_tokens=60, speculate=False) for prompt in PROMPTS[:2]]
+    with driving(chunk=64) as (driven, target):
+        running = [queued(driven, prompt, max_new_tokens=60, speculate=False) for prompt in PROMPTS[:2]]
         for _ in range(3):
-            one.turn()
-        asked, before = stream(one, LONG * 3, max_new_tokens=4), len(target.passes)
-        written = [sum(len(record.tokens) for record in taken(each)) for each in running]
+            driven.turn()
+        asked, before = queued(driven, LONG * 3, max_new_tokens=4), len(target.passes)
+        written = [sum(len(record.tokens) for record in taken(stream)) for stream in running]
         assert written == [3, 2]
         while reads(asked):
-            one.turn()
-            assert [sum(len(record.tokens) for record in taken(each)) for each in running] == [1, 1]
+            driven.turn()
+            assert [sum(len(record.tokens) for record in taken(stream)) for stream in running] == [1, 1]
         pieces = target.passes[before:]
-        most = runner_of(one.model).pricing
+        most = runner_of(driven.model).pricing
         assert len(pieces) > 5
         assert all(most.pass_seconds(rows) <= 3 * most.pass_seconds(2) for rows in pieces[1:])
-        one.run()
-        for each, prompt in zip(running, PROMPTS, strict=False):
-            assert facts(each.result) == facts(alone(prompt, max_new_tokens=60))
+        driven.run()
+        for stream, prompt in zip(running, PROMPTS, strict=False):
+            assert facts(stream.result) == facts(alone(prompt, max_new_tokens=60))
 
 
 @pytest.mark.parametrize("one_text", [False, True])
 def test_a_drafter_drafts_for_all_that_run_or_for_the_one_that_it_can_read(one_text: bool) -> None:
-    with driven(drafter=session(several=not one_text)) as (one, target):
-        streams = [stream(one, prompt, max_new_tokens=40) for prompt in PROMPTS[:3]]
-        one.run()
-        right = [each.result.stats.by_source for each in streams]
+    with driving(drafter=session(several=not one_text)) as (driven, target):
+        streams = [queued(driven, prompt, max_new_tokens=40) for prompt in PROMPTS[:3]]
+        driven.run()
+        right = [stream.result.stats.by_source for stream in streams]
         drafted = ["model" in sources and sources["model"].accepted > 0 for sources in right]
         assert drafted == [True, not one_text, not one_text]
         assert len(target.passes) < 60
-        for prompt, each in zip(PROMPTS, streams, strict=False):
-            assert facts(each.result) == facts(alone(prompt, max_new_tokens=40))
+        for prompt, stream in zip(PROMPTS, streams, strict=False):
+            assert facts(stream.result) == facts(alone(prompt, max_new_tokens=40))
 
 
 def test_a_short_prompt_is_read_between_pieces_of_a_long_one() -> None:
     """However long that is: the long one is held up by as many rows as the short one takes."""
-    with driven(chunk=16) as (one, target):
-        long = stream(one, LONG * 4, max_new_tokens=4, speculate=False)
+    with driving(chunk=16) as (driven, target):
+        long = queued(driven, LONG * 4, max_new_tokens=4, speculate=False)
         for _ in range(3):
-            one.turn()
-        short, before = stream(one, "hi there", max_new_tokens=4, speculate=False), len(target.passes)
+            driven.turn()
+        short, before = queued(driven, "hi there", max_new_tokens=4, speculate=False), len(target.passes)
         while reads(short):
-            one.turn()
+            driven.turn()
         assert len(target.passes) - before <= 1 and reads(long)
-        one.run()
+        driven.run()
         assert short.result.stats.queued_s < 1
         assert facts(long.result) == facts(alone(LONG * 4, max_new_tokens=4))
         assert facts(short.result) == facts(alone("hi there", max_new_tokens=4))
@@ -78,94 +78,100 @@ def test_a_short_prompt_is_read_between_pieces_of_a_long_one() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_the_answers_to_one_long_prompt() -> None:
-    with driven(chunk=16) as (one, _):
-        several = [stream(one, LONG * 4, max_new_tokens=2) for _ in range(3)]
-        short = stream(one, "hi there", max_new_tokens=2)
-        one.turn()
+    with driving(chunk=16) as (driven, _):
+        several = [queued(driven, LONG * 4, max_new_tokens=2) for _ in range(3)]
+        short = queued(driven, "hi there", max_new_tokens=2)
+        driven.turn()
         assert not reads(short) and all(map(reads, several))
-        one.run()
+        driven.run()
 
 
 def test_a_question_of_a_conversation_does_not_wait_for_a_prompt_either() -> None:
-    with driven(chunk=16) as (one, target):
-        stream(one, LONG * 4, max_new_tokens=4)
-        one.turn()
-        asked, before = one.queue(one.model.conversation().stream("hi", max_new_tokens=2)), len(target.passes)
+    with driving(chunk=16) as (driven, target):
+        queued(driven, LONG * 4, max_new_tokens=4)
+        driven.turn()
+        asked, before = (
+            driven.queue(driven.model.conversation().stream("hi", max_new_tokens=2)),
+            len(target.passes),
+        )
         while reads(asked):
-            one.turn()
+            driven.turn()
         assert len(target.passes) - before <= 6
-        one.run()
+        driven.run()
 
 
 def test_a_long_prompt_ends_however_many_short_ones_come() -> None:
     """A quarter of the rows is for the prompt that came first."""
-    with driven(chunk=16) as (one, target):
-        long = stream(one, LONG * 2, max_new_tokens=2, speculate=False)
+    with driving(chunk=16) as (driven, target):
+        long = queued(driven, LONG * 2, max_new_tokens=2, speculate=False)
         count = 0
         while reads(long):
-            one.turn()
-            if sum(map(bool, queue_of(one.model).waiting)) < 2:
+            driven.turn()
+            if sum(map(bool, queue_of(driven.model).waiting)) < 2:
                 count += 1
-                stream(one, f"{count} " * 20, max_new_tokens=0, speculate=False)
+                queued(driven, f"{count} " * 20, max_new_tokens=0, speculate=False)
         assert len(target.passes) <= 2 + len(LONG * 2) // 4
-        one.run()
+        driven.run()
         assert facts(long.result) == facts(alone(LONG * 2, max_new_tokens=2))
 
 
 def test_what_another_reads_is_not_read_twice() -> None:
     """A short question behind a beginning that is being read waits for that, and takes it over."""
-    with driven(chunk=16) as (one, target):
-        first = stream(one, LONG * 2 + "and then a question of many words " * 4, max_new_tokens=2)
-        one.turn()
-        second = stream(one, LONG * 2 + "why?", max_new_tokens=2)
-        one.run()
-        read = [each.result.stats.prompt_tokens - each.result.stats.cached_tokens for each in (first, second)]
+    with driving(chunk=16) as (driven, target):
+        first = queued(driven, LONG * 2 + "and then a question of many words " * 4, max_new_tokens=2)
+        driven.turn()
+        second = queued(driven, LONG * 2 + "why?", max_new_tokens=2)
+        driven.run()
+        read = [
+            stream.result.stats.prompt_tokens - stream.result.stats.cached_tokens
+            for stream in (first, second)
+        ]
         assert read[1] < 8 and sum(target.passes) < read[0] + read[1] + 20
-        scored = [stream(one, LONG, max_new_tokens=0, prompt_logprobs=True) for _ in range(2)]
-        one.turn()
-        one.turn()
-        assert all(each._ticket.decoding for each in scored)
-        one.run()
-        held = [stream(one, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
-        one.turn()
-        one.turn()
+        scored = [queued(driven, LONG, max_new_tokens=0, prompt_logprobs=True) for _ in range(2)]
+        driven.turn()
+        driven.turn()
+        assert all(stream._ticket.decoding for stream in scored)
+        driven.run()
+        held = [queued(driven, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
+        driven.turn()
+        driven.turn()
         assert held[1]._ticket.stage is Stage.RUNNING and held[1]._ticket.decoding is None
         held[1].cancel()
-        one.turn()
+        driven.turn()
         assert held[1].result.finish_reason == "cancelled"
 
 
-def taken(told: Stream) -> list[Any]:
+def taken(stream: Stream) -> list[Any]:
     records = []
-    while told._ticket._records:
-        records.append(told._ticket.take())
+    while stream._ticket._records:
+        records.append(stream._ticket.take())
     return records
 
 
 def test_answers_of_one_prompt_share_its_reading() -> None:
-    with driven() as (one, target):
+    with driving() as (driven, target):
         asked: Any = {"max_new_tokens": 2, "temperature": 1.0, "speculate": False}
-        first = stream(one, LONG, seed=1, **asked)
-        others = [stream(one, LONG, seed=seed, **asked) for seed in (2, 3)]
-        one.run()
+        first = queued(driven, LONG, seed=1, **asked)
+        others = [queued(driven, LONG, seed=seed, **asked) for seed in (2, 3)]
+        driven.run()
         length = first.result.stats.prompt_tokens
         assert [other.result.stats.cached_tokens for other in others] == [length - 1] * 2
         assert sum(target.passes) == length + 1 + 2 * (1 + 1)
-        for seed, each in enumerate([first, *others], start=1):
-            assert facts(each.result) == facts(alone(LONG, max_new_tokens=2, temperature=1.0, seed=seed))
+        for seed, stream in enumerate([first, *others], start=1):
+            assert facts(stream.result) == facts(alone(LONG, max_new_tokens=2, temperature=1.0, seed=seed))
 
 
 def test_answers_that_run_at_once_all_teach_a_history(tmp_path: Path) -> None:
     model, _ = several()
     model.use_history(tmp_path / "h")
-    one = Driven(model)
+    driven = Driven(model)
     for _ in range(2):
-        streams = [stream(one, prompt, max_new_tokens=60) for prompt in PROMPTS]
-        one.run()
-        for prompt, each in zip(PROMPTS, streams, strict=True):
-            assert facts(each.result) == facts(alone(prompt, max_new_tokens=60))
-    assert sum(each.result.stats.by_source["history"].accepted for each in streams) > 0
-    one.close()
+        streams = [queued(driven, prompt, max_new_tokens=60) for prompt in PROMPTS]
+        driven.run()
+        for prompt, stream in zip(PROMPTS, streams, strict=True):
+            assert facts(stream.result) == facts(alone(prompt, max_new_tokens=60))
+    assert sum(stream.result.stats.by_source["history"].accepted for stream in streams) > 0
+    driven.close()
 
 
 # ---- Threads -----------------------------------------------------------------------------------------------
@@ -173,9 +179,9 @@ def test_answers_that_run_at_once_all_teach_a_history(tmp_path: Path) -> None:
 
 def all_at_once(model: Model, pool: ThreadPoolExecutor, new: int) -> list[Any]:
     streams = [model.stream(prompt, max_new_tokens=new) for prompt in PROMPTS]
-    for queued in streams:  # before anybody closes the model
-        queued.start()
-    return [pool.submit(queued.run) for queued in streams]
+    for stream in streams:  # before anybody closes the model
+        stream.start()
+    return [pool.submit(stream.run) for stream in streams]
 
 
 def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:

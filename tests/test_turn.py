@@ -48,7 +48,7 @@ class Fragile(ToyModel):
 
 
 @dataclass(eq=False)
-class Asked:
+class Entry:
     """A request of the script, and why it may end otherwise than alone."""
 
     stream: Stream | None
@@ -64,7 +64,7 @@ class Asked:
     def ended(self) -> bool:
         return self.stream is None or self.stream.ended
 
-    def excludes(self, other: "Asked") -> bool:
+    def excludes(self, other: "Entry") -> bool:
         same_talk = self.talk is not None and self.talk == other.talk
         return same_talk or (self.own is not None and self.own is other.own)
 
@@ -106,7 +106,7 @@ class Turns(RuleBasedStateMachine):
             bundle=self.toy,
         )
         self.driven = Driven(self.model)
-        self.asked, self.shared = list[Asked](), Own()
+        self.entries, self.shared = list[Entry](), Own()
         self.talks: list[Conversation] = [self.model.conversation() for _ in range(2)]
         self.said: list[list[dict[str, str]]] = [[], []]
         self.is_held = self.is_closed = self.lacked_room = self.has_dropped = False
@@ -136,27 +136,27 @@ class Turns(RuleBasedStateMachine):
     ) -> None:
         if "temperature" in options:
             options = {**options, "seed": 3}
-        request, asked = {**options, "speculate": speculate}, Asked(None, prompt, options, talk=talk)
+        request, entry = {**options, "speculate": speculate}, Entry(None, prompt, options, talk=talk)
         if fault in ("propose", "observe", "close"):
-            asked.own, request["speculate"] = Own(law or LAW, raises_at=fault), True
+            entry.own, request["speculate"] = Own(law or LAW, raises_at=fault), True
         elif fault == "shared":
-            asked.own, request["speculate"] = self.shared, True
+            entry.own, request["speculate"] = self.shared, True
         elif law is not None and speculate:
-            asked.own = Own(law)
-        if asked.own is not None:
-            request["drafter"] = asked.own
+            entry.own = Own(law)
+        if entry.own is not None:
+            request["drafter"] = entry.own
         if fault == "cancelled":
             request["cancelled"] = self.raising(after=len(prompt) % 5)
         if fault not in ("", "shared"):
-            asked.may_end.add(fault)
+            entry.may_end.add(fault)
         stream = (
             self.model.stream(prompt, **request)
             if talk is None
             else self.talks[talk].stream(prompt, **request)
         )
-        asked.stream = stream
+        entry.stream = stream
         self.sweep()
-        live = [other for other in self.asked if not other.ended]
+        live = [other for other in self.entries if not other.ended]
         if self.is_closed or len(live) >= self.most:
             with pytest.raises(Closed if self.is_closed else Busy):
                 self.driven.queue(stream)
@@ -167,8 +167,8 @@ class Turns(RuleBasedStateMachine):
         except Busy:
             assert leaving  # they have their places until the next turn
             return
-        asked.may_end |= self.failing
-        self.asked.append(asked)
+        entry.may_end |= self.failing
+        self.entries.append(entry)
 
     def raising(self, after: int) -> Any:
         calls = list[int]()
@@ -184,35 +184,35 @@ class Turns(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def turn(self, count: int) -> None:
         for _ in range(count):
-            if self.is_held and not any(asked.leaves for asked in self.running):
+            if self.is_held and not any(entry.leaves for entry in self.running):
                 return  # it would wait
-            before, written = self.expected(), {id(a): self.length(a) for a in self.asked}
-            leaving = [asked for asked in self.running if asked.leaves]
+            before, written = self.expected(), {id(a): self.length(a) for a in self.entries}
+            leaving = [entry for entry in self.running if entry.leaves]
             ran, self.has_dropped = self.driven.turn(), False
             if before is not None and not self.is_held:
                 assert ran == before
-            assert all(asked.ended for asked in leaving)  # within a pass
+            assert all(entry.ended for entry in leaving)  # within a pass
             if self.is_held:
-                for asked in self.asked:
-                    assert asked.ended or self.length(asked) == written[id(asked)]
+                for entry in self.entries:
+                    assert entry.ended or self.length(entry) == written[id(entry)]
             self.check_ends()
 
     @rule(data=st.data(), drops=st.booleans())
     def leave(self, data: st.DataObject, drops: bool) -> None:
-        live = [asked for asked in self.asked if not asked.ended]
+        live = [entry for entry in self.entries if not entry.ended]
         if not live:
             return
-        asked = data.draw(st.sampled_from(live))
-        asked.leaves = True
-        asked.may_end.add("cancelled")
-        assert asked.stream is not None
-        if drops and asked.talk is None:  # else what it has written stays in the conversation
-            asked.stream, self.has_dropped = None, True
+        entry = data.draw(st.sampled_from(live))
+        entry.leaves = True
+        entry.may_end.add("cancelled")
+        assert entry.stream is not None
+        if drops and entry.talk is None:  # else what it has written stays in the conversation
+            entry.stream, self.has_dropped = None, True
             gc.collect()
         else:
-            waits = asked.stream.place > 0
-            asked.stream.cancel()
-            assert asked.stream.ended or not waits
+            waits = entry.stream.place > 0
+            entry.stream.cancel()
+            assert entry.stream.ended or not waits
             self.check_ends()
 
     @rule(who=st.sampled_from(["target", "drafter"]), what=st.sampled_from(["pass", "room"]))
@@ -220,8 +220,8 @@ class Turns(RuleBasedStateMachine):
         model = self.target if who == "target" else self.drafter
         if model is not None and self.running:
             model.fails = what
-            for asked in self.asked:
-                asked.may_end |= self.failing
+            for entry in self.entries:
+                entry.may_end |= self.failing
 
     @rule()
     def lack_room(self) -> None:
@@ -247,21 +247,21 @@ class Turns(RuleBasedStateMachine):
         self.model.resume()
         self.is_held = False
 
-    @precondition(lambda self: len(self.asked) > 3)
+    @precondition(lambda self: len(self.entries) > 3)
     @rule()
     def close(self) -> None:
         with self.driven.within():
             self.model.close()
         self.is_closed, self.is_held = True, False
-        for asked in self.asked:
-            asked.may_end.add("closed")
+        for entry in self.entries:
+            entry.may_end.add("closed")
         self.check_ends()
 
     # ---- What holds ----------------------------------------------------------------------------------------
 
     @property
-    def running(self) -> list[Asked]:
-        return [a for a in self.asked if a.stream is not None and not a.ended and a.stream.place == 0]
+    def running(self) -> list[Entry]:
+        return [a for a in self.entries if a.stream is not None and not a.ended and a.stream.place == 0]
 
     @property
     def failing(self) -> set[str]:
@@ -271,10 +271,10 @@ class Turns(RuleBasedStateMachine):
 
     def sweep(self) -> None:
         """What was dropped while it waited is let go when somebody asks."""
-        self.asked = [asked for asked in self.asked if asked.stream is not None or asked.is_checked]
+        self.entries = [entry for entry in self.entries if entry.stream is not None or entry.is_checked]
 
-    def length(self, asked: Asked) -> int:
-        return 0 if asked.stream is None else len(asked.stream._ticket._records)
+    def length(self, entry: Entry) -> int:
+        return 0 if entry.stream is None else len(entry.stream._ticket._records)
 
     def expected(self) -> int | None:
         """How many run in the next turn; None where what was dropped, or lacks room, decides that."""
@@ -282,29 +282,29 @@ class Turns(RuleBasedStateMachine):
         if self.lacked_room or self.has_dropped:
             return None
         running = self.running
-        for asked in self.asked:
-            if asked.ended or asked in running or len(running) == self.parallel:
+        for entry in self.entries:
+            if entry.ended or entry in running or len(running) == self.parallel:
                 continue
-            if not any(asked.excludes(other) for other in running):
-                running.append(asked)
+            if not any(entry.excludes(other) for other in running):
+                running.append(entry)
         return len(running)
 
     @invariant()
     def places_are_in_the_order_of_asking(self) -> None:
-        if not hasattr(self, "asked"):
+        if not hasattr(self, "entries"):
             return
-        waiting = [a for a in self.asked if a.stream is not None and not a.ended and a.stream.place > 0]
-        places = [asked.stream.place for asked in waiting if asked.stream is not None]
+        waiting = [a for a in self.entries if a.stream is not None and not a.ended and a.stream.place > 0]
+        places = [entry.stream.place for entry in waiting if entry.stream is not None]
         assert places == sorted(set(places))
         assert sum(self.driven.taken) <= self.parallel
 
     def check_ends(self) -> None:
-        for asked in self.asked:
-            if asked.stream is not None and asked.ended and not asked.is_checked:
-                asked.is_checked = True
-                self.check(asked, asked.stream)
+        for entry in self.entries:
+            if entry.stream is not None and entry.ended and not entry.is_checked:
+                entry.is_checked = True
+                self.check(entry, entry.stream)
 
-    def check(self, asked: Asked, stream: Stream) -> None:
+    def check(self, entry: Entry, stream: Stream) -> None:
         """An answer is the one that it would be alone, or its beginning, and ended for a reason."""
         answer, error = stream.result, ""
         with suppress(Closed):
@@ -312,11 +312,11 @@ class Turns(RuleBasedStateMachine):
                 stream.run()
             except (ZeroDivisionError, EdgespecError) as raised:
                 error = str(raised)
-        whole = self.alone(asked, answer)
+        whole = self.alone(entry, answer)
         if error:
-            assert any(reason in error for reason in asked.may_end), error
+            assert any(reason in error for reason in entry.may_end), error
         elif answer.finish_reason in ("cancelled", "closed"):
-            assert answer.finish_reason in asked.may_end
+            assert answer.finish_reason in entry.may_end
         elif answer.stop is not None:  # a round may commit tokens behind a stop string
             assert (answer.text, answer.stop) == (whole.text, whole.stop)
             return
@@ -327,18 +327,18 @@ class Turns(RuleBasedStateMachine):
         assert answer.tokens[:shared] == whole.tokens[:shared]
         assert whole.text.startswith(answer.text)
 
-    def alone(self, asked: Asked, answer: Generation) -> Generation:
-        if asked.talk is None:
-            return alone(asked.prompt, **asked.options)
-        said = self.said[asked.talk]
-        whole = alone([*said, {"role": "user", "content": asked.prompt}], **asked.options)
+    def alone(self, entry: Entry, answer: Generation) -> Generation:
+        if entry.talk is None:
+            return alone(entry.prompt, **entry.options)
+        said = self.said[entry.talk]
+        whole = alone([*said, {"role": "user", "content": entry.prompt}], **entry.options)
         if answer.text:
-            said += [{"role": "user", "content": asked.prompt}, answer.message]
-        assert self.talks[asked.talk].messages == said
+            said += [{"role": "user", "content": entry.prompt}, answer.message]
+        assert self.talks[entry.talk].messages == said
         return whole
 
     def teardown(self) -> None:
-        if not hasattr(self, "asked"):
+        if not hasattr(self, "entries"):
             return
         self.kept_bytes = KV_BYTES
         self.resume()
@@ -347,7 +347,7 @@ class Turns(RuleBasedStateMachine):
             self.drafter.fails = ""
         while self.driven.turn():
             self.check_ends()
-        assert all(asked.ended for asked in self.asked)
+        assert all(entry.ended for entry in self.entries)
         assert not any(self.driven.taken)
         if not self.is_closed:
             again = self.driven.queue(self.model.stream(LONG, max_new_tokens=NEW))
@@ -355,7 +355,7 @@ class Turns(RuleBasedStateMachine):
             assert facts(again.result) == facts(alone(LONG, max_new_tokens=NEW))
         runner_of(self.model).close()
         assert self.target.closed
-        for own in {id(a.own): a.own for a in self.asked if a.own and a.own is not self.shared}.values():
+        for own in {id(a.own): a.own for a in self.entries if a.own and a.own is not self.shared}.values():
             assert own.closed <= 1 and (own.closed == 1 or not own.rounds)
 
 

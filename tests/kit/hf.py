@@ -359,16 +359,16 @@ def mlp_width(config: Mapping[str, Any]) -> int:
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint with this ``config.json``."""
     hidden, kind = config["hidden_size"], config["model_type"]
-    found: dict[str, tuple[int, ...]] = {
+    tensors: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         f"model.{'embedding_' * kind.startswith('lfm2')}norm.weight": (hidden,),
     }
     if not config.get("tie_embedding", config["tie_word_embeddings"]):
-        found["lm_head.weight"] = (config["vocab_size"], hidden)
+        tensors["lm_head.weight"] = (config["vocab_size"], hidden)
     if width := config.get("hidden_size_per_layer_input", 0) * config["num_hidden_layers"]:
-        found["model.embed_tokens_per_layer.weight"] = config["vocab_size"], width
-        found["model.per_layer_model_projection.weight"] = width, hidden
-        found["model.per_layer_projection_norm.weight"] = (config["hidden_size_per_layer_input"],)
+        tensors["model.embed_tokens_per_layer.weight"] = config["vocab_size"], width
+        tensors["model.per_layer_model_projection.weight"] = width, hidden
+        tensors["model.per_layer_projection_norm.weight"] = (config["hidden_size_per_layer_input"],)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         if is_delta_net(config, layer):
@@ -378,17 +378,17 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             named = _layer(config) if own is None else own(config, layer)
             shaped = {f"{name}.weight": shape for name, shape in named.items()}
         if kind == "gemma4_text":
-            found[f"{prefix}layer_scalar"] = (1,)
+            tensors[f"{prefix}layer_scalar"] = (1,)
             if config.get("enable_moe_block"):
                 shaped |= _gemma4_experts(config)
         if layer >= config.get("num_dense_layers", 0) and "num_experts_per_tok" in config:
             shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
             shaped |= _experts(config)
-        found |= {f"{prefix}{name}": shape for name, shape in shaped.items()}
+        tensors |= {f"{prefix}{name}": shape for name, shape in shaped.items()}
         if kind in ("qwen2", "gpt_oss"):
             rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
-            found |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
-    return found
+            tensors |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
+    return tensors
 
 
 def is_delta_net(config: Mapping[str, Any], layer: int) -> bool:
@@ -402,15 +402,15 @@ _DENSE = ("mlp.", "feed_forward.")
 
 
 def _gpt_oss_experts(hidden: int, count: int, width: int) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (4,)}
-    found |= {"mlp.router.weight": (count, hidden), "mlp.router.bias": (count,)}
+    tensors: dict[str, tuple[int, ...]] = {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (4,)}
+    tensors |= {"mlp.router.weight": (count, hidden), "mlp.router.bias": (count,)}
     for name, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
-        found |= {
+        tensors |= {
             f"mlp.experts.{name}_proj_blocks": (count, rows, columns // 32, 16),
             f"mlp.experts.{name}_proj_scales": (count, rows, columns // 32),
             f"mlp.experts.{name}_proj_bias": (count, rows),
         }
-    return found
+    return tensors
 
 
 def _granite_experts(hidden: int, count: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -431,7 +431,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     count, width = config["num_experts"], config["moe_intermediate_size"]
     if config["model_type"] == "qwen3_5_moe_text":
         shared = config["shared_expert_intermediate_size"]
-        found: dict[str, tuple[int, ...]] = {
+        tensors: dict[str, tuple[int, ...]] = {
             "mlp.gate.weight": (count, hidden),
             "mlp.experts.gate_up_proj": (count, 2 * width, hidden),
             "mlp.experts.down_proj": (count, hidden, width),
@@ -440,15 +440,15 @@ def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.shared_expert.up_proj.weight": (shared, hidden),
             "mlp.shared_expert.down_proj.weight": (hidden, shared),
         }
-        return found
+        return tensors
     lfm2 = config["model_type"] == "lfm2_moe"
     place = "feed_forward" if lfm2 else "mlp"
     names = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
-    found = {f"{place}.gate.weight": (count, hidden)} | ({f"{place}.expert_bias": (count,)} if lfm2 else {})
+    tensors = {f"{place}.gate.weight": (count, hidden)} | ({f"{place}.expert_bias": (count,)} if lfm2 else {})
     for expert in range(count):
         for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
-            found[f"{place}.experts.{expert}.{name}.weight"] = shape
-    return found
+            tensors[f"{place}.experts.{expert}.{name}.weight"] = shape
+    return tensors
 
 
 def _delta_net(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -458,7 +458,7 @@ def _delta_net(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     width, taps = config["linear_value_head_dim"], config["linear_conv_kernel_dim"]
     values = heads * width
-    found: dict[str, tuple[int, ...]] = {
+    tensors: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "linear_attn.in_proj_qkv.weight": (2 * keys + values, hidden),
@@ -474,7 +474,7 @@ def _delta_net(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (mlp, hidden),
         "mlp.down_proj.weight": (hidden, mlp),
     }
-    return found
+    return tensors
 
 
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -482,33 +482,33 @@ def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     heads = config["num_attention_heads"]
     head = config.get("head_dim", hidden // heads)
     query, kv = heads * head, config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {} if kind in _POST_NORMED else {"input_layernorm": (hidden,)}
-    found |= {
+    tensors: dict[str, tuple[int, ...]] = {} if kind in _POST_NORMED else {"input_layernorm": (hidden,)}
+    tensors |= {
         "post_attention_layernorm": (hidden,),
         "self_attn.o_proj": (hidden, query),
         "mlp.down_proj": (hidden, mlp),
     }
     if kind == "phi3":
-        found |= {"self_attn.qkv_proj": (query + 2 * kv, hidden), "mlp.gate_up_proj": (2 * mlp, hidden)}
+        tensors |= {"self_attn.qkv_proj": (query + 2 * kv, hidden), "mlp.gate_up_proj": (2 * mlp, hidden)}
     else:
-        found |= {
+        tensors |= {
             f"self_attn.{name}_proj": (rows, hidden)
             for name, rows in zip("qkv", (query * (1 + kind.startswith("qwen3_5")), kv, kv), strict=True)
         }
-        found |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
+        tensors |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
     if kind == "granitemoehybrid":
-        found = {name: shape for name, shape in found.items() if not name.startswith("mlp.")}
+        tensors = {name: shape for name, shape in tensors.items() if not name.startswith("mlp.")}
         mlp = config["shared_intermediate_size"]
-        found |= {"shared_mlp.input_linear": (2 * mlp, hidden), "shared_mlp.output_linear": (hidden, mlp)}
+        tensors |= {"shared_mlp.input_linear": (2 * mlp, hidden), "shared_mlp.output_linear": (hidden, mlp)}
     if kind in ("qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "exaone4"):
-        found |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+        tensors |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     if kind in ("gemma2", "gemma3_text"):
-        found["pre_feedforward_layernorm"] = (hidden,)
+        tensors["pre_feedforward_layernorm"] = (hidden,)
     if kind in ("gemma2", "gemma3_text", *_POST_NORMED):
-        found["post_feedforward_layernorm"] = (hidden,)
+        tensors["post_feedforward_layernorm"] = (hidden,)
     if kind in ("olmo2", "olmo3"):
-        found |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}
-    return found
+        tensors |= {"self_attn.q_norm": (query,), "self_attn.k_norm": (kv,)}
+    return tensors
 
 
 def _gemma4_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
@@ -519,18 +519,20 @@ def _gemma4_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int,
     kv = config["num_global_key_value_heads"] if tied else kv
     mlp, inputs = config["intermediate_size"], config["hidden_size_per_layer_input"]
     mlp *= 1 + (shared and config["use_double_wide_mlp"])
-    found: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "self_attn.q_norm": (head,)}
-    found |= {"self_attn.q_proj": (heads * head, hidden), "self_attn.o_proj": (hidden, heads * head)}
+    tensors: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "self_attn.q_norm": (head,)}
+    tensors |= {"self_attn.q_proj": (heads * head, hidden), "self_attn.o_proj": (hidden, heads * head)}
     if not shared:
-        found |= {"self_attn.k_proj": (kv * head, hidden), "self_attn.k_norm": (head,)}
-        found |= {} if tied else {"self_attn.v_proj": (kv * head, hidden)}
+        tensors |= {"self_attn.k_proj": (kv * head, hidden), "self_attn.k_norm": (head,)}
+        tensors |= {} if tied else {"self_attn.v_proj": (kv * head, hidden)}
     names = ("post_attention", "pre_feedforward", "post_feedforward")
-    found |= {f"{name}_layernorm": (hidden,) for name in names}
-    found |= {f"mlp.{name}_proj": (mlp, hidden) for name in ("gate", "up")} | {"mlp.down_proj": (hidden, mlp)}
+    tensors |= {f"{name}_layernorm": (hidden,) for name in names}
+    tensors |= {f"mlp.{name}_proj": (mlp, hidden) for name in ("gate", "up")} | {
+        "mlp.down_proj": (hidden, mlp)
+    }
     if inputs:
-        found |= {"per_layer_input_gate": (inputs, hidden), "per_layer_projection": (hidden, inputs)}
-        found |= {"post_per_layer_input_norm": (hidden,)}
-    return found
+        tensors |= {"per_layer_input_gate": (inputs, hidden), "per_layer_projection": (hidden, inputs)}
+        tensors |= {"post_per_layer_input_norm": (hidden,)}
+    return tensors
 
 
 def _gemma4_experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -550,17 +552,17 @@ def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, .
     hidden, mlp, heads = config["hidden_size"], mlp_width(config), config["num_attention_heads"]
     head = hidden // heads
     kv = config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {"operator_norm": (hidden,), "ffn_norm": (hidden,)}
-    found |= {"feed_forward.w1": (mlp, hidden), "feed_forward.w3": (mlp, hidden)}
-    found |= {"feed_forward.w2": (hidden, mlp)}
+    tensors: dict[str, tuple[int, ...]] = {"operator_norm": (hidden,), "ffn_norm": (hidden,)}
+    tensors |= {"feed_forward.w1": (mlp, hidden), "feed_forward.w3": (mlp, hidden)}
+    tensors |= {"feed_forward.w2": (hidden, mlp)}
     if convolves(config, layer):
-        found |= {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
-        return found | {"conv.conv": (hidden, 1, config["conv_L_cache"])}
-    found |= {"self_attn.q_layernorm": (head,), "self_attn.k_layernorm": (head,)}
-    found |= {
+        tensors |= {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
+        return tensors | {"conv.conv": (hidden, 1, config["conv_L_cache"])}
+    tensors |= {"self_attn.q_layernorm": (head,), "self_attn.k_layernorm": (head,)}
+    tensors |= {
         f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", hidden), ("k", kv), ("v", kv))
     }
-    return found | {"self_attn.out_proj": (hidden, hidden)}
+    return tensors | {"self_attn.out_proj": (hidden, hidden)}
 
 
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight", "router.layer.weight")

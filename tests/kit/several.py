@@ -124,11 +124,11 @@ def alone(prompt: Any, **options: Any) -> Generation:
 
 
 @contextmanager
-def driven(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySession]]:
+def driving(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySession]]:
     model, target = several(parallel, **options)
-    one = Driven(model)
-    yield one, target
-    one.close()
+    driven = Driven(model)
+    yield driven, target
+    driven.close()
 
 
 def reads(stream: Stream) -> bool:
@@ -137,6 +137,6 @@ def reads(stream: Stream) -> bool:
     return decoding is None or decoding.unread > 0
 
 
-def stream(one: Driven, prompt: str, **options: Any) -> Stream:
-    """One that is queued."""
-    return one.queue(one.model.stream(prompt, **options))
+def queued(driven: Driven, prompt: str, **options: Any) -> Stream:
+    """The stream of a request that is queued."""
+    return driven.queue(driven.model.stream(prompt, **options))
