@@ -311,11 +311,11 @@ def test_models_on_two_devices_write_what_one_writes_alone(
     def written(model: Model) -> list[tuple[int, ...]]:
         for _ in model.stream("def add(a, b):", max_new_tokens=60, stop_at_eos=False):
             break  # left early, and not closed
-        asked = [
+        requests = [
             RequestOptions(max_new_tokens=60, stop_at_eos=False, seed=3, temperature=temperature)
             for temperature in (0.0, 0.9)
         ]
-        return [model.generate("def add(a, b):", **options).tokens for options in asked]
+        return [model.generate("def add(a, b):", **options).tokens for options in requests]
 
     with edgespec.load(target.path, None, options=options) as alone:
         expected = written(alone)

@@ -161,8 +161,8 @@ def test_what_cannot_be_aligned_is_refused(
     if drafter.startswith("smollm2"):
         monkeypatch.setattr("edgespec.loading.first_use.locate", lambda *_: (tmp_path, find(drafter)))
     _drafter(tmp_path / "bundle")
-    code, _, said = _align(drafter.format(tmp_path), "--target", "t", "-o", str(tmp_path / "out"))
-    assert code == 1 and says in said
+    code, _, stderr = _align(drafter.format(tmp_path), "--target", "t", "-o", str(tmp_path / "out"))
+    assert code == 1 and says in stderr
     assert torch is not None or not (tmp_path / "out").exists()
 
 
@@ -183,8 +183,8 @@ def test_answers_only_writes_no_more(
     loads(load)
     options = ("d", "--target", "t", "-o", str(out), "--prompts", str(prompts), "--answers-only", "--json")
     monkeypatch.setitem(sys.modules, "torch", None)  # which is not needed for that
-    code, said, _ = _align(*options, "--temperature", "0.5")
-    assert (code, json.loads(said)) == (0, {"path": str(out / "answers.jsonl"), "answers": 1})
+    code, stdout, _ = _align(*options, "--temperature", "0.5")
+    assert (code, json.loads(stdout)) == (0, {"path": str(out / "answers.jsonl"), "answers": 1})
     assert _align(*options)[0] == 0
     assert loaded == [("t", "d")] and len(model.calls) == 1  # the second run found all there
     assert [(answer.prompt, answer.temperature) for answer in read_answers(out / "answers.jsonl")] == [

@@ -128,18 +128,18 @@ def test_rows_of_several_have_the_bits_that_each_has_alone(made: dict[str, Path]
     heads = [head, head.model.session(), head.model.session()]
     rng = np.random.default_rng(0)
     with closing(first), closing(head):
-        asked = []
+        parts = []
         for at, (target, own, text) in enumerate(zip(targets, heads, texts, strict=True)):
             features = cast(Any, target.predict(text[:-1]).hidden)[-1:]
             states = rng.normal(0, 1, features.shape).astype(np.float32)
             known: dict[str, Any] = {"features": features} if at == 1 else {"states": states}
-            asked.append(Rows(own, [text[-1]], 1, target=target, **known))
+            parts.append(Rows(own, [text[-1]], 1, target=target, **known))
         alone = []
-        for rows in asked:
+        for rows in parts:
             (predictions,) = head.model.predict_together([rows])
             alone.append((predictions.logits.copy(), cast(Any, predictions.hidden).copy()))
             rows.session.rewind(0)
-        for found, (logits, states) in zip(head.model.predict_together(asked), alone, strict=True):
+        for found, (logits, states) in zip(head.model.predict_together(parts), alone, strict=True):
             np.testing.assert_array_equal(found.logits, logits)
             np.testing.assert_array_equal(found.hidden, states)
         for session in (*targets[1:], *heads[1:]):

@@ -108,12 +108,12 @@ def test_survival_is_a_falling_probability(degrees: int, x: float) -> None:
 
 def test_the_statistic_for_a_table_worked_by_hand() -> None:
     # A 2 x 2 table: N (ad - bc)^2 over the product of the sums of rows and columns.
-    found = two_samples({"a": 30, "b": 10}, {"a": 20, "b": 20})
-    assert found.statistic == pytest.approx(80 * (30 * 20 - 10 * 20) ** 2 / (40 * 40 * 50 * 30))
-    assert found.degrees == 1
+    comparison = two_samples({"a": 30, "b": 10}, {"a": 20, "b": 20})
+    assert comparison.statistic == pytest.approx(80 * (30 * 20 - 10 * 20) ** 2 / (40 * 40 * 50 * 30))
+    assert comparison.degrees == 1
     assert two_samples({"a": 30}, {"a": 20}) == ChiSquare(0.0, 0)
     assert two_samples({}, {"a": 20, "b": 3}) == ChiSquare(0.0, 0)
-    assert found + found == ChiSquare(2 * found.statistic, 2)
+    assert comparison + comparison == ChiSquare(2 * comparison.statistic, 2)
 
 
 OUTCOMES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=200)

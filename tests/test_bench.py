@@ -35,11 +35,11 @@ def test_both_ways_take_turns_with_the_same_options_and_a_cold_cache() -> None:
     run = measure(model.as_model(), PROMPTS, OPTIONS, progress=seen.append)
     assert next(run).plain.text == "re: write" and len(list(run)) == 2
     assert [(p.done, p.total) for p in seen] == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    asked = [(prompt, options["speculate"]) for prompt, options in model.calls]
-    assert model.forgotten == len(asked)
+    requests = [(prompt, options["speculate"]) for prompt, options in model.calls]
+    assert model.forgotten == len(requests)
     turns = (("write", False), ("code one", True), ("code two", False))  # which way is first
     wanted = [(prompt, way) for prompt, first in turns for way in (first, not first)]
-    assert asked[2:] == wanted  # behind the warm-up, both ways
+    assert requests[2:] == wanted  # behind the warm-up, both ways
     measured = [options for _, options in model.calls[2:]]
     same = {"max_new_tokens": 8, "temperature": 0.0, "seed": 5, "stop_at_eos": True}
     assert all({k: v for k, v in options.items() if k != "speculate"} == same for options in measured)

@@ -75,14 +75,14 @@ def test_a_block_computes_the_formula(made: Made) -> None:
         for held, known, masks in ((0, 7, 3), (7, 12, 1), (12, 20, 5)):
             session.rewind(held)
             block = [text[known], *[MASK] * masks]
-            asked = Rows(
+            rows = Rows(
                 session, [*text[held:known], *block], 1 + masks, features[held:known], injected=known - held
             )
-            (found,) = session.model.predict_together([asked])
-            near = distance(found.logits, right(features[:known], block)[1])
+            (prediction,) = session.model.predict_together([rows])
+            near = distance(prediction.logits, right(features[:known], block)[1])
             assert near < NEAR
             for wrong in (replace(right, causal=True), replace(right, shifted=1)):
-                assert distance(found.logits, wrong(features[:known], block)[1]) > 2 * near
+                assert distance(prediction.logits, wrong(features[:known], block)[1]) > 2 * near
 
 
 def drafter_of(session: Session, length: int) -> BlockDrafter:
@@ -114,12 +114,12 @@ def agreed(target: Bundle, head: Bundle, reference: Reference) -> int:
         drafter.observe(Step((text[7],), features=whole[:7]))
         for length in range(8, 30):
             forced, limit = length % 5 // 4, length % 3 + 2
-            said = drafted(drafter, text[: length + forced], limit).tokens
+            guesses = drafted(drafter, text[: length + forced], limit).tokens
             wanted, clear, _ = reference.draft(whole[: length - 1], text[length - 1 : length + forced], limit)
-            for found, token, margin in zip(said, wanted, clear, strict=False):
+            for guess, token, margin in zip(guesses, wanted, clear, strict=False):
                 if margin < CLEAR:
                     break
-                assert found == token
+                assert guess == token
                 compared += 1
             drafter.observe(Step((text[length],), features=whole[length - 1 : length]))
     return compared
@@ -143,10 +143,10 @@ def test_confidences_are_those_of_the_head(made: Made) -> None:
     reference, text = reference_of(head), text_of(3, 12)
     with closing(open_cpu(target, read_layers=LAYERS)) as streams, closing(open_cpu(head)) as session:
         features = streams_of(streams, text)
-        asked = Rows(session, [*text, *[MASK] * 3], 4, features[:11], injected=11)
-        (found,) = session.model.predict_together([asked])
+        rows = Rows(session, [*text, *[MASK] * 3], 4, features[:11], injected=11)
+        (prediction,) = session.model.predict_together([rows])
         sure = reference.draft(features[:11], text[11:], 4)[2]
-        probabilities = [found.probability(row) for row in range(4)]
+        probabilities = [prediction.probability(row) for row in range(4)]
         assert np.allclose(probabilities, sure, atol=0.02) if sure else max(probabilities) < 0.2
 
 

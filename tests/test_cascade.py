@@ -127,12 +127,12 @@ def test_it_guesses_no_further_than_the_cache_has_room() -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_a_shared_pass_is_paid_for_once_and_by_steps_alike(parts: list[tuple[int, int]]) -> None:
     session = _session()
-    asked = [Rows(session, [1] * count, min(count, wanted)) for count, wanted in parts]
-    shares = step_shares(asked, 2.0)
+    rows = [Rows(session, [1] * count, min(count, wanted)) for count, wanted in parts]
+    shares = step_shares(rows, 2.0)
     assert sum(share.share_s for share in shares) == pytest.approx(2.0)
     steps = {
         round(passed.share_s, 9)
-        for passed, part in zip(shares, asked, strict=True)
+        for passed, part in zip(shares, rows, strict=True)
         if part.wanted == len(part.tokens)
     }
     assert len(steps) <= 1  # whatever they guessed besides

@@ -377,9 +377,9 @@ def test_no_space_comes_in_around_what_a_user_typed(scheme: str) -> None:
     tokenizer = Tokenizer.from_json(json.dumps(spec))
     template = ChatTemplate("<bos>{{ messages[0].content }}<eos>{{ messages[0].content }}")
     prefix = " " if scheme == "always" else ""
-    said = "price: <bos>10<eos>8 EUR"
-    ids = template.encode([{"role": "user", "content": said}], tokenizer)
-    assert tokenizer.decode(ids, skip_special=False) == f"<bos>{prefix}{said}<eos>{prefix}{said}"
+    content = "price: <bos>10<eos>8 EUR"
+    ids = template.encode([{"role": "user", "content": content}], tokenizer)
+    assert tokenizer.decode(ids, skip_special=False) == f"<bos>{prefix}{content}<eos>{prefix}{content}"
     assert [id_ for id_ in ids if tokenizer.is_special(id_)] == [1, 2]
 
 

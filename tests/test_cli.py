@@ -313,8 +313,8 @@ def test_a_pull_that_fails_is_one_line_and_exit_code_1(toy: Path) -> None:
     assert unknown.exit_code == 1 and not toy.parent.exists()
     failed = run("pull", "toy")
     assert (failed.exit_code, failed.stdout) == (1, "")
-    said = "error: no source could deliver toy: could not reach the Hugging Face hub"
-    assert failed.stderr.splitlines()[-1].startswith(said)
+    message = "error: no source could deliver toy: could not reach the Hugging Face hub"
+    assert failed.stderr.splitlines()[-1].startswith(message)
 
 
 def test_misuse_is_exit_code_2_and_the_version_is_told() -> None:

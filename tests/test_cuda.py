@@ -267,10 +267,10 @@ def test_a_bundle_goes_to_the_gpu_or_the_cpu_and_says_why(make: Make) -> None:
 def test_a_gpu_is_there_if_cuda_answers(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     monkeypatch.setattr(Runtime, "providers", lambda self: ["CUDAExecutionProvider"])
     monkeypatch.setattr(discovery, "cuda_answers", lambda: answers)
-    found = next(device for device in devices() if device.name == "cuda")
-    assert found.state == ("ready" if answers else "missing")
+    gpu = next(device for device in devices() if device.name == "cuda")
+    assert gpu.state == ("ready" if answers else "missing")
     if answers:
-        assert found.options == {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"}
+        assert gpu.options == {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"}
     else:
         with pytest.raises(DeviceError, match=r"finds no such GPU. Needed: .*nvidia-smi"):
             resolve("cuda")

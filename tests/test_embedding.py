@@ -102,12 +102,12 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, case: str, form: str)
     edit_manifest(tmp_path / "out", lambda value: value["embedding"].update(end=None))
     with edgespec.load(tmp_path / "out") as model:
         assert model.drafter_name is None  # none is chosen for a model that is loaded for vectors
-        found, tokens = model.embed([list(text) for text in EMBEDDED])
+        vectors, tokens = model.embed([list(text) for text in EMBEDDED])
         short = model.embed([list(text) for text in EMBEDDED], dimensions=24).vectors
-    assert tokens == tuple(map(len, EMBEDDED)) and found.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-    assert ((found * expected).sum(axis=1) > 0.999).all()  # activations have eight bits
-    cut = found[:, :24]
+    assert tokens == tuple(map(len, EMBEDDED)) and vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    assert ((vectors * expected).sum(axis=1) > 0.999).all()  # activations have eight bits
+    cut = vectors[:, :24]
     np.testing.assert_allclose(short, cut / np.linalg.norm(cut, axis=1, keepdims=True), atol=1e-6)
 
 

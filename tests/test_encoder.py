@@ -116,5 +116,7 @@ def test_control_tokens_are_text_or_not_in_threads_at_once() -> None:
     wanted = {special: encoder.ids(text, special=special) for special in (True, False)}
     assert len(wanted[False]) > len(wanted[True])
     with ThreadPoolExecutor(8) as pool:
-        asked = [(special, pool.submit(encoder.ids, text, special=special)) for special in (True, False) * 50]
-    assert all(told.result() == wanted[special] for special, told in asked)
+        futures = [
+            (special, pool.submit(encoder.ids, text, special=special)) for special in (True, False) * 50
+        ]
+    assert all(told.result() == wanted[special] for special, told in futures)

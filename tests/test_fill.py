@@ -104,8 +104,8 @@ def test_other_files_come_first_in_the_models_form(names: tuple[str, ...], wante
 
 def test_the_nearest_files_are_kept_whole() -> None:
     files = tuple((f"{at}.py", "ab" * 20) for at in range(9))
-    said = read(QWEN, "p", "s", files, longest=300)
-    assert "8.py" in said and "0.py" not in said and said.count("ab" * 20) == said.count(".py\n")
+    prompt = read(QWEN, "p", "s", files, longest=300)
+    assert "8.py" in prompt and "0.py" not in prompt and prompt.count("ab" * 20) == prompt.count(".py\n")
 
 
 @pytest.mark.parametrize("names", [QWEN, GEMMA, STARCODER2, GRANITE, DEEPSEEK, CODESTRAL])

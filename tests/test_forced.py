@@ -153,8 +153,8 @@ def test_the_grammar_follows_what_is_taken_back() -> None:
     wanted = Regex("(the|that|[a-f]{2}){1,4}")
     spell = tokenizer("byte").encode
     used = grammars("byte").constraint(wanted)
-    for said in (["the", "that"], ["a", "b", "the"], [], ["th", "a", "t", "f"]):
-        drafted = [token for part in said for token in spell(part)]
+    for words in (["the", "that"], ["a", "b", "the"], [], ["th", "a", "t", "f"]):
+        drafted = [token for part in words for token in spell(part)]
         for at in range(len(drafted) + 1):
             fresh = grammars("byte").constraint(wanted)
             row, other = np.zeros((2, 410), np.float32)

@@ -130,9 +130,9 @@ def test_speculation_does_not_change_the_output(tmp_path: Path, write: Callable[
     for drafter in drafters:
         with edgespec.load(target, drafter, options=LoadOptions(threads=1)) as model:
             plain = model.generate("def add(a, b):", max_new_tokens=60, speculate=False, stop_at_eos=False)
-            got = model.generate("def add(a, b):", max_new_tokens=60, stop_at_eos=False)
-            assert got.tokens == plain.tokens
-            assert len(got.tokens) == 60
-            assert got.stats.drafted > 0 or drafter == "ngram"
+            drafted = model.generate("def add(a, b):", max_new_tokens=60, stop_at_eos=False)
+            assert drafted.tokens == plain.tokens
+            assert len(drafted.tokens) == 60
+            assert drafted.stats.drafted > 0 or drafter == "ngram"
             if drafter == same:
-                assert got.stats.accepted > 30
+                assert drafted.stats.accepted > 30

@@ -48,11 +48,11 @@ def test_every_kind_of_metadata(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     with GGUFFile(tmp_path / "m.gguf") as file:
-        found = file.metadata
-    assert (found["i"], found["f"], found["b"], found["s"]) == (-(2**40), 0.1, True, "日本語")
-    assert found["texts"] == ["a", "", "ö"]
-    np.testing.assert_array_equal(np.asarray(found["floats"]), [0.5, 2.0])
-    nested = found["nested"]
+        metadata = file.metadata
+    assert (metadata["i"], metadata["f"], metadata["b"], metadata["s"]) == (-(2**40), 0.1, True, "日本語")
+    assert metadata["texts"] == ["a", "", "ö"]
+    np.testing.assert_array_equal(np.asarray(metadata["floats"]), [0.5, 2.0])
+    nested = metadata["nested"]
     assert isinstance(nested, list)
     assert [np.asarray(inner).tolist() for inner in nested] == [[1, 2], [3, 4]]
 

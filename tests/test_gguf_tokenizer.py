@@ -284,10 +284,10 @@ def test_phi_3_drops_the_whitespace_behind_special_tokens() -> None:
 
 
 def test_special_tokens() -> None:
-    found = special_tokens(changed("gpt2", padding_token_id="nobody reads it", eot_token_id=5))
-    assert (found.bos, found.eos, found.add_bos) == (1, (2, 5, 0), False)
-    found = special_tokens(changed("llama", bos_token_id=None, eos_token_id=None))
-    assert (found.bos, found.eos, found.add_bos) == (1, (2,), True)
+    special = special_tokens(changed("gpt2", padding_token_id="nobody reads it", eot_token_id=5))
+    assert (special.bos, special.eos, special.add_bos) == (1, (2, 5, 0), False)
+    special = special_tokens(changed("llama", bos_token_id=None, eos_token_id=None))
+    assert (special.bos, special.eos, special.add_bos) == (1, (2,), True)
     assert special_tokens(changed("llama", add_bos_token=False)).add_bos is False
     for added in (None, True, False):  # files of Gemma 4 are wrong about it
         assert special_tokens(changed("gemma4", add_bos_token=added)).add_bos is True
@@ -338,8 +338,8 @@ def test_ids_that_no_token_has_are_said_and_left_out(value: int, caplog: pytest.
         0,
     )
     assert f"no token has the tokenizer.ggml.eos_token_id {value}" in caplog.messages
-    found = special_tokens(changed("llama", bos_token_id=value, eos_token_id=value))
-    assert (found.bos, found.eos) == (1, (2,))  # what files of the kind have where they do not say it
+    special = special_tokens(changed("llama", bos_token_id=value, eos_token_id=value))
+    assert (special.bos, special.eos) == (1, (2,))  # what files of the kind have where they do not say it
     unknown = changed("llama", unknown_token_id=value)
     assert json.loads(tokenizer_json(unknown))["model"]["unk_token"] == "<unk>"
 

@@ -159,19 +159,19 @@ def test_a_target_that_gives_out_features_has_the_same_bits(pair: tuple[str, Pat
 
 def test_states_of_one_text_and_features_of_another_share_a_pass(pair: tuple[str, Path, Path]) -> None:
     """In whatever order they are asked for; each row has the bits that it has alone."""
-    one = open_cpu(Bundle(pair[2]))
-    with closing(one), closing(one.model.session()) as other:
+    session = open_cpu(Bundle(pair[2]))
+    with closing(session), closing(session.model.session()) as other:
         rng = np.random.default_rng(0)
         features, state = rng.normal(size=(5, 3 * HIDDEN)), rng.normal(size=(1, HIDDEN))
-        asked = [
-            Rows(one, [7], 1, states=state.astype(np.float32)),
+        parts = [
+            Rows(session, [7], 1, states=state.astype(np.float32)),
             Rows(other, [3, 4, 5, 6, 7], 2, features=features.astype(np.float32)),
         ]
-        apart = [one.model.predict_together([rows])[0] for rows in asked]
+        apart = [session.model.predict_together([rows])[0] for rows in parts]
         wanted = [(predictions.logits.copy(), cast(Any, predictions.hidden).copy()) for predictions in apart]
-        one.rewind(0)
+        session.rewind(0)
         other.rewind(0)
-        for predictions, (logits, hidden) in zip(one.model.predict_together(asked), wanted, strict=True):
+        for predictions, (logits, hidden) in zip(session.model.predict_together(parts), wanted, strict=True):
             np.testing.assert_array_equal(predictions.logits, logits)
             np.testing.assert_array_equal(predictions.hidden, hidden)
 
@@ -183,10 +183,10 @@ def test_answers_with_a_head_are_those_without(pair: tuple[str, Path, Path]) -> 
     prompts = "what is", "a longer prompt of several words", "x"
     with load(target, head) as model, load(target, None) as plain:
         draft_eagerly(model)
-        one = Driven(model)
+        driven = Driven(model)
         for options in ways:
-            streams = [one.queue(model.stream(prompt, **options)) for prompt in prompts]
-            one.run()
+            streams = [driven.queue(model.stream(prompt, **options)) for prompt in prompts]
+            driven.run()
             for prompt, stream in zip(prompts, streams, strict=True):
                 assert stream.result.tokens == plain.generate(prompt, **options).tokens
                 assert stream.result.stats.by_source["model"].drafted > 5

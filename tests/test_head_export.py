@@ -62,8 +62,8 @@ def distance(bundle: Path, reference: Reference) -> float:
     shifted = np.exp(logits - logits.max(1, keepdims=True))
     np.testing.assert_allclose(likely, 1 / shifted.sum(1), rtol=1e-4)
     return max(
-        float(np.sqrt(np.square(found - wanted).mean()) / wanted.std())
-        for found, wanted in zip((states, logits), expected, strict=True)
+        float(np.sqrt(np.square(actual - wanted).mean()) / wanted.std())
+        for actual, wanted in zip((states, logits), expected, strict=True)
     )
 
 
@@ -135,8 +135,8 @@ def test_passes_of_any_kind_follow_each_other(tmp_path: Path, target: Path) -> N
     right, (features, states) = Reference(head.values(), embedding_of(target)), inputs()
     none, nothing = features[:0], states[:0]
     running = Running(bundle.path)
-    logits, found, *_ = running([], none, nothing)
-    assert logits.shape == (0, DRAFTED) and found.shape == (0, HIDDEN)
+    logits, first_states, *_ = running([], none, nothing)
+    assert logits.shape == (0, DRAFTED) and first_states.shape == (0, HIDDEN)
     logits, first, *_ = running(IDS[:READ], features, nothing, [READ - 1])
     _, second, *_ = running(IDS[READ : READ + 1], none, first)
     running.length -= 1  # cut back, and with another token
@@ -250,9 +250,12 @@ def test_a_file_of_torch(tmp_path: Path, target: Path) -> None:
     head = Head.random()
     folder = head.write(tmp_path / "head")
     (folder / "model.safetensors").unlink()
-    found = {name: torch.from_numpy(np.array(values)) for name, values in head.arrays().items()}
-    found = {name: each.bfloat16() if each.dtype == torch.float32 else each for name, each in found.items()}
-    torch.save(found, folder / "pytorch_model.bin")
+    tensors = {name: torch.from_numpy(np.array(values)) for name, values in head.arrays().items()}
+    tensors = {
+        name: tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+        for name, tensor in tensors.items()
+    }
+    torch.save(tensors, folder / "pytorch_model.bin")
     bundle = export(folder, target, tmp_path / "out")
     assert distance(bundle.path, Reference(head.values(), embedding_of(target))) < NEAR
     np.testing.assert_array_equal(bundle.head_tokens, TOKENS)

@@ -36,8 +36,8 @@ def path(tmp_path: Path) -> Path:
 
 def _seen(folder: Path) -> Seen:
     """All that a change to a file of ``folder``, or a file more or less, would show in."""
-    found = {file.name: (file, file.stat()) for file in folder.iterdir()}
-    return {n: (f.read_bytes(), s.st_mode, s.st_mtime_ns, s.st_ino) for n, (f, s) in found.items()}
+    files = {file.name: (file, file.stat()) for file in folder.iterdir()}
+    return {n: (f.read_bytes(), s.st_mode, s.st_mtime_ns, s.st_ino) for n, (f, s) in files.items()}
 
 
 def _database(path: Path, *statements: str) -> sqlite3.Connection:

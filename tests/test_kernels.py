@@ -193,9 +193,14 @@ def test_gates_far_from_zero() -> None:
 
 
 def embedding(name: str, raw: Any, ids: Any, factor: float = 1.0) -> bytes:
-    said = {"width": raw.shape[1] * FORMATS[name].inputs, "rows": len(raw), "format": name, "factor": factor}
+    attributes = {
+        "width": raw.shape[1] * FORMATS[name].inputs,
+        "rows": len(raw),
+        "format": name,
+        "factor": factor,
+    }
     weights, outputs = {"table": pack(name, raw)}, {"y": TensorProto.FLOAT}
-    return graph("Embedding", ["ids", "table"], outputs, {"ids": ids}, weights, said)
+    return graph("Embedding", ["ids", "table"], outputs, {"ids": ids}, weights, attributes)
 
 
 @by_format

@@ -52,9 +52,9 @@ class Layer:
         return graph("Attention", names, OUTPUTS, feeds, {}, attributes)
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
-        one, tables = np.array([[cache.length, packed.shape[1]]], np.int64), self.tables or (None, None)
+        sequence, tables = np.array([[cache.length, packed.shape[1]]], np.int64), self.tables or (None, None)
         blocks = cache.blocks[: -(-(cache.length + packed.shape[1]) // BLOCK)]
-        values: tuple[Any, ...] = (packed, cache.keys, cache.values, one, blocks, *tables)
+        values: tuple[Any, ...] = (packed, cache.keys, cache.values, sequence, blocks, *tables)
         values += self.query_gain, self.key_gain, self.sinks
         return {name: value for name, value in zip(ATTENTION, values, strict=True) if value is not None}
 
@@ -98,8 +98,8 @@ class Layer:
 
         Returns ``(1, rows, heads * head_dim)``.
         """
-        each = self.heads // self.kv_heads
-        keys, values = (np.repeat(x, each, axis=0) for x in (keys, values))
+        group = self.heads // self.kv_heads
+        keys, values = (np.repeat(x, group, axis=0) for x in (keys, values))
         scores = np.einsum("hqd,hkd->hqk", queries, keys) * np.float32(self.head_dim**-0.5)
         if self.cap:
             scores = self.cap * np.tanh(scores / self.cap)
@@ -206,8 +206,8 @@ class Case:
 
 def same(wanted: Sequence[npt.NDArray[Any]], got: Sequence[npt.NDArray[Any]], what: str = "") -> None:
     """Every output to the bit."""
-    for one, other in zip(wanted, got, strict=True):
-        same_bits(one, other, what)
+    for expected, other in zip(wanted, got, strict=True):
+        same_bits(expected, other, what)
 
 
 def make_case(rng: np.random.Generator, layer: Layer, past: int, rows: int, capacity: int) -> Case:
@@ -344,10 +344,10 @@ def test_sequences_of_a_pass_are_as_if_alone(
     feeds["past_key"], feeds["past_value"] = pools
     y, *caches = session(layer.model(), threads, data.draw(st.sampled_from(sets()))).run(None, feeds)
     row = 0
-    for at, one in enumerate(cases):
-        rows = one.packed.shape[1]
+    for at, member in enumerate(cases):
+        rows = member.packed.shape[1]
         outputs = y[:, row : row + rows], *(cache[firsts[at] : firsts[at + 1]] for cache in caches)
-        same(copied(session(layer.model()), one), outputs)
+        same(copied(session(layer.model()), member), outputs)
         row += rows
     same_bits(y[:, : again.shape[1]], y[:, row:], "of shared blocks")
 
@@ -390,8 +390,10 @@ def test_the_cache_rounds_to_the_nearest_float16() -> None:
     """Every float16, what lies halfway to the next, and its neighbours."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     ties = (halves[:-1] + halves[1:]) / 2
-    each = np.concatenate([halves, ties, np.nextafter(ties, 0), np.nextafter(ties, np.inf)], dtype=np.float32)
-    for values in (each, -each):
+    floats = np.concatenate(
+        [halves, ties, np.nextafter(ties, 0), np.nextafter(ties, np.inf)], dtype=np.float32
+    )
+    for values in (floats, -floats):
         same_bits(values.astype(np.float16), narrowed(values))
 
 

@@ -159,11 +159,11 @@ def test_a_pass_that_gives_way_is_waited_for_whatever_happens() -> None:
 
 def niceness() -> dict[str, int]:
     """Of each thread of this process."""
-    found = {}
+    levels = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it ends
-            found[task.name] = int((task / "stat").read_text().rpartition(")")[2].split()[16])
-    return found
+            levels[task.name] = int((task / "stat").read_text().rpartition(")")[2].split()[16])
+    return levels
 
 
 @LINUX

@@ -31,9 +31,9 @@ points = st.dictionaries(st.integers(2, 99), st.floats(1e-9, 1e6), max_size=12)
 def test_what_is_remembered_is_recalled_to_the_bit(
     more: dict[int, float], single: float, row_exact: bool
 ) -> None:
-    found = Measurement(row_exact, CostCurve({1: single} | more))
-    remember(HERE, found)
-    assert recall(HERE) == found
+    measurement = Measurement(row_exact, CostCurve({1: single} | more))
+    remember(HERE, measurement)
+    assert recall(HERE) == measurement
 
 
 def test_nothing_is_known_before_and_after(own_measurements: Path) -> None:

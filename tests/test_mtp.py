@@ -72,14 +72,14 @@ def distance(target: Path, head: Path, reference: Reference) -> float:
             Rows(session, text[1 : 1 + known], known, features=read_by_target),
             Rows(session, text[1 + known :], len(states), states=states),
         ]
-        found = []
+        outputs = []
         for rows in rows_of_both:
             (predictions,) = session.model.predict_together([rows])
-            found.append((predictions.hidden, predictions.logits.copy()))
+            outputs.append((predictions.hidden, predictions.logits.copy()))
     expected = reference(text[1:], read_by_target, states)
     return max(
         float(np.sqrt(np.square(np.concatenate(parts) - wanted).mean()) / wanted.std())
-        for parts, wanted in zip(zip(*cast(Any, found), strict=True), expected, strict=True)
+        for parts, wanted in zip(zip(*cast(Any, outputs), strict=True), expected, strict=True)
     )
 
 
@@ -163,10 +163,10 @@ def test_drafts_are_those_of_the_formula(pair: tuple[Bundle, Bundle]) -> None:
             guesses = [read(reader, text[:length])]
             while len(guesses) < len(drafted):
                 guesses.append(step(reader, guesses[-1].following))
-            for found, wanted, margin in zip(guesses, drafted, clear, strict=True):
+            for guess, wanted, margin in zip(guesses, drafted, clear, strict=True):
                 if margin < CLEAR:
                     break
-                assert found.following == wanted
+                assert guess.following == wanted
                 compared += 1
             reader.add_features(whole[length - 1 : length], 1)
     assert compared > 30

@@ -16,17 +16,17 @@ def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> 
     """The definition of ``find``, by looking everywhere; ``first`` is the oldest position in the window."""
     for n in range(min(max_n, len(context)), 0, -1):
         suffix = context[-n:]
-        found = [p for p in range(max(n, first), len(tokens)) if tokens[p - n : p] == suffix]
-        if not found:
+        positions = [p for p in range(max(n, first), len(tokens)) if tokens[p - n : p] == suffix]
+        if not positions:
             continue
-        counts = Counter(tokens[p] for p in found)
-        chosen = found[-1]
-        if len(found) > 1 and counts[tokens[found[-2]]] > counts[tokens[chosen]]:
-            chosen = found[-2]
+        counts = Counter(tokens[p] for p in positions)
+        chosen = positions[-1]
+        if len(positions) > 1 and counts[tokens[positions[-2]]] > counts[tokens[chosen]]:
+            chosen = positions[-2]
         length = 0
         while length < min(chosen, len(context), 32) and tokens[chosen - 1 - length] == context[-1 - length]:
             length += 1
-        return Match(tokens[chosen], length, len(found), counts[tokens[chosen]])
+        return Match(tokens[chosen], length, len(positions), counts[tokens[chosen]])
     return None
 
 
@@ -48,8 +48,8 @@ def test_a_tree_that_is_moved_about_finds_what_a_scan_of_its_window_finds(
         assert shared == min(len(held), len(moved)) or held[shared] != moved[shared]
         held, first = moved, max(min(first, shared), len(moved) - window)
         assert len(tree) == len(held)
-        for asked in (context, held):
-            assert tree.find(asked) == _scan(held, asked, max_n, first)
+        for text in (context, held):
+            assert tree.find(text) == _scan(held, text, max_n, first)
 
 
 def test_a_copy_goes_on_into_its_own_proposals() -> None:

@@ -56,12 +56,12 @@ def test_texts_share_whole_blocks_of_what_they_begin_with(folder: Path) -> None:
 def test_what_a_session_holds_is_only_gone_on_with(folder: Path) -> None:
     first = text(0, 300)
     request(folder, first)
-    for held, found in ((0, 288), (100, 288), (288, 288), (290, 290)):
+    for held, hits in ((0, 288), (100, 288), (288, 288), (290, 290)):
         session = Showing()
         session.prefill(first[:held])
         before = session.read
-        assert request(folder, first, session) == found
-        assert session.read - before == 300 - found
+        assert request(folder, first, session) == hits
+        assert session.read - before == 300 - hits
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +249,6 @@ def test_threads_of_several_models_may_share_the_folder(folder: Path) -> None:
 @pytest.mark.parametrize(("kind", "kills", "most"), [("blocks", 40, 500), ("states", 20, 100)])
 def test_killed_processes_leave_nothing_wrong(folder: Path, kind: str, kills: int, most: int) -> None:
     command = [sys.executable, "-m", "tests.kit.prompts", str(folder), str(kills), kind]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    killed, found, left = map(int, re.findall(r"\d+", said))
-    assert killed == kills and found > most and left == 0
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    killed, hits, left = map(int, re.findall(r"\d+", output))
+    assert killed == kills and hits > most and left == 0

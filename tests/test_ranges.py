@@ -53,6 +53,6 @@ def test_not_a_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ranges, "cut", lambda graph, watched: list(watched))
     monkeypatch.setattr(ranges, "walk", walk)
-    found = measured(tiny_gguf("llama", layers=1), tmp_path)
+    activations = measured(tiny_gguf("llama", layers=1), tmp_path)
     with pytest.raises(UnsupportedModelError, match="float16 ends at 65,504"):
-        precision_for(found)
+        precision_for(activations)

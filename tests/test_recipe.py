@@ -67,8 +67,8 @@ def test_what_another_recipe_made_is_made_anew_and_left_alone(
         third = open_model(source, "target").path
         assert open_model(source, "target").path == third
     assert third not in (first, nameless)
-    said = [record.getMessage().split(" was made")[0] for record in caplog.records]
-    assert said == [str(nameless), str(first)]
+    folders = [record.getMessage().split(" was made")[0] for record in caplog.records]
+    assert folders == [str(nameless), str(first)]
     assert made(source).items() >= before.items()
     assert open_model(source, "target", weights="portable").path not in (first, third)
     assert open_model(source, "target", weights="exact").path == third  # which is the default

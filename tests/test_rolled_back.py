@@ -93,8 +93,8 @@ def test_a_watch_finds_losses_that_nothing_makes_good_and_gains_in_all(
     gains: list[float], finding: str
 ) -> None:
     watch = Watch(3.0)
-    found = [watch.observe(gain) for gain in gains]
-    assert found[-1] == finding and "failed" not in found[:-1]
+    findings = [watch.observe(gain) for gain in gains]
+    assert findings[-1] == finding and "failed" not in findings[:-1]
     assert watch.lost == 0.0 and watch.observe(-1.0) is None
 
 
@@ -159,9 +159,9 @@ class TestDistrust:
             Draft((1,), ("history",), (0.9,)),
         )
         for number in range(30):
-            found = memory.find([1, 2])
-            assert found is not None
-            memory.judge(found, number < 10)
+            match = memory.find([1, 2])
+            assert match is not None
+            memory.judge(match, number < 10)
             drafter.observe(round_of(9, draft=draft, accepted=int(number < 10)))
         assert remarks.rolled_back == ()  # 20 losses of a quarter are no more than the stake
         drafter.observe(round_of(9, draft=draft))

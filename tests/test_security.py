@@ -53,13 +53,13 @@ def test_the_test_would_see_them_taken(tmp_path: Path) -> None:
 
 def defined_in(file: Path) -> set[str]:
     """Names of a file's tests, those of classes as ``Class::test``."""
-    found = set[str]()
+    names = set[str]()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}::{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
-    return found
+            names |= {f"{node.name}::{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return names
 
 
 def test_the_tests_that_the_page_names_exist() -> None:

@@ -115,11 +115,11 @@ def test_nobody_waits_while_a_body_is_parsed(url: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("edgespec.serve.bodies.read", slow)
     with ThreadPoolExecutor(1) as pool:
         large = {"model": "embeds", "input": [[1, 2]], "user": "x" * 100_000}
-        asked = pool.submit(ask, url, PATH, large)
+        future = pool.submit(ask, url, PATH, large)
         assert ask(url, "/health").status == 200
-        assert not asked.done()
+        assert not future.done()
         answered.set()
-        assert asked.result(30).status == 200
+        assert future.result(30).status == 200
 
 
 def test_time_is_up(model: Model) -> None:

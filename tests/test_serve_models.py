@@ -172,8 +172,8 @@ def test_streams_say_how_far_the_load_is_and_then_answer(
 ) -> None:
     impatient(5.0, 0.05)
     shelf.gate.clear()
-    asked = {**ASKED[path], "model": "small", "stream": True}
-    with open_stream(url, asked, path) as response:  # the headers are here
+    body = {**ASKED[path], "model": "small", "stream": True}
+    with open_stream(url, body, path) as response:  # the headers are here
         assert response.status == 200
         told = [response.readline() + response.readline()]
         for report in (
@@ -187,7 +187,7 @@ def test_streams_say_how_far_the_load_is_and_then_answer(
         answer = response.read().decode()
     stages = ("", ", Exporting it 40 %", ", Checking", "")
     assert told == [f": loading small{stage}\n\n".encode() for stage in stages]
-    again = ask(url, path, asked).body.decode()  # of the loaded model
+    again = ask(url, path, body).body.decode()  # of the loaded model
     assert _without_marks(answer) == _without_marks(again) and '"error":{' not in answer
     assert shelf.loads == 1
 
@@ -272,11 +272,11 @@ def test_the_time_of_a_request_and_the_servers_end_end_its_wait(shelf: Shelf, mo
 def test_the_wait_for_a_load_and_the_answer_share_the_time_of_a_request(shelf: Shelf, models: Models) -> None:
     with serving_models(models, ServeOptions(port=0, timeout_s=60)) as url, ThreadPoolExecutor(2) as pool:
         shelf.gate.clear()
-        asked = [pool.submit(ask, url, CHAT, to("small", stream=stream)) for stream in (False, True)]
+        futures = [pool.submit(ask, url, CHAT, to("small", stream=stream)) for stream in (False, True)]
         until(lambda: len(models._users) == 2)
         time.sleep(0.5)
         shelf.gate.set()
-        assert [said(future.result()) for future in asked] == ["re: hello"] * 2
+        assert [said(future.result()) for future in futures] == ["re: hello"] * 2
     assert all(50 < options["timeout"] <= 59.5 for _, options in shelf.made[0].calls)
 
 

@@ -40,8 +40,8 @@ def model() -> ServedModel:
 
 
 def asked(path: str = CHAT, text: str = "hello", **more: object) -> dict[str, Any]:
-    said = {"prompt": text} if path == GENERATE else {"messages": [{"role": "user", "content": text}]}
-    return {"model": "served", **said, **more}
+    content = {"prompt": text} if path == GENERATE else {"messages": [{"role": "user", "content": text}]}
+    return {"model": "served", **content, **more}
 
 
 def lines(reply: Reply) -> list[Any]:
@@ -127,8 +127,8 @@ def test_tools_are_called_and_their_results_go_back(model: ServedModel, url: str
             results = [
                 result | {"tool_call_id": call["id"]} for result, call in zip(results, calls, strict=True)
             ]
-        said = {"role": "assistant", "content": "", "thinking": "so", "tool_calls": sent}
-        messages = [*asked()["messages"], said, *results, {"role": "user", "content": "now?"}]
+        answer = {"role": "assistant", "content": "", "thinking": "so", "tool_calls": sent}
+        messages = [*asked()["messages"], answer, *results, {"role": "user", "content": "now?"}]
         ask(url, CHAT, asked() | {"messages": messages, "tools": [WEATHER]})
         first, second, *rest, last = model.calls[-1][0]
         assert (first, last) == (messages[0], messages[-1])
@@ -416,9 +416,9 @@ def test_what_changes_models_says_what_to_do_instead(url: str) -> None:
 
 
 def test_clients_find_an_ollama_and_browsers_the_page(url: str) -> None:
-    found = ask(url, "/")
-    assert (found.status, found.body) == (200, b"Ollama is running")
-    assert "Accept" in found.headers["vary"]
+    reply = ask(url, "/")
+    assert (reply.status, reply.body) == (200, b"Ollama is running")
+    assert "Accept" in reply.headers["vary"]
     assert ask(url, "/", method="HEAD").status == ask(url, "/api/version", method="HEAD").status == 200
     page = ask(url, "/", headers={"Accept": "text/html,*/*;q=0.8"})
     assert page.headers["content-type"].startswith("text/html") and b"<html" in page.body

@@ -32,8 +32,8 @@ def test_chats_are_kept_in_the_browser_until_they_are_deleted(
     assert answer.locator("[data-source]").count() == marks
     assert "tokens/s" in answer.locator(".cost").inner_text()
     ask(page, "more")
-    said = [(message["role"], message["content"]) for message in model.calls[-1][0]]
-    assert said == [("user", "one"), ("assistant", "re: one"), ("user", "more")]
+    messages = [(message["role"], message["content"]) for message in model.calls[-1][0]]
+    assert messages == [("user", "one"), ("assistant", "re: one"), ("user", "more")]
     page.locator("#chats summary").click()
     page.get_by_role("button", name="Delete “two”").click()
     chats.nth(1).wait_for(state="detached")
@@ -63,12 +63,12 @@ def test_a_panel_that_was_opened_while_the_models_were_asked_for_stays_open(page
 
 def test_what_is_no_chat_in_the_browser_is_left_out(page: "Page", url: str) -> None:
     """Other servers at this address may have left it."""
-    asked = {"role": "user", "text": "whole", "files": []}
-    kept = {"a": [None], "b": [{**asked, "text": 5}], "c": [{"role": "user", "text": "a"}], "d": "text"}
+    question = {"role": "user", "text": "whole", "files": []}
+    kept = {"a": [None], "b": [{**question, "text": 5}], "c": [{"role": "user", "text": "a"}], "d": "text"}
     kept |= {
-        "e": [{**asked, "files": [None]}],
-        "f": [asked, {"role": "assistant", "text": "b"}],
-        "g": [asked],
+        "e": [{**question, "files": [None]}],
+        "f": [question, {"role": "assistant", "text": "b"}],
+        "g": [question],
     }
     page.goto(url)
     for name, messages in kept.items():
@@ -116,12 +116,12 @@ def test_an_edited_message_cuts_off_what_follows_and_is_answered_anew(
     page.keyboard.press("Enter")
     page.locator(".turn.assistant").get_by_text("re: changed").wait_for()
     until(lambda: page.locator("#send").is_visible())
-    asked = ["one", "re: one", "changed"]
-    assert [message["content"] for message in model.calls[-1][0]] == asked
-    assert page.locator(".turn .said").all_inner_texts() == [*asked, "re: changed"]
+    texts = ["one", "re: one", "changed"]
+    assert [message["content"] for message in model.calls[-1][0]] == texts
+    assert page.locator(".turn .said").all_inner_texts() == [*texts, "re: changed"]
     page.reload()
     page.locator(".turn").nth(3).wait_for()
-    assert page.locator(".turn .said").all_inner_texts() == [*asked, "re: changed"]
+    assert page.locator(".turn .said").all_inner_texts() == [*texts, "re: changed"]
 
 
 def test_texts_are_attached_with_their_tokens(
@@ -170,11 +170,11 @@ def test_thoughts_are_folded_also_in_chats_that_are_kept(page: "Page") -> None:
     with scripted(QWEN3) as model, serving(model) as url:
         page.goto(url)
         for _ in range(2):
-            said = page.locator(".turn.assistant .said")
-            if said.count() == 0:
+            turn = page.locator(".turn.assistant .said")
+            if turn.count() == 0:
                 ask(page, "hello")
-            assert "Thoughts" in said.inner_text() and not said.locator("details p").is_visible()
-            said.locator("summary").click()
-            assert said.locator("details p").inner_text().strip() == "One and two. One and two."
+            assert "Thoughts" in turn.inner_text() and not turn.locator("details p").is_visible()
+            turn.locator("summary").click()
+            assert turn.locator("details p").inner_text().strip() == "One and two. One and two."
             page.reload()
             page.locator(".turn.assistant").wait_for()

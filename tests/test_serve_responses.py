@@ -108,10 +108,10 @@ def test_results_of_tools_go_back_as_items(model: ServedModel, client: Any) -> N
     client.responses.create(**asked([user, *sent]))
     client.responses.create(**asked([result], previous_response_id=first.id))
     for (messages, _), thoughts in zip(model.calls[1:], ({"reasoning_content": "so"}, {}), strict=True):
-        said, called, answered = messages
+        question, called, answered = messages
         function = {"name": "weather", "arguments": '{"city": "Bonn", "days": [1, 2]}'}
         calls = [{"id": call.call_id, "type": "function", "function": function}]
-        assert said == user
+        assert question == user
         assert called == {"role": "assistant", "content": "re: see", "tool_calls": calls} | thoughts
         assert answered == {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"}
 

@@ -155,8 +155,8 @@ def test_the_own_page_and_allowed_ones_are_answered(url: str) -> None:
 
 @pytest.mark.parametrize(("origin", "status"), [("https://app.example", 200), ("https://evil.example", 403)])
 def test_browsers_are_told_beforehand_whether_they_may_ask(url: str, origin: str, status: int) -> None:
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    reply = ask(url, CHAT, method="OPTIONS", headers={"Origin": origin, **asked})
+    headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    reply = ask(url, CHAT, method="OPTIONS", headers={"Origin": origin, **headers})
     assert (reply.status, "access-control-allow-credentials" in reply.headers) == (status, False)
     allowed = reply.headers.get("access-control-allow-origin")
     assert allowed == (origin if status == 200 else None)
@@ -217,8 +217,8 @@ def test_whole_characters_may_be_spelled_by_halves(url: str) -> None:
 
 def test_long_requests_are_refused_whether_they_say_so_or_not(model: ServedModel, url: str) -> None:
     before = len(model.calls)
-    said = ask(url, CHAT, question("x" * 2000))
-    assert (said.status, said.json["error"]["code"]) == (413, "request_too_large")
+    reply = ask(url, CHAT, question("x" * 2000))
+    assert (reply.status, reply.json["error"]["code"]) == (413, "request_too_large")
     data = json.dumps(question("x" * 4000)).encode()
     chunk = f"{len(data):x}\r\n".encode() + data + b"\r\n0\r\n\r\n"
     assert answered(url, POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk) == b"413"

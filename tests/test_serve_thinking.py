@@ -23,14 +23,14 @@ def url() -> Iterator[str]:
 
 
 def test_openais_client_reads_thoughts_beside_the_content(url: str) -> None:
-    asked: Any = {"model": "toy", "messages": ASK, "logprobs": True}
+    request: Any = {"model": "toy", "messages": ASK, "logprobs": True}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        whole = client.chat.completions.create(**asked)
+        whole = client.chat.completions.create(**request)
         chunks = list(
-            client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
         )
-        off = client.chat.completions.create(**asked, reasoning_effort="none")
-        few = client.chat.completions.create(**asked, extra_body={"thinking_budget": 3})
+        off = client.chat.completions.create(**request, reasoning_effort="none")
+        few = client.chat.completions.create(**request, extra_body={"thinking_budget": 3})
     message: Any = whole.choices[0].message
     assert (message.reasoning_content, message.content) == ("One and two. One and two.", "Three.")
     deltas: Any = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -50,9 +50,9 @@ def test_thoughts_are_reasoning_items_and_thinking_blocks(url: str) -> None:
     """Which go back, and are bounded in each one's words."""
     client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     with client:
-        asked: Any = {"model": "toy", "input": "1 + 2?"}
-        whole = client.responses.create(**asked)
-        with client.responses.stream(**asked) as stream:
+        request: Any = {"model": "toy", "input": "1 + 2?"}
+        whole = client.responses.create(**request)
+        with client.responses.stream(**request) as stream:
             pieces = [event.delta for event in stream if event.type == "response.reasoning_text.delta"]
             streamed = stream.get_final_response()
         assert "".join(pieces) == "One and two. One and two." and len(pieces) > 1
@@ -60,7 +60,7 @@ def test_thoughts_are_reasoning_items_and_thinking_blocks(url: str) -> None:
             item = answer.output[0]
             assert (item.type, item.content[0].text) == ("reasoning", "One and two. One and two.")
             assert answer.output_text == "Three." and len(answer.output) == 2
-        off = client.responses.create(**asked, reasoning={"effort": "none", "summary": "auto"})
+        off = client.responses.create(**request, reasoning={"effort": "none", "summary": "auto"})
         assert off.usage.output_tokens_details.reasoning_tokens == 0 and len(off.output) == 1
         sure = {"role": "user", "content": "Sure?"}
         again = client.responses.create(model="toy", input=[*ASK, *whole.output, sure])

@@ -47,10 +47,10 @@ def put_together(chunks: Iterable[Any]) -> tuple[str, list[tuple[str, str, str, 
 
 def test_calls_come_in_openais_form_streamed_or_not(url: str) -> None:
     messages: Any = [{"role": "user", "content": f"see {CALL} {CALL}\nthen"}]
-    asked: Any = {"model": "served", "messages": messages, "tools": [WEATHER]}
+    request: Any = {"model": "served", "messages": messages, "tools": [WEATHER]}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        whole = client.chat.completions.create(**asked).choices[0]
-        content, calls, reason = put_together(client.chat.completions.create(**asked, stream=True))
+        whole = client.chat.completions.create(**request).choices[0]
+        content, calls, reason = put_together(client.chat.completions.create(**request, stream=True))
     assert content == whole.message.content == "re: see  \nthen"
     assert reason == whole.finish_reason == "tool_calls"
     said = [
@@ -126,10 +126,10 @@ def calls_by_api(url: str, text: str) -> list[tuple[str, list[tuple[str, str]]]]
 
 
 def test_identifiers_of_calls_differ_between_choices(url: str) -> None:
-    asked = question(CALL, tools=[WEATHER], n=3)
-    whole = [choice["message"]["tool_calls"][0]["id"] for choice in ask(url, CHAT, asked).json["choices"]]
+    body = question(CALL, tools=[WEATHER], n=3)
+    whole = [choice["message"]["tool_calls"][0]["id"] for choice in ask(url, CHAT, body).json["choices"]]
     streamed = dict[int, str]()
-    for chunk in events(ask(url, CHAT, asked | {"stream": True}))[:-1]:
+    for chunk in events(ask(url, CHAT, body | {"stream": True}))[:-1]:
         for choice in chunk["choices"]:
             for part in choice["delta"].get("tool_calls", ()):
                 streamed |= {choice["index"]: part["id"]} if "id" in part else {}
@@ -174,12 +174,12 @@ def test_null_in_a_form_is_no_field() -> None:
 def test_a_form_is_followed_or_refused(form: dict[str, Any], wrong: str | None) -> None:
     model = toy_model(toy_session(context=2000))
     model.target.chat_template = ChatTemplate(HERMES.replace("think>", "plan>"))  # which does not think
-    asked = {"model": "toy", "max_tokens": 40}
+    options = {"model": "toy", "max_tokens": 40}
     hi = [{"role": "user", "content": "hi"}]
-    bodies = [(CHAT, asked | {"messages": hi, "response_format": form})]
+    bodies = [(CHAT, options | {"messages": hi, "response_format": form})]
     if "json_schema" not in form:
         bodies.append(("/v1/responses", {"model": "toy", "input": "hi", "text": {"format": form}}))
-        bodies.append(("/v1/messages", asked | {"messages": hi, "output_config": {"format": form}}))
+        bodies.append(("/v1/messages", options | {"messages": hi, "output_config": {"format": form}}))
     with serving(model) as url:
         for path, body in bodies:
             reply = ask(url, path, body)
@@ -201,14 +201,14 @@ def test_a_forced_call_is_streamed(choice: Any) -> None:
     fixed: dict[str, Any] = {"city": {"enum": ["Bonn", "Köln"]}, "days": {"enum": [[1], [2, 3]]}}
     parameters = {"type": "object", "properties": fixed, "required": [*fixed], "additionalProperties": False}
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
-    asked: Any = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    options: Any = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
     model = toy_model(toy_session(context=2000), toy_session(seed=1, context=2000))
     model.target.chat_template = ChatTemplate(HERMES)
     with serving(model) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         answers = []
         for many in (None, False):
             more: Any = {} if many is None else {"parallel_tool_calls": many}
-            stream = client.chat.completions.create(**asked, **more, tool_choice=choice, stream=True)
+            stream = client.chat.completions.create(**options, **more, tool_choice=choice, stream=True)
             content, ((_, _, name, pieces),), reason = put_together(stream)
             assert (content, name, reason) == ("", "weather", "tool_calls")
             answers.append(json.loads("".join(pieces)))

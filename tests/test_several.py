@@ -32,10 +32,10 @@ def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
         running = [queued(driven, prompt, max_new_tokens=60, speculate=False) for prompt in PROMPTS[:2]]
         for _ in range(3):
             driven.turn()
-        asked, before = queued(driven, LONG * 3, max_new_tokens=4), len(target.passes)
+        question, before = queued(driven, LONG * 3, max_new_tokens=4), len(target.passes)
         written = [sum(len(record.tokens) for record in taken(stream)) for stream in running]
         assert written == [3, 2]
-        while reads(asked):
+        while reads(question):
             driven.turn()
             assert [sum(len(record.tokens) for record in taken(stream)) for stream in running] == [1, 1]
         pieces = target.passes[before:]
@@ -90,11 +90,11 @@ def test_a_question_of_a_conversation_does_not_wait_for_a_prompt_either() -> Non
     with driving(chunk=16) as (driven, target):
         queued(driven, LONG * 4, max_new_tokens=4)
         driven.turn()
-        asked, before = (
+        question, before = (
             driven.queue(driven.model.conversation().stream("hi", max_new_tokens=2)),
             len(target.passes),
         )
-        while reads(asked):
+        while reads(question):
             driven.turn()
         assert len(target.passes) - before <= 6
         driven.run()
@@ -150,9 +150,9 @@ def taken(stream: Stream) -> list[Any]:
 
 def test_answers_of_one_prompt_share_its_reading() -> None:
     with driving() as (driven, target):
-        asked: Any = {"max_new_tokens": 2, "temperature": 1.0, "speculate": False}
-        first = queued(driven, LONG, seed=1, **asked)
-        others = [queued(driven, LONG, seed=seed, **asked) for seed in (2, 3)]
+        options: Any = {"max_new_tokens": 2, "temperature": 1.0, "speculate": False}
+        first = queued(driven, LONG, seed=1, **options)
+        others = [queued(driven, LONG, seed=seed, **options) for seed in (2, 3)]
         driven.run()
         length = first.result.stats.prompt_tokens
         assert [other.result.stats.cached_tokens for other in others] == [length - 1] * 2

@@ -60,13 +60,13 @@ def test_every_sequence_is_as_if_it_were_alone(bundle: Bundle, session: Session,
                 sequence.reserve(min(sequence.model.longest, sequence.capacity + 200))
         who = data.draw(st.lists(st.sampled_from(range(len(together))), min_size=1, unique=True))
         parts = [data.draw(TEXTS) for _ in who]
-        asked = [
+        batch = [
             Rows(together[at], part, data.draw(st.integers(0, len(part))))
             for at, part in zip(who, parts, strict=True)
         ]
-        said = session.model.predict_together(asked)
+        predictions = session.model.predict_together(batch)
         with closing(open_cpu(bundle, CHUNKS)) as alone:
-            for at, part, rows, one in zip(who, parts, asked, said, strict=True):
+            for at, part, rows, one in zip(who, parts, batch, predictions, strict=True):
                 alone.prefill(texts[at])
                 wanted = alone.predict(part).logits[len(part) - rows.wanted :]
                 np.testing.assert_array_equal(one.logits, wanted)
@@ -182,10 +182,10 @@ def sorted_by_prompt(answers: Iterable[Answer | None]) -> list[Answer]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("most", [1, 2, 30])
 def test_answers_are_those_of_the_model(target: str, most: int, temperature: float) -> None:
-    asked = RequestOptions(max_new_tokens=most, temperature=temperature)
-    said = sorted_by_prompt(side_by_side(target, PROMPTS, asked))
-    assert said == sorted_by_prompt(alone(target, PROMPTS, asked))
-    assert {answer.temperature for answer in said} == {temperature}
+    options = RequestOptions(max_new_tokens=most, temperature=temperature)
+    answers = sorted_by_prompt(side_by_side(target, PROMPTS, options))
+    assert answers == sorted_by_prompt(alone(target, PROMPTS, options))
+    assert {answer.temperature for answer in answers} == {temperature}
 
 
 def test_a_drafter_is_no_target(tmp_path: Path) -> None:
@@ -198,6 +198,6 @@ def test_other_graphs_answer_one_after_the_other(tmp_path: Path) -> None:
     source = tiny_gguf("llama", "Q8_0").write(tmp_path / "m.gguf")
     export_model(source, tmp_path / "p", options=ExportOptions(weights="portable"))
     prompts = [Prompt("bad", "c", ("\ud800",)), *PROMPTS, Prompt("long", "c", ("w " * 5000,))]
-    said = side_by_side(str(tmp_path / "p"), prompts, RequestOptions(max_new_tokens=5))
-    assert [answer.prompt for answer in said if answer is not None] == [p.turns[0] for p in PROMPTS]
-    assert len(said) == len(prompts)
+    answers = side_by_side(str(tmp_path / "p"), prompts, RequestOptions(max_new_tokens=5))
+    assert [answer.prompt for answer in answers if answer is not None] == [p.turns[0] for p in PROMPTS]
+    assert len(answers) == len(prompts)

@@ -109,18 +109,18 @@ def test_keys_that_8_bits_would_drown_have_16(tmp_path: Path, monkeypatch: pytes
     kind, bias = model.tensors["blk.0.attn_k.bias"]
     model.tensors["blk.0.attn_k.bias"] = kind, bias + 200 * (np.arange(bias.size) == 3).astype(np.float32)
     source = model.write(tmp_path / "m.gguf")
-    found = {}
+    losses = {}
     for step in (0.25, np.inf):
         monkeypatch.setattr(static_export, "_LARGEST_STEP", step)
         report = export_model(source, tmp_path / f"{step}", options=QNN)
         manifest = Bundle(tmp_path / f"{step}").manifest
         wide = tuple(tensor.input for tensor in manifest.kept if tensor.type == "uint16")
-        found[wide] = report["static"]["kl"]
+        losses[wide] = report["static"]["kl"]
         session = open_static(Bundle(tmp_path / f"{step}"), ON_CPU)
         session.prefill([1, 2, 3])
         assert session.kv_bytes == 64 * manifest.kv_bytes_per_token
     key = ("past_key_values.0.key",)
-    assert found.keys() == {key, ()} and found[key] < 0.5 * found[()]
+    assert losses.keys() == {key, ()} and losses[key] < 0.5 * losses[()]
 
 
 @given(st.floats(-1e4, 1e4), st.floats(0, 1e4), st.sampled_from([np.uint8, np.uint16]))

@@ -175,8 +175,8 @@ def test_the_catalogues_templates_are_as_before(name: str) -> None:
         source = checkpoint.chat_templates().get("default")
     if source is None:
         pytest.skip("a model without a template")
-    said = {"system": "Be é.", "user": " a\n<|im_end|> ", "assistant": "b"}
-    messages = [{"role": role, "content": text} for role, text in said.items()]
+    texts = {"system": "Be é.", "user": " a\n<|im_end|> ", "assistant": "b"}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
     messages.append({"role": "user", "content": "c"})
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     facts = {"tools": None, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}

@@ -113,8 +113,8 @@ def test_conversations_keep_thoughts_by_the_templates_rules() -> None:
     with scripted(QWEN3) as model:
         talk = model.conversation()
         first = talk.ask("1 + 2?")
-        said = {"role": "assistant", "content": "Three.", "reasoning_content": "One and two. One and two."}
-        assert talk.messages[-1] == first.message == said
+        message = {"role": "assistant", "content": "Three.", "reasoning_content": "One and two. One and two."}
+        assert talk.messages[-1] == first.message == message
         second = talk.ask("Sure?")
         assert second.stats.cached_tokens >= first.stats.prompt_tokens  # all before what the template drops
         assert second.tokens == model.chat([*talk.messages[:2], {"role": "user", "content": "Sure?"}]).tokens

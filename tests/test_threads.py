@@ -93,14 +93,14 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
 
     session = Logged()
     with toy_model(session) as model, ThreadPoolExecutor(len(prompts)) as pool:
-        asked = []
+        futures = []
         for count, prompt in enumerate(prompts):
-            asked.append(pool.submit(model.generate, prompt, max_new_tokens=NEW))
+            futures.append(pool.submit(model.generate, prompt, max_new_tokens=NEW))
             if count == 0:
                 session.arrived.acquire()
             until(lambda count=count: waiting(model) == count)  # type: ignore[misc]
         session.open()
-        results = [future.result(60) for future in asked]
+        results = [future.result(60) for future in futures]
         assert [result.tokens for result in results] == [expected[prompt] for prompt in prompts]
         whole = [model.tokenize(prompt) for prompt in prompts]
         assert [tokens for tokens in read if tokens in whole] == whole

@@ -78,7 +78,7 @@ def test_tiles_follow_each_other_along_the_inputs(name: str) -> None:
 def test_the_layout_of_a_tile(name: str, data: st.DataObject) -> None:
     """Code by code, as ``layout.h`` says it."""
     raw = random_blocks(np.random.default_rng(data.draw(SEEDS)), name, LANES, FORMATS[name].inputs)
-    said = fields(GGMLType[name], raw)
+    parts = fields(GGMLType[name], raw)
     tile = pack(name, raw)
     low, high = LINES[name]
     blocks = FORMATS[name].inputs // 32
@@ -91,19 +91,19 @@ def test_the_layout_of_a_tile(name: str, data: st.DataObject) -> None:
                 line = start + (block * lines + group // per_line) * 64
                 byte = int(tile[line + 4 * lane + at % 4])
                 code |= (byte >> group % per_line * lines & (1 << lines) - 1) << shift
-        assert code == said.codes[lane, 32 * block + at]
+        assert code == parts.codes[lane, 32 * block + at]
     check_numbers(name, tile[blocks * (low + high) * 64 :], raw)
 
 
 def check_numbers(name: str, rest: U8, raw: U8) -> None:
     """What follows the lines of a tile."""
-    said = fields(GGMLType[name], raw)
+    parts = fields(GGMLType[name], raw)
     wanted: list[npt.NDArray[np.generic]] = []
     if name == "Q2_K":
         wanted.append(raw[:, 0, :16].T)
     else:
-        wanted += [each[:, 0].T for each in (said.scales, said.minimums) if each is not None]
-    wanted += [each[:, 0] for each in (said.factors, said.minimum_factors) if each is not None]
+        wanted += [each[:, 0].T for each in (parts.scales, parts.minimums) if each is not None]
+    wanted += [each[:, 0] for each in (parts.factors, parts.minimum_factors) if each is not None]
     assert rest.tobytes() == b"".join(each.tobytes() for each in wanted)
 
 

@@ -105,11 +105,11 @@ def test_every_token_is_found_by_its_bytes(kind: str) -> None:
     tok = tokenizer(kind)
     for id_ in range(tok.vocab_size):
         data = tok.token_bytes(id_)
-        found = tok.id_of_bytes(data)
+        match = tok.id_of_bytes(data)
         if data and not tok.is_special(id_):
-            assert found is not None and tok.token_bytes(found) == data
+            assert match is not None and tok.token_bytes(match) == data
         else:
-            assert found is None or not tok.is_special(found)
+            assert match is None or not tok.is_special(match)
     ids = list(range(tok.vocab_size))
     assert tok.ends(ids) == [len(tok.bytes_of(ids[: n + 1])) for n in ids] and tok.ends([]) == []
 

@@ -126,8 +126,8 @@ def test_it_is_taught_in_its_own_vocabulary_with_its_own_end(
                 assert examples == []
                 continue
             [example] = examples
-            asked, answer = example.tokens[: example.start], example.tokens[example.start :]
-            assert asked == tuple(theirs.encode(prompt))
+            question, answer = example.tokens[: example.start], example.tokens[example.start :]
+            assert question == tuple(theirs.encode(prompt))
             if result.finish_reason == "stop" and end is not None:
                 assert answer[-1] == end
                 answer = answer[:-1]

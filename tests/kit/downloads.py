@@ -115,12 +115,12 @@ def _handler_of(hub: Hub) -> type[Handler]:
             if hub.silent:
                 hub.over.wait()
                 return
-            path, asked = unquote(urlsplit(self.path).path), self.headers.get("Range")
+            path, range_ = unquote(urlsplit(self.path).path), self.headers.get("Range")
             body, start = hub.answer(path), 0
             status = 404 if body is None and hub.status == 200 else hub.status
             body = body or b""
-            if status == 200 and asked is not None and hub.resumes:
-                start, status = int(asked.removeprefix("bytes=").rstrip("-")), 206
+            if status == 200 and range_ is not None and hub.resumes:
+                start, status = int(range_.removeprefix("bytes=").rstrip("-")), 206
             self.send_response(status)
             if status == 206:
                 self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")

@@ -306,9 +306,9 @@ class Running:
             "present.0.key",
             "present.0.value",
         ]
-        *found, self.cache[0], self.cache[1] = self.session.run(names, feeds)
+        *outputs, self.cache[0], self.cache[1] = self.session.run(names, feeds)
         self.length += len(ids)
-        return [each[0] for each in found]
+        return [each[0] for each in outputs]
 
 
 EIGHT = Quantization(bits=8)

@@ -46,14 +46,14 @@ _KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16}
 @lru_cache
 def sets() -> tuple[str, ...]:
     """The sets of instructions that this processor has, ``plain`` first."""
-    found = []
+    names = []
     for name in cpu.INSTRUCTIONS:
         try:
             cpu.register_operators(ort.SessionOptions(), name)
         except DeviceError:
             continue
-        found.append(name)
-    return tuple(sorted(found, key=lambda name: name != "plain"))
+        names.append(name)
+    return tuple(sorted(names, key=lambda name: name != "plain"))
 
 
 def graph(
@@ -151,8 +151,8 @@ class Estimate:
         assert got.shape == self.value.shape, what
         excess = np.abs(got - self.value) - self.error
         worst = np.unravel_index(np.argmax(excess), excess.shape)
-        said = f"{what} {worst}: {got[worst]}, not {self.value[worst]} +- {self.error[worst]}"
-        assert excess.max() <= 0, said
+        difference = f"{what} {worst}: {got[worst]}, not {self.value[worst]} +- {self.error[worst]}"
+        assert excess.max() <= 0, difference
 
 
 def rounded(x: F32 | F64) -> tuple[F64, F64]:

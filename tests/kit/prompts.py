@@ -140,7 +140,7 @@ def write_until_killed(folder: Path, kind: str, seed: int) -> None:
 
 def kill_writers(folder: Path, kills: int, kind: str) -> str:
     """Kill ``kills`` processes, two at a time; how much was found since, and what they left."""
-    rng, found = random.Random(0), 0
+    rng, hits = random.Random(0), 0
     for round_ in range(0, kills, 2):
         running = [_started(folder, kind, round_), _started(folder, kind, round_ + 1)]
         for process in running:
@@ -148,9 +148,9 @@ def kill_writers(folder: Path, kills: int, kind: str) -> str:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
         for number in range(12):
-            found += REQUESTS[kind][0](folder, text(number, 600), 2**40) // BLOCK
+            hits += REQUESTS[kind][0](folder, text(number, 600), 2**40) // BLOCK
     left = sum(block.path.name.startswith(".") for block in stored(folder))
-    return f"{kills} kills, {found} blocks found since, {left} temporary files left"
+    return f"{kills} kills, {hits} blocks found since, {left} temporary files left"
 
 
 def _started(folder: Path, kind: str, seed: int) -> int:

@@ -143,10 +143,12 @@ def allowed(*errors: type[EdgespecError], name: str = "") -> Iterator[None]:
     try:
         yield
     except errors as error:
-        said = str(error)
+        message = str(error)
         assert type(error) in errors, f"{type(error).__name__} is not documented here"
-        assert not UNPRINTABLE.search(said), "a message that would command a terminal, or cannot be printed"
-        assert name in said and len(said) < 5_000, said[:300]
+        assert not UNPRINTABLE.search(message), (
+            "a message that would command a terminal, or cannot be printed"
+        )
+        assert name in message and len(message) < 5_000, message[:300]
 
 
 def gguf(folder: Path) -> Reader:

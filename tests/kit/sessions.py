@@ -130,9 +130,9 @@ def alike(
             tokens = tokens[:fresh]
         is_possible = step != "forward" or one.length + number <= one.model.longest
         if is_possible and (step != "keep" or fresh):  # prompts are read in pieces of other sizes
-            found, expected = (_ask(session, step, tokens) for session in (one, other))
-            assert found.shape == expected.shape and found.dtype == np.float32
-            np.testing.assert_allclose(found, expected, atol=near * float(np.abs(expected).max(initial=0.0)))
+            actual, expected = (_ask(session, step, tokens) for session in (one, other))
+            assert actual.shape == expected.shape and actual.dtype == np.float32
+            np.testing.assert_allclose(actual, expected, atol=near * float(np.abs(expected).max(initial=0.0)))
         assert one.length == other.length
         fresh = {"forward": number, "keep": len(tokens)}.get(step, 0) if is_possible else 0
 

@@ -227,10 +227,10 @@ class ToySession(Session):
 
     def pass_over(self, rows: Sequence[Rows]) -> list[Predictions]:
         """A pass over rows of sessions of the model."""
-        said = [row.session.predict(row.tokens).logits for row in rows]
+        outputs = [row.session.predict(row.tokens).logits for row in rows]
         self.passes[-len(rows) :] = [sum(self.passes[-len(rows) :])]  # which were one
         return [
-            Predictions(logits[len(logits) - row.wanted :]) for logits, row in zip(said, rows, strict=True)
+            Predictions(logits[len(logits) - row.wanted :]) for logits, row in zip(outputs, rows, strict=True)
         ]
 
     def forward(self, tokens: Sequence[int]) -> F32:
@@ -281,9 +281,9 @@ def decode(
         one.propose()
         alone(lambda: one.drafter_rows, one.take_drafter, clock)
         rows, began = one.rows(target.model.piece), clock()
-        (said,) = target.model.predict_together([rows])
+        (outputs,) = target.model.predict_together([rows])
         passed = clock() - began
-        step = one.take(said, Passed(len(rows.tokens), passed, passed))
+        step = one.take(outputs, Passed(len(rows.tokens), passed, passed))
         if step is not None:
             yield step
 
