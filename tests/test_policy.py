@@ -107,29 +107,30 @@ class TestGuard:
             guard.observe_source("history", Step((1, 2, 3, 9), draft, accepted=3))
         assert not guard.allows
 
-    @given(
-        st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 3.0)), max_size=200),
-        st.sampled_from([1.0, 0.25]),
-        st.booleans(),
-    )
-    @example([(1, 1.05)] * 101, 1.0, True)
-    @example([(1, 1.5), (4, 1.5)] * 100, 1.0, False)
-    @example([(1, 99.0), *[(1, 1.5)] * 11], 1.0, False)  # nothing from before a pause counts after it
-    def test_drafting_pauses_where_the_stake_is_lost_and_nowhere_else(
-        self, rounds: list[tuple[int, float]], token_s: float, fast: bool
-    ) -> None:
-        """Losses are counted in what this machine decodes plainly, however fast it drafted before."""
-        pricing = Pricing(CostCurve({1: token_s}))
-        for _ in range(100 * fast):
-            pricing.observe_round(4, token_s)
-        guard, lost, won = Guard(pricing), 0.0, 0.0
-        for committed, tokens in rounds:
-            guard.observe(committed, tokens * token_s)
-            lost, won = max(0.0, lost + tokens - committed), won + committed - tokens
-            if abs(lost - 5.0) > 1e-9:
-                assert guard.allows == (lost < 5.0)
-            if _paused(guard) or won >= 5.0:
-                lost = won = 0.0
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 3.0)), max_size=200),
+    st.sampled_from([1.0, 0.25]),
+    st.booleans(),
+)
+@example([(1, 1.05)] * 101, 1.0, True)
+@example([(1, 1.5), (4, 1.5)] * 100, 1.0, False)
+@example([(1, 99.0), *[(1, 1.5)] * 11], 1.0, False)  # nothing from before a pause counts after it
+def test_drafting_pauses_where_the_stake_is_lost_and_nowhere_else(
+    rounds: list[tuple[int, float]], token_s: float, fast: bool
+) -> None:
+    """Losses are counted in what this machine decodes plainly, however fast it drafted before."""
+    pricing = Pricing(CostCurve({1: token_s}))
+    for _ in range(100 * fast):
+        pricing.observe_round(4, token_s)
+    guard, lost, won = Guard(pricing), 0.0, 0.0
+    for committed, tokens in rounds:
+        guard.observe(committed, tokens * token_s)
+        lost, won = max(0.0, lost + tokens - committed), won + committed - tokens
+        if abs(lost - 5.0) > 1e-9:
+            assert guard.allows == (lost < 5.0)
+        if _paused(guard) or won >= 5.0:
+            lost = won = 0.0
 
 
 class TestPolicy:
