@@ -107,6 +107,36 @@ class TestGuard:
             guard.observe_source("history", Step((1, 2, 3, 9), draft, accepted=3))
         assert not guard.allows
 
+    def test_a_reason_is_of_the_losing_rounds_alone(self) -> None:
+        guard = Guard(Pricing(CostCurve({1: 0.25})))
+        for _ in range(3):
+            guard.observe(8, 0.25)
+        for _ in range(6):
+            guard.observe(1, 0.5)
+        assert (
+            not guard.allows
+            and guard.reason == "rounds with drafts ran at 0.50 times the speed of plain decoding"
+        )
+
+    def test_a_source_rests_for_rounds_and_pays_for_rows_behind_others(self) -> None:
+        """Here the first two rows cost nothing, and the others as much as a pass."""
+        guard = Guard(Pricing(CostCurve({1: 1.0, 3: 1.0, 4: 2.0, 5: 3.0})))
+        behind = Draft((1, 2, 3, 4), ("model", "model", "history", "history"), (0.5,) * 4)
+        ahead = Draft((1, 2), ("history", "history"), (0.5,) * 2)
+        for _ in range(50):
+            guard.observe_source("history", Step((9,), ahead, accepted=0))
+        assert guard.allows
+        for _ in range(2):
+            guard.observe_source("history", Step((1, 2, 9), behind, accepted=2))
+        assert guard.allows
+        guard.observe_source("history", Step((1, 2, 9), behind, accepted=2))
+        assert not guard.allows
+        for _ in range(15):
+            guard.observe_source("history", Step((9,), Draft((1,), ("model",), (0.5,)), accepted=0))
+        assert not guard.allows
+        guard.observe_source("history", Step((9,), Draft((1,), ("model",), (0.5,)), accepted=0))
+        assert guard.allows
+
 
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 3.0)), max_size=200),

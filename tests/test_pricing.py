@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edgespec.drafting.pricing import Pricing
-from edgespec_runtimes.cost import CostCurve
+from edgespec_runtimes.cost import CostCurve, ExpertCosts
 
 FLAT = CostCurve({1: 0.010, 2: 0.011, 4: 0.012, 8: 0.014})
 """A memory-bound target: more rows cost next to nothing."""
@@ -217,3 +217,93 @@ def test_each_request_of_a_pass_has_a_context() -> None:
     pricing = Pricing(CostCurve({1: 1.0, 8: 1.0}, True, 0.001, 0.0001))
     pricing.sequences, pricing.context = 3, 100
     assert pricing.pass_seconds(5) == pytest.approx(1.0 + 3 * 0.1 + 5 * 0.01)
+
+
+MIXTURE = ExpertCosts(read_s=1e-5, used=384, overlap=0.3)
+EXPERTS = CostCurve({1: 0.010, 2: 0.013, 4: 0.018, 8: 0.026}, experts=MIXTURE)
+
+
+def _report(pricing: Pricing, rows: int, overlap: float, source: str) -> float:
+    """Report a pass whose rows overlap so much, and return its seconds."""
+    experts = round(MIXTURE.expected(rows, overlap))
+    seconds = EXPERTS.seconds(rows) + MIXTURE.read_s * (experts - MIXTURE.expected(rows))
+    pricing.observe_pass(rows, seconds, experts, source)
+    return seconds
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8])
+@pytest.mark.parametrize(("copied", "guessed"), [(0.8, 0.4), (0.35, 0.6)])
+def test_the_rows_of_each_source_have_the_price_of_their_experts(
+    rows: int, copied: float, guessed: float
+) -> None:
+    pricing = Pricing(EXPERTS)
+    for _ in range(150):
+        of_ngrams = _report(pricing, rows, copied, "ngram")
+        of_model = _report(pricing, rows, guessed, "model")
+    assert pricing.pass_seconds(rows, "ngram") == pytest.approx(of_ngrams, rel=2e-3)
+    assert pricing.pass_seconds(rows, "model") == pytest.approx(of_model, rel=2e-3)
+    between = pricing.pass_seconds(rows, "another")  # whose rows nobody has seen: as the late ones of all
+    assert min(of_ngrams, of_model) < between < max(of_ngrams, of_model)
+    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=1e-2)  # the machine is as fast as before
+    cheap, dear = ("ngram", "model") if copied > guessed else ("model", "ngram")
+    assert pricing.keep([0.5] * 7, cheap)[1] > pricing.keep([0.5] * 7, dear)[1]
+    chance = pricing.rate * (pricing.rows_seconds(1, 1, cheap) + pricing.rows_seconds(1, 1, dear)) / 2
+    assert pricing.pays(chance, 2, 0.0, source=cheap) and not pricing.pays(chance, 2, 0.0, source=dear)
+
+
+def test_a_single_row_and_a_pass_without_a_count_say_nothing_of_overlap() -> None:
+    pricing, before = Pricing(EXPERTS), Pricing(EXPERTS)
+    for _ in range(20):
+        pricing.observe_pass(1, EXPERTS.seconds(1), 384, "ngram")
+        pricing.observe_pass(4, before.pass_seconds(4), 0, "ngram")
+    assert pricing.pass_seconds(4, "ngram") == pytest.approx(before.pass_seconds(4))
+    dense = Pricing(FLAT)
+    dense.observe_pass(4, FLAT.seconds(4), 700, "ngram")
+    assert dense.pass_seconds(4) == FLAT.seconds(4)
+
+
+@pytest.mark.parametrize("curve", [FLAT, EXPERTS], ids=["dense", "experts"])
+def test_requests_that_share_a_pass_report_it_together(curve: CostCurve) -> None:
+    alone, shared = Pricing(curve), Pricing(curve)
+    shared.sequences = 4
+    for _ in range(20):
+        alone.observe_pass(8, 0.030, 900, "ngram")
+        for _ in range(4):
+            shared.observe_pass(8, 0.030, 900, "ngram")
+    shared.sequences = 1
+    assert shared.pass_seconds(8, "ngram") == pytest.approx(alone.pass_seconds(8, "ngram"), rel=0.02)
+    assert shared.pass_seconds(1) == pytest.approx(alone.pass_seconds(1), rel=0.02)
+
+
+@given(curves, probabilities, st.floats(0.0, 0.2))
+def test_time_of_drafting_counts_where_a_draft_is_still_to_be_made(
+    curve: CostCurve, confidence: list[float], token_s: float
+) -> None:
+    pricing = Pricing(curve)
+    every = [
+        _surplus(pricing, confidence, count) - pricing.rate * token_s * count
+        for count in range(len(confidence) + 1)
+    ]
+    count, surplus = pricing.keep(confidence, drafting_s=lambda count: token_s * count)
+    assert surplus == pytest.approx(max(every), abs=1e-9)
+    assert every[count] == pytest.approx(max(every), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("row_s", "rows", "piece"),
+    [
+        (2**-7, 1, 8),
+        (2**-7, 7, 8),
+        (2**-7, 8, 16),
+        (2**-7, 31, 32),
+        (2**-7, 32, 64),
+        (2**-7, 900, 128),
+        (0, 1, 128),
+    ],
+)
+def test_a_piece_of_a_prompt_takes_a_pass_to_three_times_its_time(
+    row_s: float, rows: int, piece: int
+) -> None:
+    """Here a row takes the same wherever it is, or nothing; so a piece is twice the answers' rows at most."""
+    pricing = Pricing(CostCurve({1: row_s or 0.01, 2048: 2048 * row_s or 0.01}))
+    assert pricing.piece(rows) == piece
