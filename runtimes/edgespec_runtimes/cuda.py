@@ -37,7 +37,7 @@ from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 
 _PREFILL_CHUNK = 512  # passes of many rows unpack all weights first, so there should be few
-_GROWTH = 4096  # tokens, at most, by which a cache grows beyond what is wanted
+_GROWTH = 4096  # tokens; a cache grows beyond what is wanted by this many at most
 _CAPTURED = 16  # tokens; longer passes are of prompts, and keep the GPU busy for longer
 _TOTAL = "total_sequence_length"
 _Array = npt.NDArray[Any]
