@@ -223,8 +223,9 @@ class Manifest:
                     "update edgespec, or export the model again to another directory"
                 )
             made_of = value.get("provenance") if isinstance(value, dict) else None
-            named = str(made_of.get("source")) if isinstance(made_of, dict) else ""
-            source = named if _PLAIN.fullmatch(named) else "SOURCE"  # for people who paste the command
+            source = made_of.get("source") if isinstance(made_of, dict) else None
+            if not isinstance(source, str) or not _PLAIN.fullmatch(source):  # people paste the command
+                source = "SOURCE"
             raise BundleError(
                 f"{where} is not of {own}; export the model again: edgespec export {source} -o "
                 f"{where.parent} --overwrite"
