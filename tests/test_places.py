@@ -66,6 +66,21 @@ def test_what_appears_at_the_place_of_an_export_stays(tmp_path: Path, kind: str,
     assert (beside(out) / MANIFEST).read_text() == "bundle" and str(beside(out)) in str(caught.value)
 
 
+def test_what_appears_between_the_check_and_the_move_stays(tmp_path: Path) -> None:
+    out, checks = tmp_path / "out", list[bool]()
+
+    def check() -> None:
+        checks.append(out.exists())
+        if len(checks) == 2:
+            out.mkdir()
+            (out / "thesis.txt").write_text("mine")
+
+    with pytest.raises(StorageError, match=r"complete in .*out-"), staging.staging(out, check) as folder:
+        (folder / MANIFEST).write_text("bundle")
+    assert checks == [False, False] and (out / "thesis.txt").read_text() == "mine"
+    assert (beside(out) / MANIFEST).is_file()
+
+
 def test_the_second_of_two_exports_to_a_place_is_kept_beside_the_first(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(RequestError, match=r"exists; choose .* The new export is complete in"):

@@ -84,7 +84,7 @@ class Gate:
         if name in self._names:
             return True
         try:
-            address = (ipaddress.IPv6Address if parts["six"] else ipaddress.IPv4Address)(name)
+            address = ipaddress.ip_address(name)
         except ValueError:
             return False
         return address.is_loopback or self._any_address  # an address cannot be made to point elsewhere

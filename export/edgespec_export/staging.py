@@ -114,9 +114,10 @@ def _parents(out: Path) -> Iterator[None]:
 
 
 def _place(folder: Path, out: Path, check: Callable[[], None]) -> None:
+    is_free = not out.exists()
     try:
         check()
-        if not out.exists():
+        if is_free:  # what appears now is not checked; a folder moves to no place with content
             move(folder, out)
             return
         old = folder.with_name(folder.name + _OLD)

@@ -203,11 +203,12 @@ def move(source: Path, to: Path) -> None:
 
 def sync(folder: Path) -> None:
     """Wait until all files below ``folder``, and their names, are on the disk."""
+    mode = "r+b" if sys.platform == "win32" else "rb"  # Windows syncs no file that is open for reading
     for path in folder.rglob("*"):
         if path.is_dir():
             sync_names(path)
         else:
-            with path.open("r+b") as file:  # Windows syncs no file that is open for reading
+            with path.open(mode) as file:
                 os.fsync(file.fileno())
     sync_names(folder)
 
