@@ -152,7 +152,7 @@ def test_files_outside_are_refused(folder: Path, name: str) -> None:
 
 
 DAMAGE: dict[str, Edit] = {
-    "other version": lambda m: m.update(format_version=99),
+    "other version": lambda m: m.update(format_version=4),
     "no version": lambda m: m.pop("format_version"),
     "no config": lambda m: m.pop("config"),
     "unknown fact": lambda m: m["config"].update(colour=1),
@@ -183,7 +183,24 @@ def test_a_wrong_manifest_is_one_clear_error(folder: Path, name: str) -> None:
     with pytest.raises(BundleError, match=r"edgespec\.json.*export the model again") as caught:
         Bundle(folder)
     if "version" in name:
-        assert f"again: edgespec export SOURCE -o {folder} --over" in str(caught.value)
+        assert f"again: edgespec export random -o {folder} --over" in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["a; rm -rf b", "$(b)", "-o", "", None, 3])
+def test_a_source_that_a_shell_would_read_otherwise_is_not_in_the_command(
+    folder: Path, source: object
+) -> None:
+    edit_manifest(folder, lambda m: m.update(format_version=4, provenance={"source": source}))
+    with pytest.raises(BundleError, match="edgespec export SOURCE -o"):
+        Bundle(folder)
+
+
+def test_a_bundle_of_a_newer_version_is_said_to_be_one(folder: Path) -> None:
+    """And no command is given that would overwrite it."""
+    edit_manifest(folder, lambda m: m.update(format_version=99))
+    with pytest.raises(BundleError, match=r"was made by a newer edgespec: .* update edgespec") as caught:
+        Bundle(folder)
+    assert "--overwrite" not in str(caught.value)
 
 
 WHERE = Path("somewhere", MANIFEST)

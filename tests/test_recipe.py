@@ -14,7 +14,6 @@ from unittest import mock
 import onnx_ir as ir
 import pytest
 
-from edgespec.loading import first_use
 from edgespec.loading.opening import open_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.plan import plan_decoder
@@ -95,7 +94,7 @@ def test_a_device_that_settles_formats_takes_no_weights(source: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    denied = mock.patch.object(first_use, "FileLock", side_effect=PermissionError("read-only"))
+    denied = mock.patch("filelock.FileLock.acquire", side_effect=PermissionError("read-only"))
     with denied, pytest.raises(StorageError, match=r"cannot write .*home.*: read-only"):
         open_model(source, "target")
     monkeypatch.setenv("EDGESPEC_HOME", str(source))

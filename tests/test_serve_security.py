@@ -34,7 +34,17 @@ def url(model: ServedModel) -> Iterator[str]:
         yield url
 
 
-FOREIGN = ("evil.example:8642", "127.0.0.1.evil.example", "localhost.evil.example", "", "10.0.0.9")
+FOREIGN = (
+    *("evil.example:8642", "127.0.0.1.evil.example", "localhost.evil.example", "", "10.0.0.9"),
+    *(
+        "[::1]evil.example",
+        "[127.0.0.1]",
+        "[localhost]",
+        "127.0.0.1:80:evil.example",
+        "localhost:evil.example",
+    ),
+    *("localhost@evil.example", "evil.example,localhost", "[::1", "::1", "localhost:123456"),
+)
 OWN = ("localhost", "LOCALHOST:1", "127.0.0.1", "127.1.2.3:80", "[::1]:9", "box.lan:80")
 
 
@@ -58,6 +68,29 @@ def answered(url: str, data: bytes) -> bytes:
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as connection:
         connection.sendall(data)
         return connection.recv(4096)[9:12]
+
+
+@pytest.mark.parametrize("second", ["https://evil.example", "https://app.example"])
+def test_two_origins_are_refused_whatever_they_are(url: str, second: str) -> None:
+    heads = f"Origin: {url}\r\nOrigin: {second}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+    assert answered(url, POST.replace(b"localhost", urlsplit(url).netloc.encode()) + heads) == b"403"
+
+
+def test_headers_of_proxies_change_nothing(url: str) -> None:
+    """A page could send them, and none of them is asked for."""
+    origin = url.replace("http:", "https:")
+    reply = ask(url, CHAT, question(), headers={"Origin": origin, "X-Forwarded-Proto": "https"})
+    assert (reply.status, reply.json["error"]["code"]) == (403, "origin_not_allowed")
+
+
+def test_a_body_has_one_length(url: str) -> None:
+    """A proxy before the server might read the other one, and take the rest for a request."""
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as connection:
+        connection.sendall(POST + both)
+        data = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert data[9:12] == b"400" and b"not both" in data
 
 
 def test_several_names_in_one_request_and_none_are_refused(url: str) -> None:

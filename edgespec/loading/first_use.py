@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from filelock import FileLock
-
 from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.config import DecoderShape
@@ -24,7 +22,7 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import Checked, one_of
-from edgespec_models.storage import bundles_dir, is_file, model_name, writing
+from edgespec_models.storage import alone, bundles_dir, is_file, model_name, writing
 
 _RECIPE_MARK = "-r"
 _LONGEST_NAME = 120
@@ -254,7 +252,7 @@ def _export(
     lock = folder.with_name(f".{folder.name}.lock")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    with writing(folder), FileLock(lock):  # another process may be making it
+    with writing(folder), alone(lock, f"exporting {name}", _LOG.warning):
         bundle = open_cached(folder)
         if bundle is None:
             export_model(source, folder, options=options, progress=_naming(progress, name))

@@ -25,7 +25,7 @@ import psutil
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
-from edgespec_models.storage import measurements_dir, write_text
+from edgespec_models.storage import measurements_dir, read_text, write_text
 from edgespec_runtimes.cost import CostCurve, ExpertCosts
 from edgespec_runtimes.cpu import CpuOptions, default_threads, library_digest
 from edgespec_runtimes.ort import ort
@@ -85,9 +85,7 @@ def recall(conditions: Conditions) -> Measurement | None:
     """The measurement under these conditions; None if there is none."""
     path = conditions.path
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ValueError("too large")
-        return _parsed(json.loads(path.read_text(encoding="utf-8")), conditions)
+        return _parsed(json.loads(read_text(path, most=_LARGEST_FILE)), conditions)
     except FileNotFoundError:
         return None
     except (OSError, AttributeError, KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:

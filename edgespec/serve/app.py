@@ -116,7 +116,9 @@ class App:
                 allow_headers=["*"],  # there are no cookies, so a page needs the key like any client
             ),
         ]
-        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        asgi = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        asgi.state.arriving = {}  # of read_body
+        return asgi
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [*map(self._described, self.models.names)]})

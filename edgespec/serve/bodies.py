@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
@@ -28,6 +29,8 @@ _EFFORTS: Mapping[str, bool | int | Literal["high"]] = {"none": False, "minimal"
 _THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort")
 _MOST = 2**31 - 1  # tokens
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, perhaps of whole ones
+_TOGETHER = 8  # requests of the greatest size whose bodies may arrive at once
+_MOST_TEXTS = 1 << 15  # of a request
 _LARGE = 64 << 10  # bytes of a body; smaller ones are read at once, whatever waits for threads
 _ASIDE = re.compile(
     r"user|store|betas?|prediction|priority|service_tier|inference_geo|id_slot|stream_options"
@@ -301,19 +304,33 @@ async def read_body(cls: type[T], request: Request, options: ServeOptions) -> T:
         raise Problem(415, f"the Content-Type is {kind!r:.80}; send application/json", headers=_CLOSE)
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise Problem(415, f"the body is compressed ({coding!r:.80}); send it as it is", headers=_CLOSE)
+    arrival, arriving = asyncio.timeout(options.body_timeout_s), request.app.state.arriving
     try:
-        async with asyncio.timeout(options.body_timeout_s):
-            data = await _read(request, options.max_request_bytes)
+        async with arrival:
+            data = await _read(request, options.max_request_bytes, arrival, arriving)
+        if len(data) < _LARGE:
+            return parse(cls, _json(data))
+        return await asyncio.to_thread(lambda: parse(cls, _json(data)))
     except TimeoutError:
         raise Problem(
-            408, f"the request did not arrive within {options.body_timeout_s:g} s", headers=_CLOSE
+            408,
+            f"the request did not arrive within {options.body_timeout_s:g} s, or had to make room for newer "
+            "ones",
+            headers=_CLOSE,
         ) from None
-    if len(data) < _LARGE:
-        return parse(cls, _json(data))
-    return await asyncio.to_thread(lambda: parse(cls, _json(data)))
+    finally:
+        arriving.pop(arrival, None)
 
 
-def _json(data: bytes) -> dict[str, Any]:
+def _json(data: bytearray) -> dict[str, Any]:
+    texts = (data.count(b'"') - data.count(b'\\"')) // 2
+    if texts > _MOST_TEXTS:  # each takes time, above all in a chat template
+        raise Problem(
+            413,
+            f"the request has {texts:,} texts, names of fields included; allowed: {_MOST_TEXTS:,}. Send "
+            "fewer messages or tools",
+            "request_too_large",
+        )
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
         unread = _unread(value) if _HALVES.search(data) else ""
@@ -339,7 +356,13 @@ def parse(cls: type[T], body: Mapping[str, Any], where: str = "the request") -> 
     return read(cls, values, where, RequestError, "docs/options.md and docs/server.md list the fields")
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(
+    request: Request, limit: int, arrival: asyncio.Timeout, arriving: dict[asyncio.Timeout, int]
+) -> bytearray:
+    """The bytes of a body.
+
+    ``arriving`` has the bytes of all bodies that are not parsed yet. Beyond their bound the oldest ones end.
+    """
     length = request.headers.get("content-length", "0")
     data = bytearray()
     if length.isdecimal() and int(length[:20]) <= limit:
@@ -347,8 +370,14 @@ async def _read(request: Request, limit: int) -> bytes:
             data += chunk
             if len(data) > limit:
                 break
+            arriving[arrival] = len(data)
+            for oldest in [*arriving] if sum(arriving.values()) > _TOGETHER * limit else ():
+                with suppress(RuntimeError):  # it is whole, or ends already
+                    oldest.reschedule(0)
+                    arriving[oldest] = 0
+                    break
         else:
-            return bytes(data)
+            return data
     raise Problem(
         413,
         f"the request is longer than {limit:,} bytes; send less, or start the server with more "

@@ -19,6 +19,7 @@ from edgespec.serve.problems import Problem
 SCRIPTS = ("page.js", "answer.js", "figures.js", "store.js", "wire.js")
 OPEN_PATHS = frozenset({"/", "/page.css", "/health", *(f"/{name}" for name in SCRIPTS)})
 """Paths that need no key: they tell nothing of the model, and the page asks for the key."""
+_HOST = re.compile(r"(?a:(\[(?P<six>[\da-fA-F]*:[\da-fA-F:.]+)\]|(?P<name>[^\s\[\]:/@]+))(:\d{0,5})?)")
 
 
 class Gate:
@@ -53,7 +54,13 @@ class Gate:
                 "it with --allow-host NAME",
                 "host_not_allowed",
             )
-        origin = headers.get("origin")
+        if "transfer-encoding" in headers and "content-length" in headers:  # proxies might see two requests
+            close = {"Connection": "close"}
+            raise Problem(400, "send either Content-Length or Transfer-Encoding, not both", headers=close)
+        origins = headers.getlist("origin")
+        if len(origins) > 1:
+            raise Problem(403, f"there are {len(origins)} headers Origin; send one", "origin_not_allowed")
+        origin = origins[0] if origins else None
         own = f"{scope['scheme']}://{hosts[0]}"
         if origin is not None and origin.lower() != own.lower() and not self._origins.fullmatch(origin):
             raise Problem(
@@ -70,7 +77,10 @@ class Gate:
             self._check_key(headers.get("authorization", bearer))
 
     def _may_be_called(self, host: str) -> bool:
-        name = _without_port(host).lower()
+        parts = _HOST.fullmatch(host)
+        if parts is None:
+            return False
+        name = (parts["six"] or parts["name"]).lower()
         if name in self._names:
             return True
         try:
@@ -99,9 +109,3 @@ def readable(problem: Problem, scope: Scope, options: ServeOptions) -> JSONRespo
     if re.fullmatch(origin_pattern(options.allow_origins), origin):
         response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
     return response
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

@@ -4,15 +4,21 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from edgespec.serve.app import App
+from edgespec.serve.connections import Connection, Limits
 
 _LOG = logging.getLogger("edgespec.serve")
+_BACKLOG = 256  # connections that the system holds until they are accepted
+_IDLE_S = 75  # seconds for which clients may reuse a connection
 _MARGIN_S = 5.0  # seconds for sending answers that were ended
 
 
@@ -25,8 +31,17 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: App, ready: Callable[["Server"], None]) -> None:
+        self._limits = Limits(app.options.body_timeout_s)
+        protocol: Any = partial(Connection, self._limits)
         config = uvicorn.Config(
             app.asgi,
+            http=protocol,
+            ws="none",
+            proxy_headers=False,  # any page could send them
+            # asyncio accepts so many connections in a row, and reports each for which there is no handle
+            backlog=_BACKLOG if sys.platform == "win32" else 1,
+            timeout_keep_alive=_IDLE_S,
+            headers=[("Keep-Alive", f"timeout={_IDLE_S}")],
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -39,6 +54,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
         await super().startup(sockets=sockets)
+        on_error = partial(self._limits.on_error, cast(Any, self.server_state.connections))
+        asyncio.get_running_loop().set_exception_handler(on_error)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
         self._ready(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,6 +1,7 @@
 """From a checkpoint to a bundle: the request is checked, the bundle is built and put in its place."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -42,14 +43,17 @@ def export_model(
         ParityError: the export computes something else than the source.
         BundleError: ONNX Runtime cannot load the graphs, or they cannot roll back.
         RequestError: an option is out of range, options exclude each other, a head has no target or a wrong
-            one, or ``out`` exists.
-        StorageError: the disk is full, or ``out`` cannot be written.
+            one, or ``out`` exists. If it appeared during the export, the message says where the bundle is.
+        StorageError: the disk is full, or ``out`` cannot be written or replaced.
         DeviceError: a chip is named, and its compiler is missing or refuses a graph.
     """
     options = options or ExportOptions()
-    _check_request(source, out, options)
+    _check_request(options)
     started = perf_counter()
-    with writing(out), staging(out) as folder, naming(source):
+    check = partial(
+        check_place, source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file
+    )
+    with writing(out), staging(out, check) as folder, naming(source):
         if options.device in (None, "cuda"):
             from edgespec_export.graph_bundle import build_bundle as build
         else:
@@ -57,7 +61,7 @@ def export_model(
         return build(source, folder, options, progress, started)
 
 
-def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
+def _check_request(options: ExportOptions) -> None:
     """Refuse impossible requests before the export takes minutes."""
     contradiction = next(_contradictions(options), None)
     if contradiction is not None:
@@ -66,7 +70,6 @@ def _check_request(source: Path, out: Path, options: ExportOptions) -> None:
         from edgespec_export.devices.device_bundle import compiler_for
 
         compiler_for(find_chip(options.chip))
-    check_place(source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file)
 
 
 def _contradictions(options: ExportOptions) -> Iterator[str]:

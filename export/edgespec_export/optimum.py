@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -54,13 +55,14 @@ def export_with_optimum(
         StorageError: the disk is full, or ``out`` cannot be written.
     """
     started = perf_counter()
-    check_place(source, out, overwrite=overwrite, replaceable=lambda: is_model(out))
+    check = partial(check_place, source, out, overwrite=overwrite, replaceable=lambda: is_model(out))
+    check()
     if not (source / HF_CONFIG).is_file():
         raise ModelFileError(f"{source} lacks {HF_CONFIG}; Optimum exports Hugging Face directories")
     place = shutil.which(program)
     if place is None:
         raise EdgespecError(f"there is no program {program!r}. {_RECIPE}")
-    with writing(out), staging(out) as folder:
+    with writing(out), staging(out, check) as folder:
         progress(Progress("Exporting with Optimum", 0, 1, "model"))
         _run([place, "export", "onnx", "--model", str(source.resolve()), "--task", _TASK, str(folder)])
         progress(Progress("Exporting with Optimum", 1, 1, "model"))

@@ -10,8 +10,8 @@ from secrets import token_hex
 from stat import S_IMODE, S_ISDIR
 
 from edgespec_export.journal import DATA_FILE, JOURNAL
-from edgespec_models.errors import ModelFileError, RequestError
-from edgespec_models.storage import leftovers, move, own_name
+from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, StorageError
+from edgespec_models.storage import leftovers, move, own_name, sync, sync_names
 
 _OLD = "-old"
 _LOG = logging.getLogger("edgespec")
@@ -48,13 +48,16 @@ def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callab
 
 
 @contextmanager
-def staging(out: Path) -> Iterator[Path]:
+def staging(out: Path, check: Callable[[], None]) -> Iterator[Path]:
     """A private folder beside ``out`` to build in, which moves to ``out`` at the end.
 
-    An existing directory is replaced. After an error nothing is left, nor are new parents of ``out``, unless
-    other files came into them. A stopped or killed export leaves its weights, if they have a
+    ``check`` raises RequestError if ``out`` may not be made or replaced. It is called again at the end,
+    because an export takes minutes. If ``out`` may not or cannot be replaced then, the complete folder stays
+    beside it, and the error names it. After another error nothing is left, nor are new parents of ``out``,
+    unless other files came into them. A stopped or killed export leaves its weights, if they have a
     :class:`Journal`, to the next one for ``out``.
     """
+    check()
     with _parents(out):
         prefix = f".{out.name}.partial-"
         folder = out.with_name(f"{own_name(prefix)}{token_hex(4)}")
@@ -72,7 +75,9 @@ def staging(out: Path) -> Iterator[Path]:
             yield folder
             (folder / JOURNAL).unlink(missing_ok=True)
             folder.chmod(narrowed)
-            _place(folder, out)
+            sync(folder)
+            _place(folder, out, check)
+            sync_names(out.parent)
         except (KeyboardInterrupt, SystemExit):
             if (folder / JOURNAL).is_file():
                 left = out.with_name(f"{stopped}{token_hex(4)}")
@@ -108,8 +113,13 @@ def _parents(out: Path) -> Iterator[None]:
                 parent.rmdir()
 
 
-def _place(folder: Path, out: Path) -> None:
-    if out.exists():
+def _place(folder: Path, out: Path, check: Callable[[], None]) -> None:
+    is_free = not out.exists()
+    try:
+        check()
+        if is_free:  # what appears now is not checked; a folder moves to no place with content
+            move(folder, out)
+            return
         old = folder.with_name(folder.name + _OLD)
         move(out, old)
         try:
@@ -118,5 +128,10 @@ def _place(folder: Path, out: Path) -> None:
             move(old, out)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    else:
-        move(folder, out)
+    except (EdgespecError, OSError) as error:  # Windows replaces nothing that a program has open
+        beside = out.with_name(f"{out.name}-{token_hex(4)}")
+        move(folder, beside)
+        is_refused = isinstance(error, EdgespecError)
+        why = error if is_refused else f"cannot replace {out}: {error}; end the programs that use it"
+        text = f"{why}. The new export is complete in {beside}: use it there, or rename it"
+        raise (RequestError if is_refused else StorageError)(text) from error

@@ -21,6 +21,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as hints_of
 
+from edgespec_models import storage
 from edgespec_models.errors import EdgespecError, RequestError
 
 T = TypeVar("T")
@@ -101,9 +102,9 @@ def read(cls: type[T], value: object, where: str, error: type[EdgespecError], re
 
 
 def read_text(path: Path, error: type[EdgespecError], remedy: str, *, encoding: str = "utf-8") -> str:
-    """The text of a file. Raises ``error`` if it cannot be read."""
+    """The text of an ordinary file of at most 256 MiB. Raises ``error`` if it cannot be read."""
     try:
-        return path.read_text(encoding=encoding)
+        return storage.read_text(path, encoding, 256 << 20)
     except (OSError, UnicodeDecodeError) as failed:
         raise error(f"cannot read {path}: {failed}. {remedy}.") from failed
 

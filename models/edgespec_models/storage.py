@@ -10,12 +10,14 @@ import os
 import platform
 import re
 import secrets
+import stat
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -72,6 +74,27 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def read_bytes(path: Path, most: int = 256 << 20) -> bytes:
+    """The content of an ordinary file of at most ``most`` bytes, for files that are read whole.
+
+    Folders of strangers may have links to devices and pipes, which wait for ever or never end.
+
+    Raises:
+        OSError: it cannot be read, is larger, or is no ordinary file.
+    """
+    facts = path.stat()  # before it is opened, because opening a pipe waits
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    if facts.st_size > most:
+        raise OSError(errno.EFBIG, f"it is larger than {size(most)}", str(path))
+    return path.read_bytes()
+
+
+def read_text(path: Path, encoding: str = "utf-8", most: int = 64 << 20) -> str:
+    """The text of such a file, whose lines end with ``\\n``; UnicodeDecodeError in another encoding."""
+    return TextIOWrapper(BytesIO(read_bytes(path, most)), encoding).read()
+
+
 def expanded(path: str | Path) -> Path:
     """``path``, with ``~`` or ``~name`` replaced by the user's folder; RequestError without that user."""
     try:
@@ -102,7 +125,7 @@ def model_name(folder: Path) -> str:
 def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of ``path`` when all is written and on the disk.
 
-    Without ``synced`` it need not be on the disk yet, so a machine that fails may leave anything there.
+    Without ``synced`` neither need be on the disk yet, so a machine that fails may leave anything there.
     Leftovers of killed programs in the folder are deleted.
 
     Raises:
@@ -126,6 +149,8 @@ def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if synced:
+        sync_names(folder)
 
 
 def check_writable(path: Path) -> None:
@@ -176,6 +201,45 @@ def move(source: Path, to: Path) -> None:
     source.replace(to)
 
 
+def sync(folder: Path) -> None:
+    """Wait until all files below ``folder``, and their names, are on the disk."""
+    mode = "r+b" if sys.platform == "win32" else "rb"  # Windows syncs no file that is open for reading
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_names(path)
+        else:
+            with path.open(mode) as file:
+                os.fsync(file.fileno())
+    sync_names(folder)
+
+
+def sync_names(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk. Windows and some file systems cannot do this."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def alone(lock: Path, doing: str, notify: Callable[[str], None]) -> Iterator[None]:
+    """Hold the file ``lock``, and tell of another process that is ``doing`` the same while waiting for it."""
+    import filelock
+
+    held = filelock.FileLock(lock)
+    try:
+        held.acquire(timeout=0)
+    except filelock.Timeout:
+        notify(f"another process is {doing}; waiting for it")
+        held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
+
+
 def own_name(prefix: str, pid: int | None = None) -> str:
     """The beginning of names of temporary files of this process, or of another one of this machine."""
     return f"{prefix}{os.getpid() if pid is None else pid}@{_machine()}-"
@@ -199,4 +263,12 @@ def leftovers(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 def _machine() -> str:
-    return f"{zlib.crc32(platform.node().encode()):08x}"
+    """A mark of the machine within which numbers name processes.
+
+    Containers may have their host's name and numbers of their own, by which Linux tells them apart.
+    """
+    try:
+        numbers = Path("/proc/self/ns/pid").readlink()
+    except OSError:  # of another system
+        numbers = Path()
+    return f"{zlib.crc32(f'{platform.node()}{numbers}'.encode()):08x}"

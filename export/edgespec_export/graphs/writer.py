@@ -98,8 +98,6 @@ def write_graph(
             if journal is not None:
                 journal.add(whole(matrix))
         file.truncate(size)
-        file.flush()
-        os.fsync(file.fileno())
     ir.save(model, folder / GRAPH)
     return model, bytes_by_class(parameters, tied=plan.tied)
 

@@ -23,6 +23,7 @@ from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import Progress, ProgressCallback
+from edgespec_models.storage import read_text
 from edgespec_models.text.tokenizer import SpecialTokens
 
 _HASH_CHUNK = 1 << 24
@@ -248,7 +249,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 def _recorded(path: Path) -> str | None:
     """The digest beside a file, in sha256sum's form; None without one."""
     try:
-        words = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8").split()
+        words = read_text(path.with_name(f"{path.name}.sha256")).split()
     except (OSError, UnicodeDecodeError):
         return None
     return words[0] if words[1:] == [path.name] and len(words[0]) == 64 else None

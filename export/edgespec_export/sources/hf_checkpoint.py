@@ -24,7 +24,7 @@ from edgespec_models.errors import ModelFileError, RequestError, UnsupportedMode
 from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import Tensor
-from edgespec_models.storage import is_file, model_name
+from edgespec_models.storage import is_file, model_name, read_text
 
 CONFIG = "config.json"
 _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
@@ -193,7 +193,7 @@ class HFCheckpoint(Checkpoint):
         if modes != {"pooling_mode_lasttoken"} and pooling.value("pooling_mode") != "lasttoken":
             return None
         try:
-            modules = json.loads(where.read_text(encoding="utf-8")) if where.is_file() else []
+            modules = json.loads(read_text(where)) if where.is_file() else []
             kinds = {module["type"].rpartition(".")[2] for module in modules}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ModelFileError(f"cannot read {where}: {error!r}. Download or copy it again.") from error

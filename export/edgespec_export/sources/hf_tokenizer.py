@@ -18,6 +18,7 @@ from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedMo
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.impostors import refuse_impostor
 from edgespec_models.schema import read_text
+from edgespec_models.storage import read_bytes
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_models.text.tokenizer_files import TokenizerFiles
 
@@ -130,7 +131,7 @@ def _read(path: Path) -> Any:
     refuse_impostor(path)
     model = sentencepiece_model_pb2.ModelProto()
     try:
-        model.ParseFromString(path.read_bytes())
+        model.ParseFromString(read_bytes(path))
     except (OSError, DecodeError) as error:
         raise ModelFileError(f"cannot read {path}: {error}. Download or copy it again.") from error
     if not model.pieces:

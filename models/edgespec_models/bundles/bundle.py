@@ -15,6 +15,7 @@ Nothing in a bundle is executed but the graph; the chat template runs in Jinja's
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib import format as npy
 
+from edgespec_models import storage
 from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind, StaticGraphs
 from edgespec_models.errors import BundleError, naming
 from edgespec_models.schema import length, matching, parse, read, read_text, shown, within
-from edgespec_models.storage import is_file
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
@@ -55,6 +56,7 @@ _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 _EXPERTS = "experts"
 _DIGEST = "sha256"
+_PLAIN = re.compile(r"[\w.+][\w.+-]*", re.ASCII)
 
 
 def _marks(sources: Mapping[str, str]) -> frozenset[str]:
@@ -212,10 +214,21 @@ class Manifest:
     @classmethod
     def from_json(cls, value: Any, where: Path) -> "Manifest":
         """Read :meth:`to_json`'s form; BundleError for another version, and missing or wrong fields."""
-        if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+        version = value.get("format_version") if isinstance(value, dict) else None
+        if version != FORMAT_VERSION:
+            own = f"bundle format {FORMAT_VERSION}, which this version of edgespec reads"
+            if isinstance(version, int) and version > FORMAT_VERSION:
+                raise BundleError(
+                    f"{where} was made by a newer edgespec: it is of bundle format {version}, not of {own}; "
+                    "update edgespec, or export the model again to another directory"
+                )
+            made_of = value.get("provenance") if isinstance(value, dict) else None
+            source = made_of.get("source") if isinstance(made_of, dict) else None
+            if not isinstance(source, str) or not _PLAIN.fullmatch(source):  # people paste the command
+                source = "SOURCE"
             raise BundleError(
-                f"{where} is not of bundle format {FORMAT_VERSION}, which this version of edgespec reads; "
-                f"export the model again: edgespec export SOURCE -o {where.parent} --overwrite"
+                f"{where} is not of {own}; export the model again: edgespec export {source} -o "
+                f"{where.parent} --overwrite"
             )
         facts = read(ModelConfig, value.get("config"), f"{where}, config", BundleError, AGAIN)
         fields = {key: field for key, field in value.items() if key not in ("format_version", _DIGEST)}
@@ -234,7 +247,7 @@ class Bundle:
         self.path = path
         where = path / MANIFEST
         try:
-            value = json.loads(where.read_text(encoding="utf-8"))
+            value = json.loads(storage.read_text(where))
         except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path} is not a bundle: cannot read {MANIFEST} ({error})") from error
         self.manifest = Manifest.from_json(value, where)
@@ -253,7 +266,7 @@ class Bundle:
         if name in ("", "..") or name != Path(name).name:
             raise BundleError(f"{self.path / MANIFEST} names a file outside the bundle: {name!r}")
         file = self.path / name
-        if not is_file(file):
+        if not storage.is_file(file):
             raise BundleError(f"{self.path} lacks {name}; export the model again")
         size = file.stat().st_size
         if size != record.size_bytes:
@@ -350,7 +363,7 @@ class Bundle:
         return {
             name: read_text(path, BundleError, "Export the model again")
             for name, path in paths.items()
-            if path.name not in besides and is_file(path)
+            if path.name not in besides and storage.is_file(path)
         }
 
     def _compile(self, sources: Mapping[str, str], where: Path) -> "ChatTemplate":

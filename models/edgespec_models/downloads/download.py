@@ -14,10 +14,10 @@ from edgespec_models.downloads.catalog import CatalogueEntry, HubFile, Source, e
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.downloads.hub_http import fetch_hub
 from edgespec_models.downloads.index import fetch_index
-from edgespec_models.downloads.job import Job, alone, file_errors, length
+from edgespec_models.downloads.job import Job, file_errors, length
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.storage import models_dir, replacing
+from edgespec_models.storage import models_dir, read_text, replacing
 
 
 def model_path(entry: CatalogueEntry) -> Path:
@@ -29,7 +29,7 @@ def is_pulled(entry: CatalogueEntry) -> bool:
     """Whether the file is in place, with the right size and a record of the right digest."""
     path = model_path(entry)
     try:
-        recorded = _record(path).read_text(encoding="utf-8").split(maxsplit=1)[:1]
+        recorded = read_text(_record(path)).split(maxsplit=1)[:1]
     except (OSError, UnicodeDecodeError):
         return False
     return recorded == [entry.sha256] and length(path) == entry.size_bytes
@@ -76,7 +76,7 @@ def pull(
         return job.path
     with file_errors(job.path.parent):
         job.path.parent.mkdir(parents=True, exist_ok=True)
-        with alone(job):
+        with job.alone():
             # Another process may have pulled it meanwhile; or the user put the file there.
             if not is_pulled(entry) and not _certify(job):
                 _fetch(job, entry.sources)

@@ -18,12 +18,12 @@ from urllib.parse import quote
 
 from edgespec_models.downloads.catalog import HubFile, hub_names
 from edgespec_models.downloads.hub_http import fetch_hub, read_hub
-from edgespec_models.downloads.job import Job, alone, file_errors, length, require_space
+from edgespec_models.downloads.job import Job, file_errors, length, require_space
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import part_names
 from edgespec_models.progress import ProgressCallback, ignore_progress
-from edgespec_models.storage import home, replacing
+from edgespec_models.storage import home, read_text, replacing
 from edgespec_models.text.template_files import AS_JSON, BESIDE
 
 PREFIX = "hf:"
@@ -103,7 +103,7 @@ def on_hub(text: str) -> HubReference | None:
 def pulled_hub(reference: HubReference) -> Path | None:
     """The place of the model if an earlier pull completed it and its files exist. Uses no network."""
     try:
-        record = json.loads(reference.record.read_text(encoding="utf-8"))
+        record = json.loads(read_text(reference.record))
         snapshot, sizes = reference.folder / "snapshots" / record["commit"], dict(record["sizes"])
         complete = bool(sizes) and all(length(snapshot / name) == size for name, size in sizes.items())
         return reference.place(record["commit"]) if complete else None
@@ -133,7 +133,7 @@ def pull_hub(
     with file_errors(reference.folder):
         reference.record.parent.mkdir(parents=True, exist_ok=True)
         listing = _read_listing(reference, job)
-        with alone(job):
+        with job.alone():
             sizes = {name: listing.files[name].size_bytes for name in _fetch_all(reference, listing, check)}
             record = {"commit": listing.commit, "sizes": sizes}
             with replacing(reference.record) as file:

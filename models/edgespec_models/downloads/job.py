@@ -4,13 +4,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec_models.errors import DownloadError
 from edgespec_models.progress import Progress, ProgressCallback
-from edgespec_models.storage import move
+from edgespec_models.storage import alone, move
 
 CHUNK_BYTES = 1 << 20
 
@@ -41,6 +41,11 @@ class Job:
     def parts(self) -> Path:
         """A folder for wheels on their way into the unfinished file."""
         return self.path.with_name(f"{self.path.name}.parts")
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Hold the lock of this file, waiting for another process that is pulling it."""
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        return alone(lock, f"pulling {self.name}", self.notify)
 
     def tidy(self) -> None:
         """Delete gathered bytes, once the file is in place."""
@@ -91,23 +96,6 @@ def length(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-@contextmanager
-def alone(job: Job) -> Iterator[None]:
-    """Hold the lock of this file, waiting for another process that is pulling it."""
-    import filelock
-
-    lock = filelock.FileLock(job.path.with_name(f"{job.path.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        job.notify(f"another process is pulling {job.name}; waiting for it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

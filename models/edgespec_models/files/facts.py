@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from edgespec_models.errors import ModelFileError
 from edgespec_models.files.impostors import refuse_impostor
+from edgespec_models.storage import read_text
 
 T = TypeVar("T")
 _LARGEST = 1 << 53  # every whole number below is a float too
@@ -33,7 +34,7 @@ class Facts:
         """The object in a file, empty without the file; ModelFileError if it is no JSON object."""
         where = str(path)
         try:
-            values = json.loads(path.read_text(encoding="utf-8-sig"))
+            values = json.loads(read_text(path, "utf-8-sig"))
         except FileNotFoundError:
             return cls({}, where)
         except (OSError, ValueError, RecursionError) as error:

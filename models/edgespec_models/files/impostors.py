@@ -16,6 +16,8 @@ _KINDS = {
 def refuse_impostor(path: Path) -> None:
     """Raise ModelFileError if a file is a pointer of git-lfs or a web page; an unreadable file passes."""
     try:
+        if not path.is_file():  # opening a pipe would wait
+            return
         with path.open("rb") as file:
             start = file.read(_LONGEST)
     except OSError:

@@ -24,6 +24,7 @@ from typing import Annotated, Any, AnyStr
 
 from edgespec_models.errors import TokenizerError
 from edgespec_models.schema import within
+from edgespec_models.storage import read_bytes
 from edgespec_models.text.encoder import Encoder
 
 SPACE_SIGN = "\u2581"
@@ -98,7 +99,7 @@ class Tokenizer:
         ``vocab_size`` and more.
         """
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = read_bytes(path).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TokenizerError(f"Cannot read the tokenizer {path}: {error}") from error
         try:
