@@ -209,8 +209,8 @@ def _warn_of_rounding(report: Mapping[str, Any]) -> None:
         kept, now = report["bytes"]["source"], report["bytes"]["bundle"]
         changed = f"{1 - rounding['top1_agreement']:.1%} of the most likely tokens"
         note(
-            f"Rounding the weights again changed {changed} ({size(now)} instead of {size(kept)}). Without --bits "
-            "and --mixed the source's weights are kept.",
+            f"Rounding the weights again changed {changed} ({size(now)} instead of {size(kept)}). Without "
+            "--bits and --mixed the source's weights are kept.",
             style="yellow",
         )
 

@@ -73,7 +73,7 @@ def show_report(report: Mapping[str, Any], role: str) -> None:
         kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
         table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
     if rounding := report.get("rounding"):
-        table.add_row("rounded again", f"{_parity(rounding)} from the source's weights")
+        table.add_row("rounded again", f"{_parity(rounding)} as without --bits")
     if trim := report.get("trim"):
         table.add_row("LM head", f"{trim['rows']:,} of {trim['of']:,} rows: {_trim(trim)}")
     if static := report.get("static"):

@@ -188,7 +188,7 @@ def _weights_by_format(losses: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def _measure_rounding(
     source: Path, folder: Path, options: ExportOptions, kept: Tokens | None, progress: ProgressCallback
 ) -> dict[str, Any]:
-    """Compare the bundle with one that keeps the source's weights (:func:`.parity.compare`)."""
+    """Compare the bundle with one whose weights are not rounded again (:func:`.parity.compare`)."""
     with TemporaryDirectory(dir=folder) as place:
         exact = Path(place)
         _write(source, exact, replace(options, quantization=None), (kept, None), ignore_progress)
