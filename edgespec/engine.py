@@ -50,7 +50,8 @@ __all__ = ["LoadOptions"]
 Ready = Callable[[Bundle, Bundle | None], None]
 Files = Sequence[tuple[str, str]]
 DeviceName = Annotated[str, length(1, 200)]
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _naming_options(function: Callable[P, T]) -> Callable[P, T]:
