@@ -3,7 +3,8 @@
 Runs in an environment where edgespec is installed, away from the checkout, with an empty home and an empty
 folder for each page; models are pulled. Blocks below a comment ``<!-- not run: REASON -->`` are left out, and
 so are commands that name something of the reader's: a word in capitals, a file that is not there, a model on
-the hub, a device. ``edgespec serve`` is started, answers the page's code, and is ended. Prints each block with its seconds; exits with 1 if one failed.
+the hub, a device. ``edgespec serve`` is started, answers the page's code, and is ended. Prints each block
+with its seconds; exits with 1 if one failed.
 
 Usage, from the repository's root::
 
