@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import fields
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, Unpack
 
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
@@ -34,7 +35,7 @@ from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.ticket import Ticket
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
-from edgespec_models.progress import ProgressCallback, ignore_progress
+from edgespec_models.progress import ProgressCallback, ignore_progress, show_progress
 from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
@@ -49,8 +50,28 @@ __all__ = ["LoadOptions"]
 Ready = Callable[[Bundle, Bundle | None], None]
 Files = Sequence[tuple[str, str]]
 DeviceName = Annotated[str, length(1, 200)]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def _naming_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Have an error say where an option belongs that is given as an argument of ``function``."""
+    names = [field.name for field in fields(LoadOptions)]
+
+    @wraps(function)
+    def loading(*args: P.args, **kwargs: P.kwargs) -> T:
+        misplaced = [f"{name}={shown(kwargs[name])}" for name in names if name in kwargs]
+        if misplaced:
+            words = ", ".join(misplaced)
+            raise RequestError(
+                f"load() takes {words} as an option; write options=edgespec.LoadOptions({words})"
+            )
+        return function(*args, **kwargs)
+
+    return loading
+
+
+@_naming_options
 @checked
 def load(
     target: Reference,
@@ -58,7 +79,7 @@ def load(
     *,
     options: LoadOptions | None = None,
     history: Reference | None = None,
-    progress: ProgressCallback = ignore_progress,
+    progress: ProgressCallback | None = show_progress,
     device: DeviceName = AUTO,
     drafter_device: DeviceName = AUTO,
     ready: Ready = lambda target, drafter: None,
@@ -76,7 +97,8 @@ def load(
         options: threads and limits.
         history: the name or file of a history, in which answers are learned and from which they are drafted
             (:class:`edgespec.history.History`). With None nothing is learned.
-        progress: a function that is called during downloads and exports.
+        progress: a function that is called during downloads, exports and measurements. The default shows a
+            line on standard error if that is a terminal; None shows nothing.
         device: where the target runs: a name that :func:`edgespec.devices` lists, or ``npu``. A device that
             is missing, or does not fit the bundle, is an error. ``"auto"`` takes the device that the bundle
             was made for, or the CPU (:attr:`Model.placement` says why).
@@ -91,7 +113,7 @@ def load(
     Raises:
         EdgespecError: a model cannot be found, made or loaded.
     """
-    options = options or LoadOptions()
+    options, progress = options or LoadOptions(), progress or ignore_progress
     if history is not None:
         if drafter is None:
             raise RequestError(
@@ -118,7 +140,7 @@ def load(
         drafter_placement = placed(drafter_bundle, drafter_device)
     ready(target_bundle, drafter_bundle)
     cpu = room_for(target_bundle, drafter_bundle, options.cpu(low_priority=priority == "low"))
-    loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement))
+    loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement), progress=progress)
     own = drafter if isinstance(drafter, Drafter) else None
     model = Model(
         Runner(

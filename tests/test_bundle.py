@@ -245,12 +245,12 @@ REPORTS = ("", "{", "[" * 99_999, "[]", "3", '{"a": 1}', '{"parity": {}}', '{"pa
 def test_a_damaged_report_is_one_clear_error(folder: Path, text: str) -> None:
     add(folder, REPORT, text)
     with pytest.raises(BundleError, match=r"report\.json is (damaged|not JSON|no JSON object)"):
-        inspect(folder)
+        inspect(str(folder))
 
 
 def test_what_looks_like_markup_is_shown_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_manifest(folder, lambda m: m.update(name="[/red]", weights="[bold]", provenance={"source": "[/]"}))
-    inspect(folder)
+    inspect(str(folder))
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("[/red]", "[bold]", "[/]"))
 

@@ -102,3 +102,8 @@ def test_find_suggests_what_is_near_and_lists_all() -> None:
         find("SmolLM2-135M")
     with pytest.raises(CatalogueError, match="no model 'zzz' in the catalogue"):
         find("zzz")
+
+
+def test_a_name_of_the_hub_is_suggested_before_names_of_the_catalogue() -> None:
+    with pytest.raises(CatalogueError, match=r"Did you mean 'hf:Qwen/Qwen2\.5-0\.5B-Instruct'"):
+        find("Qwen/Qwen2.5-0.5B-Instruct")

@@ -50,9 +50,15 @@ def any_machine(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -
 
 
 def _costs(bundle: Bundle, curve: CostCurve = CURVE, bandwidth: float = 1e6) -> Costs:
-    options = CpuOptions()
     return Costs(
-        bundle=bundle, options=options, threads=2, curve=curve, remembered=False, bandwidth=bandwidth
+        bundle=bundle,
+        options=CpuOptions(),
+        threads=2,
+        curve=curve,
+        remembered=False,
+        bandwidth=bandwidth,
+        prompt_rate=300.0,
+        other_programs=0.0,
     )
 
 

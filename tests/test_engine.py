@@ -14,6 +14,7 @@ import edgespec
 from edgespec import Generation, LoadOptions, Model
 from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import CatalogueError, Closed, DoesNotFit, RequestError
+from edgespec_models.progress import Progress
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.session import Session
 from tests.kit.models import runner_of, side_of
@@ -235,3 +236,17 @@ def test_the_catalogue_is_asked_for_names_and_for_drafters(models: SimpleNamespa
     with edgespec.load(models.target, options=OPTIONS) as model:  # which it does not know
         assert (model.drafter_name, model.name) == ("ngram", "target")
         assert (model.drafter, model.drafter_step_s) == (None, None)
+
+
+def test_options_of_a_load_that_stand_in_the_wrong_place(models: SimpleNamespace) -> None:
+    misplaced: dict[str, Any] = {"threads": 2, "max_draft": 4}
+    says = r"options=edgespec.LoadOptions\(threads=2, max_draft=4\)"
+    with pytest.raises(RequestError, match=says):
+        edgespec.load(models.target, None, **misplaced)
+
+
+def test_a_load_tells_of_its_measurements(models: SimpleNamespace) -> None:
+    reports = list[Progress]()
+    edgespec.load(models.target, None, options=OPTIONS, progress=reports.append).close()
+    assert "Timing passes" in {report.stage for report in reports}
+    edgespec.load(models.target, None, options=OPTIONS, progress=None).close()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, select
+from edgespec.measuring.prompts import Prompt, builtin_prompts, load_prompts, named, select
 from edgespec_models.errors import RequestError
 
 GOOD = json.dumps({"id": "a", "category": "x", "turns": ["one\u2028line", "two"]}, ensure_ascii=False)
@@ -30,8 +30,9 @@ TURNS = "[]", '"t"', '["t", 2]'
     [
         ("", "holds no prompt"),
         (GOOD + "\n{", "line 2 is not JSON"),
-        ("[]", "a table with category, id, turns"),
-        ('{"id": 3, "category": "x", "turns": ["t"]}', "id is 3"),
+        ("[]", "a table with category, turns"),
+        ('{"id": 3.5, "category": "x", "turns": ["t"]}', "id is 3.5"),
+        ('{"category": "x", "turns": ["t"]}', "neither id nor question_id"),
         ('{"id": "a", "turns": ["t"]}', "category is missing"),
         *(
             (f'{{"id": "a", "category": "x", "turns": {turns}}}', "turns")
@@ -59,3 +60,17 @@ def test_a_limit_takes_from_every_category_in_turn_and_keeps_the_order() -> None
     assert len({prompt.category for prompt in select(builtin_prompts(), 6)}) == 6
     with pytest.raises(RequestError, match="limit is 0"):
         select(prompts, 0)
+
+
+def test_lines_of_spec_bench_are_read_and_selected(tmp_path: Path) -> None:
+    line = {"category": "writing", "turns": ["a"], "reference": []}
+    lines = [{"question_id": number, **line} for number in (81, 85, 9)]
+    prompts = load_prompts(write(tmp_path, "\n".join(map(json.dumps, lines))))
+    assert [prompt.id for prompt in prompts] == ["81", "85", "9"]
+    ids = tmp_path / "ids.txt"
+    ids.write_text("9\n81\n")
+    assert [prompt.id for prompt in named(prompts, ids)] == ["81", "9"]
+    for text, says in (("9\n7\n", "names 7; 1 of its 2 ids"), ("\n", "names no id")):
+        ids.write_text(text)
+        with pytest.raises(RequestError, match=says):
+            named(prompts, ids)

@@ -55,7 +55,12 @@ def test_a_bundle(tmp_path: Path, architecture: str) -> None:
     assert (manifest.weights, manifest.operators) == (choice.name, "edgespec")
     assert set(manifest.formats) == {"Q4_1", "Q8_0"}
     assert report["row_exact"]
+    assert not [file for file in (tmp_path / "out").iterdir() if file.is_dir()]  # of the comparison
+    coarse = report["rounding"]
     assert logits_error(model, tmp_path / "out") < 0.4  # random weights in 4 bits, through every layer
+    finer = exported(model, tmp_path, quantization=Quantization(bits=8), overwrite=True)["rounding"]
+    assert coarse["kl"] > 10 * finer["kl"] and finer["top1_agreement"] >= coarse["top1_agreement"]
+    assert exported(model, tmp_path, overwrite=True)["rounding"] is None
     exported(model, tmp_path, quantization=Quantization(bits=8), overwrite=True)
     assert logits_error(model, tmp_path / "out") < 0.06
 

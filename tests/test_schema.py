@@ -106,7 +106,7 @@ CALLS: Mapping[str, tuple[Callable[[], object], str]] = {
     "a name too long for a file": (lambda: edgespec.load("x" * 1000), "xxx.* name that 'edgespec models'"),
     "options that are a table": (lambda: edgespec.load("m", options={}), "options is {}"),  # type: ignore[arg-type]
     "a history": (lambda: edgespec.load("m", history=3), "history is 3"),  # type: ignore[arg-type]
-    "progress": (lambda: edgespec.load("m", progress=None), "progress is None"),  # type: ignore[arg-type]
+    "progress": (lambda: edgespec.load("m", progress=3), "progress is 3"),  # type: ignore[arg-type]
     "history": (lambda: History(None), "history is None"),  # type: ignore[arg-type]
     "a long name of a history": (lambda: History("/" + "x" * 4000), "cannot be opened"),
     "a file to import": (lambda: History("p").load("x"), "file is 'x'; allowed: a Path"),  # type: ignore[arg-type]

@@ -27,6 +27,9 @@ GATE: tuple[tuple[str, ...], ...] = (
     ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
 )
 """What has to pass before a change lands, in order."""
+_STEPS = ("Collecting", "  Downloading", "Building", "  Building", "Installing", "Successfully")
+_LONGEST = 100
+"""Of pip's lines, those that say what it does, cut at so many characters."""
 
 
 def set_up(extra: str) -> None:
@@ -35,8 +38,14 @@ def set_up(extra: str) -> None:
         print(f"Making a virtual environment in {VENV}", flush=True)
         venv.create(VENV, with_pip=True)
     wanted = f"[{extra}]" if extra else ""
-    print(f"Installing edgespec{wanted}", flush=True)
-    run((str(PYTHON), "-m", "pip", "install", "--quiet", "--editable", f".{wanted}"))
+    print(f"Installing edgespec{wanted}: pip fetches packages and compiles the kernels", flush=True)
+    command = (str(PYTHON), "-m", "pip", "install", "--editable", f".{wanted}")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace") as pip:
+        for line in pip.stdout or ():
+            if line.startswith(_STEPS):
+                print(f"  {line.strip()[:_LONGEST]}", flush=True)
+    if pip.returncode:
+        sys.exit(pip.returncode)
 
 
 def run(command: Sequence[str]) -> None:

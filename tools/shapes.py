@@ -1,7 +1,8 @@
 """GGUF files with the shapes of models that people run, and random weights in the mix of Q4_K_M.
 
 A pass takes as long as with the published weights; what the model writes has no meaning. Usage, from the
-repository's root: ``python -m tools.shapes NAME... --into FOLDER``. Then, for example, ``edgespec export
+repository's root: ``python -m tools.shapes NAME... --into FOLDER``, with the extra ``dev``, which has gguf
+and safetensors. Then, for example, ``edgespec export
 FOLDER/qwen3-4b.gguf -o BUNDLE`` and ``python -m tools.peers.passes --gguf FOLDER/qwen3-4b.gguf
 --bundle BUNDLE --peer llama.cpp=PEERS/llama.cpp/bin``. ``NAME.head`` is an EAGLE-3 head of that model, with
 32,000 tokens, ``NAME.dflash`` a DFlash head of it; of a Qwen3.5 ``NAME.mtp`` is the file ``mtp-NAME.gguf``

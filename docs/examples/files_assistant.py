@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import edgespec
@@ -68,8 +69,8 @@ def main() -> None:
     """Answer questions, a line each, until the input ends."""
     folder, name = Path(sys.argv[1]), [*sys.argv[2:], "qwen2.5-coder-1.5b-instruct"][0]
     known = paragraphs(folder)
-    print(f"{len(known)} paragraphs in {folder}. Ask something; an empty line ends.")
-    with edgespec.load(name) as model:
+    print(f"{len(known)} paragraphs in {folder}. Ask something; an empty line ends it.")
+    with edgespec.load(name) as model, suppress(EOFError):  # raised where the input ends
         while question := input("> ").strip():
             answer(question, known, model)
 

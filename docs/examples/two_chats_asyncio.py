@@ -1,7 +1,7 @@
 """Two conversations with one model in an event loop: python two_chats_asyncio.py [MODEL].
 
-The model answers in turn, first come, first served. While it writes, the loop is free for other tasks; a task
-that is cancelled, here because its time is up, ends its answer.
+The model answers both at once. While it writes, the loop is free for other tasks; a task that is cancelled,
+here because its time is up, ends its answer.
 """
 
 import asyncio

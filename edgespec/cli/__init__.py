@@ -31,8 +31,9 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "verify": "Check that speculation does not change the output.",
         "plan": "Show the memory and disk that models would take.",
         "devices": "List the devices for models here, and missing ones.",
-        "models": "List the models of the catalogue.",
+        "models": "List the models of the catalogue, and what they take on the disk.",
         "pull": "Download models of the catalogue.",
+        "rm": "Delete models from this machine.",
         "export": "Make a bundle from a checkpoint.",
         "align": "Train a drafter on its target's answers.",
         "history": "Show, export and delete what was learned.",
@@ -41,7 +42,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Name of each command -> its line in ``edgespec --help``, in the order shown."""
-_ELSEWHERE: Final = MappingProxyType({"demo": "bench", "pull": "models"})
+_ELSEWHERE: Final = MappingProxyType({"demo": "bench", "pull": "models", "rm": "models"})
 
 
 class _LazyGroup(TyperGroup):

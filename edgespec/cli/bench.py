@@ -1,6 +1,8 @@
 """``edgespec bench`` and ``edgespec demo``: how much faster is it on this machine?"""
 
 import json
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +46,7 @@ def bench(
     context: typer.Context,
     target: options.Target,
     prompts: options.PromptsFile = None,
+    select: options.Select = None,
     limit: options.Limit = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
@@ -69,10 +72,12 @@ def bench(
         edgespec bench qwen2.5-coder-1.5b-instruct --drafter smollm2-135m-instruct
 
         edgespec bench ./target --drafter ngram --prompts my.jsonl --limit 20 --report out.html
+
+        edgespec bench ./target --prompts question.jsonl --select ids.txt
     """
     from edgespec.measuring.bench import BenchOptions
 
-    chosen = options.prompts_to_run(prompts, limit)
+    chosen = options.prompts_to_run(prompts, limit, select)
     answers = BenchOptions(max_new_tokens=max_new_tokens, temperature=temperature, stop_at_eos=not ignore_eos)
     _run(context, chosen, answers, json_file, report)
 
@@ -112,13 +117,15 @@ def _run(
 ) -> None:
     """Measure until done or stopped, print the table, write the files."""
     from edgespec.measuring.bench import measure, summarize
+    from edgespec.measuring.other_programs import OtherPrograms, warning
     from edgespec_models.storage import check_writable
 
     for file in (json_file, report):
         if file is not None and file != Path("-"):
             check_writable(file)
-    pairs = []
+    pairs, others = [], OtherPrograms()
     with progress_bars() as progress, options.load_model(context, progress, **models) as model:
+        options.note_duration(model, 2 * len(prompts), answers.max_new_tokens)
         try:
             for pair in measure(model, prompts, answers, progress=progress):
                 pairs.append(pair)
@@ -126,9 +133,12 @@ def _run(
             if not pairs:
                 raise
         result = summarize(model, pairs, answers, complete=len(pairs) == len(prompts))
+    result["other_programs"] = others.share()
     if json_file != Path("-"):
         _show(result)
     _write(result, json_file, report)
+    if words := warning(result["other_programs"]):
+        note(words, style="yellow")
     if not result["complete"]:
         errors().print("interrupted")
         raise typer.Exit(130)
@@ -152,11 +162,22 @@ def _what_next() -> None:
     target, drafter = _DEMO["target"], _DEMO["drafter"]
     say("\nNext:")
     for command, purpose in (
-        (f"edgespec chat {target}", "talk with it"),
-        (f"edgespec bench {target} --drafter {drafter} --prompts FILE.jsonl", "measure your own prompts"),
-        (f"edgespec verify {target} --drafter {drafter}", "check that the output is the same"),
+        (f"chat {target}", "talk with it"),
+        (f"bench {target} --drafter {drafter} --prompts FILE.jsonl", "measure your own prompts"),
+        (f"verify {target} --drafter {drafter}", "check that the output is the same"),
     ):
-        say(f"  {command}\n      {purpose}")
+        say(f"  {_program()} {command}\n      {purpose}")
+
+
+def _program() -> str:
+    """This program as a user can type it here."""
+    program = Path(sys.argv[0])
+    if program.stem != "edgespec":  # as in python -m edgespec
+        return f"{sys.executable} -m edgespec"
+    on_path = shutil.which("edgespec")
+    if on_path is not None and Path(on_path).resolve() == program.resolve():
+        return "edgespec"
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -219,6 +240,7 @@ def _fact_table(result: Mapping[str, Any]) -> "Table":
     table.add_row(
         "weights read in plain decoding", f"{_figure(result['gigabytes_per_second']['plain'])} GB/s"
     )
+    table.add_row("prompts", f"{_figure(result['prompt_tokens_per_second'])} tokens/s")
     table.add_row("peak memory", size(result["peak_memory_bytes"]))
     return table
 

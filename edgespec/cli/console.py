@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
     from rich.table import Table
+
+
+_LINE_S = 15.0  # between two lines of a stage, where there is no terminal
 
 
 @cache
@@ -109,17 +113,22 @@ def amount(report: Progress) -> str:
 
 @contextmanager
 def progress_bars(*, leave: bool = True) -> Iterator[ProgressCallback]:
-    """A callback that draws one bar a stage; away from a terminal, a line as a stage begins.
+    """A callback that draws one bar a stage; away from a terminal it prints a line now and then.
 
     Without ``leave`` nothing of a bar stays behind.
     """
     if not errors().is_terminal:
-        begun = set[str]()
+        told = dict[str, float]()  # when a stage had its last line
 
         def tell(report: Progress) -> None:
-            if report.stage not in begun:
-                begun.add(report.stage)
+            now = monotonic()
+            if report.stage not in told:
                 note(report.stage)
+            elif now - told[report.stage] < _LINE_S:
+                return
+            else:
+                note(f"{report.stage}: {amount(report)}")
+            told[report.stage] = now
 
         yield tell
         return

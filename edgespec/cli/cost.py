@@ -71,6 +71,7 @@ def cost(
     from edgespec.loading.measurements import recall
     from edgespec.loading.opening import conditions_of, open_model
     from edgespec.measuring.costs import measure_costs
+    from edgespec.measuring.other_programs import warning
     from edgespec_models.storage import check_writable, write_text
     from edgespec_runtimes.cpu import CpuOptions
 
@@ -90,6 +91,8 @@ def cost(
         note(f"Kept for later loads: {conditions.path}")
     elif not result["confirmed"]:
         note("Other programs disturbed the times, which are not kept; close them and run this again.")
+    if words := warning(result["other_programs"]):
+        note(words, style="yellow")
     if report is not None:
         from edgespec.measuring.report import render_costs
 
@@ -110,6 +113,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "peak on paper."
     )
     say(_bounds(result))
+    say(f"A prompt is read at {result['prompt_tokens_per_second']:,.0f} tokens a second.")
     free = result["free_rows"]
     say(
         f"Up to {free} rows cost within a tenth of a single row; drafts of {free - 1} are free to check."

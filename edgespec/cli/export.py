@@ -1,5 +1,6 @@
 """``edgespec export``: makes a bundle of a checkpoint."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -11,6 +12,8 @@ from edgespec.cli.options import ChatTemplate, JsonFlag
 from edgespec_models.bundles.static_graphs import CHIPS
 from edgespec_models.errors import RequestError
 from edgespec_models.storage import size
+
+_MUCH_LOST = 0.02  # of the most likely tokens
 
 if TYPE_CHECKING:
     from edgespec_export.formats.quantization import Quantization
@@ -37,8 +40,8 @@ def export(
     weights: Annotated[
         Literal["exact", "portable"] | None,
         typer.Option(
-            help="exact keeps the file's blocks, for edgespec's kernels on CPUs; portable takes the nearest "
-            "formats of ONNX Runtime's operators. Default: exact."
+            help="exact keeps the file's blocks as they are, for edgespec's kernels on CPUs; portable rounds "
+            "them to the nearest formats of ONNX Runtime's operators. Default: exact."
         ),
     ] = None,
     trim_vocab: Annotated[
@@ -74,7 +77,8 @@ def export(
     bits: Annotated[
         Literal["4", "8"] | None,
         typer.Option(
-            help="Round all weights to this many bits. Not with --weights exact. Default: 4 with --mixed."
+            help="Round all weights again, to this many bits, which makes a file that is quantized already "
+            "worse; the export measures how much. Not with --weights exact. Default: 4 with --mixed."
         ),
     ] = None,
     mixed: Annotated[
@@ -194,7 +198,21 @@ def export(
         print_json({"path": str(out), **report})
         return
     say(f"{out}")
-    show_report(report)
+    show_report(report, options.role)
+    _warn_of_rounding(report)
+
+
+def _warn_of_rounding(report: Mapping[str, Any]) -> None:
+    """Warn where weights that were rounded again change many of the model's choices."""
+    rounding = report["rounding"]
+    if rounding is not None and 1 - rounding["top1_agreement"] >= _MUCH_LOST:
+        kept, now = report["bytes"]["source"], report["bytes"]["bundle"]
+        changed = f"{1 - rounding['top1_agreement']:.1%} of the most likely tokens"
+        note(
+            f"Rounding the weights again changed {changed} ({size(now)} instead of {size(kept)}). Without "
+            "--bits and --mixed the source's weights are kept.",
+            style="yellow",
+        )
 
 
 def _refuse_with_optimum(options: list[str]) -> None:

@@ -1,7 +1,6 @@
 """``edgespec inspect``: shows the facts that a bundle holds about itself."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,9 +19,11 @@ if TYPE_CHECKING:
 
 def inspect(
     bundle: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="BUNDLE", help="A bundle's directory, or one made for onnxruntime-genai or by Optimum."
+            metavar="BUNDLE",
+            help="A bundle's directory, one made for onnxruntime-genai or by Optimum, or a model that was "
+            "loaded before: a name, a GGUF file or a Hugging Face directory.",
         ),
     ],
     verify: Annotated[
@@ -36,24 +37,26 @@ def inspect(
 
         edgespec inspect ./target
 
-        edgespec inspect ./target --verify --json
+        edgespec inspect qwen2.5-coder-1.5b-instruct --verify --json
     """
+    from edgespec.loading.inventory import bundle_of
     from edgespec_models.bundles.bundle import REPORT
     from edgespec_models.bundles.foreign import open_bundle
 
-    opened = open_bundle(bundle, verify_digests=verify)
+    path = bundle_of(bundle)
+    opened = open_bundle(path, verify_digests=verify)
     if as_json:
         manifest = opened.manifest.to_json()
-        print_json({"path": str(bundle), "verified": verify, **opened.report(), "manifest": manifest})
+        print_json({"path": str(path), "verified": verify, **opened.report(), "manifest": manifest})
         return
     output().print(_facts(opened, verify), markup=False)  # names may look like markup
     try:
-        show_report(opened.report())
+        show_report(opened.report(), opened.manifest.role)
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise BundleError(f"{bundle / REPORT} is damaged ({error!r}); export the model again") from error
+        raise BundleError(f"{path / REPORT} is damaged ({error!r}); export the model again") from error
 
 
-def show_report(report: Mapping[str, Any]) -> None:
+def show_report(report: Mapping[str, Any], role: str) -> None:
     """Print an export's measurements: parity, the errors of formats, sizes, time and memory."""
     if not report:
         output().print("The bundle has no export report.")
@@ -69,13 +72,16 @@ def show_report(report: Mapping[str, Any]) -> None:
     for loss in report["weights"]:
         kept = "exact" if loss["relative_error"] == 0 else f"relative error {loss['relative_error']:.2%}"
         table.add_row(f"{loss['source']} weights", f"{loss['weights']:,} as {loss['format']}, {kept}")
+    if rounding := report.get("rounding"):
+        table.add_row("rounded again", f"{_parity(rounding)} as without --bits")
     if trim := report.get("trim"):
         table.add_row("LM head", f"{trim['rows']:,} of {trim['of']:,} rows: {_trim(trim)}")
     if static := report.get("static"):
         table.add_row("fixed shapes", f"{_parity(static)} from the model in float32")
     sizes = report["bytes"]
     table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
-    table.add_row("same bits for any rows", "yes" if report["row_exact"] else "no")
+    inexact = "no, and drafts need none" if role == "drafter" else "no: a near-tie may flip an answer"
+    table.add_row("same bits for any rows", "yes" if report["row_exact"] else inexact)
     memory = f"memory at most {size(report['peak_memory_bytes'])}"
     if "conversion_peak_memory_bytes" in report:  # reports of earlier exports lack it
         memory += f", {size(report['conversion_peak_memory_bytes'])} before the checks"

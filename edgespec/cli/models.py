@@ -1,18 +1,21 @@
-"""``edgespec models`` and ``edgespec pull``: the catalogue as a table, and models onto this machine."""
+"""``edgespec models``, ``pull`` and ``rm``: the catalogue, and models onto this machine and off it."""
 
+from collections import Counter
 from dataclasses import asdict
 from itertools import starmap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
+from edgespec.cli.console import done, figure_table, note, output, print_json, progress_bars, say
 from edgespec.cli.options import JsonFlag
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from edgespec.loading.inventory import Holding
     from edgespec_models.downloads.catalog import CatalogueEntry, HubName
     from edgespec_models.downloads.hub import HubReference
 
@@ -22,11 +25,92 @@ _DESCRIBED = (
 )
 
 
-def models(as_json: JsonFlag = False) -> None:
-    """List the models of the catalogue, and which of them are on this machine.
+_Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NAME...", help="Models of the catalogue or the hub, or files of your own."),
+]
 
-    Example: edgespec models
+
+def models(
+    names: _Names = None,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Delete what belongs to the names; 'edgespec rm' does the same.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the models of the catalogue, or what belongs to a name on this machine, and its size.
+
+    To a name belong its pulled file, the bundles that were made of it, and the prompts that are kept.
+
+    Examples:
+
+        edgespec models
+
+        edgespec models qwen2.5-coder-1.5b-instruct
+
+        edgespec models --remove qwen2.5-coder-1.5b-instruct
     """
+    if remove:
+        rm(names, as_json=as_json)
+    elif names:
+        _show_holdings(names, as_json)
+    else:
+        _show_catalogue(as_json)
+
+
+def rm(
+    names: _Names = None,
+    outdated: Annotated[
+        bool, typer.Option("--outdated", help="Delete all bundles that another version of edgespec made.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete models from this machine: pulled files, bundles made of them, and kept prompts.
+
+    A file that another name shares stays as long as that name has bundles. Files of your own stay; what was
+    made of them goes. 'edgespec models NAME' shows what would be deleted.
+
+    Examples:
+
+        edgespec rm qwen2.5-coder-1.5b-instruct
+
+        edgespec rm --outdated
+    """
+    from edgespec.loading import inventory
+
+    if not names and not outdated:
+        raise typer.BadParameter("name a model; 'edgespec models' lists them", param_hint="NAME...")
+    parts = [part for name in names or () for part in inventory.removable(name)]
+    parts += inventory.outdated() if outdated else []
+    inventory.remove(parts)
+    freed = sum(part.size_bytes for part in parts)
+    value = {"removed": [str(path) for part in parts for path in part.paths], "bytes": freed}
+    done(value, f"{size(freed)} freed: {_count(parts)}", as_json)
+
+
+def _count(parts: "Sequence[Holding]") -> str:
+    kinds = Counter(part.kind for part in parts)
+    plural = {"file": "files", "bundle": "bundles", "prompts": "folders of prompts"}
+    return ", ".join(f"{n} {plural[kind]}" for kind, n in kinds.items()) or "there was nothing to delete"
+
+
+def _show_holdings(names: "Sequence[str]", as_json: bool) -> None:
+    from edgespec.loading.inventory import holdings
+
+    # Names may share a part, which counts once.
+    parts = {part.paths: part for name in names for part in holdings(name)}.values()
+    total = sum(part.size_bytes for part in parts)
+    if as_json:
+        values = [asdict(part) | {"paths": [str(path) for path in part.paths]} for part in parts]
+        print_json({"holdings": values, "bytes": total})
+        return
+    for part in parts:
+        shared = f", also of {', '.join(part.shared_with)}" if part.shared_with else ""
+        say(f"{part.kind:8} {size(part.size_bytes):>9}  {part.paths[0]}{shared}")
+    say(f"{size(total)} in all")
+
+
+def _show_catalogue(as_json: bool) -> None:
     from edgespec_models.downloads.catalog import entries, hub_names
     from edgespec_models.downloads.download import is_pulled, pulled_place
 

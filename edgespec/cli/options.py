@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from edgespec.cli.console import note
 from edgespec_models.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
     from edgespec.measuring.prompts import Prompt
     from edgespec.requests.request import Effort, RequestOptions
+
+_MINUTE_S = 90.0
 
 Target = Annotated[
     str,
@@ -71,8 +74,14 @@ PromptsFile = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE.jsonl",
-        help="A file of prompts: each line is a JSON object with id, category and turns. Default: the "
-        "built-in prompts.",
+        help="A file of prompts: each line is a JSON object with id (or question_id, as Spec-Bench has it), "
+        "category and turns. Default: the built-in prompts.",
+    ),
+]
+Select = Annotated[
+    Path | None,
+    typer.Option(
+        "--select", metavar="FILE", help="A file with the ids of the prompts to take, one on each line."
     ),
 ]
 Limit = Annotated[
@@ -194,11 +203,19 @@ def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     return {"target": values["target"], "drafter": drafter, "options": LoadOptions(**limits), **places}
 
 
-def prompts_to_run(file: Path | None, limit: int | None) -> "tuple[Prompt, ...]":
-    """The prompts of ``file``, or the built-in ones; at most ``limit``."""
-    from edgespec.measuring.prompts import builtin_prompts, load_prompts, select
+def prompts_to_run(file: Path | None, limit: int | None, ids: Path | None = None) -> "tuple[Prompt, ...]":
+    """The prompts of ``file``, or the built-in ones; those that ``ids`` names, and at most ``limit``."""
+    from edgespec.measuring.prompts import builtin_prompts, load_prompts, named, select
 
-    return select(builtin_prompts() if file is None else load_prompts(file), limit)
+    prompts = builtin_prompts() if file is None else load_prompts(file)
+    return select(prompts if ids is None else named(prompts, ids), limit)
+
+
+def note_duration(model: "Model", answers: int, max_new_tokens: int) -> None:
+    """Say how long so many answers may take: as long as plain decoding of their most tokens."""
+    seconds = answers * max_new_tokens * model.cost_curve.seconds(1)
+    time = f"{seconds:.0f} s" if seconds < _MINUTE_S else f"{seconds / 60:.0f} minutes"
+    note(f"{answers} answers of at most {max_new_tokens} tokens: at most {time} of decoding.")
 
 
 def request_options(context: typer.Context) -> "RequestOptions":

@@ -50,6 +50,7 @@ def verify(
 
     chosen, sampling = options.prompts_to_run(prompts, limit), options.sampling_options(context)
     with progress_bars() as progress, options.load_model(context, progress) as model:
+        options.note_duration(model, 2 * len(chosen), max_new_tokens)
         how: Any = {"sampling": sampling, "progress": progress}
         answers = audit_answers(model, chosen, max_new_tokens=max_new_tokens, **how)
         sampled = audit_sampling(model, samples=samples, **how) if samples else None

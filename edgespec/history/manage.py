@@ -86,6 +86,9 @@ class History:
     def __init__(self, history: Annotated[str | Path, length(1, 4096)]) -> None:
         self.path = _path(history)
 
+    def __repr__(self) -> str:
+        return f"History({self.name!r})" if self.path.parent == histories_dir() else f"History({self.path!r})"
+
     @property
     def name(self) -> str:
         """The file's name without its ending."""

@@ -259,10 +259,17 @@ def _export(
             bundle = Bundle(folder)
             for other in _by_other_recipes(folder):
                 _LOG.warning(
-                    "%s was made by another version of edgespec; delete it unless that version is in use",
+                    "%s was made by another version of edgespec; 'edgespec rm --outdated' deletes all such",
                     other,
                 )
     return bundle
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether a bundle of the cache was made by a recipe that is not today's."""
+    stem, _, recipe = folder.name.rpartition(_RECIPE_MARK)
+    device = next((device for device in RECIPES if device is not None and f"-{device}" in stem), None)
+    return recipe != str(RECIPES[device])
 
 
 def _by_other_recipes(folder: Path) -> list[Path]:

@@ -176,11 +176,13 @@ def open_pair(
     drafter: Bundle | None,
     options: CpuOptions,
     placements: tuple[Placement | None, Placement | None] = (None, None),
+    *,
+    progress: ProgressCallback = ignore_progress,
 ) -> Loaded:
     """Load a target and its drafter. After an error, neither stays loaded.
 
     ``options`` are the target's; the drafter's are the same, without exact rows. Without ``placements`` the
-    bundles say where they run.
+    bundles say where they run. ``progress`` is told of measurements.
     """
     check_target(target)
     with closed_on_failure() as opened:
@@ -197,8 +199,8 @@ def open_pair(
         # Only now, when nothing else runs, do passes take their own time.
         drafting = None
         if drafter is not None:
-            drafting = timed[1](_DRAFTER_ROWS if drafter.config.block is None else DEFAULT_ROWS)
-        return Loaded(timed[0](timed_rows(options)), drafting, same)
+            drafting = timed[1](_DRAFTER_ROWS if drafter.config.block is None else DEFAULT_ROWS, progress)
+        return Loaded(timed[0](timed_rows(options), progress), drafting, same)
 
 
 def open_one(

@@ -239,6 +239,10 @@ def _costs(model: "Model", sides: Mapping[str, Sequence[GenerationStats]]) -> di
             name: _ratio(per_pass * sum(s.rounds - 1 for s in stats) / 1e9, sum(s.target_s for s in stats))
             for name, stats in sides.items()
         },
+        "prompt_tokens_per_second": _ratio(
+            sum(s.prompt_tokens - s.cached_tokens for s in sides["plain"]),
+            sum(s.ttft_s for s in sides["plain"]),
+        ),
         "peak_memory_bytes": peak_memory_bytes(),
     }
 

@@ -8,22 +8,26 @@ over wide passes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from edgespec.loading.footprint import room_for
 from edgespec.loading.measurements import describe_machine, discard
 from edgespec.loading.opening import conditions_of, open_one, timed_rows
+from edgespec.measuring.other_programs import OtherPrograms
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.memory import memory_bandwidth
+from edgespec_runtimes.session import Session
 
 ACCEPTANCE = (0.5, 0.7, 0.9)
 CONTEXTS = (2000, 8000)
 """The lengths of context, in tokens, for which times of passes are shown."""
 
 _FORMAT = 1
+_PROMPT_TOKENS = 256
 _CONTEXT_ROWS = 8
 _FREE = 1.1  # a pass that takes a tenth longer than a single row's counts as free
 
@@ -53,7 +57,8 @@ class Costs:
 
     ``remembered`` says whether the curve was measured earlier and checked now, or measured now. ``bandwidth``
     is the bytes a second that memory delivers to as many threads. It is numpy's figure, or the passes' figure
-    if that is higher because the weights fit into a cache.
+    if that is higher because the weights fit into a cache. ``prompt_rate`` is the tokens of a prompt that are
+    read in a second. ``other_programs`` is the share of the processor that others took meanwhile.
     """
 
     bundle: Bundle
@@ -62,6 +67,8 @@ class Costs:
     curve: CostCurve
     remembered: bool
     bandwidth: float
+    prompt_rate: float
+    other_programs: float
 
     @property
     def operations_per_row(self) -> int:
@@ -115,6 +122,8 @@ class Costs:
             "peak_gops": self.peak / 1e9,
             "ridge_rows": self.ridge,
             "free_rows": self.free_rows,
+            "prompt_tokens_per_second": self.prompt_rate,
+            "other_programs": self.other_programs,
             "rows": [self._row(n, t) for n, t in sorted(self.curve.seconds_by_rows.items())],
             "attention_us": {
                 "token": self.curve.context_s * 1e6,
@@ -163,6 +172,18 @@ def as_ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in runs) or "none"
 
 
+def _prompt_rate(session: Session, bundle: Bundle) -> float:
+    """Tokens a second of a prompt, the better of two readings."""
+    count = min(_PROMPT_TOKENS, bundle.config.context_length // 2)
+    seconds = []
+    for start in range(2):
+        session.prefill([])
+        began = perf_counter()
+        session.predict_next([(start + token) % bundle.config.vocab_size for token in range(count)])
+        seconds.append(perf_counter() - began)
+    return count / min(seconds)
+
+
 def measure_costs(
     bundle: Bundle,
     options: CpuOptions,
@@ -183,7 +204,10 @@ def measure_costs(
     if fresh:
         discard(conditions)
     progress(Progress("Loading the model", 0, 1, "models"))
+    others = OtherPrograms()
     running = open_one(bundle, options, timed_rows(options), progress=progress)
+    prompt_rate = _prompt_rate(running.session, bundle)
+    busy = others.share()
     running.session.close()
     progress(Progress("Loading the model", 1, 1, "models"))
     fastest = min(running.curve.seconds_by_rows.values())
@@ -193,5 +217,7 @@ def measure_costs(
         threads=conditions.options.threads,
         curve=running.curve,
         remembered=running.remembered,
+        prompt_rate=prompt_rate,
+        other_programs=busy,
         bandwidth=max(memory_bandwidth(conditions.options.threads), bundle.manifest.bytes_per_pass / fastest),
     )

@@ -4,7 +4,8 @@ A file holds one JSON object a line (JSON Lines, UTF-8):
 
     {"id": "edit-1", "category": "editing", "turns": ["Fix the spelling: ..."]}
 
-``turns`` are the user's messages of one conversation; bench and audit ask the first.
+Numbers are ids too, and the key may be ``question_id``, as in Spec-Bench's file. ``turns`` are the user's
+messages of one conversation; bench and audit ask the first.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import length, read_lines
+from edgespec_models.schema import Checked, length, read_lines, read_text
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from edgespec.requests.stream import Stream
 
 
-_REMEDY = "Write one JSON object on each line: id, category, turns"
+_REMEDY = "Write one JSON object on each line: id or question_id, category, turns"
 _Text = Annotated[str, length(1)]
+_Id = _Text | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,23 @@ class Prompt:
     turns: Annotated[tuple[_Text, ...], length(1)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line(Checked):
+    """A line of a file of prompts."""
+
+    id: _Id | None = None
+    question_id: _Id | None = None
+    category: _Text
+    turns: Annotated[tuple[_Text, ...], length(1)]
+
+    def prompt(self, where: Path) -> Prompt:
+        """The prompt of the line."""
+        name = self.question_id if self.id is None else self.id
+        if name is None:
+            raise RequestError(f"{where}: a prompt has neither id nor question_id. {_REMEDY}.")
+        return Prompt(str(name), self.category, self.turns)
+
+
 def builtin_prompts() -> tuple[Prompt, ...]:
     """The prompts that come with edgespec: two of each of six categories."""
     with resources.as_file(resources.files("edgespec.measuring") / "prompts.jsonl") as path:
@@ -45,13 +64,30 @@ def builtin_prompts() -> tuple[Prompt, ...]:
 
 def load_prompts(path: Path) -> tuple[Prompt, ...]:
     """Read a file of prompts; RequestError if it is unreadable or empty, or a line has another form."""
-    prompts = tuple(read_lines(Prompt, path, _REMEDY))
+    prompts = tuple(line.prompt(path) for line in read_lines(_Line, path, _REMEDY))
     if not prompts:
         raise RequestError(f"{path} holds no prompt. {_REMEDY}.")
     name, count = Counter(prompt.id for prompt in prompts).most_common(1)[0]
     if count > 1:
         raise RequestError(f"{path} has two prompts with the id {name!r}; every id must be different")
     return prompts
+
+
+def named(prompts: Sequence[Prompt], file: Path) -> tuple[Prompt, ...]:
+    """The prompts whose ids stand in ``file``, one on each line, in the order of ``prompts``.
+
+    Raises:
+        RequestError: the file cannot be read, or a prompt is missing.
+    """
+    ids = set(read_text(file, RequestError, "Write one id on each line").split())
+    missing = sorted(ids - {prompt.id for prompt in prompts})
+    if missing or not ids:
+        names = ", ".join(missing[:3]) or "no id"
+        raise RequestError(
+            f"{file} names {names}; {len(missing)} of its {len(ids)} ids belong to no prompt. Write ids of "
+            "prompts, one on each line."
+        )
+    return tuple(prompt for prompt in prompts if prompt.id in ids)
 
 
 def select(prompts: Sequence[Prompt], limit: int | None) -> tuple[Prompt, ...]:

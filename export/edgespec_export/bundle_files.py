@@ -18,11 +18,11 @@ from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import written_marks
 from edgespec_runtimes.memory import peak_memory_bytes
 
-_FOUND = ("parity", "row_exact", "trim", "static", "activations", "weights")
+_FOUND = ("parity", "row_exact", "trim", "rounding", "static", "activations", "weights")
 """The first keys of a report.
 
-They are null without a reference for the source file, without a trimmed LM head, and for graphs of any shape
-that compute in float32.
+They are null without a reference for the source file, without a trimmed LM head, for weights that were not
+rounded again, and for graphs of any shape that compute in float32.
 """
 
 

@@ -1,11 +1,12 @@
 """A bundle of one graph of any shape, for CPUs and for CUDA: planned, written, checked, and described."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,15 @@ import numpy as np
 from edgespec_export.align.alignment import open_aligned
 from edgespec_export.bundle_files import describe, finish, parameters_by_class, write_json, write_texts
 from edgespec_export.formats.plan import plan_decoder
-from edgespec_export.graphs.parity import Golden, check_parity, find_golden, measure_losses, session_logits
+from edgespec_export.graphs.calibration import calibration_tokens
+from edgespec_export.graphs.parity import (
+    Golden,
+    check_parity,
+    compare,
+    find_golden,
+    measure_losses,
+    session_logits,
+)
 from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_export.graphs.ranges import ActivationRanges, measure_ranges, precision_for
 from edgespec_export.graphs.trim import Tokens, keep_frequent, plan_trim
@@ -31,6 +40,10 @@ from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.memory import peak_memory_bytes
+from edgespec_runtimes.predictions import Logits
+from edgespec_runtimes.session import Session
+
+_ROUNDING_TEXTS, _ROUNDING_TOKENS = 12, 48
 
 
 def build_bundle(
@@ -46,7 +59,10 @@ def build_bundle(
         row_exact, parity = _check(folder, digest, progress)
     except RequestError as error:  # from a pass over our own tokens, which no user requested
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
-    facts |= {"parity": parity, "row_exact": row_exact, "trim": trim}
+    rounding = None
+    if options.native and options.quantization is not None and options.target is None:
+        rounding = _measure_rounding(source, folder, options, kept, progress)
+    facts |= {"parity": parity, "row_exact": row_exact, "trim": trim, "rounding": rounding}
     facts["activations"] = None if ranges is None else ranges.to_json()
     return finish(folder, manifest, started, **facts)
 
@@ -167,6 +183,33 @@ def _weights_by_format(losses: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     for loss in losses:
         counts[loss["format"]] += loss["weights"]
     return dict(counts)
+
+
+def _measure_rounding(
+    source: Path, folder: Path, options: ExportOptions, kept: Tokens | None, progress: ProgressCallback
+) -> dict[str, Any]:
+    """Compare the bundle with one whose weights are not rounded again (:func:`.parity.compare`)."""
+    with TemporaryDirectory(dir=folder) as place:
+        exact = Path(place)
+        _write(source, exact, replace(options, quantization=None), (kept, None), ignore_progress)
+        bundle = Bundle(folder)
+        texts = calibration_tokens(
+            bundle.tokenizer,
+            bundle.manifest.special_tokens,
+            options.calibration,
+            count=_ROUNDING_TEXTS,
+            longest=min(_ROUNDING_TOKENS, bundle.config.context_length),
+        )
+        cpu = CpuOptions(huge_pages=False)
+        with closing(open_cpu(Bundle(exact), cpu)) as before, closing(open_cpu(bundle, cpu)) as after:
+            return compare(_logits(before, texts, progress), _logits(after, texts, ignore_progress))
+
+
+def _logits(session: Session, texts: Sequence[Sequence[int]], progress: ProgressCallback) -> Iterator[Logits]:
+    for number, tokens in enumerate(texts, start=1):
+        session.prefill([])
+        yield session.predict(tokens).logits
+        progress(Progress("Comparing with the source", number, len(texts), "texts"))
 
 
 def _check(folder: Path, digest: str, progress: ProgressCallback) -> tuple[bool, dict[str, Any] | None]:

@@ -121,6 +121,11 @@ def model_name(folder: Path) -> str:
     return resolved.name if cached is None else cached.rpartition("--")[2]
 
 
+def prompts_name(model: str) -> str:
+    """The beginning of the name of each folder in :func:`prompts_dir` that is the model's."""
+    return re.sub("[^A-Za-z0-9._-]", "_", model)[:80]
+
+
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, *, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of ``path`` when all is written and on the disk.

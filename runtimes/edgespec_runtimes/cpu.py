@@ -9,7 +9,6 @@ has other code, which sums in another order, so a pass over one token runs it tw
 import ctypes
 import hashlib
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import Part, stream_name
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_models.schema import Checked, one_of, within
+from edgespec_models.storage import prompts_name
 from edgespec_runtimes.graph_io import ForeignModel, OwnModel
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
@@ -131,7 +131,7 @@ def open_cpu(
 def _prompt_key(bundle: Bundle) -> str:
     """A key of the bundle and the kernels, on which bits depend. They do not depend on instructions."""
     digest = hashlib.sha256(f"{bundle.digest} {library_digest()}".encode()).hexdigest()
-    return f"{re.sub('[^A-Za-z0-9._-]', '_', bundle.manifest.name)[:80]}-{digest[:16]}"
+    return f"{prompts_name(bundle.manifest.name)}-{digest[:16]}"
 
 
 def _check_shapes(model: OwnModel, graph: Path) -> None:

@@ -257,7 +257,7 @@ def use_bundle(opened: Bundle) -> None:
     json.dumps(opened.manifest.to_json()).encode()
     console = Console(file=TextIOWrapper(BytesIO(), encoding="utf-8", errors="replace"), width=100)
     with patch.object(inspect, "output", lambda: console):
-        inspect.inspect(opened.path)
+        inspect.inspect(str(opened.path))
 
 
 def foreign(folder: Path) -> Reader:

@@ -176,7 +176,7 @@ def export_static(
     pieces = StaticPieces(config, whole, graphs.masked, lambda parts: weights, folder)
     results = _logits(pieces, compared, progress)
     references = (np.load(_reference(scratch, number)) for number in range(len(held_out)))
-    report = compare(references, islice(results, len(held_out)), len(calibrated))
+    report = compare(references, islice(results, len(held_out))) | {"calibration_texts": len(calibrated)}
     parity = None if golden is None else check_parity(([rows] for rows in results), golden)
     rmtree(scratch)
     return graphs, plan.kept(config), weights.bytes_by_class, report, parity

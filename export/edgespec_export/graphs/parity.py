@@ -211,10 +211,10 @@ def _written(model: ir.Model, matrix: Stored, wanted: range, rows: int) -> Array
     return arrays
 
 
-def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: int) -> dict[str, Any]:
+def compare(references: Iterable[Logits], logits: Iterable[Logits]) -> dict[str, Any]:
     """Compare each text's logits with the reference's; memory holds the logits of one text.
 
-    Returns the figures of :func:`check_parity`, and ``calibrated``, the number of texts for the ranges.
+    Returns the figures of :func:`check_parity`, without those by text.
     """
     same, kl = list[npt.NDArray[np.bool_]](), list[npt.NDArray[np.float64]]()
     for text_logits, expected in zip(logits, references, strict=True):
@@ -227,5 +227,4 @@ def compare(references: Iterable[Logits], logits: Iterable[Logits], calibrated: 
         "positions": sum(map(len, same)),
         "top1_agreement": float(np.concatenate(same).mean()),
         "kl": float(np.concatenate(kl).mean()),
-        "calibration_texts": calibrated,
     }

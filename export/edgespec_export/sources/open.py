@@ -30,22 +30,26 @@ def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
     if source.is_file():
         if target is None:
             return GGUFCheckpoint(source)
-        return _class_of(source)(source, open_checkpoint(target))
+        return _class_of(source)(source, _open_target(target))
     if is_model(source):
-        raise ModelFileError(
-            f"{source} is a bundle, or runs without an export. As a head's target give the bundle's source"
-        )
+        raise ModelFileError(f"{source} is a bundle, or runs without an export; give a model's source")
     instead = what_instead(source)
     if instead is not None:
         raise ModelFileError(f"{source} {instead}")
     if (source / CONFIG).is_file():
         if target is None:
             return HFCheckpoint(source)
-        return _class_of(source)(source, open_checkpoint(target))
+        return _class_of(source)(source, _open_target(target))
     what = f"lacks {CONFIG}" if source.is_dir() else "does not exist"
     raise ModelFileError(
         f"{source} {what}; give a GGUF file, a directory with {CONFIG} and safetensors, or a catalogue name"
     )
+
+
+def _open_target(target: Path) -> Checkpoint:
+    if is_model(target):
+        raise ModelFileError(f"{target} is a bundle; as a head's target give the source that it was made of")
+    return open_checkpoint(target)
 
 
 def is_head(source: Path, target: Path | None = None) -> bool:

@@ -21,6 +21,7 @@ of them (:class:`HubHead`).
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -206,6 +207,11 @@ def find(name: str) -> CatalogueEntry:
     installed, known = entries(), [*entries(), *hub_names()]
     if name in installed:
         return installed[name]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CatalogueError(
+            f"no file or folder {name!r}. Did you mean 'hf:{name}', a model on the Hugging Face hub? The "
+            f"catalogue has: {', '.join(known)}"
+        )
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise CatalogueError(f"no model {name!r} in the catalogue.{hint} It has: {', '.join(known)}")

@@ -29,7 +29,7 @@ def is_pulled(entry: CatalogueEntry) -> bool:
     """Whether the file is in place, with the right size and a record of the right digest."""
     path = model_path(entry)
     try:
-        recorded = read_text(_record(path)).split(maxsplit=1)[:1]
+        recorded = read_text(record_of(path)).split(maxsplit=1)[:1]
     except (OSError, UnicodeDecodeError):
         return False
     return recorded == [entry.sha256] and length(path) == entry.size_bytes
@@ -80,7 +80,7 @@ def pull(
             # Another process may have pulled it meanwhile; or the user put the file there.
             if not is_pulled(entry) and not _certify(job):
                 _fetch(job, entry.sources)
-                _write_record(job)
+                _writerecord_of(job)
             job.tidy()  # leftovers of a killed pull
     return job.path
 
@@ -110,18 +110,19 @@ def _fetch(job: Job, sources: Sequence[Source]) -> None:
 def _certify(job: Job) -> bool:
     """Whether the right file is in place; write or remove its record accordingly."""
     if job.is_right():
-        _write_record(job)
+        _writerecord_of(job)
         return True
-    _record(job.path).unlink(missing_ok=True)
+    record_of(job.path).unlink(missing_ok=True)
     if job.path.exists():
         job.notify(f"{job.path} is not {job.name} as the catalogue knows it; it will be replaced")
     return False
 
 
-def _record(path: Path) -> Path:
+def record_of(path: Path) -> Path:
+    """The path of the record that the pulled file at ``path`` was checked."""
     return path.with_name(path.name + ".sha256")
 
 
-def _write_record(job: Job) -> None:
-    with replacing(_record(job.path)) as file:
+def _writerecord_of(job: Job) -> None:
+    with replacing(record_of(job.path)) as file:
         file.write(f"{job.digest}  {job.path.name}\n".encode())

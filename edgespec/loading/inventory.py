@@ -1,0 +1,150 @@
+"""What models take on the disk: pulled files, bundles made of them, and prompts; and their removal."""
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgespec.loading.first_use import is_outdated, mark_of, name_of
+from edgespec_models.bundles.bundle import HF_CONFIG
+from edgespec_models.bundles.foreign import is_model
+from edgespec_models.downloads.catalog import entries
+from edgespec_models.downloads.download import model_path, record_of
+from edgespec_models.downloads.hub import on_hub, pulled_hub
+from edgespec_models.errors import RequestError
+from edgespec_models.files.gguf_parts import parts_of
+from edgespec_models.storage import bundles_dir, prompts_dir, prompts_name, writing
+
+_BUNDLE = re.compile(r"(?P<name>.+?)(?P<marks>(?:-[0-9a-f]{8})+)-(?:target|drafter)-.+-r\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A part of what a model takes.
+
+    Attributes:
+        kind: a pulled ``file``, a ``bundle`` that was made at first use, or kept ``prompts``.
+        paths: files and folders.
+        size_bytes: their size.
+        shared_with: names of the catalogue that use the same file.
+    """
+
+    kind: Literal["file", "bundle", "prompts"]
+    paths: tuple[Path, ...]
+    size_bytes: int
+    shared_with: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, kind: Literal["file", "bundle", "prompts"], *paths: Path, shared_with: tuple[str, ...] = ()
+    ) -> "Holding":
+        """The holding at ``paths``."""
+        return cls(kind, paths, sum(map(_size, paths)), shared_with)
+
+
+def holdings(name: str) -> list[Holding]:
+    """The parts of a model: of a name of the catalogue or the hub, or of a file or folder of the user's.
+
+    The user's own files are no part: only what edgespec made of them is.
+
+    Raises:
+        RequestError: nothing on this machine belongs to the name.
+    """
+    parts = [*_pulled(name), *_made_of(name)]
+    if not parts:
+        raise RequestError(f"nothing on this machine belongs to {name!r}; 'edgespec models' lists names")
+    return parts
+
+
+def bundle_of(reference: str) -> Path:
+    """The directory ``reference``, or else the newest bundle that today's recipes made of that model.
+
+    Raises:
+        RequestError: there is no such directory, and nothing was made of such a model.
+    """
+    path = Path(reference)
+    if is_model(path) or (path.is_dir() and not (path / HF_CONFIG).is_file()):
+        return path
+    made = [part.paths[0] for part in _made_of(reference) if part.kind == "bundle"]
+    current = [bundle for bundle in made if not is_outdated(bundle)]
+    if not current:
+        raise RequestError(
+            f"no bundle {reference!r} is here. Give a bundle's directory, or load or export the model first: "
+            f"edgespec export {reference} -o DIR"
+        )
+    return max(current, key=lambda bundle: bundle.stat().st_mtime)
+
+
+def removable(name: str) -> list[Holding]:
+    """The :func:`holdings` of ``name``, less a file that another name with bundles uses."""
+    in_use = {path.name for path in _bundles()}
+
+    def is_used(other: str) -> bool:
+        return any(_belongs(Path(bundle), other, "") for bundle in in_use)
+
+    return [part for part in holdings(name) if not any(map(is_used, part.shared_with))]
+
+
+def outdated() -> list[Holding]:
+    """All bundles that another version of edgespec made."""
+    return [Holding.of("bundle", path) for path in _bundles() if is_outdated(path)]
+
+
+def remove(parts: Iterable[Holding]) -> None:
+    """Delete the parts.
+
+    Raises:
+        StorageError: a file cannot be deleted, such as one that a program on Windows has open.
+    """
+    for path in (path for part in parts for path in part.paths):
+        with writing(path):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _pulled(name: str) -> Iterator[Holding]:
+    entry, reference = entries().get(name), on_hub(name)
+    if entry is not None and model_path(entry).is_file():
+        users = (other for other in entries().values() if other.filename == entry.filename)
+        shared = tuple(other.name for other in users if other != entry)
+        file = model_path(entry)
+        yield Holding.of("file", file, record_of(file), shared_with=shared)
+    place = None if reference is None else pulled_hub(reference)
+    if reference is not None and place is not None:
+        files = [place] if place.is_dir() else parts_of(place)
+        yield Holding.of("file", *files, reference.record)
+
+
+def _made_of(name: str) -> Iterator[Holding]:
+    """Bundles, then prompts of models with their names."""
+    source, reference = Path(name), on_hub(name)
+    mark = ""
+    if reference is not None:
+        source = pulled_hub(reference) or source
+    if source.exists():
+        name, mark = name_of(source), mark_of(source)
+    bundles = [path for path in _bundles() if _belongs(path, name, mark)]
+    yield from (Holding.of("bundle", path) for path in bundles)
+    if bundles or not mark:
+        folders = prompts_dir().glob("*-*")
+        own = prompts_name(name)
+        yield from (Holding.of("prompts", path) for path in folders if path.name.rpartition("-")[0] == own)
+
+
+def _bundles() -> list[Path]:
+    return sorted(path for path in bundles_dir().glob("*") if _BUNDLE.fullmatch(path.name))
+
+
+def _belongs(bundle: Path, name: str, mark: str) -> bool:
+    """Whether a bundle was made of the model ``name``; of a source with ``mark``, if that is not empty."""
+    match = _BUNDLE.fullmatch(bundle.name)
+    return match is not None and match["name"] == name and match["marks"].startswith(f"-{mark}")
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())
