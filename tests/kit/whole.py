@@ -40,7 +40,7 @@ from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import CASES, PORTABLE, VOCAB, config_of, weights, write_directory
 from tests.kit.tokenizers import gguf_metadata
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\n"
 CALIBRATION = ("the end of the tale is that one ate the tea", "ten notes on a seat in the east and a stone")
 ROUNDED = "weights are rounded by sums that are not exact, so their last bits differ by instruction set"
 WEIGHTS = "model.onnx.data"
@@ -228,6 +228,17 @@ def _directory(case: str, folder: Path) -> tuple[Path, None]:
     return _with_texts(write_directory(folder / "m", facts, weights(facts))), None
 
 
+def _directory_with_outliers(folder: Path) -> tuple[Path, None]:
+    """A Llama with a large weight in each block, so that a rounding of less than its range is nearer."""
+    facts = config_of("llama")
+    tensors = weights(facts)
+    for values in (values for values in tensors.values() if values.ndim == 2):
+        step = np.abs(values[values != 0]).min()  # seven bits stay seven bits
+        small = np.trunc(values / (4 * step)) * step
+        values[:] = np.where(np.arange(values.shape[1]) % 32, small, values)
+    return _with_texts(write_directory(folder / "m", facts, tensors)), None
+
+
 def _file(make: Callable[[], TinyGGUF], folder: Path) -> tuple[Path, None]:
     return _write_file(make(), folder / "m.gguf"), None
 
@@ -322,7 +333,7 @@ def _formats() -> dict[str, Whole]:
     ):
         for form, kind in (("", None), ("/portable", "portable")):
             options = ExportOptions(quantization=quantization, weights=kind)
-            bundles[f"llama rounded to {name}{form}"] = Whole(partial(_directory, "llama"), options)
+            bundles[f"llama rounded to {name}{form}"] = Whole(_directory_with_outliers, options)
     return bundles
 
 
