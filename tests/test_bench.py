@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import stat
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.measuring.bench import BenchOptions, Pair, mbsu, measure, speedup, summarize
+from edgespec.measuring.bench import BenchOptions, Pair, mbsu, measure, speedup, summarize, typical
 from edgespec.measuring.prompts import Prompt
+from edgespec.requests.results import GenerationStats
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
 from edgespec_models.storage import check_writable, write_text
@@ -43,6 +45,45 @@ def test_both_ways_take_turns_with_the_same_options_and_a_cold_cache() -> None:
     measured = [options for _, options in model.calls[2:]]
     same = {"max_new_tokens": 8, "temperature": 0.0, "seed": 5, "stop_at_eos": True}
     assert all({k: v for k, v in options.items() if k != "speculate"} == same for options in measured)
+
+
+class Disturbed(FakeModel):
+    """Answers take ``factor`` times as long in the calls whose numbers are ``slow``; 1 and 2 warm up."""
+
+    slow: Collection[int] = ()
+    factor = 3.0
+
+    def _stats(self, prompt: str, count: int, speculate: bool) -> GenerationStats:
+        stats = super()._stats(prompt, count, speculate)
+        slow = len(self.calls) in self.slow
+        return replace(stats, decode_s=stats.decode_s * self.factor) if slow else stats
+
+
+HICCUPS: tuple[Collection[int], ...] = ((), (4,), (9,), range(4, 7), range(5, 9), range(9, 12), range(7, 12))
+
+
+@pytest.mark.parametrize("slow", HICCUPS)
+def test_a_hiccup_shows_in_no_category(slow: Collection[int]) -> None:
+    """Calls 3 to 8 ask each prompt once, 9 to 14 a second time, and further ones what was disturbed."""
+    model = Disturbed()
+    model.slow = slow
+    pairs = list(measure(model.as_model(), PROMPTS, OPTIONS, turns=4))
+    disturbed = {(call - 3) % 6 // 2 for call in slow}  # prompts; a third turn settles each
+    assert len(model.calls) == 2 + 12 + 2 * len(disturbed)
+    chosen = typical(pairs)
+    assert [pair.prompt for pair in chosen] == list(PROMPTS)
+    settled = summarize(model.as_model(), chosen, OPTIONS)["speedup"]["by_category"]
+    assert settled == pytest.approx({"writing": 2.0, "coding": 2.0})
+    once = summarize(model.as_model(), pairs[:3], OPTIONS)["speedup"]["by_category"]
+    assert (min(once.values()) < 1.5) == (slow in ((4,), range(4, 7)))
+
+
+def test_answers_that_never_agree_end() -> None:
+    model = Disturbed()
+    model.slow = range(3, 100)
+    for turn in range(6):
+        model.factor = 1.0 + turn
+        assert len(list(measure(model.as_model(), PROMPTS, OPTIONS, turns=2))) == 6
 
 
 def test_speedup_is_the_ratio_of_seconds_per_token() -> None:

@@ -1,6 +1,7 @@
 import itertools
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 from edgespec.drafting.pricing import Pricing
 from edgespec_models.progress import Progress
 from edgespec_runtimes import cost
-from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost, recheck_cost, sample_cost
+from edgespec_runtimes.cost import (
+    CostCurve,
+    look_again,
+    measure_context,
+    measure_cost,
+    recheck_cost,
+    sample_cost,
+)
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
@@ -104,8 +112,11 @@ def test_where_weights_come_from_the_disk_the_mean_counts(monkeypatch: pytest.Mo
     session = _TimedSession(monkeypatch, SIZES)
     session.disturbed = (6, 11)  # a pass over one row, and one over two
     curve = sample_cost(session, (1, 2, 5), 4)
-    assert curve == CostCurve({1: 1.0 + 9 / 4, 2: 1.5 + 9 / 4, 5: 1.5 + 9 / 4})
+    assert curve == CostCurve({1: 1.75, 2: 1.75, 5: 1.75})  # a wider pass took no longer
     assert session.passes[READING:] == [5] * 4 + [1] * 4 + [2] * 4 + [5] * 4
+    session.reading = READING + len(session.passes)
+    session.disturbed, session.jitter = range(100), lambda: 0.25
+    assert sample_cost(session, (1, 2, 5), 4) == CostCurve({1: 1.25, 2: 1.75, 5: 2.0})
     assert session.length == 0
 
 
@@ -201,6 +212,32 @@ def test_another_state_of_memory_changes_the_single_row_only(
 def test_a_disturbed_check_is_made_again(disturbed: tuple[int, ...]) -> None:
     curve, _ = _rechecked(TRUE, TRUE, disturbed=disturbed)
     assert curve is not None and dict(curve.seconds_by_rows) == pytest.approx(TRUE)
+
+
+HICCUP = {1: 0.024, 2: 0.031, 3: 0.038, 4: 0.038, 5: 0.038, 6: 0.048, 8: 0.062}
+FREE = {1: 0.024, 2: 0.0245, 3: 0.025, 4: 0.0255, 5: 0.035, 6: 0.048, 8: 0.062}
+"""A machine on which rows up to four are free, and what was measured beside a busy neighbour."""
+
+
+@pytest.mark.parametrize(("stored", "passes"), [(HICCUP, [2, 3, 4, 5, 6]), (FREE, [5, 6])])
+def test_what_was_measured_in_a_hiccup_is_corrected_later(
+    monkeypatch: pytest.MonkeyPatch, stored: dict[int, float], passes: list[int]
+) -> None:
+    session = _TimedSession(monkeypatch, FREE)
+    session.reading = 0
+    curve = CostCurve(stored, True, 1e-6, 1e-7)
+    looked = look_again(session, curve, 8)
+    expected = FREE | ({5: 0.038} if stored is HICCUP else {})  # less than a tenth from what it was
+    assert dict(looked.seconds_by_rows) == pytest.approx(expected)
+    assert looked == replace(curve, seconds_by_rows=looked.seconds_by_rows)
+    assert session.passes == passes and session.length == 0
+    assert (looked is curve) == (stored is FREE)
+
+
+def test_a_look_that_is_disturbed_makes_nothing_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _TimedSession(monkeypatch, FREE)
+    session.reading, session.disturbed = 0, range(100)
+    assert look_again(session, CostCurve(HICCUP), 8) == CostCurve(HICCUP)
 
 
 def test_a_curve_of_one_point_can_be_checked() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import app
+from edgespec.loading.opening import open_one
 from edgespec.measuring import costs
 from edgespec.measuring.costs import Costs, as_ranges, draft_gain, measure_costs
 from edgespec.measuring.report import render_costs
@@ -145,7 +146,8 @@ def test_ranges_are_written_short(numbers: list[int], text: str) -> None:
 def test_what_is_measured_serves_the_next_load_and_fresh_forgets_it(
     bundle: Bundle, timings: Callable[..., None]
 ) -> None:
-    timings(recheck_cost=lambda session, stored, rows: stored)
+    as_it_is = dict.fromkeys(("recheck_cost", "look_again"), lambda session, stored, rows: stored)
+    timings(**as_it_is)
     options = CpuOptions(threads=1)
     told = list[Progress]()
     first = measure_costs(bundle, options, progress=told.append)
@@ -157,6 +159,27 @@ def test_what_is_measured_serves_the_next_load_and_fresh_forgets_it(
     assert (again.remembered, again.curve) == (True, first.curve)
     assert not measure_costs(bundle, options, fresh=True).remembered
     assert not first.remembered
+
+
+def test_a_check_at_a_later_load_is_kept_where_it_corrects(
+    bundle: Bundle, timings: Callable[..., None]
+) -> None:
+    measured, now = CURVE, replace(CURVE, seconds_by_rows={**CURVE.seconds_by_rows, 2: 0.0101})
+    options = CpuOptions(threads=1)
+    timings(measure_cost=lambda *_, **__: measured)
+    timings(measure_context=lambda session, curve: curve, recheck_cost=lambda session, stored, rows: stored)
+    looks = list[CostCurve]()
+
+    def look(session: Any, curve: CostCurve, rows: int) -> CostCurve:
+        looks.append(curve)
+        return now if len(looks) == 2 else curve
+
+    timings(look_again=look)
+    loads = [open_one(bundle, options, tuple(CURVE.seconds_by_rows)) for _ in range(3)]
+    for load in loads:
+        load.session.close()
+    assert [load.remembered for load in loads] == [False, True, True]
+    assert [load.curve for load in loads] == [measured, now, now] and looks[2] == now
 
 
 def test_peak_memory_is_this_process_own() -> None:

@@ -121,13 +121,75 @@ def test_the_curve_follows_the_machine() -> None:
     assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.02)
 
 
-def test_a_slow_size_seen_alone_is_half_the_machine_and_half_the_size() -> None:
+def test_a_slow_size_seen_alone_is_the_machine() -> None:
     pricing = Pricing(FLAT)
     for _ in range(80):
         pricing.observe_pass(4, 0.024)
-    assert pricing.pass_seconds(4) == pytest.approx(0.024, rel=0.01)
-    assert pricing.pass_seconds(1) == pytest.approx(0.010 * 2**0.5, rel=0.01)
-    assert pricing.pass_seconds(8) == pytest.approx(0.014 * 2**0.5, rel=0.01)
+    for rows in (1, 4, 8):
+        assert pricing.pass_seconds(rows) == pytest.approx(2 * FLAT.seconds(rows), rel=0.01)
+
+
+PASSES = {1: 0.0529, 2: 0.0578, 4: 0.0603, 6: 0.0612, 8: 0.0688, 16: 0.122, 32: 0.239}
+
+
+def test_a_machine_that_throttles_makes_no_row_free() -> None:
+    """Passes over one and four rows say all about the machine, and nothing of sizes between them."""
+    curve = CostCurve(PASSES)
+    pricing = Pricing(curve)
+    for factor in (2.0, 1.0):
+        for _ in range(200):
+            for rows in (1, 4):
+                pricing.observe_pass(rows, factor * curve.seconds(rows))
+        for rows in range(1, 9):
+            assert pricing.pass_seconds(rows) == pytest.approx(factor * curve.seconds(rows), rel=0.02)
+        assert pricing.keep((0.9, 0.9, 0.9, 0.01, 0.01))[0] == 3
+
+
+@given(
+    curves,
+    st.lists(st.tuples(st.integers(1, 12), st.floats(1e-6, 10.0), st.integers(0, 90)), max_size=60),
+    st.integers(1, 4),
+    st.floats(0.0, 1e4),
+    st.booleans(),
+)
+@example(CostCurve(PASSES), [(1, 0.11, 0), (4, 0.12, 0)] * 60, 1, 0.0, False)
+@example(CostCurve(PASSES), [(4, 0.6, 0), (8, 0.07, 0)] * 30, 1, 0.0, False)
+def test_more_rows_never_cost_less_whatever_passes_took(
+    curve: CostCurve,
+    passes: list[tuple[int, float, int]],
+    sequences: int,
+    context: float,
+    is_mixture: bool,
+) -> None:
+    experts = ExpertCosts(0.001, 8, 0.25) if is_mixture else None
+    pricing = Pricing(CostCurve(curve.seconds_by_rows, True, 1e-7, 1e-8, experts))
+    for rows, seconds, read in passes:
+        pricing.observe_pass(rows, seconds, read, "model" if read % 2 else "")
+    pricing.sequences, pricing.context = sequences, context
+    for source in ("", "model"):
+        times = [pricing.pass_seconds(rows, source) for rows in range(1, 40)]
+        assert times == sorted(times) and times[0] >= 0
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,), (1, 4), (2, 3, 5, 6)])
+def test_what_was_learned_survives_a_hiccup(sizes: tuple[int, ...]) -> None:
+    """A neighbour makes passes twice as long for a while; then they take what they took before."""
+    curve, pricing = CostCurve(PASSES), Pricing(CostCurve({1: 0.060, 8: 0.060}))
+    for hiccup in (False, True, False):
+        for _ in range(20 if hiccup else 100):
+            for rows in sizes if hiccup else (1, 2, 4, 6):
+                pricing.observe_pass(rows, (1 + hiccup) * curve.seconds(rows))
+    for rows in (1, 2, 4, 6):
+        assert pricing.pass_seconds(rows) == pytest.approx(curve.seconds(rows), rel=0.02)
+
+
+def test_what_a_size_showed_long_ago_is_forgotten() -> None:
+    pricing = Pricing(FLAT)
+    for count, size, seconds in ((100, 4, 0.024), (20_000, 8, FLAT.seconds(8))):
+        for _ in range(count):
+            pricing.observe_pass(1, FLAT.seconds(1))
+            pricing.observe_pass(size, seconds)
+    assert pricing.pass_seconds(4) == pytest.approx(FLAT.seconds(4), rel=0.02)
 
 
 def test_what_the_curve_got_wrong_for_one_size_stays_with_that_size() -> None:

@@ -1,43 +1,24 @@
-"""The cache of bundles that `load` exports: what is opened again, what is made anew, and for whom."""
+"""The cache of bundles that `load` exports: what is opened again, what is made anew, for whom, and when."""
 
-import hashlib
-import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 from unittest import mock
 
-import onnx_ir as ir
 import pytest
 
 from edgespec.loading.opening import open_model
-from edgespec_export.formats import plan
-from edgespec_export.formats.plan import plan_decoder
 from edgespec_export.recipe import RECIPES
-from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_export.sources.open import open_checkpoint
-from edgespec_models.bundles.bundle import Role
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import RequestError, StorageError
-from edgespec_models.graphs.decoder import build_decoder
-from edgespec_models.graphs.native import build_native
-from edgespec_models.graphs.plan import FULL, Precision
-from tests.kit.gguf import FORMATS, tiny_gguf
+from tests.kit.gguf import tiny_gguf
+from tests.kit.whole import BUNDLES
+from tools import recipes
 
-WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 16): "f03cf146d81c2a02",
-    ("target", "cuda", 10): "3d2931ab0f624cb8",
-    ("drafter", None, 16): "71130817583064a2",
-    ("drafter", "cuda", 10): "3d2931ab0f624cb8",
-}
-"""Of each recipe, the beginning of a digest of tiny models."""
-HALF = Precision("float16", "float16")
-NAMED = {f"layers.{layer}.stream" for layer in range(100)}
-"""Values within a graph that sessions ask for."""
 NAMES = ("smollm2-135m-instruct", "hf:someone/something")
 
 
@@ -117,49 +98,35 @@ def test_opening_a_cached_model_imports_no_exporter(source: Path) -> None:
     assert done.stdout.splitlines() == [str(path), ""]
 
 
-def described(graph: ir.Graph) -> Iterator[Any]:
-    """A decoder's inputs, operators with the values that they name, and weights."""
-    yield [(value.name, str(value.dtype), str(value.shape)) for value in graph.inputs]
-    for node in graph:
-        if node.op_type != "Constant":
-            attributes = {name: str(attribute.value) for name, attribute in sorted(node.attributes.items())}
-            yield node.domain, node.op_type, attributes
-            yield from (value.name for value in node.outputs if value.name in NAMED)
-    for value in graph.initializers.values():
-        if value.const_value is None:
-            assert isinstance(value.shape, ir.Shape)
-            yield value.name, str(value.dtype), [str(length) for length in value.shape]
-
-
-def plans(checkpoint: Checkpoint, role: Role, device: ExportDevice | None) -> Iterator[Any]:
-    """What would be written of ``checkpoint``, with each of WEIGHTS where there is a choice."""
-    tunable, config = role == "drafter" and device is None, checkpoint.config
-    chosen = plan_decoder(checkpoint, tunable=tunable, precision=FULL if device is None else HALF)
-    yield [*described(build_decoder(config, chosen).graph)]
-    yield [[part.format.name for part in linear.parts] for linear in chosen.linears.values()]
-    if device is None:
-        yield [*described(build_native(config, plan_decoder(checkpoint, native=True, tunable=tunable)).graph)]
-
-
-def digest(folder: Path, role: Role, device: ExportDevice | None) -> str:
-    seen: list[Any] = [plan._LARGE]
-    models = [("llama", kind) for kind in FORMATS]
-    for architecture, kind in [*models, ("qwen2", "Q4_K"), ("gemma3", "Q8_0")]:
-        source = tiny_gguf(architecture, kind).write(folder / "m.gguf")
-        with open_checkpoint(source) as checkpoint:
-            seen += plans(checkpoint, role, device)
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
-
-
-@pytest.mark.parametrize("role", ["target", "drafter"])
-@pytest.mark.parametrize("device", [None, "cuda"])
-def test_what_exports_write_changes_with_the_recipe_only(
-    role: Role, device: ExportDevice | None, tmp_path: Path
-) -> None:
-    assert WRITTEN.get((role, device, RECIPES[device])) == digest(tmp_path, role, device), (
-        "exports write something else than when this was stored: raise edgespec_export.recipe.RECIPES, so "
-        "that bundles in users' caches are made anew, and store the new digest here"
+@pytest.mark.parametrize("name", BUNDLES)
+def test_an_export_makes_what_the_table_says(name: str, tmp_path: Path) -> None:
+    made, stored = BUNDLES[name].digests(tmp_path), recipes.read_table()["bundles"].get(name, {})
+    del made["source"]  # whose bytes depend on the package that writes it
+    assert made == {file: digest for file, digest in stored.items() if file != "source"}, (
+        f"exports make another bundle of {name!r}; 'python -m tools.recipes' says what to do"
     )
+
+
+def test_the_table_is_of_these_recipes_and_bundles() -> None:
+    table = recipes.read_table()
+    assert table["recipes"] == recipes.named(RECIPES) and table["bundles"].keys() == BUNDLES.keys()
+
+
+def test_the_tool_tells_another_bundle_from_another_source() -> None:
+    first, second = "llama/directory", "llama/directory/cuda"
+    before = {name: {"source": "s", "model.onnx": "a", "edgespec.json": "m"} for name in (first, second)}
+    other_graph, other_source = {"model.onnx": "b"}, {"source": "t", "model.onnx": "b"}
+    for change, expected in (
+        ({}, {}),
+        ({first: other_source}, {}),
+        ({first: other_graph}, {None: {"model.onnx": [first]}}),
+        ({second: {"edgespec.json": "n"}}, {"cuda": {"edgespec.json": [second]}}),
+    ):
+        after = {name: digests | change.get(name, {}) for name, digests in before.items()}
+        assert recipes.changes(before, after) == expected
+    without = {name: {"source": "s", "model.onnx": "a"} for name in before}
+    assert recipes.changes(before, without)[None] == {"edgespec.json": [first]}
+    assert recipes.changes({}, before) == {}  # new rows
 
 
 def test_every_device_has_a_recipe() -> None:

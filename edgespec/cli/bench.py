@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 _DEMO = {"target": "qwen2.5-coder-1.5b-instruct", "drafter": "smollm2-135m-qwen2.5-coder"}
-_DEMO_PROMPTS, _DEMO_TOKENS = 6, 96
+_DEMO_PROMPTS, _DEMO_TOKENS = 6, 64
+_DEMO_TURNS = 4  # so that a busy neighbour shows in no category, of which the demo asks a prompt each
 _SHOWN_REASONS = 3
 
 JsonFile = Annotated[
@@ -102,7 +103,8 @@ def demo(
 
     prompts = options.prompts_to_run(None, _DEMO_PROMPTS)
     note(f"Loading {_DEMO['target']} with {_DEMO['drafter']}; missing models are pulled and exported.")
-    _run(context, prompts, BenchOptions(max_new_tokens=_DEMO_TOKENS), json_file, report, **_DEMO)
+    answers = BenchOptions(max_new_tokens=_DEMO_TOKENS)
+    _run(context, prompts, answers, json_file, report, _DEMO_TURNS, **_DEMO)
     if json_file != Path("-"):
         _what_next()
 
@@ -113,26 +115,28 @@ def _run(
     answers: "BenchOptions",
     json_file: Path | None,
     report: Path | None,
+    turns: int = 1,
     **models: str,
 ) -> None:
     """Measure until done or stopped, print the table, write the files."""
-    from edgespec.measuring.bench import measure, summarize
+    from edgespec.measuring.bench import measure, summarize, typical
     from edgespec.measuring.other_programs import OtherPrograms, warning
     from edgespec_models.storage import check_writable
 
     for file in (json_file, report):
         if file is not None and file != Path("-"):
             check_writable(file)
-    pairs, others = [], OtherPrograms()
+    pairs, others, complete = [], OtherPrograms(), False
     with progress_bars() as progress, options.load_model(context, progress, **models) as model:
-        options.note_duration(model, 2 * len(prompts), answers.max_new_tokens)
+        options.note_duration(model, 2 * min(turns, 2) * len(prompts), answers.max_new_tokens)
         try:
-            for pair in measure(model, prompts, answers, progress=progress):
+            for pair in measure(model, prompts, answers, turns=turns, progress=progress):
                 pairs.append(pair)
+            complete = True
         except KeyboardInterrupt:
             if not pairs:
                 raise
-        result = summarize(model, pairs, answers, complete=len(pairs) == len(prompts))
+        result = summarize(model, typical(pairs), answers, complete=complete)
     result["other_programs"] = others.share()
     if json_file != Path("-"):
         _show(result)

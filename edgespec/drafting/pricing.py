@@ -6,6 +6,7 @@ a token exactly when its expected gain exceeds its time multiplied by that rate 
 1967). So one number, the rate, prices every decision.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import mul
@@ -20,6 +21,8 @@ STAKE: Final = 5.0
 
 _SMOOTHING = 0.03
 _MEMORY = 0.97
+_FADING = 0.9998  # of a size's error in each pass, so that what one of long ago showed is forgotten
+_FEW = 16  # rows; times of so many are computed at once
 _NEIGHBOURS = 0.25  # of a token's experts, which the next one uses too, until passes tell; see lab/pricing.md
 _OVERLAP_SMOOTHING = 0.1
 _AHEAD = 3  # tokens; steps of T(n) are two or four rows wide
@@ -42,12 +45,35 @@ class Pricing:
         self._curve, self.sequences, self.context = curve, 1, 0.0
         self._scale = 1.0  # the present speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: the curve's remaining error
+        self._share: dict[int, float] = {}  # of late passes that had so many rows
+        self._priced: tuple[int, float] | None = None  # sequences and context of the times below
+        self._times: dict[str, list[float]] = {}  # by source, of passes over 0 rows and more
         self._overlap = max(_NEIGHBOURS, curve.experts.overlap) if curve.experts else 1.0
         self._overlaps: dict[str, float] = {}  # of the rows of each source's drafts
         self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
     def pass_seconds(self, rows: int, source: str = "") -> float:
-        """Expected seconds of a target pass over ``rows`` tokens, now, if ``source`` drafted them."""
+        """Expected seconds of a target pass over ``rows`` tokens, now, if ``source`` drafted them.
+
+        They never fall with ``rows``, whatever passes took: they are at most those of wider passes that were
+        observed, and at least those of narrower ones.
+        """
+        state = self.sequences, self.context
+        if state != self._priced:
+            self._priced, self._times = state, {}
+        source = source if self._curve.experts else ""
+        times = self._times.get(source, [])
+        if rows >= len(times):
+            most, wider = max(rows, _FEW, *self._shape), math.inf
+            times = [self._seconds(n, source) for n in range(most + 1)]
+            for n in reversed(range(most + 1)):
+                times[n] = min(times[n], wider)
+                wider = times[n] if n in self._shape else wider
+            times = self._times[source] = list(accumulate(times, max))
+        return times[rows]
+
+    def _seconds(self, rows: int, source: str) -> float:
+        """The curve's seconds, as far as passes over so many rows corrected them."""
         seconds, costs = self._curve.seconds(rows, self.context, self.sequences), self._curve.experts
         if costs is not None:
             overlap = self._overlaps.get(source, self._overlap)
@@ -164,7 +190,7 @@ class Pricing:
         Rows that ``source`` drafted may share more experts than others, because copies repeat earlier tokens.
         Each of the requests that share a pass reports it.
         """
-        expected, costs = self.pass_seconds(rows, source), self._curve.experts
+        expected, costs = self._seconds(rows, source), self._curve.experts
         if costs is not None and rows > 1 and experts:
             known = self._overlaps.get(source, self._overlap)
             seconds -= self._scale * costs.read_s * (experts - costs.expected(rows, known))
@@ -172,9 +198,17 @@ class Pricing:
             self._overlaps[source] = known + smoothing * (overlap - known)
             self._overlap += smoothing * (overlap - self._overlap)
         ratio = min(max(seconds / expected, 0.5), 2.0)
-        factor = 1.0 + _SMOOTHING / self.sequences * (ratio - 1.0)
-        self._scale *= factor
+        smoothing = _SMOOTHING / self.sequences
+        factor = 1.0 + smoothing * (ratio - 1.0)
         self._shape[rows] = self._shape.get(rows, 1.0) * factor
+        self._share = {n: (1.0 - smoothing) * self._share.get(n, 0.0) for n in self._shape}
+        self._share[rows] += smoothing
+        # Errors that all sizes have are the machine's speed; what is left is the shape's.
+        logs = sum(share * math.log(self._shape[n]) for n, share in self._share.items())
+        common = math.exp(logs / sum(self._share.values()))
+        self._scale *= factor * common
+        self._shape = {n: (error / common) ** _FADING for n, error in self._shape.items()}
+        self._times = {}
 
     def observe_round(self, committed: int, seconds: float) -> None:
         """Learn from a whole round, drafting included."""

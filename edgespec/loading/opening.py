@@ -25,6 +25,7 @@ from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_runtimes.cost import (
     DEFAULT_ROWS,
     CostCurve,
+    look_again,
     measure_context,
     measure_cost,
     measure_experts,
@@ -301,14 +302,19 @@ def _curve(
     if known is not None and known.curve.seconds_by_rows.keys() >= set(rows):
         if from_disk:  # where the mean of a few passes says little
             return known.curve, True
-        curve = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
-        if curve is not None:
+        checked = recheck_cost(session, known.curve, max(n for n in rows if n <= _RECHECKED_ROWS))
+        if checked is not None:
+            curve = look_again(session, checked, _RECHECKED_ROWS)
+            if curve != checked:  # it had been measured while the machine was busy
+                remember(conditions, Measurement(known.row_exact, curve))
             return curve, True
     if from_disk:
         curve = measure_experts(session, sample_cost(session, rows), fmean)
     else:
         curve = measure_experts(session, measure_cost(session, rows, progress=progress))
     curve = measure_context(session, curve)
+    if not from_disk:
+        curve = look_again(session, curve, _RECHECKED_ROWS)  # later than the samples before
     if curve.confirmed:
         remember(conditions, Measurement(session.model.row_exact, curve))
     return curve, False

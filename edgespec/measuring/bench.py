@@ -17,7 +17,7 @@ Terms:
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 _WARM_UP = Prompt("warm-up", "warm-up", ("Count from one to ten, then count from one to ten again.",))
 _WARM_UP_TOKENS = 24
+_AGREE = 1.2
 _MODEL_SOURCE: Final = "model"  # name of the model drafter in ``by_source``
 
 
@@ -76,14 +77,53 @@ def measure(
     prompts: Sequence[Prompt],
     options: BenchOptions,
     *,
+    turns: int = 1,
     progress: ProgressCallback = ignore_progress,
 ) -> Iterator[Pair]:
-    """Answer every prompt both ways, after a warm-up; a pair is yielded when it is complete."""
+    """Answer every prompt both ways, after a warm-up; a pair is yielded when it is complete.
+
+    With two ``turns`` or more all prompts are asked a second time behind the last, and in further turns those
+    of which two answers differ by more than a fifth in their time per token. :func:`typical` chooses.
+    """
     _pair(model, _WARM_UP, replace(options, max_new_tokens=_WARM_UP_TOKENS), plain_first=True)
-    progress(Progress("Measuring", 0, len(prompts), "prompts"))
-    for index, prompt in enumerate(prompts):
-        yield _pair(model, prompt, options, plain_first=index % 2 == 0)
-        progress(Progress("Measuring", index + 1, len(prompts), "prompts"))
+    pairs: list[list[Pair]] = [[] for _ in prompts]
+    for turn in range(turns):
+        stage = "Measuring again" if turn else "Measuring"
+        places = [place for place, measured in enumerate(pairs) if turn < 2 or _differ(measured)]
+        progress(Progress(stage, 0, len(places), "prompts"))
+        for done, place in enumerate(places, start=1):
+            pair = _pair(model, prompts[place], options, plain_first=(place + turn) % 2 == 0)
+            pairs[place].append(pair)
+            yield pair
+            progress(Progress(stage, done, len(places), "prompts"))
+
+
+def typical(pairs: Iterable[Pair]) -> list[Pair]:
+    """A pair for each prompt, of answers with the median time per token; of two the quicker counts.
+
+    Disturbances of the machine only add time.
+    """
+    by_prompt: dict[Prompt, list[Pair]] = {}
+    for pair in pairs:
+        by_prompt.setdefault(pair.prompt, []).append(pair)
+    return [
+        Pair(prompt, *(_sorted(side)[(len(side) - 1) // 2] for side in _sides(measured)))
+        for prompt, measured in by_prompt.items()
+    ]
+
+
+def _sides(pairs: Sequence[Pair]) -> tuple[list[Generation], list[Generation]]:
+    return [pair.plain for pair in pairs], [pair.speculative for pair in pairs]
+
+
+def _sorted(answers: Iterable[Generation]) -> list[Generation]:
+    return sorted(answers, key=lambda answer: answer.stats.tpot_s)
+
+
+def _differ(pairs: Sequence[Pair]) -> bool:
+    """Whether no two answers of a side are near each other."""
+    times = [[answer.stats.tpot_s for answer in _sorted(side)] for side in _sides(pairs)]
+    return any(all(more > _AGREE * less for less, more in pairwise(side)) for side in times)
 
 
 def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first: bool) -> Pair:

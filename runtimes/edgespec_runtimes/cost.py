@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, count, islice
+from itertools import count, islice
 from statistics import fmean
 from time import perf_counter
 
@@ -19,6 +19,7 @@ _PAST = 16
 _AGREE = 1.1  # two samples this near to each other were not disturbed, or both alike
 _MORE_REPEATS = 4
 _CHECKS = 3
+_STEP = 1.25
 _SHAPE_TOLERANCE = 1.35
 _SLOWER = 1.2
 _CONTEXT = 2048  # tokens
@@ -128,7 +129,7 @@ def measure_cost(
             break
     session.rewind(0)
     confirmed = all(_settled(n, times) for n in rows)
-    return CostCurve({n: _least(n, times) for n in rows}, confirmed)
+    return CostCurve(_rising({n: min(times[n]) for n in rows}), confirmed)
 
 
 def sample_cost(session: Session, rows: Sequence[int], passes: int = _SAMPLES) -> CostCurve:
@@ -143,7 +144,26 @@ def sample_cost(session: Session, rows: Sequence[int], passes: int = _SAMPLES) -
         _timed(session, list(islice(text, max(rows))))
     times = {n: fmean(_timed(session, list(islice(text, n))) for _ in range(passes)) for n in rows}
     session.rewind(0)
-    return CostCurve(dict(zip(times, accumulate(times.values(), max), strict=True)))
+    return CostCurve(_rising(times))
+
+
+def look_again(session: Session, curve: CostCurve, rows: int) -> CostCurve:
+    """The curve, with steps below ``rows`` timed again: passes that take a quarter longer than narrower ones.
+
+    A step may come from a disturbance that lasted as long as the measuring. Disturbances only add time, so a
+    time that is clearly less counts, and steps that are there stay. The session's sequence is replaced and
+    forgotten.
+    """
+    text, points = _text(session), dict(sorted(curve.seconds_by_rows.items()))
+    session.rewind(0)
+    narrower = math.inf
+    for n in [n for n in points if n < rows]:
+        if points[n] > _STEP * narrower:
+            seconds = _timed(session, list(islice(text, n)))
+            points[n] = seconds if seconds * _AGREE < points[n] else points[n]
+        narrower = points[n]
+    session.rewind(0)
+    return curve if points == curve.seconds_by_rows else replace(curve, seconds_by_rows=_rising(points))
 
 
 def measure_context(session: Session, curve: CostCurve) -> CostCurve:
@@ -263,3 +283,8 @@ def _settled(rows: int, times: Mapping[int, Sequence[float]]) -> bool:
 def _least(rows: int, times: Mapping[int, Sequence[float]]) -> float:
     """The least time of passes over ``rows`` or more rows."""
     return min(min(values) for n, values in times.items() if n >= rows)
+
+
+def _rising(times: Mapping[int, float]) -> dict[int, float]:
+    """Times that are at most those of more rows: what a wider pass took, a narrower one can take too."""
+    return {rows: min(seconds for n, seconds in times.items() if n >= rows) for rows in times}

@@ -42,7 +42,7 @@ GREEDY = SamplingParams()
 def draft_eagerly(model: Model) -> None:
     """Drafting pays, whatever passes take."""
     runner: Any = runner_of(model)
-    runner.pricing._curve = FREE
+    runner.pricing._curve, runner.pricing._times = FREE, {}
     runner.pricing.observe_pass = runner.pricing.observe_round = lambda *told: None
     if runner.side is not None:
         runner.side.curve = QUICK

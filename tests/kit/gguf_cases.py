@@ -254,7 +254,7 @@ def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
         return np.ascontiguousarray(_heads_apart(values.T, keys, heads).T)
     changed = np.concatenate([values[:start], _heads_apart(values[start:], keys, heads)])
     return (
-        -np.exp(changed)
+        -np.exp(changed, dtype=np.float64).astype(np.float32)
         if source.endswith("A_log")
         else changed.reshape(len(changed), *values.shape[-1:] * (values.ndim > 1))
     )

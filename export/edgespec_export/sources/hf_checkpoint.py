@@ -182,7 +182,7 @@ class HFCheckpoint(Checkpoint):
         """Rows of a tensor, as float32. Gemma and Qwen3.5 store their norms' weights less 1."""
         values, kind = super().values(name, start, stop), name.rpartition(".")[2]
         if kind == "delta_a":
-            return -np.exp(values)
+            return -np.exp(values, dtype=np.float64).astype(np.float32)  # float32's bits differ by processor
         less = self.config.architecture in _LESS_ONE and kind != "delta_norm"
         return values + np.float32(1) if less and kind.endswith("norm") else values
 
