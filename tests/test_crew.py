@@ -1,4 +1,4 @@
-"""The threads of the kernels, in a program of their own: they race for nothing, and errors keep their words."""
+"""The threads of kernels, in a program of their own: they race for nothing, and errors keep their words."""
 
 import os
 import shutil

@@ -197,7 +197,7 @@ class RequestQueue:
             then()
 
     def step(self) -> list[Ticket]:
-        """Run a pass for the running requests and return them; an empty list ends the thread."""
+        """Run a pass for the running requests, tidy up, and return them; an empty list ends the thread."""
         running = self._next()
         if not running:
             return running
@@ -207,11 +207,12 @@ class RequestQueue:
             for ticket in running:
                 if ticket.result is None:
                     ticket.finish(error)
+        self._tidy_up()
         return running
 
     def _work(self) -> None:
         while self.step():
-            self._tidy_up()
+            pass
         if self._at_end is not None:
             with self.paused():
                 self._at_end()
