@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
@@ -66,6 +67,7 @@ class Models:
         self._models, self._used_at = dict[str, Model](), dict[str, float]()
         self._users, self._changed = list[_User](), Condition()
         self._is_crowded = self._closed = False  # crowded: a load waits for room
+        self._process = os.getpid()
         self._worker = Thread(target=self._work, name="edgespec-models", daemon=True)
         self._worker.start()
         atexit.register(self.close)
@@ -118,7 +120,12 @@ class Models:
         return self._keep if due is None else max(0.0, due - monotonic())
 
     def close(self) -> None:
-        """Unload all models. Running requests end with the reason ``closed``. Any thread may call it."""
+        """Unload all models. Running requests end with the reason ``closed``. Any thread may call it.
+
+        In a forked process there is nothing to end.
+        """
+        if self._process != os.getpid():
+            return
         with self._changed:
             self._closed = True
             self._fail(self._users, Closed("the models are closed"))
@@ -129,6 +136,11 @@ class Models:
     def _asking(self, user: _User) -> Iterator[_User]:
         if user.name not in self.names:
             raise RequestError(f"there is no model {user.name!r:.200}; allowed: {', '.join(self.names)}")
+        if self._process != os.getpid():
+            raise RequestError(
+                "this process was forked from the one that made these Models, whose threads stayed there; "
+                "make them in this process, or start processes with 'spawn'"
+            )
         with self._changed:
             if self._closed:
                 raise Closed("the models are closed")

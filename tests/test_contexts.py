@@ -215,8 +215,7 @@ def test_a_device_is_asked_for_by_its_handle_or_its_provider(
         add_provider_for_devices=lambda *given: calls.append(given),
     )
     monkeypatch.setattr(discovery, "session_settings", lambda options: settings)
-    opening = SimpleNamespace(InferenceSession=lambda *given, **options: (*given, options["providers"]))
-    monkeypatch.setattr(discovery, "ort", opening)
+    monkeypatch.setattr(discovery, "open_session", lambda *given: given)
     device = replace(EMULATED, handle=handle, options={"key": "value"})
     given = open_on(device, Path("model.onnx"), CpuOptions())
     by_name = None if handle else [("QNNExecutionProvider", {"key": "value"})]

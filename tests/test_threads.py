@@ -296,7 +296,7 @@ def test_a_child_forked_while_an_answer_is_written_is_told_so() -> None:
                     try:
                         ask()
                     except RequestError as error:
-                        told += "forked while the model answered" in str(error)
+                        told += "this process was forked" in str(error)
                 model.close()
             finally:
                 os._exit(told)

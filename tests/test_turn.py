@@ -4,6 +4,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions
+from edgespec.requests import ticket
 from edgespec.requests.stream import Stream
+from edgespec.requests.ticket import Stage
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.kv_cache import Stretch
 from tests.kit.models import VOCAB, queue_of, runner_of, toy_bundle, toy_model
@@ -59,6 +62,7 @@ class Entry:
     may_end: set[str] = field(default_factory=set)
     leaves: bool = False
     is_checked: bool = False
+    until: float = inf  # its timeout
 
     @property
     def ended(self) -> bool:
@@ -97,7 +101,10 @@ class Turns(RuleBasedStateMachine):
         self.drafter = None if drafter is None else Fragile(drafter, several=not one_text)
         self.kept_bytes = KV_BYTES
         self.parallel, self.most = parallel, parallel + most_waiting
-        passes = self.target.passes
+        passes, self.now = self.target.passes, 0.0
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(ticket, "monotonic", lambda: self.now)
+        self.tidy_fails = False
         self.model = toy_model(
             self.target.session(),
             None if self.drafter is None else self.drafter.session(),
@@ -106,10 +113,17 @@ class Turns(RuleBasedStateMachine):
             bundle=self.toy,
         )
         self.driven = Driven(self.model)
+        self.patch.setattr(queue_of(self.model), "_tidy", self.tidy)
         self.entries, self.shared = list[Entry](), Own()
         self.talks: list[Conversation] = [self.model.conversation() for _ in range(2)]
         self.said: list[list[dict[str, str]]] = [[], []]
-        self.is_held = self.is_closed = self.lacked_room = self.has_dropped = False
+        self.is_held = self.is_closed = self.has_dropped = False
+        self.lacking: tuple[Entry, list[Entry]] | None = None  # who lacks room, and who ran then
+
+    def tidy(self, stop: Any) -> None:
+        if self.tidy_fails:
+            self.tidy_fails = False
+            raise MemoryError
 
     def toy(self, name: str, context: int) -> Bundle:
         made = toy_bundle(name, context)
@@ -130,9 +144,17 @@ class Turns(RuleBasedStateMachine):
         law=st.sampled_from([None, None, LAW, OTHER]),
         fault=st.sampled_from([*[""] * 5, "propose", "observe", "close", "cancelled", "shared"]),
         talk=st.sampled_from([None] * 4 + [0, 1]),
+        timeout=st.sampled_from([None, None, 5.0]),
     )
     def ask(
-        self, prompt: str, options: dict[str, Any], speculate: bool, law: Any, fault: str, talk: int | None
+        self,
+        prompt: str,
+        options: dict[str, Any],
+        speculate: bool,
+        law: Any,
+        fault: str,
+        talk: int | None,
+        timeout: float | None,
     ) -> None:
         if "temperature" in options:
             options = {**options, "seed": 3}
@@ -145,6 +167,9 @@ class Turns(RuleBasedStateMachine):
             entry.own = Own(law)
         if entry.own is not None:
             request["drafter"] = entry.own
+        if timeout is not None:
+            request["timeout"], entry.until = timeout, self.now + timeout
+            entry.may_end.add("timeout")
         if fault == "cancelled":
             request["cancelled"] = self.raising(after=len(prompt) % 5)
         if fault not in ("", "shared"):
@@ -184,11 +209,12 @@ class Turns(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def turn(self, count: int) -> None:
         for _ in range(count):
-            if self.is_held and not any(entry.leaves for entry in self.running):
+            if self.is_held and not any(map(self.has_to_end, self.running)):
                 return  # it would wait
             before, written = self.expected(), {id(a): self.length(a) for a in self.entries}
-            leaving = [entry for entry in self.running if entry.leaves]
+            leaving = [entry for entry in self.running if self.has_to_end(entry)]
             ran, self.has_dropped = self.driven.turn(), False
+            self.see_who_lacks_room()
             if before is not None and not self.is_held:
                 assert ran == before
             assert all(entry.ended for entry in leaving)  # within a pass
@@ -196,6 +222,14 @@ class Turns(RuleBasedStateMachine):
                 for entry in self.entries:
                     assert entry.ended or self.length(entry) == written[id(entry)]
             self.check_ends()
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def tidy_fault(self) -> None:
+        self.tidy_fails = True
 
     @rule(data=st.data(), drops=st.booleans())
     def leave(self, data: st.DataObject, drops: bool) -> None:
@@ -225,7 +259,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule()
     def lack_room(self) -> None:
-        self.kept_bytes, self.lacked_room = MANY, True
+        self.kept_bytes = MANY
 
     @rule()
     def have_room(self) -> None:
@@ -257,17 +291,37 @@ class Turns(RuleBasedStateMachine):
             entry.may_end.add("closed")
         self.check_ends()
 
+    def see_who_lacks_room(self) -> None:
+        """Who found none waits until one of those that run beside it ends."""
+        tickets = queue_of(self.model).running
+        if any(ticket.result is not None for ticket in tickets):
+            self.lacking = None
+            return
+        postponed = [ticket for ticket in tickets if ticket.stage is Stage.WAITING]
+        for entry in self.entries:
+            if entry.stream is not None and entry.stream._ticket in postponed:
+                self.lacking = entry, self.running
+                return
+
+    @property
+    def is_full(self) -> bool:
+        if self.lacking is None or self.lacking[0].ended:
+            return False
+        return not any(other.ended for other in self.lacking[1])
+
+    def has_to_end(self, entry: Entry) -> bool:
+        return entry.leaves or self.now >= entry.until
+
     # ---- What holds ----------------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[Entry]:
-        return [a for a in self.entries if a.stream is not None and not a.ended and a.stream.place == 0]
+        return [a for a in self.entries if a.stream and a.stream._ticket.stage is Stage.RUNNING]
 
     @property
     def failing(self) -> set[str]:
-        """What the next pass may raise."""
-        fails = {model.fails for model in (self.target, self.drafter) if model is not None}
-        return {text for what, text in (("pass", PASS_BROKE), ("room", NO_MEMORY)) if what in fails}
+        """What the next pass may raise. A drafter's faults end nothing."""
+        return {"pass": {PASS_BROKE}, "room": {NO_MEMORY}}.get(self.target.fails, set())
 
     def sweep(self) -> None:
         """What was dropped while it waited is let go when somebody asks."""
@@ -277,11 +331,12 @@ class Turns(RuleBasedStateMachine):
         return 0 if entry.stream is None else len(entry.stream._ticket._records)
 
     def expected(self) -> int | None:
-        """How many run in the next turn; None where what was dropped, or lacks room, decides that."""
-        self.lacked_room &= bool(self.running) or self.kept_bytes == MANY
-        if self.lacked_room or self.has_dropped:
+        """How many run in the next turn; None where what was dropped decides that."""
+        if self.has_dropped:
             return None
         running = self.running
+        if self.is_full:
+            return len(running)
         for entry in self.entries:
             if entry.ended or entry in running or len(running) == self.parallel:
                 continue
@@ -315,7 +370,7 @@ class Turns(RuleBasedStateMachine):
         whole = self.alone(entry, answer)
         if error:
             assert any(reason in error for reason in entry.may_end), error
-        elif answer.finish_reason in ("cancelled", "closed"):
+        elif answer.finish_reason in ("cancelled", "closed", "timeout"):
             assert answer.finish_reason in entry.may_end
         elif answer.stop is not None:  # a round may commit tokens behind a stop string
             assert (answer.text, answer.stop) == (whole.text, whole.stop)
@@ -354,6 +409,7 @@ class Turns(RuleBasedStateMachine):
             self.driven.run()
             assert facts(again.result) == facts(alone(LONG, max_new_tokens=NEW))
         runner_of(self.model).close()
+        self.patch.undo()
         assert self.target.closed
         for own in {id(a.own): a.own for a in self.entries if a.own and a.own is not self.shared}.values():
             assert own.closed <= 1 and (own.closed == 1 or not own.rounds)

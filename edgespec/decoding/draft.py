@@ -1,11 +1,14 @@
 """Drafts and their outcomes: the objects that the loop and the sources of proposals exchange."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from edgespec_runtimes.predictions import Floats, Predictions
 from edgespec_runtimes.session import Rows
+
+_LOG = logging.getLogger("edgespec")
 
 Clock = Callable[[], float]
 """Returns seconds since a fixed moment."""
@@ -143,6 +146,7 @@ class Source(Observer, Protocol):
         is_reading: whether this round only reads a piece of the prompt, which the next round continues.
         slowdown: the factor by which the target's pass takes longer while this source computes.
         earliest: the number of answer tokens before this source is asked.
+        is_needed: whether its errors end the request. Otherwise decoding goes on without it.
     """
 
     rows: Rows | None = None
@@ -150,6 +154,7 @@ class Source(Observer, Protocol):
     is_reading: bool = False
     slowdown: float = 1.0
     earliest: int = 0
+    is_needed: bool = False
 
     def begin_round(self, tokens: Sequence[int], limit: int) -> None:
         """Begin a draft of at most ``limit`` tokens behind ``tokens``: the prompt and the answer so far."""
@@ -157,6 +162,10 @@ class Source(Observer, Protocol):
     def take(self, predictions: Predictions, passed: Passed) -> None:
         """Go on with the model's predictions for ``rows``. ``passed`` is the pass that read them."""
         return
+
+    def fail(self, error: Exception) -> None:
+        """Go on without the pass over ``rows``, which failed. Raises ``error`` if that cannot be."""
+        raise error
 
 
 class Extending(Observer, Protocol):
@@ -183,6 +192,11 @@ class Remarks:
     placement: str = ""
     drafted_ahead: int = 0
     used_ahead: int = 0
+
+    def note_failure(self, error: Exception) -> None:
+        """Note, and log, that the drafter failed and the request goes on without it."""
+        self.speculation_off_reason = f"the drafter failed: {str(error) or type(error).__name__}"
+        _LOG.warning("%s; the answer goes on without it", self.speculation_off_reason)
 
 
 @runtime_checkable

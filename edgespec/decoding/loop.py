@@ -161,6 +161,11 @@ class Decoding:
         self._policy.take(predictions, passed)
         self._spend(self.clock() - began + passed.share_s)
 
+    def fail_drafter(self, error: Exception) -> None:
+        """Go on without the pass over :attr:`drafter_rows`, which failed."""
+        self._policy.fail(error)
+        self._spend(0.0)
+
     def _spend(self, seconds: float) -> None:
         self._drafter_s += seconds
         if self.drafter_rows is None:
@@ -201,8 +206,9 @@ class Decoding:
         began, draft, self._features = self.clock(), self.draft, None
         try:
             accepted, token = self._verify(predictions, draft, self.tokens)
-        except EdgespecError:  # a state that is no number is not kept
-            self.session.rewind(0)
+        except EdgespecError as error:
+            if not isinstance(error, RequestError):  # a state that is no number is not kept
+                self.session.rewind(0)
             raise
         new, self.ended = _until_stop((*draft.tokens[:accepted], token), self._stop)
         top = self._top_logprobs

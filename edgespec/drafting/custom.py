@@ -19,6 +19,8 @@ _UNSAID = 0.75  # confidence of proposals that come without one, until rounds ha
 class Custom(Source):
     """A :class:`Drafter` as a :class:`~edgespec.decoding.draft.Source`; its proposals are checked."""
 
+    is_needed = True  # the app has to see its errors
+
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.name = type(drafter).__name__
         self._drafter, self._vocab_size = drafter, vocab_size

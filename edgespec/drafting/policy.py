@@ -1,7 +1,7 @@
 """The policy of one request: which source drafts, or none, and what every round teaches."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -55,6 +55,8 @@ class Policy(Source):
     needed anyway; sources go on behind it. Their proposals are cut where the grammar forbids them, and
     continued there by what it forces.
 
+    A model that fails is closed, and the request goes on without it.
+
     Args:
         free: a source whose proposals take no time worth counting.
         model: a source that takes time and prices its own drafts: a model, or an app's drafter. None if such
@@ -103,10 +105,16 @@ class Policy(Source):
     def take(self, predictions: Predictions, passed: Passed) -> None:
         assert self._model is not None
         began = self._clock()
-        self._model.take(predictions, passed)
+        with self._without_on_error():
+            self._model.take(predictions, passed)
         # As if all requests shared the pass: no request would draft if it had to pay for all of it.
         shared_s = passed.share_s * passed.requests / self._pricing.sequences
-        self._go_on(self._model, self._clock() - began + shared_s)
+        self._go_on(self._clock() - began + shared_s)
+
+    def fail(self, error: Exception) -> None:
+        with self._without_on_error():
+            raise error
+        self._go_on(0.0)
 
     def observe(self, step: Step) -> None:
         choice, self._choice, passed = self._choice, _Choice(), step.target_pass
@@ -123,8 +131,9 @@ class Policy(Source):
                 self._guard.rest()
         self._longest = max(_FIRST_LENGTH, 2 * step.accepted)
         self._written += len(step.tokens)
-        for observer in self._observers:
-            observer.observe(step)
+        for observer in [*self._observers]:
+            with self._without_on_error() if observer is self._model else nullcontext():
+                observer.observe(step)
 
     def close(self) -> None:
         """Close all sources, the model first, even if one fails."""
@@ -152,14 +161,33 @@ class Policy(Source):
             self._propose(choice.free)
         else:
             began = self._clock()
-            self._model.begin_round(tokens, most)
-            self._go_on(self._model, self._clock() - began)
+            with self._without_on_error():
+                self._model.begin_round(tokens, most)
+            self._go_on(self._clock() - began)
 
-    def _go_on(self, model: Source, seconds: float) -> None:
+    @contextmanager
+    def _without_on_error(self) -> Iterator[None]:
+        """Close the model if the block fails, and do without it, unless it is needed."""
+        try:
+            yield
+        except Exception as error:
+            model = self._model
+            if model is None or model.is_needed:
+                raise
+            self._model = None
+            self._observers.remove(model)
+            self.remarks.note_failure(error)
+            with suppress(Exception):
+                model.close()
+
+    def _go_on(self, seconds: float) -> None:
         """Go on after the model drafted for ``seconds``. Its complete draft completes the round's."""
-        choice, self.rows = self._choice, model.rows
+        choice, model = self._choice, self._model
         choice.model_s += seconds
-        if self.rows is not None:
+        self.rows = None if model is None else model.rows
+        if model is None:
+            self._propose(choice.free)
+        if model is None or self.rows is not None:
             return
         choice.reads, draft = model.is_reading, model.draft
         if not choice.reads:

@@ -23,6 +23,7 @@ from edgespec.history.database import connect, transaction
 from edgespec.history.memory import Change, Delta, DrafterKey, Snapshot, keep_best
 from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack_tokens
 from edgespec.learning.gains import ROWS, Lesson, Table
+from edgespec_models.forks import kept_in_forks
 from edgespec_models.schema import matching
 
 MAX_TOKENS: Final = 262_144
@@ -94,6 +95,8 @@ class Store:
         self, connection: sqlite3.Connection, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES
     ) -> None:
         self._connection, self._max_tokens, self._max_bytes = connection, max_tokens, max_bytes
+        kept_in_forks(self)  # SQLite's connections must not be closed there
+        self.taught = set[tuple[Scope, str]]()  # drafters whose corrections it has read or extended
 
     @classmethod
     def open(cls, path: Path, **bounds: int) -> Self:
@@ -118,11 +121,12 @@ class Store:
         tallies = self._connection.execute(
             "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
         )
+        tables = {
+            kept.drafter.digest: table for kept in self._kept(key) if (table := _table(kept)) is not None
+        }
+        self.taught |= {(scope, drafter) for drafter in tables}
         return Snapshot(
-            clock,
-            entries,
-            {kind: Tally(right, judged) for kind, right, judged in tallies},
-            {kept.drafter.digest: table for kept in self._kept(key) if (table := _table(kept)) is not None},
+            clock, entries, {kind: Tally(right, judged) for kind, right, judged in tallies}, tables
         )
 
     def learned(self) -> Iterator[Learned]:
@@ -153,9 +157,10 @@ class Store:
             for kind, (right, judged) in delta.verdicts.items():
                 self._count(key, kind, right, judged)
             for taught, lesson in delta.lessons.items():
-                self._correct(key, taught, lesson)
+                self._correct(key, taught, lesson, adds_up=(scope, taught.digest) in self.taught)
             self._trim(key, clock)
             self._shrink(key, clock)
+        self.taught |= {(scope, taught.digest) for taught in delta.lessons}
         # The delta is stored: an error now would have it added once more. The next merge gives back more.
         with suppress(sqlite3.OperationalError):
             self._vacuum()
@@ -273,9 +278,14 @@ class Store:
         for digest, name, *values in self._connection.execute(_CORRECTIONS, (key,)).fetchall():
             yield Kept(DrafterKey(digest, name), *values)
 
-    def _correct(self, key: int, drafter: DrafterKey, lesson: Lesson) -> None:
-        """Add a change to a drafter's correction."""
+    def _correct(self, key: int, drafter: DrafterKey, lesson: Lesson, *, adds_up: bool) -> None:
+        """Add a change to a drafter's correction.
+
+        If it ``adds_up`` with earlier ones and these are gone, they were forgotten, and it goes with them.
+        """
         known = None if lesson.anew else self._correction(key, drafter)
+        if known is None and adds_up and not lesson.anew:
+            return
         table = None if known is None else _table(known)
         if known is None or table is None or table.shape != lesson.change.shape:
             table, tokens = lesson.change, lesson.tokens

@@ -5,6 +5,7 @@ Decoding goes on, whatever happens to the file.
 
 import atexit
 import logging
+import os
 import sqlite3
 import threading
 from collections import deque
@@ -45,6 +46,8 @@ class Writer:
     tried again every 30 seconds and at the end. A damaged file is set aside and begun anew, unless it can no
     longer be told from another program's.
 
+    Only the process that made it writes: in a forked one the thread is missing, and SQLite forbids it.
+
     The writer owns ``store``; :meth:`close` closes it. ``text_of`` returns the bytes of tokens and is called
     in the thread. ``flush_s`` are the seconds from the first change to its transaction.
     """
@@ -64,6 +67,7 @@ class Writer:
         self._changed = threading.Condition()  # guards the pending delta and the end
         self._writing = threading.Lock()  # guards the store
         self._closing = self._closed = False
+        self._process = os.getpid()
         self._damage: sqlite3.Error | None = None  # until the file is replaced
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="edgespec-history", daemon=True)
@@ -96,7 +100,7 @@ class Writer:
 
     def close(self) -> None:
         """Store the rest and end the thread. It may be called again, also after an interrupt."""
-        if self._closed:
+        if self._closed or self._process != os.getpid():
             return
         with self._changed:
             self._closing = True
@@ -118,24 +122,30 @@ class Writer:
             self.flush()
 
     def _merge(self, delta: Delta) -> bool:
-        """Store a change, and return whether that was possible."""
-        if self._damage is not None:
-            return self._begin_anew(delta, self._damage)
+        """Store a change, and return whether it is done with."""
         try:
-            self._store.merge(self._scope, delta, self._text_of)
-        except sqlite3.Error as error:
-            if is_damage(error):
+            if self._damage is not None:
+                return self._begin_anew(delta, self._damage)
+            try:
+                self._store.merge(self._scope, delta, self._text_of)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
                 return self._begin_anew(delta, error)
-            why = reason(self._path, error)
+        except Exception as error:  # noqa: BLE001 - the thread goes on
+            why = reason(self._path, error) or type(error).__name__
             self._report(f"the history {self._path} cannot be written ({why}); decoding goes on")
-            return False
+            # Another error lies in the change, and would come again.
+            return not isinstance(error, sqlite3.Error | OSError | MemoryError)
         return True
 
     def _begin_anew(self, delta: Delta, error: sqlite3.Error) -> bool:
         self._damage = error
         self._store.close()
         try:
+            taught = self._store.taught
             self._store, problem = _begun_anew(self._path, error)
+            self._store.taught |= taught  # which the new file lacks
             self._store.merge(self._scope, delta, self._text_of)
         except StorageError as again:
             self._report(str(again))

@@ -1,6 +1,7 @@
 """Requests between the threads that ask and the one thread that answers them, a few at once."""
 
 import atexit
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,8 @@ from threading import Condition, Lock, Thread, current_thread
 from edgespec.requests.results import FinishReason
 from edgespec.requests.ticket import LOOK_S, Stage, Ticket
 from edgespec_models.errors import Busy, Closed, RequestError
+
+_LOG = logging.getLogger("edgespec")
 
 
 class _Phase(Enum):
@@ -34,10 +37,14 @@ class RequestQueue:
     """A queue of requests and the thread that answers them, at most ``at_once`` together.
 
     ``turn`` runs a pass for the running requests. At most ``most_waiting`` requests wait. When no request is
-    left, ``tidy`` is called; it returns soon after the function that it gets returns True.
+    left, ``tidy`` is called; it returns soon after the function that it gets returns True. Its errors go to
+    the log.
 
     The thread begins with a request and ends when none is left. So an idle model has no thread, and nothing
     keeps the program from ending: at its end running requests end too.
+
+    A process that was forked from the one that made the queue has none of its threads, and locks may stay
+    held there. So it takes no request.
     """
 
     def __init__(
@@ -53,23 +60,23 @@ class RequestQueue:
         self.running: list[Ticket] = []
         self._phase, self._pause = _Phase.IDLE, _Pause.NOBODY
         self.thread: Thread | None = None
-        self._process = os.getpid()  # process of the thread
+        self._process = os.getpid()
         self._pausing = Lock()  # one `paused` block at a time
-        self._is_full = False  # no room for another request until a running one ends
+        self._lacks_room: Ticket | None = None  # waits until a running one ends, with all behind it
         self.is_closed = False
         self._at_end: Callable[[], None] | None = None  # called when the thread has ended
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether this process was forked while the thread ran. Locks may stay held here."""
-        return self.thread is not None and self._process != os.getpid()
+        """Whether this process was forked from the one that made the queue."""
+        return self._process != os.getpid()
 
     def check_process(self) -> None:
-        """Raise RequestError in a process that was forked while the model answered."""
+        """Raise RequestError in a process that was forked from the one that made the queue."""
         if self.is_orphaned:
             raise RequestError(
-                "this process was forked while the model answered in its parent, so it does not answer "
-                "here; load the model in this process, or start processes with 'spawn'"
+                "this process was forked from the one that loaded the model, whose threads stayed there; "
+                "load the model in this process, or start processes with 'spawn'"
             )
 
     def put(self, ticket: Ticket) -> None:
@@ -95,7 +102,7 @@ class RequestQueue:
                 thread = Thread(target=self._work, name="edgespec-model", daemon=True)
                 thread.start()  # the thread waits for the lock
                 atexit.register(self._leave)
-                self.thread, self._process = thread, os.getpid()
+                self.thread = thread
             ticket.queue()
             self.waiting.append(ticket)
 
@@ -169,7 +176,7 @@ class RequestQueue:
         """End all running and waiting requests, then call ``then``. Later requests are refused.
 
         From a request's own thread this returns at once, and ``then`` is called after the request. In a
-        process that was forked meanwhile there is nothing to end.
+        forked process there is nothing to end.
         """
         if self.is_orphaned:
             return
@@ -190,7 +197,7 @@ class RequestQueue:
             then()
 
     def step(self) -> list[Ticket]:
-        """Run a pass for the running requests and return them. None means that the thread's work is done."""
+        """Run a pass for the running requests, tidy up, and return them; an empty list ends the thread."""
         running = self._next()
         if not running:
             return running
@@ -200,11 +207,12 @@ class RequestQueue:
             for ticket in running:
                 if ticket.result is None:
                     ticket.finish(error)
+        self._tidy_up()
         return running
 
     def _work(self) -> None:
         while self.step():
-            self._tidy_up()
+            pass
         if self._at_end is not None:
             with self.paused():
                 self._at_end()
@@ -216,12 +224,16 @@ class RequestQueue:
                 return
             self.running, self._phase = [], _Phase.TIDYING
             self._changed.notify_all()
+        self._try_to_tidy(lambda: bool(self._pause or self.waiting))
+        with self._changed:
+            self._phase = _Phase.IDLE
+            self._changed.notify_all()
+
+    def _try_to_tidy(self, stop: Callable[[], bool]) -> None:
         try:
-            self._tidy(lambda: bool(self._pause or self.waiting))
-        finally:
-            with self._changed:
-                self._phase = _Phase.IDLE
-                self._changed.notify_all()
+            self._tidy(stop)
+        except Exception:  # noqa: BLE001 - answers go on without it
+            _LOG.exception("what was read could not be put away; answers go on")
 
     @property
     def is_held(self) -> bool:
@@ -233,19 +245,28 @@ class RequestQueue:
         """Whether the model is not idle yet."""
         return bool(self.running) or self._phase is _Phase.TIDYING
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether a request waits for room that a running one has."""
+        return bool(self.running) and self._lacks_room in self.waiting
+
     def _next(self) -> list[Ticket]:
         """The requests of the next pass. An empty list ends the thread."""
         with self._changed:
             running = [ticket for ticket in self.running if ticket.stage is Stage.RUNNING]
             postponed = [ticket for ticket in self.running if ticket.stage is Stage.WAITING]
             self.waiting.extendleft(reversed(postponed))
-            self._is_full = bool(postponed) or (self._is_full and len(running) == len(self.running))
+            if len(running) + len(postponed) < len(self.running):
+                self._lacks_room = None  # what ended has left room
+            elif postponed:
+                self._lacks_room = postponed[0]
             self.running, self._phase = running, _Phase.IDLE
             self._changed.notify_all()
             while self._pause & (_Pause.PASSES | _Pause.HELD) and not self.is_closed:
-                if ending := [ticket for ticket in running if ticket.interruption]:
+                if ending := [ticket for ticket in self.running if ticket.has_to_end()]:
                     self._phase = _Phase.TURNING
                     return ending
+                self.running = [ticket for ticket in self.running if ticket.result is None]
                 self._changed.wait(LOOK_S)
             while self._pause & (_Pause.REQUESTS | _Pause.PASSES) and not self.running:
                 self._changed.wait()
@@ -262,7 +283,7 @@ class RequestQueue:
 
     def _may_begin(self, ticket: Ticket) -> bool:
         """Whether there is a free place, and no running request has to end first."""
-        if self._pause & (_Pause.REQUESTS | _Pause.PASSES) or (self.running and self._is_full):
+        if self._pause & (_Pause.REQUESTS | _Pause.PASSES) or self._is_full:
             return False
         if len(self.running) >= self.at_once:
             return False
@@ -278,6 +299,6 @@ class RequestQueue:
     def _leave(self) -> None:
         """End the thread when the program ends, while Python still runs."""
         thread = self.thread
-        self.close(lambda: self._tidy(lambda: False))
+        self.close(lambda: self._try_to_tidy(lambda: False))
         if thread is not None and thread is not current_thread():
             thread.join()

@@ -201,8 +201,10 @@ class Runner:
         others = [ticket for ticket in tickets if ticket not in texts]
         if others:
             take_turn(others, self.begin, self.pricing)
-        if texts and (not others or self._has_room(max(ticket.longest for ticket in texts))):
-            self.embedder.turn(texts, self.pricing.piece(len(others)) if others else self.session.model.piece)
+        if texts:
+            piece = self.pricing.piece(len(others)) if others else self.session.model.piece
+            has_room = not others or self._has_room(max(ticket.longest for ticket in texts))
+            self.embedder.turn(texts, piece if has_room else 0)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""
@@ -312,13 +314,17 @@ class Runner:
         if own is not None or seat.drafter is None or is_short:
             return own, self.side.teaching()
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
-        return self.side.begin(
-            prompt.target,
-            prompt.drafter,
-            (seat.drafter, self.seats.drafters(seat)),
-            target=seat.target,
-            max_new_tokens=request.max_new_tokens,
-            max_draft=self.options.max_draft,
-            target_end=eos[0] if eos else None,
-            remarks=remarks,
-        )
+        try:
+            return self.side.begin(
+                prompt.target,
+                prompt.drafter,
+                (seat.drafter, self.seats.drafters(seat)),
+                target=seat.target,
+                max_new_tokens=request.max_new_tokens,
+                max_draft=self.options.max_draft,
+                target_end=eos[0] if eos else None,
+                remarks=remarks,
+            )
+        except Exception as error:  # noqa: BLE001 - mostly for lack of memory; the target goes on alone
+            remarks.note_failure(error)
+            return None, self.side.teaching()

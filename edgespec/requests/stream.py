@@ -202,13 +202,18 @@ def answers(streams: Sequence[Stream], count: int) -> Generation:
 
 async def answers_async(streams: Sequence[Stream], count: int) -> Generation:
     """:func:`answers` in an event loop."""
+    return together(await results_async(streams), count)
+
+
+async def results_async(streams: Sequence[Stream]) -> list[Generation]:
+    """The results of ``streams``, as many at once as the model answers, up to the first that ends early."""
     results = list[Generation]()
     with _in_turn(streams) as turns:
         for stream in turns:
             results.append(await stream.run_async())
             if results[-1].finish_reason in _ENDED_EARLY:
                 break
-    return together(results, count)
+    return results
 
 
 @contextmanager

@@ -99,6 +99,12 @@ class Ticket:
             self.interrupt("timeout")
         return self.interruption
 
+    def has_to_end(self) -> bool:
+        """Whether there is a reason to end the request now. An error of its ``cancelled`` ends it at once."""
+        with self.ending_on_error():
+            return self.reason_to_end() is not None
+        return False
+
     def excludes(self, other: "Ticket") -> bool:
         """Whether the two may not run at once, because they share a conversation or an app's drafter."""
         drafter, conversation = self.request.drafter, self._conversation

@@ -69,9 +69,10 @@ def _running(tickets: Sequence[Ticket]) -> Running:
 def _go_on(ticket: Ticket, tickets: Sequence[Ticket], begin: Begin) -> None:
     """Begin a new request, unless it waits for tokens that another reads; end a request that must end."""
     if ticket.decoding is None:
+        if ticket.reason_to_end() is not None:
+            ticket.abandon()
+            return
         if _is_being_read(ticket, [decoding for _, decoding in _running(tickets)]):
-            if ticket.reason_to_end() is not None:
-                ticket.abandon()
             return
         # Nobody overtakes one that has found no room.
         is_full = any(other.stage is Stage.WAITING for other in tickets)
@@ -129,9 +130,10 @@ def _draft(running: Running) -> None:
         began = clock()
         try:
             predictions = rows[0].session.model.predict_together(rows)
-        except BaseException as error:  # noqa: BLE001 - raised where the answers are read
-            for ticket, _, _ in drafting:
-                ticket.finish(error)
+        except Exception as error:  # noqa: BLE001 - answers go on without drafts
+            for ticket, decoding, _ in drafting:
+                with ticket.ending_on_error():
+                    decoding.fail_drafter(error)
             continue
         passes = step_shares(rows, clock() - began - rows[0].session.model.prepared_s)
         for (ticket, decoding, _), predicted, passed in zip(drafting, predictions, passes, strict=True):

@@ -21,8 +21,8 @@ from edgespec.requests import request as requests
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.embedding import Embeddings
 from edgespec.requests.request import RequestOptions
-from edgespec.requests.results import Generation, Record
-from edgespec.requests.stream import Stream, answers_async, together
+from edgespec.requests.results import Generation, Record, nothing
+from edgespec.requests.stream import Stream, results_async, together
 from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
@@ -422,20 +422,13 @@ def _choices(options: RequestOptions, ask: Ask) -> list[Stream]:
 
 
 async def _all(asks: Sequence[Ask], options: RequestOptions, words: Words) -> list[Generation]:
-    """The answers to all prompts. If one fails, all fail."""
-
-    async def generate(ask: Ask) -> Generation:
-        with _worded(words):
-            streams = await asyncio.to_thread(_choices, options, ask)  # a long prompt takes a while to encode
-        return await answers_async(streams, options.get("n", 1))
-
-    tasks = [asyncio.ensure_future(generate(ask)) for ask in asks]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    """The answers to all prompts. If one fails, all fail; if one ends early, so do those behind it."""
+    with _worded(words):  # a long prompt takes a while to encode
+        streams = await asyncio.to_thread(lambda: [_choices(options, ask) for ask in asks])
+    results, count = await results_async([*chain.from_iterable(streams)]), len(streams[0])
+    missing = nothing(results[-1].finish_reason)
+    groups = (results[at * count : (at + 1) * count] for at in range(len(asks)))
+    return [together(group or [missing], options.get("n", 1)) for group in groups]
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -8,6 +8,7 @@ has other code, which sums in another order, so a pass over one token runs it tw
 
 import ctypes
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,13 +26,14 @@ from edgespec_models.schema import Checked, one_of, within
 from edgespec_models.storage import prompts_name
 from edgespec_runtimes.graph_io import ForeignModel, OwnModel
 from edgespec_runtimes.kv_cache import Stretch
-from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, ort
+from edgespec_runtimes.ort import RUN_ERRORS, lacks_memory, open_session, ort
 from edgespec_runtimes.own_thread import OwnThread
 from edgespec_runtimes.session import Session
 
 INSTRUCTIONS: Final = ("avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain")
 """Sets of instructions with kernels, the fastest first; every processor has ``plain``."""
 
+_LOG = logging.getLogger("edgespec")
 _TENSOR, _FLOAT = 1, 1  # ONNX's TypeProto.tensor_type, TensorProto.FLOAT
 _SUFFIXES: Final = {"win32": "dll", "darwin": "dylib"}
 _REMEDY: Final = (
@@ -123,6 +125,13 @@ def open_cpu(
         return model.opened(row_exact)
     if not model.takes_several:
         raise BundleError(f"{bundle.path} was made by an earlier version; export the model again")
+    if (options.instructions or best_instructions()) == "plain":
+        _LOG.warning(
+            "%s runs on plain instructions, which take up to 200 times as long as AVX2 does; others need a "
+            "processor with AVX2 and FMA, or ARM's dot products. Without them use a model exported with "
+            "--weights portable, which runs on ONNX Runtime's kernels",
+            bundle.manifest.name,
+        )
     _check_shapes(model, bundle.graph)
     model.prompt_key = _prompt_key(bundle)
     return model.opened(row_exact=True)
@@ -171,9 +180,7 @@ def open_graph(graph: Path, options: CpuOptions, *, native: bool = False, stream
             folder = "session.model_external_initializers_file_folder_path"
             settings.add_session_config_entry(folder, str(graph.parent))
         model = _with_outputs(graph.read_bytes(), streams) if streams else str(graph)
-        providers = ["CPUExecutionProvider"]
-        # The fallback tries the same provider again, and prints.
-        opened = partial(ort.InferenceSession, model, settings, providers=providers, enable_fallback=0)
+        opened = partial(open_session, model, settings, ["CPUExecutionProvider"])
         if not options.low_priority:
             return opened()
         return OwnThread(opened, "low", _kept(library()).edgespec_lower_priority)

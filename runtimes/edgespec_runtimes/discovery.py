@@ -24,7 +24,7 @@ from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import AUTO, CPU, KINDS, PROCESSOR, Device, DeviceKind, Hardware, Placement
-from edgespec_runtimes.ort import ort
+from edgespec_runtimes.ort import open_session, ort
 
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"
 
@@ -272,6 +272,6 @@ def open_on(device: Device, graph: Path, options: CpuOptions) -> Any:
     else:
         settings.add_provider_for_devices([device.handle], dict(device.options))
     try:
-        return ort.InferenceSession(str(graph), settings, providers=providers, enable_fallback=0)
+        return open_session(str(graph), settings, providers)
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
         raise DeviceError(f"{device.name} cannot run all of {graph}: {error}") from error

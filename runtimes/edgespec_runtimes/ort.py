@@ -7,7 +7,7 @@ the call ends the uploads; older Windows builds listen to the call alone.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,6 +19,8 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 ort.disable_telemetry_events()
+
+from edgespec_models.forks import kept_in_forks
 
 __all__ = ["ort", "ort_state"]
 
@@ -39,6 +41,14 @@ RUN_ERRORS = (
 """ONNX Runtime's exceptions when a pass, or memory on a device, fails."""
 
 _NO_MEMORY = ("bad_alloc", "bad allocation", "Cannot allocate memory", "failed to map segment")
+
+
+def open_session(model: str | bytes, settings: Any, providers: Sequence[Any] | None = None) -> Any:
+    """ONNX Runtime's session over a graph's file or bytes, without the fallback to other providers.
+
+    That would try the same one again, and print.
+    """
+    return kept_in_forks(ort.InferenceSession(model, settings, providers=providers, enable_fallback=0))
 
 
 def lacks_memory(error: Exception) -> bool:

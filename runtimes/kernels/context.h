@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <charconv>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -210,19 +211,20 @@ class Pass {
 
   int64_t threads() const { return crew_.threads(); }
 
-  // run(i) for i below `count`, on the session's threads; any of them may run out of memory.
+  // run(i) for i below `count`, on the session's threads. One exception of theirs is thrown again.
   template <class Run>
   void spread(int64_t count, const Run& run, const Weights* weights = nullptr) const {
     std::atomic<bool> failed = false;
+    std::exception_ptr failure;
     const auto guarded = [&](int64_t i) {
       try {
         run(i);
       } catch (...) {
-        failed = true;
+        if (!failed.exchange(true)) failure = std::current_exception();
       }
     };
     crew_.spread(count, guarded, weights);
-    if (failed) throw std::bad_alloc();
+    if (failed) std::rethrow_exception(failure);
   }
 
  private:

@@ -10,6 +10,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -67,6 +68,12 @@ class Manners {
   Clock::duration ran_{0}, worked_{0}, had_{0}, rest_{0};
 };
 
+// How many forks led from the process that loaded this library to the present one.
+inline std::atomic<int64_t> forks = 0;
+#if !defined(_WIN32)
+inline const int forks_are_counted = pthread_atfork(nullptr, nullptr, [] { forks++; });
+#endif
+
 // Weights of a product: where each thread begins to read them (two places if it reads two matrices in turn, else the
 // second is null), the matrices that stay in their file, and the weights that the pass reads next.
 struct Weights {
@@ -88,6 +95,7 @@ class Crew {
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
   ~Crew() {
+    settle();
     open(kStopped);
     for (std::thread& helper : helpers_) helper.join();
   }
@@ -110,6 +118,7 @@ class Crew {
   // the job reads `weights`, waiting threads prefetch the weights behind them.
   template <class Run>
   void spread(int64_t count, const Run& run, const Weights* weights) {
+    settle();
     const std::unique_lock pass(pass_, std::try_to_lock);
     if (pass.owns_lock() && weights != nullptr) next_ = weights->next;
     if (count < 2 || !pass.owns_lock() || shares_.size() == 1) {
@@ -178,6 +187,23 @@ class Crew {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+  }
+
+  // Begins anew in a forked process. The helpers stayed in the other one, and may hold locks here, so nothing that they
+  // use is destroyed, which would wait for them.
+  void settle() {
+    if (forks_ == forks) return;
+    static std::mutex settling;
+    const std::lock_guard lock(settling);
+    if (forks_ == forks) return;
+    new (&helpers_) std::vector<std::thread>;
+    new (&pass_) std::mutex;
+    new (&sleep_) std::mutex;
+    new (&wake_) std::condition_variable;
+    inside_ = asleep_ = 0;
+    job_ += job_ % 2;
+    hired_ = false;
+    forks_ = forks.load();
   }
 
   void hire() {
@@ -251,6 +277,7 @@ class Crew {
   Manners manners_;  // of the thread that runs the pass
   std::mutex pass_;
   bool hired_ = false;
+  std::atomic<int64_t> forks_ = forks.load();  // as of its helpers' process
   std::vector<std::thread> helpers_;
 
   // The job, which does not change while a helper is inside.
