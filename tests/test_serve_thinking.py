@@ -103,7 +103,7 @@ def test_tokens_of_thoughts_are_marked_and_go_back_and_forth(url: str) -> None:
     ("more", "thinking"),
     [
         ({"reasoning_effort": "low"}, "low"),
-        ({"reasoning_effort": "xhigh"}, "high"),
+        ({"reasoning_effort": "xhigh"}, "xhigh"),
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "high", "thinking_budget_tokens": 0}, 0),
         ({"chat_template_kwargs": {"enable_thinking": False}}, None),
@@ -130,6 +130,6 @@ def test_the_terminal_shows_thoughts_beside_the_output(capsys: pytest.CaptureFix
 def test_the_command_line_says_how_much_is_thought(given: str | None, thinking: Any) -> None:
     assert options.thinking(given) == thinking and isinstance(options.thinking(given), type(thinking))
     with pytest.raises(
-        typer.BadParameter, match="'much' is unknown; allowed: on, off, low, medium, high and a number"
+        typer.BadParameter, match=r"'much' is unknown; allowed: on, off, minimal, low, .*, max and a number"
     ):
         options.thinking("much")

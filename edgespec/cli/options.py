@@ -138,9 +138,9 @@ REQUEST: Group = {
     "thinking": _option(
         str | None,
         None,
-        "Whether the model thinks before it answers, how hard, or for how many tokens at most; the chat "
-        "template decides without it.",
-        metavar="on|off|low|medium|high|TOKENS",
+        "Whether the model thinks before it answers, how hard (minimal, low, medium, high, xhigh, max), or "
+        "for how many tokens at most; the chat template decides without it.",
+        metavar="on|off|EFFORT|TOKENS",
     ),
     "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
 }
@@ -218,12 +218,14 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
     """The value of ``--thinking``."""
     if value in (None, "on", "off"):
         return None if value is None else value == "on"
-    if value in ("low", "medium", "high"):
+    from edgespec_models.text.thoughts import EFFORTS  # and the tokenizers
+
+    if value in EFFORTS[1:]:
         return cast("Effort", value)
     try:
         return int(value or "")
     except ValueError:
-        words = "on, off, low, medium, high and a number of tokens"
+        words = f"on, off, {', '.join(EFFORTS[1:])} and a number of tokens"
         raise typer.BadParameter(f"{value!r} is unknown; allowed: {words}") from None
 
 

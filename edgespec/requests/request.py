@@ -37,7 +37,7 @@ Messages = Sequence[Mapping[str, Any]]
 PromptInput = str | Sequence[int] | Messages
 """A prompt: a text or token ids to continue, or a conversation to answer."""
 
-Effort = Literal["low", "medium", "high"]
+Effort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
 """How hard a model thinks."""
 
 P = ParamSpec("P")
