@@ -167,7 +167,17 @@ _GEMMA2 = {
 
 
 class _Keys(Facts):
-    """The keys of a GGUF file: one table, in which the scaling of rotary embeddings is no section."""
+    """The keys of a GGUF file: one table, in which the scaling of rotary embeddings is no section.
+
+    A list of a number for each layer, the same for all, is that number.
+    """
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number."""
+        value = self.value(key)
+        if isinstance(value, list) and len({*map(repr, value)}) == 1:
+            return _Keys({self._names.get(key, key): value[0]}, self.where, self._names).integer(key)
+        return super().integer(key, default)
 
     def section(self, key: str) -> Facts:
         return self if key == "rope_scaling" else Facts({}, self.where)
@@ -225,9 +235,8 @@ class GGUFCheckpoint(Checkpoint):
         if family.name == "qwen35":
             own |= _states(own, where)
         own |= _mixers(own) if family.name == "lfm2" else {}
-        own |= {} if family.experts is None else _experts(own)
         if own.get("block_count") == _27B.get(family.name, -1):
-            keys = Facts(own, where, _NAMES)
+            keys = _Keys(own, where, _NAMES)
             heads = max(keys.integer("num_attention_heads"), 1)
             own["query_pre_attn_scalar"] = float(keys.integer("hidden_size") // heads)
         facts = _Keys(own, where, _NAMES)
@@ -349,13 +358,6 @@ def _mixers(own: Mapping[str, object]) -> dict[str, object]:
         return {}
     counts, kinds = {*heads} - {0}, ["full_attention" if count else "conv" for count in heads]
     return {"attention.head_count_kv": counts.pop() if len(counts) == 1 else heads, "layer_types": kinds}
-
-
-def _experts(own: Mapping[str, object]) -> dict[str, object]:
-    """Experts with the keys of a ``config.json``: one width, if a list has the same for all layers."""
-    key = "expert_feed_forward_length"
-    widths = own.get(key)
-    return {key: widths[0]} if isinstance(widths, list) and len(set(map(str, widths))) == 1 else {}
 
 
 def family_of(file: GGUFFile) -> Family:
