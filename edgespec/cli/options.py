@@ -230,6 +230,7 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
 
 
 def sampling_options(context: typer.Context) -> "RequestOptions":
-    """The options of sampling from a command's parameters."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return cast("RequestOptions", {name: context.params[name] for name in names})
+    """The options of sampling that the command line states."""
+    sources = {name: context.get_parameter_source(name) for name in SAMPLING}
+    stated = (name for name, source in sources.items() if source is None or source.name != "DEFAULT")
+    return cast("RequestOptions", {name: context.params[name] for name in stated})

@@ -111,7 +111,7 @@ def speaking(source: str, session: ToySession, tokenizer: Tokenizer, eos: tuple[
     special = SpecialTokens(None, eos, add_bos=False, pad=None)
 
     def bundle(name: str, context: int) -> Bundle:
-        manifest = SimpleNamespace(name=name, special_tokens=special)
+        manifest = SimpleNamespace(name=name, special_tokens=special, sampling=None)
         config = SimpleNamespace(context_length=context, vocab_size=tokenizer.vocab_size)
         chat = ChatTemplate(source)
         facts = {"manifest": manifest, "config": config, "tokenizer": tokenizer, "chat_template": chat}

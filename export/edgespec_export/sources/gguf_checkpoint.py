@@ -27,7 +27,7 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
-from edgespec_models.bundles.bundle import Embedding
+from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
@@ -148,6 +148,15 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The facts of a ``config.json``, and their keys here, without the architecture's prefix."""
 
+_SAMPLING: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "temperature": "general.sampling.temp",
+        "top_k": "general.sampling.top_k",
+        "top_p": "general.sampling.top_p",
+        "min_p": "general.sampling.min_p",
+        "repetition_penalty": "general.sampling.penalty_repeat",
+    }
+)
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "adapter": "an adapter (LoRA); merge it into its base model with llama.cpp's llama-export-lora",
@@ -206,6 +215,7 @@ class GGUFCheckpoint(Checkpoint):
         self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))
         self.special_tokens = cache(partial(special_tokens, self.metadata))
         self.chat_templates = partial(chat_templates, self.metadata)
+        self.sampling = Sampling.advised(Facts(self.metadata, path.name, _SAMPLING))
 
     def _open_file(self, path: Path, stack: ExitStack) -> GGUFFile:
         """The file with the tensors of all parts, which ``stack`` closes."""

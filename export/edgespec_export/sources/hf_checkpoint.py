@@ -19,7 +19,7 @@ from edgespec_export.sources.hf_config import head_facts, logits_factor, model_f
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.nvfp4 import nvfp4_tensors
 from edgespec_export.sources.safetensors_file import SafetensorsFile
-from edgespec_models.bundles.bundle import Embedding
+from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
@@ -168,6 +168,7 @@ class HFCheckpoint(Checkpoint):
         self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         self.tokenizer_json, self.special_tokens = tokenizer.json, cache(tokenizer.special_tokens)
         self.chat_templates, self._ending = tokenizer.chat_templates, tokenizer.ending
+        self.sampling = Sampling.advised(tokenizer.generation)
         self.stack = ExitStack()
         with self.stack as opened:
             self.tensors = self._name(self.stored())
