@@ -94,7 +94,7 @@ def test_chat_follows_it_but_for_what_the_command_line_states(monkeypatch: pytes
     model.target.manifest.sampling = ADVICE
     monkeypatch.setattr(options, "load_model", lambda context, progress: model)
     told = CliRunner().invoke(app, ["chat", "t", "--temperature", "0", "--json"], input="hi\n")
-    assert f"advise to sample: {TOLD}." in " ".join(told.stderr.split())
+    assert f"makers advise {TOLD}." in " ".join(told.stderr.split())
     (asked,) = (sent for _, sent in model.calls)
     assert (asked["sampling"], asked["temperature"]) == ("recommended", 0.0) and "top_k" not in asked
 

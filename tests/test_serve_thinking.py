@@ -13,7 +13,7 @@ from edgespec.cli.answers import answer_json, stream_as_markdown, stream_to_term
 from edgespec.serve.bodies import ChatBody, parse
 from tests.kit.serving import ask, events, serving
 from tests.kit.templates import TOOLS
-from tests.kit.thoughts import ASK, QWEN3, scripted
+from tests.kit.thoughts import ASK, QWEN3, QWEN38, scripted
 
 
 @pytest.fixture
@@ -97,6 +97,31 @@ def test_tokens_of_thoughts_are_marked_and_go_back_and_forth(url: str) -> None:
     assert ask(url, path, {**body, "messages": again}).status == 200
     held = ask(url, path, {**body, "tools": TOOLS, "stream": True})
     assert held.status == 400  # this template shows no tools
+
+
+CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+BOUNDED = {"type": "enabled", "budget_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        *(
+            (CHATS, {"messages": ASK, "reasoning_effort": word})
+            for word in ("minimal", "high", "max", "none")
+        ),
+        *((RESPONSES, {"input": "1 + 2?", "reasoning": {"effort": word}}) for word in ("high", "xhigh")),
+        *(("/api/chat", {"messages": ASK, "think": level}) for level in (True, False, "high", "max")),
+        *((MESSAGES, {"messages": ASK, "thinking": how}) for how in ({"type": "adaptive"}, BOUNDED)),
+        (MESSAGES, {"messages": ASK, "output_config": {"effort": "high"}}),
+    ],
+)
+def test_efforts_reach_a_template_that_refuses_other_words(path: str, more: dict[str, Any]) -> None:
+    with scripted(QWEN38) as model, serving(model) as url:
+        asked = {"model": "toy", "stream": False, **more}
+        if path != "/api/chat":
+            asked["max_output_tokens" if path == RESPONSES else "max_tokens"] = 40
+        assert ask(url, path, asked).status == 200
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.kit.thoughts import (
     MAGISTRAL,
     NONE,
     QWEN3,
+    QWEN38,
     R1,
     SMOLLM3,
     THINK,
@@ -57,12 +58,6 @@ def test_tags_and_switches_are_read_from_templates_and_vocabularies() -> None:
 
 
 ANY_EFFORT = template("{{ m.content }}", "", "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}")
-REFUSING = template(
-    "{{ m.content }}",
-    "{{ '<think></think>' if enable_thinking is false else '<think>' }}",
-    "{% if enable_thinking is not false and reasoning_effort|default('xhigh') not in "
-    "('xhigh', 'medium', 'low') %}{{ raise_exception('Unexpected') }}{% endif %}",
-)
 LOUDER = template(
     "{{ m.content }}",
     "",
@@ -72,7 +67,7 @@ OR_NONE = template("{{ m.content }}", "{{ '<think></think>' if reasoning_effort|
 EMPTIED = template("{{ m.content }}", "{{ '<think></think>' if reasoning_effort in ('low', 'minimal') }}")
 NEAREST: dict[str, tuple[str, dict[bool | int | str, str | None]]] = {
     "any text": (ANY_EFFORT, {"minimal": "low", "high": "high", "max": "high", False: "low"}),
-    "refuses others": (REFUSING, {"minimal": "low", "high": "xhigh", "medium": "medium", False: None}),
+    "refuses others": (QWEN38, {"minimal": "low", "high": "xhigh", "medium": "medium", False: None}),
     "two words": (LOUDER, {"minimal": "low", "low": "low", "max": "max", False: None}),
     "two low words": (EMPTIED, {False: "minimal", "high": "high", "max": "max"}),
     "a word for off": (OR_NONE, {False: "none", "high": "high"}),

@@ -57,7 +57,7 @@ def chat(
             )
         request: RequestOptions = {"sampling": "recommended", **options.request_options(context)}
         if (advice := model.target.manifest.sampling) is not None:
-            note(f"The makers of the model advise to sample: {advice}. --temperature 0 does not.")
+            note(f"The model's makers advise {advice}. With --temperature 0 answers are greedy.")
 
         def begin() -> "Conversation":
             return model.conversation(system or None, **request)

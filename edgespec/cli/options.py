@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -218,14 +218,15 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
     """The value of ``--thinking``."""
     if value in (None, "on", "off"):
         return None if value is None else value == "on"
-    from edgespec_models.text.thoughts import EFFORTS  # and the tokenizers
+    from edgespec.requests.request import Effort  # and much that other options do without
 
-    if value in EFFORTS[1:]:
-        return cast("Effort", value)
+    efforts = get_args(Effort)
+    if value in efforts:
+        return cast(Effort, value)
     try:
         return int(value or "")
     except ValueError:
-        words = f"on, off, {', '.join(EFFORTS[1:])} and a number of tokens"
+        words = f"on, off, {', '.join(efforts)} and a number of tokens"
         raise typer.BadParameter(f"{value!r} is unknown; allowed: {words}") from None
 
 

@@ -55,6 +55,12 @@ QWEN3 = template(
     "</think>\n\n{% endif %}{{ m.content }}",
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
 )
+QWEN38 = template(
+    "{{ m.content }}",
+    "{{ '<think></think>' if enable_thinking is false else '<think>' }}",
+    "{% if enable_thinking is not false and reasoning_effort|default('xhigh') not in "
+    "('xhigh', 'medium', 'low') %}{{ raise_exception('Unexpected reasoning effort') }}{% endif %}",
+)
 SMOLLM3 = template(
     PLAIN,
     "{% if not enable_thinking %}{{ '<think>\n\n</think>\n' }}{% endif %}",

@@ -148,15 +148,8 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The facts of a ``config.json``, and their keys here, without the architecture's prefix."""
 
-_SAMPLING: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "temperature": "general.sampling.temp",
-        "top_k": "general.sampling.top_k",
-        "top_p": "general.sampling.top_p",
-        "min_p": "general.sampling.min_p",
-        "repetition_penalty": "general.sampling.penalty_repeat",
-    }
-)
+_SHORT = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+_SAMPLING = {name: f"general.sampling.{_SHORT.get(name, name)}" for name in Sampling.__annotations__}
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "adapter": "an adapter (LoRA); merge it into its base model with llama.cpp's llama-export-lora",

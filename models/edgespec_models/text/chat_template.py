@@ -26,7 +26,6 @@ from edgespec_models.schema import read_text, shown
 from edgespec_models.text.marked_text import mark, unmark
 from edgespec_models.text.template_files import DEFAULT
 from edgespec_models.text.template_sandbox import LONGEST_SOURCE, Sandbox, limited
-from edgespec_models.text.thoughts import EFFORT, EFFORTS
 from edgespec_models.text.tokenizer import Tokenizer
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -34,6 +33,9 @@ _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
 _DEEPEST: Final = 64  # lists and mappings within each other
 _ALWAYS: Final = frozenset(("messages", "add_generation_prompt", "strftime_now"))
+EFFORT: Final = "reasoning_effort"  # the variable for how hard a model thinks
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The values of :data:`EFFORT` that templates know, in ascending order."""
 _PROBE: Final = "probe1234"  # nine letters and digits, as some templates want identifiers
 _CHANGES: Final = re.compile(r"\b(lower|upper|capitalize|title|swapcase|casefold|replace|join)\b")
 """Filters and methods that can turn a text into the text of a control token."""

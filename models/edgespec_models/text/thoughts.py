@@ -11,9 +11,6 @@ from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 if TYPE_CHECKING:  # and Jinja, which texts do not need
     from edgespec_models.text.chat_template import ChatTemplate
 
-EFFORT: Final = "reasoning_effort"  # the variable for how hard a model thinks
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""The values of :data:`EFFORT` that templates know, in ascending order."""
 _END: Final = re.compile(r"</(\w+:)?think>|\[/THINK\]|<channel\|>")
 _BEGINS: Final = MappingProxyType({"<channel|>": "<|channel>thought"})  # where no slash makes the difference
 _OPENED: Final = re.compile(r"([<\[])((?:\w+:)?think>|THINK\])\s*$")  # where only the model writes the end
@@ -43,6 +40,8 @@ class Tags:
 
         True and a bound of tokens leave the effort to the template; off is the least where no switch is.
         """
+        from edgespec_models.text.chat_template import EFFORT, EFFORTS  # and Jinja
+
         variables = dict[str, Any]()
         if self.switch is not None:
             variables[self.switch] = bool(thinking)
