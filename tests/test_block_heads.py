@@ -196,6 +196,7 @@ def test_a_causal_block_with_windows(tmp_path: Path) -> None:
 SLIDING, FULL = "sliding_attention", "full_attention"
 OF_SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any], bool | tuple[int, ...]]] = {
     "windows that see no masks behind": ({"layer_types": [SLIDING] * 2}, {}, True),
+    "wider than the context": ({"layer_types": [SLIDING] * 2, "sliding_window": 500}, {}, True),
     "in one layer": ({"layer_types": [SLIDING, FULL]}, {}, (0,)),
     "windows that see all": ({"layer_types": [SLIDING] * 2}, {"sliding_window_non_causal": True}, False),
     "no windows": ({"layer_types": [FULL] * 2}, {}, False),

@@ -195,8 +195,10 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
         unrotated = tuple(layer for layer, is_sliding in enumerate(sliding) if not is_sliding)
     if not facts.boolean("rotates", default=True):
         unrotated = tuple(range(layers))
-    if window is not None and window >= rope["context_length"] and not family.pattern:
-        window = None  # with a pattern, a window also says which layers have the local rotary embedding
+    block = family.fixed.get("block")
+    says_more = family.pattern or (block is not None and block.causal_windows)  # than how far layers see
+    if window is not None and window >= rope["context_length"] and not says_more:
+        window = None
     if window is None:
         rope["rope_local_theta"] = None  # there are no such layers
     scalar = 1.0 if family.name == "gemma4" else float(head_dim)
