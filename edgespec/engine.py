@@ -173,6 +173,7 @@ class Model(AbstractContextManager["Model"]):
 
     def __init__(self, runner: Runner) -> None:
         self.target, self.options, self.cost_curve = runner.target, runner.options, runner.cost_curve
+        self._advice = self.target.manifest.sampling
         self.drafter = None if runner.side is None else runner.side.bundle
         self._runner = runner
         self._queue = RequestQueue(
@@ -342,7 +343,7 @@ class Model(AbstractContextManager["Model"]):
         """
         if self.target.chat_template is None:
             raise RequestError(no_template(self.name))
-        Request.single(defaults)
+        Request.single(defaults, self._advice)
         from edgespec.requests.conversation import Conversation
 
         return Conversation(self._start, system, **defaults)
@@ -370,7 +371,7 @@ class Model(AbstractContextManager["Model"]):
     @with_options
     def count_tokens(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> int:
         """The number of tokens that the model reads for a prompt or a conversation."""
-        return len(prompt_tokens(self.target, prompt, Request.of(options)))
+        return len(prompt_tokens(self.target, prompt, Request.of(options, self._advice)))
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """The token ids of ``text``, without a BOS token. Only with ``special`` are control tokens read.
@@ -396,15 +397,15 @@ class Model(AbstractContextManager["Model"]):
             raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
 
     def _answers(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
-        request = Request.of(options)
+        request = Request.of(options, self._advice)
         return answers(self._streams(prompt, request), request.n)
 
     async def _answers_async(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
-        request = Request.of(options)
+        request = Request.of(options, self._advice)
         return await answers_async(self._streams(prompt, request), request.n)
 
     def _stream(self, prompt: PromptInput | Hole, options: RequestOptions) -> Stream:
-        return self._streams(prompt, Request.single(options))[0]
+        return self._streams(prompt, Request.single(options, self._advice))[0]
 
     def _streams(self, prompt: PromptInput | Hole, request: Request) -> list[Stream]:
         """A stream for each answer. The prompt is made now, so that its errors are raised at once."""
@@ -420,7 +421,7 @@ class Model(AbstractContextManager["Model"]):
         conversation: "Conversation",
     ) -> Stream:
         """Start a request with the messages that are there at its turn. ``ended`` gets its result."""
-        request = Request.single(options)
+        request = Request.single(options, self._advice)
         return self._queued(request, lambda: self._runner.prompt(messages(), request), ended, conversation)
 
     def _queued(

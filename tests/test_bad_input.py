@@ -170,7 +170,7 @@ FOREIGN: dict[str, tuple[Edit, type[EdgespecError], str]] = {
     "an end of text that is no token": (say("ggml.eos_token_id", "2"), ModelFileError, "eos_token_id"),
     "key missing": (lambda m: m.metadata.pop("llama.block_count"), ModelFileError, "block_count"),
     "key of a wrong type": (put("block_count", "two"), ModelFileError, "block_count"),
-    "key that is a list": (put("attention.head_count_kv", [2, 2]), ModelFileError, "head_count_kv"),
+    "key that is a list": (put("attention.head_count_kv", [2, 1]), ModelFileError, "head_count_kv"),
     "absurd layer count": (put("block_count", 2**31 - 1), Unsupported, "says 2147483647 layers"),
     "no layers": (put("block_count", 0), Unsupported, "says 0 layers"),
     "no heads": (put("attention.head_count", 0), Unsupported, "num_heads is 0"),
@@ -229,7 +229,7 @@ def test_files_that_describe_something_else(tmp_path: Path, name: str) -> None:
     [
         ({"attention.head_count_kv": [0, 0, 2, 0]}, Unsupported, "attention or convolution for each of 5"),
         ({"attention.head_count_kv": [0, 0, 2, 0, 4]}, ModelFileError, "head_count_kv is .* not a whole"),
-        ({"attention.head_count_kv": [0] * 5}, ModelFileError, "head_count_kv is .* not a whole"),
+        ({"attention.head_count_kv": [0] * 5}, Unsupported, "num_kv_heads is 0"),
         ({"attention.head_count_kv": ["a"] * 5}, ModelFileError, "head_count_kv is .* not a whole"),
         ({"attention.head_count_kv": [0, 0, 0, 0, 2]}, ModelFileError, r"lacks a tensor for layers\.2\.conv"),
         ({"attention.head_count_kv": 2}, ModelFileError, r"lacks a tensor for layers\.0\.q"),

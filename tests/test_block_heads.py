@@ -193,6 +193,38 @@ def test_a_causal_block_with_windows(tmp_path: Path) -> None:
     assert agreed(Bundle(tmp_path / "target"), made, replace(reference_of(made), causal=True)) > 8
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+OF_SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any], bool | tuple[int, ...]]] = {
+    "windows that see no masks behind": ({"layer_types": [SLIDING] * 2}, {}, True),
+    "wider than the context": ({"layer_types": [SLIDING] * 2, "sliding_window": 500}, {}, True),
+    "in one layer": ({"layer_types": [SLIDING, FULL]}, {}, (0,)),
+    "windows that see all": ({"layer_types": [SLIDING] * 2}, {"sliding_window_non_causal": True}, False),
+    "no windows": ({"layer_types": [FULL] * 2}, {}, False),
+    "the target's rotations": ({"partial_rotary_factor": 0.25, "layer_types": [FULL] * 2}, {}, False),
+    "likewise": (
+        {"layer_types": [FULL] * 2, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        {},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("layer", "more", "causal"), OF_SPECULATORS.values(), ids=OF_SPECULATORS)
+def test_blocks_see_and_rotate_as_the_heads_own_class_does(
+    tmp_path: Path, layer: dict[str, Any], more: dict[str, Any], causal: bool | tuple[int, ...]
+) -> None:
+    """Layers are causal where they have a window, and a Qwen3 rotates whole heads whatever is stated."""
+    target, facts = blocks.write_target(tmp_path / "m"), blocks.speculators(VOCAB, chained=True)
+    facts["transformer_layer_config"] |= {"sliding_window": 60, "use_sliding_window": True, **layer}
+    facts |= {"sliding_window_non_causal": False, **more}
+    source = write_directory(tmp_path / "head", facts, blocks.tensors(chained=True))
+    export_model(target, tmp_path / "target", options=ExportOptions(quantization=EIGHT))
+    export_model(source, tmp_path / "out", options=drafts_for(target, quantization=EIGHT))
+    made = Bundle(tmp_path / "out")
+    reference = replace(reference_of(made), causal=causal, anchored=False)
+    assert agreed(Bundle(tmp_path / "target"), made, reference) > 20
+
+
 @pytest.mark.parametrize(
     "options", [{"max_new_tokens": 40}, {"max_new_tokens": 40, "temperature": 0.9, "seed": 5}]
 )

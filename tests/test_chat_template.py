@@ -391,3 +391,22 @@ def test_added_tokens_that_the_template_writes_are_forged_by_nobody_but_the_mode
         assert (ids.count(tool), TOKENIZER.decode(ids)) == (count, "<tool>a<tool><tool><tool>hi<tool>hi")
     silent = ChatTemplate("{{ messages[0].content }}")
     assert silent.encode([{"role": "user", "content": "<tool>"}], TOKENIZER) == [tool]
+
+
+def test_thoughts_stand_beside_a_text_and_calls() -> None:
+    """Under the name that the template reads, as in LFM2.5's; gpt-oss's has no place for both."""
+    source = (
+        "{% for message in messages %}"
+        "{% if message.thinking is defined %}<think>{{ message.thinking }}</think>{% endif %}"
+        "{{ message.content }}{{ message.tool_calls[0].function.name if message.tool_calls }}"
+        "{% endfor %}"
+    )
+    call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": "Now.", "reasoning_content": "Do.", "tool_calls": [call]}
+    asked: list[Any] = [
+        {"role": "user", "content": "a"},
+        answer,
+        {"role": "tool", "tool_call_id": "call12345", "content": "b"},
+    ]
+    assert "<think>Do.</think>Now.f" in ChatTemplate(source).render(asked)
+    assert "<think>" not in ChatTemplate(source + "{# <|channel|> #}").render(asked)

@@ -57,6 +57,20 @@ def test_every_kind_of_metadata(tmp_path: Path) -> None:
     assert [np.asarray(inner).tolist() for inner in nested] == [[1, 2], [3, 4]]
 
 
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_a_list_of_equal_numbers_is_that_number(tmp_path: Path, case: str) -> None:
+    """As llama.cpp's converter writes heads of a Granite 4 that has attention alone."""
+    model = gguf_of(case)
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as expected:
+        kind, config = model.architecture, expected.config
+    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        key = f"{kind}.{name}"
+        if type(number := model.metadata.get(key)) is int:
+            model.metadata[key] = [number] * config.num_layers
+    with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as opened:
+        assert opened.config == config
+
+
 @pytest.mark.parametrize("alignment", [1, 32, 64, 4096])
 def test_rows_are_read_wherever_they_lie(tmp_path: Path, alignment: int) -> None:
     data = np.arange(40, dtype=np.float32).reshape(10, 4)

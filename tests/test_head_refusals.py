@@ -10,6 +10,7 @@ import pytest
 
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
+from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
 from tests.kit import heads as heads
 from tests.kit.gguf import random_raw, tiny_gguf
@@ -134,6 +135,29 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, target: Path, case: s
     with pytest.raises(kind, match=message):
         export(head.write(tmp_path / "head"), target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "dominodraftmodel": {"architectures": ["DominoDraftModel"], "model_type": "qwen3"},
+    "domino": {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+    "peagledraftmodel": {"architectures": ["PEagleDraftModel"], "draft_vocab_size": 32000},
+    "peagle": {"architectures": ["x"], "speculators_model_type": "peagle", "draft_vocab_size": 320},
+    "eaglellamamodel": {"architectures": ["EagleLlamaModel"], "model_type": "llama"},
+    "fc_norm": {"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True},
+    "ptd_token_id": {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 9},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_heads_of_other_kinds_are_named(tmp_path: Path, target: Path, name: str) -> None:
+    head = Head.random()
+    for key in ("architectures", "draft_vocab_size"):
+        head.facts.pop(key, None)
+    head.facts |= OTHERS[name]
+    source = head.write(tmp_path / "head")
+    for of in ({}, {"target": target}):
+        with pytest.raises(UnsupportedModelError, match=rf"another kind \({name}\); edgespec has those of"):
+            open_checkpoint(source, **of)
 
 
 def test_a_narrow_head_needs_an_embedding_of_its_own(tmp_path: Path, target: Path) -> None:

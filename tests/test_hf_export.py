@@ -232,6 +232,28 @@ def test_the_text_model_of_one_with_eyes(
     assert "eyes: only the text model is exported; it reads no images" in caplog.text
 
 
+@pytest.mark.parametrize("case", ["qwen35", "qwen3"])
+def test_a_text_models_facts_over_names_of_one_with_eyes(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = config_of(case)
+    folder = write_with_eyes(tmp_path / "eyes", alone, alone, ("model.visual.x",))
+    with (
+        HFCheckpoint(write_checkpoint(tmp_path / "alone", alone)) as expected,
+        HFCheckpoint(folder) as opened,
+    ):
+        assert opened.config == expected.config and opened.tensors.keys() == expected.tensors.keys()
+    assert "eyes: only the text model is exported; it reads no images" in caplog.text
+
+
+def test_a_share_of_rotated_elements_counts_where_the_family_has_one(tmp_path: Path) -> None:
+    for case, share, rotated in (("qwen3", 0.5, None), ("llama3", 0.5, None), ("qwen35", 0.5, 32)):
+        facts = {**config_of(case), "partial_rotary_factor": share}
+        facts.get("rope_parameters", {}).pop("partial_rotary_factor", None)
+        with HFCheckpoint(write_checkpoint(tmp_path / case, facts)) as opened:
+            assert opened.config.rotary_dim == rotated
+
+
 def test_scaled_rotary_frequencies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     scaling = {**config_of("llama3")["rope_scaling"], "original_max_position_embeddings": 48}
     config = {**config_of("llama3"), "rope_scaling": scaling, "head_dim": 64}

@@ -53,7 +53,7 @@ class _Machine:
         self.target, self._clock = Timed(NEXT_LOGITS, VOCAB, clock, CURVE), clock
 
     def answer(self, new: int = NEW) -> Generation:
-        request = Request(max_new_tokens=new, sampling=SAMPLED)
+        request = Request(max_new_tokens=new, sampler=SAMPLED)
         return answering(self.target, self._begin, request, self._clock).run()
 
     def _begin(self) -> Policy:

@@ -92,8 +92,8 @@ def test_second_names_short_forms_and_numbers_of_numpy() -> None:
     given: Any = {"max_tokens": np.int64(7), "stop": "END", "logit_bias": {np.int64(3): 1}}
     request = Request.of(given | {"temperature": np.float32(0.5)})
     assert (request.max_new_tokens, request.stop) == (7, ("END",))
-    assert request.sampling.logit_bias == {3: 1.0}
-    assert (type(request.max_new_tokens), type(request.sampling.temperature)) == (int, float)
+    assert request.sampler.logit_bias == {3: 1.0}
+    assert (type(request.max_new_tokens), type(request.sampler.temperature)) == (int, float)
     assert Request.of({"max_tokens": 7, "max_new_tokens": 7, "stop": ["a"]}).stop == ("a",)
 
 

@@ -300,7 +300,7 @@ def test_a_systems_message_behind_a_question_is_read_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("effort", "thinking"), [("low", "low"), ("medium", "medium"), ("high", "high"), ("max", "high")]
+    ("effort", "thinking"), [("low", "low"), ("medium", "medium"), ("high", "high"), ("max", "max")]
 )
 def test_efforts_are_those_of_requests(effort: str, thinking: str) -> None:
     for more in ({}, {"thinking": {"type": "adaptive"}}):

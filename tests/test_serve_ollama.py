@@ -224,7 +224,7 @@ def test_thoughts_are_apart() -> None:
 
 
 def test_think_is_a_switch_or_a_level(model: ServedModel, url: str) -> None:
-    levels = {False: False, True: "high", "low": "low", "medium": "medium", "high": "high", "max": "high"}
+    levels = {False: False, True: True, "low": "low", "medium": "medium", "high": "high", "max": "max"}
     for level, expected in levels.items():
         ask(url, CHAT, asked(think=level))
         assert model.calls[-1][1]["thinking"] == expected

@@ -13,7 +13,7 @@ from edgespec.cli.answers import answer_json, stream_as_markdown, stream_to_term
 from edgespec.serve.bodies import ChatBody, parse
 from tests.kit.serving import ask, events, serving
 from tests.kit.templates import TOOLS
-from tests.kit.thoughts import ASK, QWEN3, scripted
+from tests.kit.thoughts import ASK, QWEN3, QWEN38, scripted
 
 
 @pytest.fixture
@@ -99,11 +99,36 @@ def test_tokens_of_thoughts_are_marked_and_go_back_and_forth(url: str) -> None:
     assert held.status == 400  # this template shows no tools
 
 
+CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+BOUNDED = {"type": "enabled", "budget_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        *(
+            (CHATS, {"messages": ASK, "reasoning_effort": word})
+            for word in ("minimal", "high", "max", "none")
+        ),
+        *((RESPONSES, {"input": "1 + 2?", "reasoning": {"effort": word}}) for word in ("high", "xhigh")),
+        *(("/api/chat", {"messages": ASK, "think": level}) for level in (True, False, "high", "max")),
+        *((MESSAGES, {"messages": ASK, "thinking": how}) for how in ({"type": "adaptive"}, BOUNDED)),
+        (MESSAGES, {"messages": ASK, "output_config": {"effort": "high"}}),
+    ],
+)
+def test_efforts_reach_a_template_that_refuses_other_words(path: str, more: dict[str, Any]) -> None:
+    with scripted(QWEN38) as model, serving(model) as url:
+        asked = {"model": "toy", "stream": False, **more}
+        if path != "/api/chat":
+            asked["max_output_tokens" if path == RESPONSES else "max_tokens"] = 40
+        assert ask(url, path, asked).status == 200
+
+
 @pytest.mark.parametrize(
     ("more", "thinking"),
     [
         ({"reasoning_effort": "low"}, "low"),
-        ({"reasoning_effort": "xhigh"}, "high"),
+        ({"reasoning_effort": "xhigh"}, "xhigh"),
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "high", "thinking_budget_tokens": 0}, 0),
         ({"chat_template_kwargs": {"enable_thinking": False}}, None),
@@ -130,6 +155,6 @@ def test_the_terminal_shows_thoughts_beside_the_output(capsys: pytest.CaptureFix
 def test_the_command_line_says_how_much_is_thought(given: str | None, thinking: Any) -> None:
     assert options.thinking(given) == thinking and isinstance(options.thinking(given), type(thinking))
     with pytest.raises(
-        typer.BadParameter, match="'much' is unknown; allowed: on, off, low, medium, high and a number"
+        typer.BadParameter, match=r"'much' is unknown; allowed: on, off, minimal, low, .*, max and a number"
     ):
         options.thinking("much")

@@ -28,12 +28,14 @@ from tests.kit.thoughts import (
     MAGISTRAL,
     NONE,
     QWEN3,
+    QWEN38,
     R1,
     SMOLLM3,
     THINK,
     TOKENIZERS,
     ends,
     kinds,
+    template,
 )
 from tests.kit.toy import F32, RandomDrafter, Silent, ToySession, markov_logits
 
@@ -51,6 +53,39 @@ def test_tags_and_switches_are_read_from_templates_and_vocabularies() -> None:
     assert found("{{ '</seed:think>' }}") == Tags("<seed:think>", "</seed:think>")
     assert found(NONE) is None
     assert found(NONE, "added") == found(NONE, "control") == THINK
+    opened = template("{{ m.content }}", "{{ '<think>' }}")  # OLMo 3 Think's, which never writes the end
+    assert found(opened) == THINK
+
+
+ANY_EFFORT = template("{{ m.content }}", "", "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}")
+LOUDER = template(
+    "{{ m.content }}",
+    "",
+    "{% if thinking and reasoning_effort in ('high', 'max') %}{{ 'Effort: ' + reasoning_effort }}{% endif %}",
+)
+OR_NONE = template("{{ m.content }}", "{{ '<think></think>' if reasoning_effort|default('none') == 'none' }}")
+EMPTIED = template("{{ m.content }}", "{{ '<think></think>' if reasoning_effort in ('low', 'minimal') }}")
+NEAREST: dict[str, tuple[str, dict[bool | int | str, str | None]]] = {
+    "any text": (ANY_EFFORT, {"minimal": "low", "high": "high", "max": "high", False: "low"}),
+    "refuses others": (QWEN38, {"minimal": "low", "high": "xhigh", "medium": "medium", False: None}),
+    "two words": (LOUDER, {"minimal": "low", "low": "low", "max": "max", False: None}),
+    "two low words": (EMPTIED, {False: "minimal", "high": "high", "max": "max"}),
+    "a word for off": (OR_NONE, {False: "none", "high": "high"}),
+    "none": (QWEN3, {"high": None}),
+}
+
+
+@pytest.mark.parametrize(("source", "words"), NEAREST.values(), ids=NEAREST)
+def test_efforts_are_the_nearest_that_a_template_takes(
+    source: str, words: dict[bool | int | str, str | None]
+) -> None:
+    made = ChatTemplate(source)
+    tags = tags_of(made, TOKENIZERS["added"]())
+    assert tags is not None
+    for thinking, word in {**words, True: None, 9: None, 9000: None}.items():
+        variables = tags.variables(thinking)
+        assert variables.get("reasoning_effort") == word
+        made.render([{"role": "user", "content": "a"}], variables)
 
 
 @pytest.mark.parametrize(

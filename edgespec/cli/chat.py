@@ -13,6 +13,7 @@ from edgespec_models.errors import RequestError
 
 if TYPE_CHECKING:
     from edgespec.requests.conversation import Conversation
+    from edgespec.requests.request import RequestOptions
     from edgespec.requests.results import Generation
     from edgespec_models.text.tokenizer import Tokenizer
 
@@ -54,7 +55,9 @@ def chat(
                 f"{model.name} has no chat template; give one (--chat-template), use 'edgespec generate', or "
                 "another model"
             )
-        request = options.request_options(context)
+        request: RequestOptions = {"sampling": "recommended", **options.request_options(context)}
+        if (advice := model.target.manifest.sampling) is not None:
+            note(f"The model's makers advise {advice}. With --temperature 0 answers are greedy.")
 
         def begin() -> "Conversation":
             return model.conversation(system or None, **request)

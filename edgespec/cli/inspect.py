@@ -123,6 +123,8 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
     table.add_row(
         "read in a pass", f"{size(manifest.bytes_per_pass)}, {manifest.parameters_per_pass:,} weights"
     )
+    if manifest.sampling is not None:
+        table.add_row("advised sampling", str(manifest.sampling))
     table.add_row("chat template", "yes" if bundle.chat_template is not None else "no")
     table.add_row("source", manifest.provenance.get("source", "unknown"))
     if "aligned" in manifest.provenance:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -147,9 +147,9 @@ REQUEST: Group = {
     "thinking": _option(
         str | None,
         None,
-        "Whether the model thinks before it answers, how hard, or for how many tokens at most; the chat "
-        "template decides without it.",
-        metavar="on|off|low|medium|high|TOKENS",
+        "Whether the model thinks before it answers, how hard (minimal, low, medium, high, xhigh, max), or "
+        "for how many tokens at most; the chat template decides without it.",
+        metavar="on|off|EFFORT|TOKENS",
     ),
     "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
 }
@@ -235,16 +235,20 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
     """The value of ``--thinking``."""
     if value in (None, "on", "off"):
         return None if value is None else value == "on"
-    if value in ("low", "medium", "high"):
-        return cast("Effort", value)
+    from edgespec.requests.request import Effort  # and much that other options do without
+
+    efforts = get_args(Effort)
+    if value in efforts:
+        return cast(Effort, value)
     try:
         return int(value or "")
     except ValueError:
-        words = "on, off, low, medium, high and a number of tokens"
+        words = f"on, off, {', '.join(efforts)} and a number of tokens"
         raise typer.BadParameter(f"{value!r} is unknown; allowed: {words}") from None
 
 
 def sampling_options(context: typer.Context) -> "RequestOptions":
-    """The options of sampling from a command's parameters."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return cast("RequestOptions", {name: context.params[name] for name in names})
+    """The options of sampling that the command line states."""
+    sources = {name: context.get_parameter_source(name) for name in SAMPLING}
+    stated = (name for name, source in sources.items() if source is None or source.name != "DEFAULT")
+    return cast("RequestOptions", {name: context.params[name] for name in stated})

@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -74,6 +74,13 @@ def serve(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="The most tokens of an answer whose request names no number.")
     ] = 1024,
+    sampling: Annotated[
+        Literal["recommended"] | None,
+        typer.Option(
+            help="recommended: answer chats as the makers of a model advise, where requests say nothing. "
+            "Default: the most likely token."
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.001, help="The seconds that a request may take, waiting included.")
     ] = 600.0,
@@ -116,6 +123,7 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         max_request_bytes=max_request_bytes,
         max_new_tokens=max_new_tokens,
+        sampling=sampling,
         timeout_s=timeout,
     )
     with bound_socket(host, port) as listening:  # a taken port is an error before models are loaded

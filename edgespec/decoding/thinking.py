@@ -11,7 +11,7 @@ from edgespec.decoding.grammar import Allowed, Constraint
 from edgespec_models.text.thoughts import Place, tag_tokens
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
-_BUDGETS: Final = {"low": 1024, "medium": 4096, "high": None}  # where the model has no names for efforts
+_BUDGETS: Final = {"minimal": 256, "low": 1024, "medium": 4096}  # where the template knows no efforts
 
 
 class _At(NamedTuple):
@@ -138,7 +138,7 @@ def with_thoughts(
     ``thinking`` is the request's option. ``grammar`` constrains the text, if there is one.
     """
     if isinstance(thinking, str):
-        budget = None if place.tags.effort else _BUDGETS[thinking]
+        budget = None if place.tags.efforts else _BUDGETS.get(thinking)
     else:
         budget = None if thinking is None or thinking is True else int(thinking)
     if place.stage == "text" or (grammar is None and budget is None):

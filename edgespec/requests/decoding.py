@@ -52,7 +52,7 @@ class RequestDecoding(Decoding):
         super().__init__(
             seat.target,
             policy,
-            Verifier(request.sampling, masks),
+            Verifier(request.sampler, masks),
             tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=max_draft,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec
 from edgespec.decoding.draft import Drafter, Progress
 from edgespec.decoding.grammar import AnyJson, Choice, Compilable, JsonSchema, Lark, Regex, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
-from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.bundle import Bundle, Sampling
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import (
     check_fields,
@@ -37,7 +37,7 @@ Messages = Sequence[Mapping[str, Any]]
 PromptInput = str | Sequence[int] | Messages
 """A prompt: a text or token ids to continue, or a conversation to answer."""
 
-Effort = Literal["low", "medium", "high"]
+Effort = Literal["minimal", "low", "medium", "high", "xhigh", "max"]
 """How hard a model thinks."""
 
 P = ParamSpec("P")
@@ -72,6 +72,7 @@ class RequestOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     seed: int | None
+    sampling: Literal["recommended"] | None
     n: int
     logprobs: bool
     top_logprobs: int
@@ -126,7 +127,10 @@ class Request:
             leaves it to the chat template.
         response_format: The form of the answer, such as :class:`edgespec.JsonSchema`. Thoughts and calls of
             tools stand outside of it. An answer that another option ends early is a beginning of that form.
-        sampling: How tokens are chosen.
+        sampling: ``"recommended"`` samples as the makers of the model advise in its files
+            (``model.target.manifest.sampling``), where other options say nothing. None is greedy without
+            ``temperature``.
+        sampler: How tokens are chosen.
 
     Raises:
         RequestError: a field out of its range, or two that contradict each other.
@@ -153,7 +157,8 @@ class Request:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | Effort | Annotated[int, within(0)] | None = None
     response_format: JsonSchema | Regex | Lark | Choice | AnyJson | None = None
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: Literal["recommended"] | None = None
+    sampler: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -169,9 +174,9 @@ class Request:
             )
 
     @classmethod
-    def single(cls, options: RequestOptions) -> "Request":
+    def single(cls, options: RequestOptions, advice: Sampling | None = None) -> "Request":
         """:meth:`of` a stream, which is one answer."""
-        request = cls.of(options)
+        request = cls.of(options, advice)
         if request.n > 1:
             raise RequestError(f"n is {request.n}; allowed: 1 for a stream; use generate or chat")
         return request
@@ -182,7 +187,8 @@ class Request:
 
         Answer i has the seed ``seed + i``, so each can be repeated alone.
         """
-        seed, count = self.sampling.seed, 1 if self.sampling.greedy else self.n
+        alike = self.sampler.greedy and self.sampling is None  # advice may be unknown here
+        seed, count = self.sampler.seed, 1 if alike else self.n
         return [None if seed is None else (seed + i) % 2**64 for i in range(count)]
 
     @property
@@ -190,26 +196,28 @@ class Request:
         """One request for each answer that is to be decoded."""
         if len(self.seeds) == 1:
             return [self]
-        return [replace(self, n=1, sampling=replace(self.sampling, seed=seed)) for seed in self.seeds]
+        return [replace(self, n=1, sampler=replace(self.sampler, seed=seed)) for seed in self.seeds]
 
     def check_vocabulary(self, size: int) -> None:
         """Check that the model has the tokens of the request."""
-        beyond = max(self.sampling.logit_bias, default=0)
+        beyond = max(self.sampler.logit_bias, default=0)
         if beyond >= size:
             raise RequestError(f"logit_bias is for token {beyond}; allowed: the model's, 0 to {size - 1}")
 
     @classmethod
-    def of(cls, options: RequestOptions) -> "Request":
-        """Check ``options``."""
+    def of(cls, options: RequestOptions, advice: Sampling | None = None) -> "Request":
+        """Check ``options``; ``advice`` is that of the model's makers."""
         values = _by_own_names(dict(options))
+        if values.get("sampling") and advice is not None:
+            values = {**advice.options(), **values}
         sampling_names = {f.name for f in fields(SamplingParams)}
-        own_names = {f.name for f in fields(cls)} - {"sampling"}
+        own_names = {f.name for f in fields(cls)} - {"sampler"}
         unknown = values.keys() - sampling_names - own_names
         if unknown:
             allowed = ", ".join(sorted(RequestOptions.__annotations__))
             raise RequestError(f"unknown option {', '.join(map(shown, sorted(unknown)))}; allowed: {allowed}")
         sampling = SamplingParams(**{name: values.pop(name) for name in values.keys() & sampling_names})
-        return cls(**values, sampling=sampling)
+        return cls(**values, sampler=sampling)
 
 
 def _by_own_names(options: dict[str, Any]) -> dict[str, Any]:

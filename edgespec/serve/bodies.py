@@ -24,8 +24,7 @@ from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, lone_surrogate, read, shown, within
 
 T = TypeVar("T")
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-_EFFORTS: Mapping[str, bool | int | Literal["high"]] = {"none": False, "minimal": 256, "xhigh": "high"}
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort")
 _MOST = 2**31 - 1  # tokens
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, perhaps of whole ones
@@ -153,7 +152,7 @@ class ChatBody(_Common):
     parallel_tool_calls: bool | None = None
     response_format: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: Effort | bool | None = None  # True: as the template has it
     # other servers', too: tokens of thoughts
     thinking_budget: Annotated[int, within(0)] | None = None
     thinking_budget_tokens: Annotated[int, within(0)] | None = None
@@ -179,7 +178,7 @@ class ChatBody(_Common):
 
     def _thinking(self) -> bool | int | str | None:
         """Whether or how hard the model thinks; a number of tokens takes precedence over an effort."""
-        effort = self.reasoning_effort and _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
+        effort = False if self.reasoning_effort == "none" else self.reasoning_effort
         numbers = (self.thinking_budget, self.thinking_budget_tokens)
         return next((number for number in numbers if number is not None), effort)
 

@@ -178,7 +178,10 @@ class Completions:
         words: Words = NO_WORDS,
     ) -> Response:
         """Answer ``asks`` with the options of ``body``, in the form of an endpoint."""
-        options = cast(RequestOptions, {"max_new_tokens": self._options.max_new_tokens, **body.options()})
+        usual: dict[str, Any] = {"max_new_tokens": self._options.max_new_tokens}
+        if self._options.sampling and isinstance(body, ChatBody):
+            usual["sampling"] = self._options.sampling
+        options = cast(RequestOptions, {**usual, **body.options()})
         words = {**body.words(), **words}
         if body.stream:
             load = partial(self._use, request, body.model)

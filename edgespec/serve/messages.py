@@ -98,12 +98,11 @@ class MessagesBody(Body):
             response_format=self.output_config.format,
         )
 
-    def _effort(self) -> Effort | None:
+    def _effort(self) -> Effort | bool | None:
         """The chat's ``reasoning_effort``. None leaves it to the model's template."""
         if self.thinking.type == "disabled":
-            return "none"
-        effort: Effort | None = "xhigh" if self.output_config.effort == "max" else self.output_config.effort
-        return effort or (self.thinking.type and "high")
+            return False
+        return self.output_config.effort or (self.thinking.type and True)
 
     def asking(self) -> dict[str, Any]:
         """Arguments for ``converse``: a model must think only if ``thinking`` is ``enabled``."""

@@ -22,7 +22,7 @@ from edgespec.requests.fill import fills
 from edgespec.requests.request import calls_tools
 from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
 from edgespec.serve.blocks import add_call, field_of, text_of
-from edgespec.serve.bodies import ChatBody, Effort, EmbeddingBody, Sampling, parse
+from edgespec.serve.bodies import ChatBody, EmbeddingBody, Sampling, parse
 from edgespec.serve.completions import Ask, Completions
 from edgespec.serve.problems import Problem
 from edgespec.serve.replies import Json, Reply, with_rows
@@ -32,9 +32,6 @@ from edgespec_models.schema import Limit, length, shown, within
 VERSION = "0.33.0"
 """The version of Ollama whose API this follows. Clients check it."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_EFFORTS: dict[bool | str, Effort] = {
-    False: "none", "low": "low", "medium": "medium", "high": "high", True: "high", "max": "xhigh",
-}  # fmt: skip
 _WORDS = {
     "response_format": "format",
     "shows no tools": "does not support tools",  # clients look for this text
@@ -110,7 +107,7 @@ class _Body:
             max_tokens=options.num_predict if options.num_predict > 0 else None,
             tools=tools or None,
             response_format=form,
-            reasoning_effort=self._effort,
+            reasoning_effort=self.think,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
         )
@@ -118,11 +115,7 @@ class _Body:
     @property
     def words(self) -> dict[str, str]:
         """The client's names of options."""
-        return _WORDS | {f"reasoning_effort is {self._effort!r}": f"think is {shown(self.think)}"}
-
-    @property
-    def _effort(self) -> Effort | None:
-        return None if self.think is None else _EFFORTS[self.think]
+        return _WORDS | {f"reasoning_effort is {shown(self.think)}": f"think is {shown(self.think)}"}
 
     @property
     def unloads(self) -> bool:

@@ -5,7 +5,7 @@ import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_models.schema import check_fields, length, matching, within
@@ -41,6 +41,8 @@ class ServeOptions:
         body_timeout_s: Seconds within which a request has to arrive.
         shutdown_s: Seconds that running requests get to finish when the server ends.
         max_new_tokens: The most tokens of an answer whose request names no number.
+        sampling: ``"recommended"`` answers chats as the makers of a model advise, where requests say nothing.
+            None is greedy.
     """
 
     host: Annotated[str, length(1, 255)] = "127.0.0.1"
@@ -53,6 +55,7 @@ class ServeOptions:
     body_timeout_s: Annotated[float, within(above=0.0)] = 30.0
     shutdown_s: Annotated[float, within(0.0)] = 10.0
     max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 1024
+    sampling: Literal["recommended"] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -85,6 +85,7 @@ def describe(
         config=checkpoint.config,
         special_tokens=checkpoint.special_tokens(),
         embedding=checkpoint.embedding(),
+        sampling=checkpoint.sampling,
         provenance={
             "source": checkpoint.path.resolve().name,
             "sha256": digest,

@@ -123,7 +123,7 @@ class Reference:
     facts: Mapping[str, Any]
     values: Mapping[str, F32]
     target: Mapping[str, F32]
-    causal: bool = False
+    causal: bool | Sequence[int] = False  # or the layers that are
     shifted: int = 0
     anchored: bool = False
     kept: Sequence[int] | None = None  # tokens that the LM head has
@@ -136,7 +136,8 @@ class Reference:
         x = self.target["model.embed_tokens.weight"][list(ids)].astype(np.float64)
         for layer in range(self.facts["num_hidden_layers"]):
             part = {name.removeprefix(f"layers.{layer}."): each for name, each in of.items()}
-            x = x + self.attended(known, self.norm(x, part["input_layernorm.weight"]), part)
+            causal = self.causal if isinstance(self.causal, bool) else layer in self.causal
+            x = x + self.attended(known, self.norm(x, part["input_layernorm.weight"]), part, causal)
             y = self.norm(x, part["post_attention_layernorm.weight"])
             gate = y @ part["mlp.gate_proj.weight"].T
             y = gate / (1 + np.exp(-gate)) * (y @ part["mlp.up_proj.weight"].T)
@@ -145,7 +146,7 @@ class Reference:
         head = self.target.get("lm_head.weight", self.target["model.embed_tokens.weight"])
         return x, x @ head.T
 
-    def attended(self, known: Any, x: Any, of: Mapping[str, F32]) -> Any:
+    def attended(self, known: Any, x: Any, of: Mapping[str, F32], causal: bool) -> Any:
         count, every = len(known), np.concatenate([known, x])
         query = self.apart(x @ of["self_attn.q_proj.weight"].T)
         key, value = (self.apart(every @ of[f"self_attn.{name}_proj.weight"].T) for name in "kv")
@@ -153,7 +154,7 @@ class Reference:
         key = self.turned(self.norm(key, of["self_attn.k_norm.weight"]), 0)
         shared = len(query) // len(key)
         scores = query @ np.repeat(key, shared, 0).swapaxes(1, 2) / np.sqrt(query.shape[-1])
-        if self.causal:
+        if causal:
             scores = np.where(np.tri(len(x), len(every), count, dtype=bool), scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = shares / shares.sum(-1, keepdims=True) @ np.repeat(value, shared, 0)

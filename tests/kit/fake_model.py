@@ -159,6 +159,7 @@ class FakeStream:
 def _bundle(name: str, size: int, parameters: int, template: bool) -> SimpleNamespace:
     return SimpleNamespace(
         manifest=SimpleNamespace(
+            sampling=None,
             name=name,
             weights="exact",
             bytes_per_pass=size,

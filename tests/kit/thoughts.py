@@ -55,6 +55,12 @@ QWEN3 = template(
     "</think>\n\n{% endif %}{{ m.content }}",
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
 )
+QWEN38 = template(
+    "{{ m.content }}",
+    "{{ '<think></think>' if enable_thinking is false else '<think>' }}",
+    "{% if enable_thinking is not false and reasoning_effort|default('xhigh') not in "
+    "('xhigh', 'medium', 'low') %}{{ raise_exception('Unexpected reasoning effort') }}{% endif %}",
+)
 SMOLLM3 = template(
     PLAIN,
     "{% if not enable_thinking %}{{ '<think>\n\n</think>\n' }}{% endif %}",
@@ -111,7 +117,7 @@ def speaking(source: str, session: ToySession, tokenizer: Tokenizer, eos: tuple[
     special = SpecialTokens(None, eos, add_bos=False, pad=None)
 
     def bundle(name: str, context: int) -> Bundle:
-        manifest = SimpleNamespace(name=name, special_tokens=special)
+        manifest = SimpleNamespace(name=name, special_tokens=special, sampling=None)
         config = SimpleNamespace(context_length=context, vocab_size=tokenizer.vocab_size)
         chat = ChatTemplate(source)
         facts = {"manifest": manifest, "config": config, "tokenizer": tokenizer, "chat_template": chat}

@@ -32,6 +32,7 @@ class Family(NamedTuple):
         neighbours: whether GGUF files have the rows of queries and keys in the order for rotations of
             neighbouring elements.
         tensors: names of tensors in GGUF files with another meaning than in other families.
+        partial: whether ``partial_rotary_factor`` counts; others have it of a model that they came from.
         experts: fields of :class:`Experts` that no file states; None where layers have none. With
             ``beside_mlp`` some models have none.
     """
@@ -47,6 +48,7 @@ class Family(NamedTuple):
     alike: bool = False
     neighbours: bool = False
     tensors: Mapping[str, str] = _NOTHING
+    partial: bool = False
     experts: Mapping[str, Any] | None = None
 
 
@@ -97,6 +99,7 @@ _QWEN35: Final = Family(
     name="qwen35",
     gguf="qwen35",
     theta=1e7,
+    partial=True,
     fixed={"qk_norm": True, "gated_attention": True},
     tensors={
         "attn_qkv.weight": "delta_qkv",
@@ -224,6 +227,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             name="phi3",
             gguf="phi3",
             windowed=True,
+            partial=True,
             defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
             tensors={"ffn_up.weight": "gate_up"},
         ),

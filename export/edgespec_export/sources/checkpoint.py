@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources.experts import check_shape, one_below_the_other
-from edgespec_models.bundles.bundle import Embedding
+from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, layers_of, outer_shapes, tensor_shapes
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
@@ -51,6 +51,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         clustered: the tokens of the LM head's rows, int64, if these lie in clusters.
         stack: holds the open files.
         changes: changes to the files' weights, for a bundle's provenance.
+        sampling: the sampling that the files advise; None for heads too.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     clustered: npt.NDArray[np.int64] | None = None
     stack: ExitStack
     changes: Mapping[str, str] = MappingProxyType({})
+    sampling: Sampling | None = None
 
     def __exit__(self, *exc: object) -> None:
         self.close()

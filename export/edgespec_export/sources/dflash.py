@@ -111,6 +111,7 @@ def _block(facts: Facts, rank: int, confident: bool, *, anchored: bool) -> Block
             mask=facts.integer("mask_token_id"),
             anchored=rank > 0 and facts.boolean("sample_from_anchor", default=anchored),
             causal=not facts.boolean("sees_behind", default=True),
+            causal_windows=not facts.boolean("sliding_window_non_causal", default=True),
             rank=rank,
             confident=confident and rank > 0,
         )

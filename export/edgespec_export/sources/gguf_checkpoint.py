@@ -27,7 +27,7 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
-from edgespec_models.bundles.bundle import Embedding
+from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
@@ -148,6 +148,8 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The facts of a ``config.json``, and their keys here, without the architecture's prefix."""
 
+_SHORT = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+_SAMPLING = {name: f"general.sampling.{_SHORT.get(name, name)}" for name in Sampling.__annotations__}
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "adapter": "an adapter (LoRA); merge it into its base model with llama.cpp's llama-export-lora",
@@ -167,7 +169,17 @@ _GEMMA2 = {
 
 
 class _Keys(Facts):
-    """The keys of a GGUF file: one table, in which the scaling of rotary embeddings is no section."""
+    """The keys of a GGUF file: one table, in which the scaling of rotary embeddings is no section.
+
+    A list of a number for each layer, the same for all, is that number.
+    """
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number."""
+        value = self.value(key)
+        if isinstance(value, list) and len({*map(repr, value)}) == 1:
+            return _Keys({self._names.get(key, key): value[0]}, self.where, self._names).integer(key)
+        return super().integer(key, default)
 
     def section(self, key: str) -> Facts:
         return self if key == "rope_scaling" else Facts({}, self.where)
@@ -196,6 +208,7 @@ class GGUFCheckpoint(Checkpoint):
         self.tokenizer_json = cache(partial(tokenizer_json, self.metadata, self.config.vocab_size))
         self.special_tokens = cache(partial(special_tokens, self.metadata))
         self.chat_templates = partial(chat_templates, self.metadata)
+        self.sampling = Sampling.advised(Facts(self.metadata, path.name, _SAMPLING))
 
     def _open_file(self, path: Path, stack: ExitStack) -> GGUFFile:
         """The file with the tensors of all parts, which ``stack`` closes."""
@@ -225,9 +238,8 @@ class GGUFCheckpoint(Checkpoint):
         if family.name == "qwen35":
             own |= _states(own, where)
         own |= _mixers(own) if family.name == "lfm2" else {}
-        own |= {} if family.experts is None else _experts(own)
         if own.get("block_count") == _27B.get(family.name, -1):
-            keys = Facts(own, where, _NAMES)
+            keys = _Keys(own, where, _NAMES)
             heads = max(keys.integer("num_attention_heads"), 1)
             own["query_pre_attn_scalar"] = float(keys.integer("hidden_size") // heads)
         facts = _Keys(own, where, _NAMES)
@@ -349,13 +361,6 @@ def _mixers(own: Mapping[str, object]) -> dict[str, object]:
         return {}
     counts, kinds = {*heads} - {0}, ["full_attention" if count else "conv" for count in heads]
     return {"attention.head_count_kv": counts.pop() if len(counts) == 1 else heads, "layer_types": kinds}
-
-
-def _experts(own: Mapping[str, object]) -> dict[str, object]:
-    """Experts with the keys of a ``config.json``: one width, if a list has the same for all layers."""
-    key = "expert_feed_forward_length"
-    widths = own.get(key)
-    return {key: widths[0]} if isinstance(widths, list) and len(set(map(str, widths))) == 1 else {}
 
 
 def family_of(file: GGUFFile) -> Family:

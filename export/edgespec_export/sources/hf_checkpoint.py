@@ -19,7 +19,7 @@ from edgespec_export.sources.hf_config import head_facts, logits_factor, model_f
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.nvfp4 import nvfp4_tensors
 from edgespec_export.sources.safetensors_file import SafetensorsFile
-from edgespec_models.bundles.bundle import Embedding
+from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
@@ -163,13 +163,12 @@ class HFCheckpoint(Checkpoint):
         facts = model_facts(stated)
         self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)
-        if self._eyes:
-            _LOG.warning("%s: only the text model is exported; it reads no images", path.name)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
         self._tokenizer = tokenizer = HFTokenizer(path, facts, self.config.vocab_size)
         self.tokenizer_json, self.special_tokens = tokenizer.json, cache(tokenizer.special_tokens)
         self.chat_templates, self._ending = tokenizer.chat_templates, tokenizer.ending
+        self.sampling = Sampling.advised(tokenizer.generation)
         self.stack = ExitStack()
         with self.stack as opened:
             self.tensors = self._name(self.stored())
@@ -255,13 +254,17 @@ class HFCheckpoint(Checkpoint):
                 named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif self.config.delta is not None and _MTP.fullmatch(name):
                 has_mtp = True
-            elif not COMPUTED.fullmatch(name) and not (self._eyes and _EYES.fullmatch(name)):
+            elif _EYES.fullmatch(name):
+                self._eyes = True
+            elif not COMPUTED.fullmatch(name):
                 unknown.append(name)
         for own, tensor in named.items():
             if own.endswith(".conv") and tensor.shape[1:2] == (1,):
                 named[own] = replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
         if has_mtp:
             self.leave_out_mtp()
+        if self._eyes:
+            _LOG.warning("%s: only the text model is exported; it reads no images", self.path.name)
         if unknown:
             packed = any(name.endswith(".qweight") for name in unknown)
             why = "is not a plain text model of this architecture"
@@ -286,7 +289,7 @@ class HFCheckpoint(Checkpoint):
     def alone(self, name: str) -> str:
         """The name of a multimodal model's tensor in the text model alone."""
         for before, alone in _WITH_EYES.items():
-            if self._eyes and name.startswith(before):
+            if name.startswith(before):
                 return alone + name.removeprefix(before)
         return f"model.{name}" if name.startswith(_BARE) else name
 

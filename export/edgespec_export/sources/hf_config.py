@@ -3,6 +3,7 @@
 GGUF files state the same facts under other names (:mod:`edgespec_export.sources.gguf_checkpoint`).
 """
 
+import re
 from math import sqrt
 from typing import Any
 
@@ -20,6 +21,9 @@ _LEAST = 1e-6  # the least factor: squares and quotients stay finite
 _CHANGES_LOGITS = ("attn_logit_softcapping", "use_bidirectional_attention")
 CLASSIFIES = "classifies texts and writes none; use a model that writes, such as its base model"
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_HEADS = re.compile("eagle3|dflash|dspark")
+_OTHER_HEADS = re.compile(r"eagle(?!\d)|domino|draft|medusa|speculator")
+_LATER = ("fc_norm", "norm_output", "parallel_drafting", "ptd_token_id")  # of EAGLE-3.1, of P-EAGLE
 _EXPERTS = ("expert_count", "num_experts", "num_local_experts")
 
 
@@ -53,10 +57,17 @@ def trained_facts(facts: Facts) -> Facts | None:
     """All facts of an EAGLE-3 head, or of a head that drafts blocks; None for other models.
 
     The ``speculators`` package has the layer's facts in ``transformer_layer_config``, DFlash the block's
-    facts in ``dflash_config``.
+    facts in ``dflash_config``. UnsupportedModelError names a head of another kind.
     """
-    blocks = drafts_blocks(facts)
-    if not blocks and "eagle3" not in _names(facts) and facts.value("draft_vocab_size") is None:
+    blocks, names = drafts_blocks(facts), _names(facts)
+    others = [name for name in names if _OTHER_HEADS.search(name) and not _HEADS.search(name)]
+    others += [key for key in _LATER if facts.value(key)]
+    if others:
+        raise UnsupportedModelError(
+            f"{facts.where} describes a head of another kind ({others[0]}); edgespec has those of EAGLE-3, "
+            "DFlash and DSpark. Give one of these, or leave the drafter out"
+        )
+    if not any(map(_HEADS.search, names)) and facts.value("draft_vocab_size") is None:
         return None
     parts = facts, facts.section("transformer_layer_config"), facts.section("dflash_config")
     stated = {key: part.value(key) for part in parts for key in part.keys}
@@ -72,12 +83,16 @@ def trained_facts(facts: Facts) -> Facts | None:
 
 def drafts_blocks(facts: Facts) -> bool:
     """Whether a ``config.json`` describes a head that drafts blocks."""
-    return "dflash" in _names(facts) or "dspark" in _names(facts)
+    return any("dflash" in name or "dspark" in name for name in _names(facts))
 
 
-def _names(facts: Facts) -> str:
-    """The names of a model's classes, in small letters."""
-    return f"{facts.value('architectures')} {facts.value('speculators_model_type')}".lower()
+def _names(facts: Facts) -> list[str]:
+    """The names of a model's classes and of a head's kind, in small letters."""
+    classes, kinds = facts.value("architectures"), facts.value("dflash_config")
+    names = [*classes] if isinstance(classes, list) else [classes]
+    names += [facts.value("speculators_model_type")]
+    names += [kinds.get("projector_type")] if isinstance(kinds, dict) else []
+    return [str(name).lower() for name in names if name is not None]
 
 
 def assistant_facts(facts: Facts) -> Facts | None:
@@ -180,8 +195,10 @@ def config_of(facts: Facts, family: Family) -> ModelConfig:
         unrotated = tuple(layer for layer, is_sliding in enumerate(sliding) if not is_sliding)
     if not facts.boolean("rotates", default=True):
         unrotated = tuple(range(layers))
-    if window is not None and window >= rope["context_length"] and not family.pattern:
-        window = None  # with a pattern, a window also says which layers have the local rotary embedding
+    block = family.fixed.get("block")
+    says_more = family.pattern or (block is not None and block.causal_windows)  # than how far layers see
+    if window is not None and window >= rope["context_length"] and not says_more:
+        window = None
     if window is None:
         rope["rope_local_theta"] = None  # there are no such layers
     scalar = 1.0 if family.name == "gemma4" else float(head_dim)
@@ -422,7 +439,9 @@ def _rope(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     if "full_attention" in parameters.keys:
         parameters = parameters.section("full_attention")
     proportional = kind_of(parameters) == "proportional"
-    share = parameters.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", 1.0))
+    share = 1.0
+    if proportional or family.partial:
+        share = parameters.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", share))
     if share > 1:
         raise ModelFileError(f"{facts.where}: partial_rotary_factor is {share}; allowed: above 0 to 1")
     pairs = int(head_dim * share // 2) if proportional else None

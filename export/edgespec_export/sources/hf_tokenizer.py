@@ -43,7 +43,7 @@ class HFTokenizer:
     def __init__(self, folder: Path, model: Facts, vocab_size: int) -> None:
         self._folder = folder
         self._beside = TokenizerFiles(folder, model, vocab_size)
-        self.chat_templates = self._beside.chat_templates
+        self.chat_templates, self.generation = self._beside.chat_templates, self._beside.generation
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -105,7 +105,7 @@ class HFLayer(_Layer, HFCheckpoint):
     """An MTP layer in the directory of its target."""
 
     def __init__(self, path: Path, target: Checkpoint) -> None:
-        self.model_name, self._shards, self._eyes = f"{model_name(path)}-mtp", {}, True
+        self.model_name, self._shards = f"{model_name(path)}-mtp", {}
         with self.opening(path, target):
             named = dict[str, Tensor]()
             for name, file in self.stored():

@@ -15,9 +15,10 @@ Nothing in a bundle is executed but the graph; the chat template runs in Jinja's
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -32,7 +33,8 @@ from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind, StaticGraphs
 from edgespec_models.errors import BundleError, naming
-from edgespec_models.schema import length, matching, parse, read, read_text, shown, within
+from edgespec_models.files.facts import Facts
+from edgespec_models.schema import check_fields, length, matching, parse, read, read_text, shown, within
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 
@@ -57,6 +59,7 @@ _NOT_MULTIPLIED = ("embedding", "other")
 _EXPERTS = "experts"
 _DIGEST = "sha256"
 _PLAIN = re.compile(r"[\w.+][\w.+-]*", re.ASCII)
+_LOG = logging.getLogger("edgespec")
 
 
 def _marks(sources: Mapping[str, str]) -> frozenset[str]:
@@ -101,6 +104,42 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The sampling that the makers of a model advise, by options of requests; None where they say nothing."""
+
+    temperature: Annotated[float, within(0, 100)] | None = None
+    top_k: Annotated[int, within(0, 2**31 - 1)] | None = None
+    top_p: Annotated[float, within(0, 1)] | None = None
+    min_p: Annotated[float, within(0, 1)] | None = None
+    repetition_penalty: Annotated[float, within(0.1, 10)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, BundleError)
+
+    @classmethod
+    def advised(cls, facts: Facts) -> "Sampling | None":
+        """The advice of a model's file; None without. Other values than allowed are left out and logged."""
+        if facts.value("do_sample") is False:
+            return None
+        stated: dict[str, Any] = {} if facts.value("do_sample") is None else {"temperature": 1.0}
+        for name in (field.name for field in fields(cls)):
+            value: Any = facts.value(name)
+            try:
+                stated |= {} if value is None else cls(**{name: value}).options()
+            except BundleError as error:
+                _LOG.warning("%s advises a sampling that is left out: %s", facts.where, error)
+        return cls(**stated) if stated else None
+
+    def options(self) -> dict[str, Any]:
+        """The options of a request. Numbers have six digits, as files with float32 mean them."""
+        stated = {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: round(value, 6) for name, value in stated.items()}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in self.options().items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The contents of ``edgespec.json``.
 
@@ -121,6 +160,7 @@ class Manifest:
         choices: whether the graph returns the most likely columns.
         operators: of a graph of any shape: ``edgespec`` for its own kernels, ``standard`` for ONNX Runtime's.
         embedding: how texts become vectors; None for other models.
+        sampling: the sampling that the model's files advise; None if they advise none.
     """
 
     name: Annotated[str, length(1)]
@@ -141,6 +181,7 @@ class Manifest:
     choices: bool = False
     operators: Operators = "standard"
     embedding: Embedding | None = None
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         ends, size = self.special_tokens, self.config.vocab_size

@@ -57,6 +57,7 @@ class Block:
         anchored: the known token's row drafts the next token, and each mask's row the one behind it. Else
             rows draft the tokens that their masks stand for.
         causal: rows see only those before them.
+        causal_windows: so it is in layers with a sliding window, whatever ``causal`` says of others.
         rank: of the bias by which a drafted token changes the next one's logits; 0 without.
         confident: the head also says how probable it is that a token is accepted.
     """
@@ -65,6 +66,7 @@ class Block:
     mask: Annotated[int, within(0, 2**31 - 1)]
     anchored: bool = False
     causal: bool = False
+    causal_windows: bool = False
     rank: Annotated[int, within(0, 65_536)] = 0
     confident: bool = False
 

@@ -11,7 +11,7 @@ import hashlib
 from functools import cached_property
 from pathlib import Path, PurePath
 
-from edgespec_models.bundles.bundle import GENAI, GRAPH, HF_CONFIG, TOKENIZER, Bundle, Manifest
+from edgespec_models.bundles.bundle import GENAI, GRAPH, HF_CONFIG, TOKENIZER, Bundle, Manifest, Sampling
 from edgespec_models.bundles.foreign_graph import Stated, count_weights, judge, weight_files
 from edgespec_models.errors import BundleError, TokenizerError, UnsupportedModelError, naming
 from edgespec_models.files.facts import Facts
@@ -67,6 +67,7 @@ class ForeignBundle(Bundle):
             provenance={"source": facts.where},
             files={},
             kept=kept,
+            sampling=Sampling.advised(self._files.generation),
         )
 
     @cached_property

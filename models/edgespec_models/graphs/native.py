@@ -504,7 +504,8 @@ class _NativeBlocks(_NativeDecoder):
         return self.linear(self.known, f"{layer.name}.qkv", first=1), self.counts
 
     def more_of_attention(self, layer: Layer) -> dict[str, Any]:
-        sees_itself = {} if self.block.causal else {"bidirectional": 1}
+        windowed = self.block.causal_windows and not self.config.is_global(layer.index)
+        sees_itself = {} if self.block.causal or windowed else {"bidirectional": 1}
         return super().more_of_attention(layer) | sees_itself
 
     @property

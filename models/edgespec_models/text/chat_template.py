@@ -33,10 +33,14 @@ _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
 _DEEPEST: Final = 64  # lists and mappings within each other
 _ALWAYS: Final = frozenset(("messages", "add_generation_prompt", "strftime_now"))
+EFFORT: Final = "reasoning_effort"  # the variable for how hard a model thinks
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The values of :data:`EFFORT` that templates know, in ascending order."""
 _PROBE: Final = "probe1234"  # nine letters and digits, as some templates want identifiers
 _CHANGES: Final = re.compile(r"\b(lower|upper|capitalize|title|swapcase|casefold|replace|join)\b")
 """Filters and methods that can turn a text into the text of a control token."""
 _BRACKET: Final = re.compile(r"[<\[]")  # with which control tokens begin
+_ASK: Final[dict[str, Any]] = {"role": "user", "content": "a"}
 _TOOL: Final = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
 
@@ -94,6 +98,34 @@ class ChatTemplate:
         known = _ALWAYS.union(self._template.environment.globals, self._tokens)
         own = frozenset((meta.find_undeclared_variables(self._tree) | shown) - known)
         return own.union(*(template.arguments for template in self._named.values()))
+
+    @cached_property
+    def switch(self) -> str | None:
+        """The variable that turns thinking on and off; None without one."""
+        return next((name for name in ("enable_thinking", "thinking") if name in self.arguments), None)
+
+    @cached_property
+    def opening(self) -> str:
+        """A short prompt with the opening of the assistant's turn; empty if the template fails."""
+        return self._tried(self._reads, _ASK)
+
+    @cached_property
+    def efforts(self) -> tuple[str, ...]:
+        """Those of :data:`EFFORTS` that the template takes, in their order, found by rendering.
+
+        If it shows any text, they are OpenAI's three.
+        """
+        if EFFORT not in self.arguments:
+            return ()
+        on = {self.switch: True} if self.switch else {}
+        made = {word: self._tried(self._reads, _ASK, **on, **{EFFORT: word}) for word in (*EFFORTS, _PROBE)}
+        unknown = made.pop(_PROBE)
+        if _PROBE in unknown:
+            return "low", "medium", "high"
+        known = [word for word, text in made.items() if text not in ("", unknown)]
+        if unknown and known:  # it takes any text, and those that it does not know change nothing
+            return EFFORTS[EFFORTS.index(min(known[0], "low", key=EFFORTS.index)) :]
+        return tuple(known)
 
     @cached_property
     def _tools_in_message(self) -> bool:
@@ -198,9 +230,10 @@ class ChatTemplate:
                 copy["role"] = "system"
             if "tool_calls" in copy and "tool_calls" not in self.source:
                 raise RequestError("the model's chat template does not show tool_calls; leave them out")
-            thoughts, is_both = copy.get("reasoning_content"), copy["content"] and "tool_calls" in copy
-            if thoughts and not is_both and "message.thinking" in self.source:
-                copy.setdefault("thinking", thoughts)  # gpt-oss's name, whose calls have these or a text
+            # Templates with channels have no place for thoughts and a text in a message with calls.
+            is_refused = copy["content"] and "tool_calls" in copy and "<|channel|>" in self.source
+            if copy.get("reasoning_content") and not is_refused and "message.thinking" in self.source:
+                copy.setdefault("thinking", copy["reasoning_content"])
         return [_shape(copy, self._reads) for copy in copies], others
 
     @cached_property
@@ -225,11 +258,12 @@ class ChatTemplate:
                 return any_text if _PROBE in self._tried(any_text, *_calling(_PROBE, is_long)) else best
         return usual
 
-    def _tried(self, form: _Reads, *messages: dict[str, Any]) -> str:
+    def _tried(self, form: _Reads, *messages: dict[str, Any], **arguments: object) -> str:
         """A conversation rendered in that form; empty if the template fails."""
-        tools = {"tools": [_TOOL]} if "tools" in self.arguments else {}
+        if "tools" in self.arguments:
+            arguments["tools"] = [_TOOL]
         try:
-            return self._render([_shape(message, form) for message in messages], tools, share=1 / 8)
+            return self._render([_shape(message, form) for message in messages], arguments, share=1 / 8)
         except EdgespecError:
             return ""
 
@@ -366,10 +400,9 @@ def _arguments(stated: object, form: _Reads) -> object:
 def _calling(arguments: object, is_long: bool) -> list[dict[str, Any]]:
     """A conversation with a call of a tool and no content beside it, perhaps with messages behind."""
     call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    ask: dict[str, Any] = {"role": "user", "content": "a"}
-    calls = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    calls = [_ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
     result = {"role": "tool", "content": "b", "tool_call_id": "call12345", "name": "f"}
-    return [*calls, result, {"role": "assistant", "content": "c"}, ask] if is_long else calls
+    return [*calls, result, {"role": "assistant", "content": "c"}, _ASK] if is_long else calls
 
 
 def _with_texts(value: Any, made: Callable[[str], str]) -> Any:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # and Jinja, which texts do not need
 
 _END: Final = re.compile(r"</(\w+:)?think>|\[/THINK\]|<channel\|>")
 _BEGINS: Final = MappingProxyType({"<channel|>": "<|channel>thought"})  # where no slash makes the difference
+_OPENED: Final = re.compile(r"([<\[])((?:\w+:)?think>|THINK\])\s*$")  # where only the model writes the end
 _RESPONSE: Final = "<response>"  # Granite writes it around the text behind its thoughts
-_EFFORT: Final = "reasoning_effort"  # the variable of the chat template, where efforts have a name
 _TAIL: Final = 24  # tokens that hold a prompt's last tag, and the space around it
 
 
@@ -23,7 +23,7 @@ class Tags:
     """The tags that a model writes around its thoughts.
 
     ``response`` begins the text behind them, or is empty. ``switch`` is the variable of the chat template
-    that turns thinking on and off, ``effort`` that for ``low``, ``medium`` or ``high``; None without one.
+    that turns thinking on and off, or None. ``efforts`` are the words that it takes for how hard to think.
     With ``channels`` thoughts are one of several messages of an answer, whose headers name their channels in
     control tokens. Behind ``end`` comes the name of the next channel then.
     """
@@ -32,16 +32,25 @@ class Tags:
     end: str
     response: str = ""
     switch: str | None = None
-    effort: str | None = None
+    efforts: tuple[str, ...] = ()
     channels: bool = False
 
     def variables(self, thinking: bool | int | str) -> dict[str, Any]:
-        """The chat template's variables for ``thinking``; a bound of tokens counts as low effort."""
+        """The chat template's variables for ``thinking``: of efforts the nearest, of two the higher.
+
+        True and a bound of tokens leave the effort to the template; off is the least where no switch is.
+        """
+        from edgespec_models.text.chat_template import EFFORT, EFFORTS  # and Jinja
+
         variables = dict[str, Any]()
         if self.switch is not None:
             variables[self.switch] = bool(thinking)
-        if self.effort is not None and thinking is not True:
-            variables[self.effort] = thinking if isinstance(thinking, str) else "low"
+        if isinstance(thinking, str) and self.efforts:
+            wanted = EFFORTS.index(thinking)
+            places = [EFFORTS.index(word) for word in self.efforts if word != "none"] or [wanted]
+            variables[EFFORT] = EFFORTS[min(places, key=lambda place: (abs(place - wanted), -place))]
+        elif not thinking and self.switch is None and self.efforts:
+            variables[EFFORT] = self.efforts[0]
         return variables
 
 
@@ -115,17 +124,19 @@ class Place:
 
 def tags_of(template: "ChatTemplate", tokenizer: Tokenizer) -> Tags | None:
     """The tags of a template or of the vocabulary; None for a model that does not think."""
-    effort = _EFFORT if _EFFORT in template.arguments else None
     if "<|channel|>" in template.source and tokenizer.special_id("<|channel|>") is not None:
         begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>"
-        return Tags(begin, end, effort=effort, channels=True)
+        return Tags(begin, end, efforts=template.efforts, channels=True)
     match = _END.search(template.source)
     end = "</think>" if match is None else match[0]
     if match is None and len(tag_tokens(tokenizer, end)) > 1:
-        return None
+        opened = _OPENED.search(template.opening)
+        if opened is None:
+            return None
+        end = f"{opened[1]}/{opened[2]}"
     response = _RESPONSE if f"{_RESPONSE}</response>" in template.source else ""
-    switch = next((name for name in ("enable_thinking", "thinking") if name in template.arguments), None)
-    return Tags(_BEGINS.get(end, end.replace("/", "", 1)), end, response, switch, effort)
+    begin = _BEGINS.get(end, end.replace("/", "", 1))
+    return Tags(begin, end, response, template.switch, template.efforts)
 
 
 def tag_tokens(tokenizer: Tokenizer, tag: str) -> list[int]:

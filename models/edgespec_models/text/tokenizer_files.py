@@ -57,7 +57,8 @@ class TokenizerFiles:
         names = (_CONFIG, _MAP, _ADDED, _GENERATION, AS_JSON, *BESIDE.values())
         self.paths = tuple(folder / name for name in names)
         self.config = self._roles = Facts.read(folder / _CONFIG)
-        self._id_sources = (Facts.read(folder / _GENERATION), model)
+        self.generation = Facts.read(folder / _GENERATION)
+        self._id_sources = (self.generation, model)
         self._is_old = self.config.value("added_tokens_decoder") is None
         if self._is_old:  # older files count, as in transformers
             config = {key: self.config.value(key) for key in self.config.keys}
