@@ -227,7 +227,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget = _BUDGET.get()
         if operator == "*":
             items, times = (left, right) if isinstance(right, int) else (right, left)
-            if isinstance(items, Collection):
+            if isinstance(items, Collection) and isinstance(times, int):
                 budget.allow(budget.size(items) * times)
         elif operator == "**":
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _BITS:
