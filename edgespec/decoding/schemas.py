@@ -16,11 +16,9 @@ LONGEST: Final = 262_144
 Schema = dict[str, Any]
 SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spacing of ``json.dumps``. Models know it well, and unlike free whitespace it has an end."""
-_OPTIONS: Final = {
-    "lenient": True,  # llguidance then warns of what it leaves out
-    "coerce_one_of": True,
-    "json_allowed_escapes": 'nrbtf\\"',  # by \u0061 a name could be spelled around its schema
-}
+_LENIENT: Final = {"lenient": True, "coerce_one_of": True}  # llguidance then warns of what it leaves out
+_ESCAPES: Final = {"json_allowed_escapes": 'nrbtf\\"'}  # by \u0061 a name is spelled around its schema
+_CONTROLS: Final = re.compile(r"\\u00[01]")  # which no other escape spells
 _TABLES: Final = ("properties", "patternProperties", "$defs", "definitions", "schemas")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _WITHIN: Final = ("items", "additionalProperties", "additionalItems", "components")
@@ -39,6 +37,9 @@ _KEYWORDS: Final = {
     *("maximum", "exclusiveMinimum", "exclusiveMaximum", "properties", "patternProperties", "required"),
     *("additionalProperties", "minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
     *("minItems", "maxItems", *_IDLE),
+}
+_RULES: Final = _KEYWORDS - {
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "components", "x-guidance", *_IDLE)
 }
 _COUNTS: Final = ("minProperties", "maxProperties")
 _WHOLE: Final = (*_COUNTS, "minItems", "maxItems", "minLength", "maxLength")
@@ -103,14 +104,20 @@ class PreparedSchema:
         text = json.dumps(schema, allow_nan=False, default=_plain)
         self._schema: Schema = json.loads(text)
         self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
-        self.unheld = list[Unheld]()
+        self.unheld, self._has_beside, self._is_alone = list[Unheld](), False, False
         is_short = len(text) <= LONGEST  # longer ones are refused anyway
         held = rewritten(self._schema, "#", self._held) if is_short else self._schema
+        if (
+            self._has_beside and root == "#" and not _takes(held)
+        ):  # perhaps for rules beside circular references
+            self.unheld, self._is_alone = [], True
+            held = rewritten(self._schema, "#", self._held)
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
         options = self.grammar.get("x-guidance", SPACING)
         if root != "#":
             self.grammar.pop("$id", None)  # references would be led into it
-        self.grammar["x-guidance"] = _OPTIONS | options if isinstance(options, dict) else options
+        escapes = {} if _CONTROLS.search(text) else _ESCAPES
+        self.grammar["x-guidance"] = _LENIENT | escapes | options if isinstance(options, dict) else options
 
     def warned(self, warnings: Sequence[str]) -> None:
         """Note the keywords that llguidance says it leaves out."""
@@ -141,6 +148,10 @@ class PreparedSchema:
             schema["$ref"] = self._root + reference[1:]
         if reference is not None:  # beside which llguidance minds what it does not know
             schema = {key: value for key, value in schema.items() if key in _KEYWORDS}
+            beside = [key for key in schema if key in _RULES]
+            self._has_beside |= bool(beside)
+            if self._is_alone:
+                self.unheld += [Unheld(place, key, schema.pop(key)) for key in beside]
         if schema.get("unevaluatedProperties") is False and not _COMBINING & schema.keys():
             schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
         if isinstance(names := schema.get("propertyNames"), dict):
