@@ -170,7 +170,8 @@ def test_under_the_limits_that_all_have(number: int) -> None:
 
 
 FILTERS, TESTS = sorted(template_sandbox.Sandbox().filters), sorted(template_sandbox.Sandbox().tests)
-METHODS = sorted({name for value in ("", 1, 0.5, [], (), {}, {}.items(), range(1)) for name in dir(value)})
+PYTHONS: tuple[object, ...] = ("", 1, 0.5, [], (), {}, {}.items(), range(1))
+METHODS = sorted({name for value in PYTHONS for name in dir(value)})
 VALUES = {
     "number": "-5",
     "large": "2 ** 61 - 1",

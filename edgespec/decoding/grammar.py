@@ -282,11 +282,7 @@ class GrammarConstraint(Constraint):
             self._check()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a round behind ``tokens``, all committed tokens. In the first round they are the prompt.
-
-        Raises:
-            RequestError: the text behind the prompt does not fit the grammar.
-        """
+        """Begin a round behind ``tokens``, all committed tokens. In the first round they are the prompt."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
         answer = list(tokens[self._prompt_length :])
