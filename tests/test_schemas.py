@@ -10,7 +10,7 @@ import pytest
 from edgespec.decoding.grammar import GrammarConstraint, JsonSchema
 from edgespec.decoding.schemas import PreparedSchema
 from edgespec_models.errors import RequestError
-from tests.test_grammar import BYTE, GRAMMARS, spelled
+from tests.test_grammar import BYTE, END, GRAMMARS, spelled
 
 Schema = dict[str, Any]
 BESIDE: Schema = {
@@ -30,6 +30,11 @@ CONDITION: Schema = {
     "properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}},
     "if": {"properties": {"a": {"const": True}}, "required": ["a"]},
     "then": {"required": ["b"]},
+}
+OVERLAPPING: Schema = {
+    "type": "object",
+    "patternProperties": {"^x-": {"type": "string"}, "_id$": {"type": "integer"}},
+    "additionalProperties": False,
 }
 
 
@@ -64,6 +69,21 @@ def problems(schema: Schema, value: object) -> list[str]:
         ({"type": "string", "pattern": r"^(?>a|b)\Z"}, "a", "c"),
         ({"type": "string", "pattern": r"^{[^}]*}$"}, "{a}", "a"),
         ({"type": "string", "pattern": r"^\ud83d\ude00$"}, "😀", "a"),
+        ({"type": "string", "pattern": r"^[^\\]+$"}, 'a"é\n', "\\"),
+        ({"type": "string", "pattern": r"^[^\\/:*?\"<>|]+$"}, "a.txt", "a|b"),
+        ({"type": "string", "pattern": r"^[^\\/:*?\"<>|]+$"}, "a\nb", 'a"'),
+        ({"type": "string", "pattern": r"^(?!x)[^\"\t]+$"}, "a\\", 'a"'),
+        ({"type": "string", "pattern": r"^[\x00-!#-~\x{80}-\x{10ffff}]+$"}, "a", 'a"'),
+        ({"patternProperties": {'^[^"]+$': NUMBER}, "additionalProperties": False}, {"a": 1}, {'a"': 1}),
+        ({"patternProperties": {"^(a|b)$": NUMBER}, "required": ["a", "b"], "additionalProperties": False},
+         {"a": 1, "b": 2}, {"a": 1}),
+        ({"patternProperties": {"^a": NUMBER}, "required": ["c"], "additionalProperties": {"const": 1}},
+         {"c": 1, "a": 2}, {"c": 2}),
+        ({"type": "string", "format": "date"}, "2000-02-29", "2021-02-29"),
+        ({"type": "string", "format": "date", "pattern": "^2"}, "2024-02-29", "1900-02-29"),
+        ({"type": "string", "format": "date-time"}, "2024-12-31T00:00:00Z", "2023-02-29T00:00:00Z"),
+        ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, [1], [1, 2, 3]),
+        ({"type": "string", "const": "a\0b"}, "a\0b", "ab"),
         ({"type": "string", "pattern": r"^\cI?\p{L}{2}(?=)$"}, "né", "1"),
         ({"patternProperties": {"^(?!y)x": NUMBER}, "additionalProperties": False}, {"x": 1}, {"x": ""}),
         ({"items": {"$ref": "#", "nullable": True}, "type": "array"}, [[[]]], [1]),
@@ -96,6 +116,21 @@ def test_grammars_hold_what_they_can(schema: Schema, right: object, wrong: objec
          "not at #/propertyNames"),
         ({"type": "object", "propertyNames": {"minLength": 2}}, {"ab": 1}, {"a": 1},
          "minLength at #/propertyNames"),
+        (CONDITION | {"then": False}, {"b": 1}, {"a": True}, "then at #"),
+        (CONDITION | {"then": True, "else": False}, {"a": True}, {}, "else at #"),
+        (CONDITION | {"then": {"properties": {"b": False}}}, {"a": True}, {"a": True, "b": 1},
+         "False at #/then/properties"),
+        ({"type": "object", "additionalProperties": UNIQUE}, {"a": [1]}, {"a": [1, 1]},
+         "uniqueItems at #/additionalProperties"),
+        ({"type": "object", "patternProperties": {"^a": UNIQUE}}, {"a": [1], "b": [1, 1]}, {"a": [1, 1]},
+         "uniqueItems at #/patternProperties/^a"),
+        ({"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": {"not": {"const": 1}}},
+         {"a": 1, "b": 2}, {"b": 1}, "not at #/additionalProperties"),
+        (OVERLAPPING, {"x-a": "", "a_id": 1}, {"x-_id": 1}, "type at #/patternProperties/^x-"),
+        (OVERLAPPING, {"x-a": ""}, {"b": 1}, "additionalProperties at #"),
+        ({"type": "array", "items": {"$ref": "#", "maxItems": 1}}, [[], [], [[]]], [[[], []]],
+         "maxItems at #/items"),
+        ({"type": "string", "not": {"pattern": "^(a+)+$"}}, "a" * 64 + "b", "a", "not at #"),
         ({"type": "object", "allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
          {"a": 1}, {"b": 1}, "unevaluatedProperties at #"),
     ],
@@ -106,6 +141,25 @@ def test_what_no_grammar_holds_is_checked_behind_the_answer(
     assert writes(schema, right) and writes(schema, wrong)
     assert problems(schema, right) == []
     assert problems(schema, wrong) == [f"the answer breaks {broken}"]
+
+
+def test_names_have_a_single_spelling() -> None:
+    named: Schema = {"type": "object", "properties": {"a": NUMBER}}
+    assert spelled(made(named), BYTE, '{"b": "\\n"}') and not spelled(made(named), BYTE, '{"\\u0061": ""}')
+
+
+def test_what_cannot_be_followed_to_the_end_ends_there() -> None:
+    """The text up to there is not lost; a form that cannot begin is refused."""
+    words = "^$|(^(?:\\S+\\s+){0,99}\\S+$)"  # of which llguidance makes too many expressions
+    constraint, written = made({"type": "string", "maxLength": 5000, "pattern": words}), list[int]()
+    constraint.begin(())
+    while not constraint.broken:
+        assert len(written) < 1000
+        written += BYTE.encode_bytes(b"a " if written else b'"')
+        constraint.begin(written)
+        allowed = constraint.allowed(()).tokens
+    assert "the answer ends early: the response_format cannot be followed" in constraint.broken
+    assert allowed == [END] and constraint.ends(written) and constraint.completes(())
 
 
 def test_a_check_says_nothing_of_what_the_grammar_holds() -> None:
@@ -125,13 +179,14 @@ def test_a_check_says_nothing_of_what_the_grammar_holds() -> None:
     ("schema", "value", "said"),
     [
         ({"type": "string", "pattern": "(?=(a+)+$)a+b?"}, "a" * 64 + "b", "pattern at # is not enforced"),
-        ({"type": "string", "not": {"pattern": "^(a+)+$"}}, "a" * 64 + "b", "not at # is not enforced"),
+        ({"type": "string", "not": {"format": "email"}}, "a", "not at # is not enforced"),
+        ({"type": "string", "not": {"pattern": "(?=a)"}}, "a", "not at # could not be checked"),
         ({"type": "object", "not": {"$ref": "https://example.com/"}}, {}, "not at # could not be checked"),
         ({"type": "integer", "not": {"multipleOf": 0}}, 1, "not at # could not be checked"),
     ],
 )
 def test_what_cannot_be_checked_is_named(schema: Schema, value: object, said: str) -> None:
-    """Neither is anything fetched, nor does a pattern of a stranger run."""
+    """Nothing is fetched, and no pattern runs that could take forever."""
     assert problems(schema, value) == [said]
 
 

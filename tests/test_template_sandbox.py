@@ -2,15 +2,20 @@
 
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from time import thread_time
+from unittest.mock import patch
 
+import jinja2
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.downloads.catalog import entries, find
 from edgespec_models.downloads.download import pull
-from edgespec_models.errors import TokenizerError
+from edgespec_models.errors import EdgespecError, TokenizerError
 from edgespec_models.text import template_sandbox
 from edgespec_models.text.chat_template import ChatTemplate
 
@@ -91,6 +96,28 @@ ATTACKS = [
     "{{ ('a ' * 50000)|wordwrap(1)|wordwrap(1) }}",
     "{% set b, n = [0] * 16000, namespace() %}"
     "{% for i in range(9999) %}{% set n.l = [n.l, b[:]] %}{% endfor %}",
+    BIG + "{{ big * big }}",
+    *(
+        "{% set m = 2**61 - 1 %}" + made
+        for made in (
+            "{{ {}.fromkeys(range(0, m * 99999, m)) }}",
+            "{{ range(0, m * 99999, m)|unique|list }}",
+            "{{ [{'a': m}]|unique(attribute='a')|list }}",
+            "{{ {m: 1} }}",
+            "{{ {(-1, -2): 1, (-2, -1): 1} }}",
+            "{{ dict([[m, 1]]) }}",
+            "{{ namespace([(range(m, m + 1), 1)]) }}",
+            "{{ {1: m}.items() - [] }}",
+        )
+    ),
+    BIG + "{{ big.rfind(big[1:6000] ~ 'b' ~ big[1:6000]) }}",
+    BIG + "{{ big.strip('b' * 10000 ~ 'a') }}",
+    BIG + "{{ big|trim('b' * 10000 ~ 'a') }}",
+    BIG + "{{ big|list|select('in', big|list ~ 'b')|map('in')|list }}",
+    "{% set l = range(99999)|list %}{{ range(99999)|select('in', l[50000:])|list }}",
+    "{{ range(99999)|map('string')|map(attribute='0.' * 9999 ~ '0')|list }}",
+    "{% macro m" + "a" * 9999 + "() %}{% endmacro %}{{ [m" + "a" * 9999 + "] * 9999 }}",
+    "{% set l = range(16000)|list %}" + "{% if -1 in l %}{% endif %}" * 1000,
 ]
 
 
@@ -140,6 +167,64 @@ def test_under_the_limits_that_all_have(number: int) -> None:
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(attack).result() < 20.0
+
+
+FILTERS, TESTS = sorted(template_sandbox.Sandbox().filters), sorted(template_sandbox.Sandbox().tests)
+PYTHONS: tuple[object, ...] = ("", 1, 0.5, [], (), {}, {}.items(), range(1))
+METHODS = sorted({name for value in PYTHONS for name in dir(value)})
+VALUES = {
+    "number": "-5",
+    "large": "2 ** 61 - 1",
+    "text": "('a' * 100) * 2400",
+    "middle": "('a' * 100) * 500 ~ 'b' ~ ('a' * 100) * 500",
+    "behind": "('b' * 100) * 1000 ~ 'a'",
+    "path": "('0.' * 100) * 500 ~ '0'",
+    "fields": "('{0[0]}' * 100) * 100",
+    "texts": "(('ab ' * 100) * 300).split()",
+    "alike": "range(0, (2 ** 61 - 1) * 30000, 2 ** 61 - 1)",
+    "pairs": "([(0, -1)] * 100) * 300",
+    "tables": "[{'a': 1, 'b': [1]}] * 20000",
+    "nested": "[[['a'] * 9] * 9] * 300",
+}
+"""Values near the limit of one, for which a step that takes the product of two sizes takes minutes."""
+ARGUMENTS = st.lists(
+    st.sampled_from([*VALUES, "'in'", "'join'", "1", "attribute=path", "attribute='0'"]),
+    max_size=2,
+    unique=True,
+)
+STEPS = st.one_of(
+    st.builds("{}|{}(".format, st.sampled_from([*VALUES]), st.sampled_from(FILTERS)),
+    st.builds("{}.{}(".format, st.sampled_from([*VALUES]), st.sampled_from(METHODS)),
+    st.builds("{}|map('{}', ".format, st.sampled_from([*VALUES]), st.sampled_from(FILTERS)),
+    st.builds("{}|select('{}', ".format, st.sampled_from([*VALUES]), st.sampled_from(TESTS)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, ARGUMENTS)
+def test_every_step_is_short(step: str, arguments: list[str]) -> None:
+    """Whatever a template names, with whatever it gives: it is rendered or refused, soon."""
+    source = "".join(f"{{% set {name} = {value} %}}" for name, value in VALUES.items())
+    listed = "|list" if "('" in step else ""
+    last = ", ".join(sorted(arguments, key=lambda argument: "=" in argument))
+    source += f"{{{{ ({step}{last}){listed}|string|length }}}}"
+    started = thread_time()
+    with patch.object(template_sandbox, "_SECONDS", 0.125), suppress(EdgespecError):
+        ChatTemplate(source).render(ASK)
+    assert thread_time() - started < 5.0
+
+
+def test_no_template_names_more_than_jinjas_filters_and_tests() -> None:
+    """Whatever takes a name, such as ``map``, could call the sandbox's own."""
+    assert {*FILTERS} <= jinja2.Environment().filters.keys()
+    assert {*TESTS} <= jinja2.Environment().tests.keys()
+
+
+def test_long_conversations_have_time_for_each_pair_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "_SECONDS", 0.0)
+    pairs = "{% for m in messages %}{% for n in messages %}{{ n.role[0] == m }}{% endfor %}{% endfor %}"
+    assert ChatTemplate(pairs).render(ASK * 300) == "False" * 300**2
+    outcome(pairs.replace("messages", "range(99999)"))
 
 
 UNCOMPILABLE = [

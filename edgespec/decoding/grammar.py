@@ -202,6 +202,11 @@ class Constraint(RowStep, Protocol):
 
     schemas: Mapping[str, "PreparedSchema"] = MappingProxyType({})
 
+    @property
+    def broken(self) -> str:
+        """Why the form could not be followed to its end; then only an ending token is allowed."""
+        return ""
+
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether only a token that ends the text can follow ``tokens``, all committed tokens."""
 
@@ -209,7 +214,11 @@ class Constraint(RowStep, Protocol):
         """Whether only an ending token can follow the committed tokens and ``drafted``, which are allowed."""
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
-        """The tokens that may follow. RequestError if the grammar allows none, or finds none in time."""
+        """The tokens that may follow.
+
+        Raises:
+            RequestError: the grammar allows no first token, or finds none in time.
+        """
 
     def fit(self, forced: Draft, more: Draft, limit: int) -> Draft:
         """Cut and extend a draft so that it fits the form, to at most ``limit`` tokens.
@@ -250,11 +259,15 @@ class GrammarConstraint(Constraint):
         self._matcher, self._ends, self.schemas = matcher, ends, schemas
         self._prompt_length: int | None = None
         self._committed: list[int] = []
-        self._ended = False
+        self._ended, self._broken = False, ""
         self._read: list[int] = []  # committed tokens and proposals that the matcher has read
         # By the number of these tokens: what is allowed next, once asked; whether the text is complete.
         self._allowed: list[Allowed | None] = [None]
         self._complete = [False]
+
+    @property
+    def broken(self) -> str:
+        return self._broken
 
     def try_out(self) -> None:
         """Check that the grammar compiled, can begin, and can be rolled back.
@@ -269,11 +282,7 @@ class GrammarConstraint(Constraint):
             self._check()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a round behind ``tokens``, all committed tokens. In the first round they are the prompt.
-
-        Raises:
-            RequestError: the text behind the prompt does not fit the grammar.
-        """
+        """Begin a round behind ``tokens``, all committed tokens. In the first round they are the prompt."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
         answer = list(tokens[self._prompt_length :])
@@ -285,13 +294,13 @@ class GrammarConstraint(Constraint):
 
     def ends(self, tokens: Sequence[int]) -> bool:
         self.begin(tokens)
-        return self._ended or self._complete[len(self._committed)]
+        return self._ended or bool(self.broken) or self._complete[len(self._committed)]
 
     def completes(self, drafted: Sequence[int]) -> bool:
         if drafted and drafted[-1] in self._ends:
             return True
         self._move([*self._committed, *drafted])
-        return self._complete[len(self._read)]
+        return bool(self.broken) or self._complete[len(self._read)]
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
         wanted = [*self._committed, *drafted]
@@ -300,6 +309,8 @@ class GrammarConstraint(Constraint):
             self._move(wanted)
             known = Allowed(self._matcher.compute_bitmask())
             self._check()
+            if self.broken:
+                return Allowed.where(np.isin(np.arange(max(self._ends) + 1), [*self._ends]))
             self._allowed[len(wanted)] = known
         return known
 
@@ -309,7 +320,9 @@ class GrammarConstraint(Constraint):
             self.allowed(drafted).forbid_others(row)
 
     def _move(self, wanted: list[int]) -> None:
-        """Move the matcher to the state behind ``wanted``."""
+        """Move the matcher to the state behind ``wanted``; a broken one stays."""
+        if self.broken:
+            return
         shared = shared_length(self._read, wanted)
         if shared < len(self._read):
             self._matcher.rollback(len(self._read) - shared)
@@ -317,13 +330,18 @@ class GrammarConstraint(Constraint):
         for token in wanted[shared:]:
             self._matcher.consume_token(token)
             self._check()
+            if self.broken:
+                return
             self._read.append(token)
             self._allowed.append(None)
             self._complete.append(self._matcher.is_stopped())
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise _refused(self.schemas, self._matcher.get_error())
+        if self._matcher.is_error() and not self.broken:
+            error = _refused(self.schemas, self._matcher.get_error())
+            if not self._committed:
+                raise error
+            self._broken = f"the answer ends early: {error}"  # what has been written is not lost
 
 
 class Grammars:

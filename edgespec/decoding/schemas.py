@@ -17,6 +17,8 @@ Schema = dict[str, Any]
 SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spacing of ``json.dumps``. Models know it well, and unlike free whitespace it has an end."""
 _LENIENT: Final = {"lenient": True, "coerce_one_of": True}  # llguidance then warns of what it leaves out
+_ESCAPES: Final = {"json_allowed_escapes": 'nrbtf\\"'}  # by \u0061 a name is spelled around its schema
+_CONTROLS: Final = re.compile(r"\\u00[01]")  # which no other escape spells
 _TABLES: Final = ("properties", "patternProperties", "$defs", "definitions", "schemas")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _WITHIN: Final = ("items", "additionalProperties", "additionalItems", "components")
@@ -36,7 +38,11 @@ _KEYWORDS: Final = {
     *("additionalProperties", "minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
     *("minItems", "maxItems", *_IDLE),
 }
+_RULES: Final = _KEYWORDS - {
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "components", "x-guidance", *_IDLE)
+}
 _COUNTS: Final = ("minProperties", "maxProperties")
+_WHOLE: Final = (*_COUNTS, "minItems", "maxItems", "minLength", "maxLength")
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 _ANNOTATIONS: Final = {*("type", "format", "title", "description", "default", "examples")}
 """The schema of a property's name."""
@@ -44,7 +50,13 @@ _BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiv
 _FARTHEST: Final = 9 * 10**18
 """llguidance compiles no bound beyond it. This bound replaces such a bound, and is narrower."""
 _MOST_STEPS: Final = 30_000  # half a second of a check; a hostile schema can ask for any number of steps
-_UNSURE: Final = re.compile(r'"(?:pattern|patternProperties|additionalProperties|format)": ')
+_UNSURE: Final = re.compile(r'"(?:format|patternProperties)": ')
+_DATE: Final = (
+    "^(?:[0-9]{4}-(?:[0-9]{2}-(?:[01][0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_DATES: Final = {"date": f"{_DATE}$", "date-time": f"{_DATE}[Tt ]"}
+"""Formats of which llguidance also allows February 29 in all years."""
 _REGEX: Final = re.compile(
     r"\\u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\c(?P<control>[a-zA-Z])"
     r"|\\[pPux]\{[^}]*\}?|\\.|\[\^?\]?(?:\\.|[^]\\])*\]?|\(\?(?P<look><?[=!])|\(\?>|[()]|\{\d+(?:,\d*)?\}|.",
@@ -92,14 +104,20 @@ class PreparedSchema:
         text = json.dumps(schema, allow_nan=False, default=_plain)
         self._schema: Schema = json.loads(text)
         self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
-        self.unheld = list[Unheld]()
+        self.unheld, self._has_beside, self._is_alone = list[Unheld](), False, False
         is_short = len(text) <= LONGEST  # longer ones are refused anyway
         held = rewritten(self._schema, "#", self._held) if is_short else self._schema
+        if (
+            self._has_beside and root == "#" and not _takes(held)
+        ):  # perhaps for rules beside circular references
+            self.unheld, self._is_alone = [], True
+            held = rewritten(self._schema, "#", self._held)
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
         options = self.grammar.get("x-guidance", SPACING)
         if root != "#":
             self.grammar.pop("$id", None)  # references would be led into it
-        self.grammar["x-guidance"] = _LENIENT | options if isinstance(options, dict) else options
+        escapes = {} if _CONTROLS.search(text) else _ESCAPES
+        self.grammar["x-guidance"] = _LENIENT | escapes | options if isinstance(options, dict) else options
 
     def warned(self, warnings: Sequence[str]) -> None:
         """Note the keywords that llguidance says it leaves out."""
@@ -130,6 +148,10 @@ class PreparedSchema:
             schema["$ref"] = self._root + reference[1:]
         if reference is not None:  # beside which llguidance minds what it does not know
             schema = {key: value for key, value in schema.items() if key in _KEYWORDS}
+            beside = [key for key in schema if key in _RULES]
+            self._has_beside |= bool(beside)
+            if self._is_alone:
+                self.unheld += [Unheld(place, key, schema.pop(key)) for key in beside]
         if schema.get("unevaluatedProperties") is False and not _COMBINING & schema.keys():
             schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
         if isinstance(names := schema.get("propertyNames"), dict):
@@ -142,22 +164,41 @@ class PreparedSchema:
             if not idle and schema[key] not in _IDLE.get(key, ()):
                 self.unheld.append(Unheld(place, key, schema[key]))
         schema = {key: value for key, value in schema.items() if key not in _IDLE and key not in uncounted}
+        for key in _WHOLE:
+            if isinstance(count := schema.get(key), float) and count.is_integer():
+                schema[key] = int(count)
         for key, sign in _BOUNDS.items():
             bound = schema.get(key)
             if isinstance(bound, int | float) and sign * bound > _FARTHEST:
                 schema[key] = sign * _FARTHEST
         if isinstance(schema.get("pattern"), str):
             self._hold_pattern(schema, place)
+        if isinstance(schema.get("format"), str) and (date := _DATES.get(schema["format"])):
+            schema = (
+                {"allOf": [schema, {"pattern": date}]} if "pattern" in schema else schema | {"pattern": date}
+            )
         if isinstance(patterns := schema.get("patternProperties"), dict):
-            groups = [(*_regex(pattern), part) for pattern, part in patterns.items()]
-            if not all(is_same for _, is_same, _ in groups):
-                self.unheld.append(Unheld(place, "patternProperties"))
-            schema["patternProperties"] = {
-                pattern: part for pattern, _, part in groups if pattern is not None
-            }
-            if any(pattern is None for pattern, *_ in groups):
-                schema.pop("additionalProperties", None)  # it would forbid properties that the pattern allows
+            self._hold_names(schema, patterns, place)
         return schema
+
+    def _hold_names(self, schema: Schema, patterns: Schema, place: str) -> None:
+        groups = [(*_regex(pattern), part) for pattern, part in patterns.items()]
+        held = {pattern: part for pattern, _, part in groups if pattern is not None}
+        if not all(is_same for _, is_same, _ in groups):
+            self.unheld.append(Unheld(place, "patternProperties"))
+        if not _takes({"type": "object", "patternProperties": dict.fromkeys(held, True)}):  # they overlap
+            self.unheld.append(Unheld(place, "patternProperties", patterns))
+            if schema.get("additionalProperties", True) not in (True, {}):
+                self.unheld.append(Unheld(place, "additionalProperties", schema["additionalProperties"]))
+            held = {}
+        if len(held) < len(groups):
+            schema.pop("additionalProperties", None)  # it would forbid properties that a pattern allows
+        schema["patternProperties"], matches = held, _matcher()
+        names, others = schema.get("required"), schema.get("additionalProperties", True)
+        for name in names if isinstance(names, list) else ():  # llguidance may end where one must follow
+            if name not in schema.setdefault("properties", {}) and isinstance(name, str):
+                is_matched = any(matches(pattern, name) for pattern in held)
+                schema["properties"][name] = True if is_matched else others
 
     def _hold_pattern(self, schema: Schema, place: str) -> None:
         pattern, is_same = _regex(schema.pop("pattern"))
@@ -172,10 +213,10 @@ class PreparedSchema:
         return schema
 
     def _can_check(self, part: Unheld) -> bool:
-        """Whether the keyword can be checked. Patterns cannot, because a stranger's may run forever."""
+        """Whether the keyword can be checked, which formats and some patterns cannot."""
         text = json.dumps({part.keyword: part.value})
         depends = '"$ref"' in text or part.keyword.startswith("unevaluated")
-        return part.value is not None and not (_UNSURE.search(text) or (depends and self._is_unsure))
+        return part.value is not None and not ('"format": ' in text or (depends and self._is_unsure))
 
 
 def pointed(root: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -240,10 +281,12 @@ def _name_properties(schema: Schema, names: Mapping[str, Any]) -> None:
 def _regex(pattern: str) -> tuple[str | None, bool]:
     """A pattern in llguidance's dialect (None if nothing remains), and whether it is equivalent.
 
-    Assertions such as look-ahead and edges of words are left out, so the result may allow more.
+    Assertions such as look-ahead and edges of words are left out, so the result may allow more. Classes lose
+    NUL, because llguidance adds quotes and backslashes to a class that has all control characters.
     """
-    if _compiles(pattern):
-        return pattern, True
+    narrow = "".join(_without_nul(token[0]) for token in _REGEX.finditer(pattern))
+    if _compiles(narrow):
+        return narrow, True
     parts, groups, is_same = list[str](), list[int | None](), True
     for token in _REGEX.finditer(pattern):
         text = token[0]
@@ -257,16 +300,67 @@ def _regex(pattern: str) -> tuple[str | None, bool]:
             text = f"\\u{{{ord(json.loads(chr(34) + text + chr(34))):x}}}"
         elif token["control"]:
             text = f"\\x{ord(token['control']) % 32:02x}"
-        parts.append(_SPELLED.get(text, text))
+        parts.append(_without_nul(_SPELLED.get(text, text)))
     spelled = "".join(parts)
     return (spelled, is_same) if _compiles(spelled) else (None, False)
 
 
+def _without_nul(token: str) -> str:
+    is_class = token.startswith("[") and token.endswith("]")
+    is_nested = "[" in re.sub(r"\\.", "", token[1:], flags=re.DOTALL)
+    return rf"[{token}&&[^\x00]]" if is_class and not is_nested else token
+
+
 def _compiles(pattern: str) -> bool:
+    return _takes({"type": "string", "pattern": pattern})
+
+
+def _takes(schema: Schema) -> bool:
+    """Whether llguidance compiles a schema."""
     from llguidance import LLMatcher
 
-    schema = {"type": "string", "pattern": pattern}
     return not LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+def _matcher() -> Callable[[str, str], bool]:
+    """The function that says whether a pattern matches a text, in time that is linear in the text.
+
+    It raises a ValueError for patterns that llguidance lacks. Python's own could take forever.
+    """
+    from llguidance import LLMatcher, LLTokenizer
+
+    vocabulary: Any = _Bytes()
+    tokenizer, matchers = LLTokenizer(vocabulary), dict[str, LLMatcher]()
+
+    def matches(pattern: str, text: str) -> bool:
+        if pattern not in matchers:
+            spelled, is_same = _regex(pattern)
+            if not is_same:
+                raise ValueError(f"the pattern {pattern!r:.80} cannot be checked")
+            grammar = {"grammars": [{"json_schema": {"type": "string", "pattern": spelled}}]}
+            matchers[pattern] = LLMatcher(tokenizer, json.dumps(grammar), log_level=0)
+        matcher, data = matchers[pattern], json.dumps(text, ensure_ascii=False).encode()
+        matcher.reset()
+        is_whole = matcher.try_consume_tokens([*data]) == len(data) and matcher.is_accepting()
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return is_whole
+
+    return matches
+
+
+class _Bytes:
+    """A vocabulary of bytes, with the interface that llguidance expects."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids: Final = (256,)
+    tokens: Final = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return [*text.encode()]
 
 
 def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[str]) -> list[str]:
@@ -294,20 +388,53 @@ def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[st
         if wanted is True and len({*texts}) < len(texts):  # jsonschema's own check may take quadratic time
             yield ValidationError("not unique")
 
-    held = (*unsure, "pattern", "patternProperties", "additionalProperties", "$dynamicRef")
+    def conditional(validator: Any, wanted: object, value: object, schema: Any) -> Iterator[ValidationError]:
+        branch = "then" if validator.evolve(schema=wanted).is_valid(value) else "else"
+        if schema.get(branch) is False:  # jsonschema's own check loses its place
+            yield ValidationError("nothing fits", validator=branch, schema_path=[branch])
+        elif branch in schema:
+            yield from validator.descend(value, schema[branch], schema_path=branch)
+
+    def pattern(_: Any, wanted: str, value: object, __: Any) -> Iterator[ValidationError]:
+        if isinstance(value, str) and not matches(wanted, value):
+            yield ValidationError("no match")
+
+    def pattern_properties(validator: Any, wanted: Schema, value: Any, _: Any) -> Iterator[ValidationError]:
+        for expression, part in wanted.items():
+            for name in value if isinstance(value, dict) else ():
+                if matches(expression, name):
+                    yield from validator.descend(value[name], part, path=name, schema_path=expression)
+
+    def additional(validator: Any, wanted: Any, value: Any, schema: Schema) -> Iterator[ValidationError]:
+        known, expressions = schema.get("properties", ()), schema.get("patternProperties", ())
+        for name in value if isinstance(value, dict) else ():
+            if name in known or any(matches(expression, name) for expression in expressions):
+                continue
+            if wanted is False:
+                yield ValidationError("not allowed")
+            yield from validator.descend(value[name], wanted, path=name) if wanted is not False else ()
+
+    matches, lost = _matcher(), {*unsure, "$dynamicRef"}
+    if "patternProperties" in lost:
+        lost.add("additionalProperties")
     known = {
         "dependencies": Draft7Validator.VALIDATORS["dependencies"],  # generators write what later drafts lack
         **Draft202012Validator.VALIDATORS,
         **kind.VALIDATORS,
         "uniqueItems": unique,
-        **dict.fromkeys(held, lambda *_: ()),
+        "if": conditional,
+        "pattern": pattern,
+        "patternProperties": pattern_properties,
+        "additionalProperties": additional,
+        **dict.fromkeys(lost, lambda *_: ()),
     }
     own = {keyword: counted(check) for keyword, check in known.items()}
     validator = validators.extend(kind, own)(schema, registry=EMPTY_REGISTRY)
 
     def message(error: ValidationError) -> str:
-        place = "".join(f"/{escaped(str(part))}" for part in [*error.absolute_schema_path][:-1])
-        return f"{error.validator} at #{place}"
+        path = [*error.absolute_schema_path]
+        place = "".join(f"/{escaped(str(part))}" for part in (path[:-1] if error.validator else path))
+        return f"{error.validator or 'False'} at #{place}"
 
     sure = sure | {"anyOf", "oneOf"}  # sure keywords may stand in their parts
     return sorted(

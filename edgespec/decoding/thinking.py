@@ -62,6 +62,10 @@ class ThoughtsFirst(Constraint):
             else:
                 self._begin = self._only(self._opens, *self._begin.tokens)
 
+    @property
+    def broken(self) -> str:
+        return "" if self._grammar is None else self._grammar.broken
+
     def begin(self, tokens: Sequence[int]) -> None:
         if self._read >= 0:
             self._at = self._behind(tokens[self._read :])

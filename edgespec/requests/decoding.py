@@ -146,6 +146,8 @@ class RequestDecoding(Decoding):
     def _schema_problems(self) -> tuple[str, ...]:
         """The rules of schemas, beyond the grammar, that a complete answer or its calls break."""
         schemas = {} if self._constraint is None else self._constraint.schemas
+        if self._constraint is not None and self._constraint.broken:
+            return (self._constraint.broken,)
         if self._reason not in ("stop", "tool_calls") or not any(s.unheld for s in schemas.values()):
             return ()
         values = [(call.name, call.arguments) for call in self._reader.called]
@@ -160,7 +162,9 @@ class RequestDecoding(Decoding):
         self._steps.append(step)
         tokens = tuple(map(self._with_again, token_records(step)))
         record = replace(self._reader.push(step.tokens), tokens=tokens)
-        if self._reader.ended or self._is_complete(step.tokens[-1]):
+        if self._constraint is not None and self._constraint.broken:
+            self._reason = "length"
+        elif self._reader.ended or self._is_complete(step.tokens[-1]):
             self._reason = "stop"
         elif len(self.tokens) >= self._end:
             self._reason = "length"

@@ -1,16 +1,19 @@
 """Jinja's sandbox with limits: every chat template ends soon and takes little memory.
 
-Jinja's own sandbox keeps templates from Python's objects and bounds ``range``. This one rewrites templates
-before they are compiled. Rounds of loops, and the values of literals, slices, calls, filters and operators,
-count against a limit for one value and a limit for all, and the clock is read. Operations with results far
-larger than their inputs (``*``, ``**``, ``%``, ``format``, ``join``, ``replace``, ``indent``) are estimated
-before they run; the few other filters and methods of that kind are left out. So the limits hold in every
-thread and on every platform, unlike signals, trace functions and limits of processes.
+Jinja's own sandbox keeps templates from Python's objects and bounds ``range``. This one compiles templates to
+Python that counts its steps: each block, comparison, operator, subscript, test, filter and call, and each
+list, table, slice and joined text is one. At steps the clock is read, and the new value counts against a
+limit for one value and a limit for all. So a single step has to be short: its time is at most about linear in
+the sizes of its operands. Operations with results far larger than their inputs (``*``, ``**``, ``%``,
+``format``, ``join``, ``replace``, ``indent``) are estimated before they run. Operations that can take the
+product of two sizes get short arguments (``strip``, ``rsplit``) or keys that cannot share a hash (tables,
+``unique``). The few other filters, and the other methods, are left out. So the limits hold in every thread
+and on every platform, unlike signals, trace functions and limits of processes.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -20,33 +23,72 @@ from typing import Any, Final
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
+from jinja2.filters import do_unique, make_attrgetter
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
-from jinja2.visitor import NodeTransformer
+from jinja2.utils import Namespace, pass_context, pass_environment
 
 from edgespec_models.text.marked_text import STAND_INS, marked
 
 LONGEST_SOURCE: Final = 1 << 17
 _LARGEST: Final = 1 << 18  # of one value, in characters and items, and four times the conversation's
 _ALL: Final = 64  # so many of the largest, all values together
-_SECONDS: Final = 4.0  # of this thread, in which memory may be collected too, and one a million characters
+_SECONDS: Final = 4.0  # of this thread, in which memory may be collected too
+_SECONDS_OF_PAIR: Final = 20e-6  # Gemma 4's template compares each message with all behind it
+_MOST_SECONDS: Final = 60.0
 _LEFT_OUT: Final = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap")
-_UNSAFE: Final = frozenset(
-    ("center", "encode", "expandtabs", "from_bytes", "ljust", "rjust", "to_bytes", "translate", "zfill")
+_METHODS: Final = frozenset(
+    (
+        *(
+            "capitalize",
+            "casefold",
+            "copy",
+            "count",
+            "endswith",
+            "find",
+            "format",
+            "format_map",
+            "get",
+            "index",
+        ),
+        *(
+            "isalnum",
+            "isalpha",
+            "isascii",
+            "isdecimal",
+            "isdigit",
+            "islower",
+            "isnumeric",
+            "isspace",
+            "istitle",
+        ),
+        *("isupper", "items", "join", "keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix"),
+        *(
+            "replace",
+            "rfind",
+            "rindex",
+            "rpartition",
+            "rsplit",
+            "rstrip",
+            "split",
+            "splitlines",
+            "startswith",
+        ),
+        *("strip", "swapcase", "title", "upper", "values"),
+    )
 )
-"""Methods of texts and numbers."""
+"""Attributes of Python's own values that templates may read."""
+_PRODUCTS: Final = frozenset(("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition", "rsplit", "trim"))
+"""Methods and a filter that may compare each character of a text with each of their argument."""
+_SHORT: Final = 64  # characters of such an argument
+_KEY_BITS: Final = 60  # Python's hash of a larger number is that of a smaller one
 _BITS: Final = 4096  # of a whole number
 _OF_JINJA: Final = ("_loop_vars", "_block_vars")  # variables around a call, which it is not given
 _WIDE_PERCENT: Final = re.compile(r"%[^a-zA-Z%(]*(\d{4}|\*)|%\(.*(\d{4}|\*)", re.DOTALL)
 _WIDE_FIELD: Final = re.compile(r"\d{4}|\{")
 _FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{STAND_INS}]+")  # all that is not ASCII, but for stand-ins
-_STEP, _MADE, _JOINED = (
-    "one step",
-    "made value",
-    "joined texts",
-)  # filters, by names that no template can write
 
 
 class _Budget:
@@ -59,15 +101,19 @@ class _Budget:
         total = sum(self._known.values())
         self._largest = _LARGEST + len(source) + 4 * total
         self._left = _ALL * self._largest
-        self._ends = thread_time() + (_SECONDS + total / 1e6) * share
+        seconds = _SECONDS + total / 1e6 + _SECONDS_OF_PAIR * len(texts) ** 2
+        self._ends = thread_time() + min(seconds, _MOST_SECONDS) * share
         self._turn = 0
 
-    def step(self, cost: int) -> bool:
-        """Count this many characters; a call of any kind counts as 8."""
-        self._left -= cost + 8
+    def step(self, cost: int = 0) -> bool:
+        """Count a step that keeps so many characters, an item of a list as 8."""
+        if cost:
+            self._left -= cost + 8
+            if self._left < 0:
+                raise SecurityError(
+                    f"the template makes more than {_ALL * self._largest:,} characters in all"
+                )
         self._turn += 1 + cost // 64
-        if self._left < 0:
-            raise SecurityError(f"the template makes more than {_ALL * self._largest:,} characters in all")
         if self._turn >= 8:  # reading the clock at every step would cost more than most steps
             self._turn = 0
             if thread_time() > self._ends:
@@ -82,8 +128,11 @@ class _Budget:
     def take(self, value: Any) -> Any:
         """Count a new value. A list costs its items, but has the size of its whole content."""
         self.allow(self.size(value))
-        self.step(len(value) if isinstance(value, Collection) else 0)
-        return marked(value) if type(value) is str else value
+        if isinstance(value, str):
+            self.step(len(value))
+            return marked(value) if type(value) is str else value
+        self.step(8 * len(value) if isinstance(value, list | tuple | dict) else 0)
+        return value
 
     def size(self, value: object) -> int:
         """Characters and items of a value with its content; above the limit any number above it."""
@@ -98,14 +147,17 @@ class _Budget:
             elif isinstance(item, int):
                 if item.bit_length() > _BITS:
                     raise SecurityError(f"the template computes a number of more than {_BITS} bits")
+                total += item.bit_length() // 4
             elif isinstance(item, Mapping):
                 left += (*item.keys(), *item.values())
             elif isinstance(item, Namespace):
                 if item is not value:  # it is mutable, so its container could grow after it was measured
                     raise SecurityError("the template puts a namespace into another value")
                 left.append(item._Namespace__attrs)
-            elif isinstance(item, Collection) and not isinstance(item, range):
-                left += item
+            elif isinstance(item, Collection):
+                left += () if isinstance(item, range) else item
+            elif item is not None and not isinstance(item, float):
+                total += len(repr(item))  # a macro's has its name
         return total
 
 
@@ -125,30 +177,46 @@ def limited(source: str, texts: Collection[Mapping[str, object]], share: float =
 class Sandbox(ImmutableSandboxedEnvironment):
     """A sandbox whose templates are rendered within :func:`limited`."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
         # Jinja's optimizer computes constants while it compiles, such as "a" * 3000000000; what is
         # printed it computes all the same, unless `finalize` wants the context.
         super().__init__(**options, optimized=False, finalize=_print)
+        self.code_generator_class = _Counting
         for name in _LEFT_OUT:
             del self.filters[name]
-        self.filters["tojson"] = _to_json
+        self.filters |= {"tojson": _to_json, "unique": _unique}
         self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
-        self.filters[_STEP] = lambda cost: _BUDGET.get().step(cost)
-        self.filters[_MADE] = lambda value: _BUDGET.get().take(value)
-        self.filters[_JOINED] = lambda parts: _BUDGET.get().take("".join(map(str, parts)))
+        self.tests = {name: _counted(function) for name, function in self.tests.items()}
         del self.globals["lipsum"]
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Guards().visit(super()._parse(source, name, filename))
-        tree.set_environment(self)
-        return tree
+    # Compiled templates call these four. No template can name them.
+    def step(self, cost: int = 0) -> bool:
+        """Count a step that prints so many characters; True."""
+        return _BUDGET.get().step(cost)
+
+    def take(self, value: Any) -> Any:
+        """Count a value that an expression has made, and return it."""
+        return _BUDGET.get().take(value)
+
+    def joined(self, *parts: Any) -> Any:
+        """The joined texts of ``parts``."""
+        return self.take("".join(map(str, self.take(parts))))
+
+    def table(self, *pairs: tuple[Any, Any]) -> Any:
+        """The table of keys and values."""
+        return self.take(dict(_with_keys(pairs)))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Subscribe an object for the template; a filter's ``attribute`` may be a path of many subscripts."""
+        self.step()
+        return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may read it; methods with large results from small inputs are refused."""
-        unsafe = isinstance(obj, str | int) and attr in _UNSAFE
-        return not unsafe and super().is_safe_attribute(obj, attr, value)
+        """Whether a template may read it; of Python's own values it reads a few methods."""
+        is_jinjas = type(obj).__module__.partition(".")[0] == "jinja2"
+        return (is_jinjas or attr in _METHODS) and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> jinja2.Undefined:
         """Raise an error; Jinja's own method prints nothing, which would hide the attempt."""
@@ -159,11 +227,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget = _BUDGET.get()
         if operator == "*":
             items, times = (left, right) if isinstance(right, int) else (right, left)
-            if isinstance(items, Collection):
+            if isinstance(items, Collection) and isinstance(times, int):
                 budget.allow(budget.size(items) * times)
         elif operator == "**":
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _BITS:
                 raise SecurityError(f"the template computes a number of more than {_BITS} bits")
+        elif operator == "-" and isinstance(left, Collection):
+            raise SecurityError("- is for numbers")  # of a table's items it makes a set
         elif operator == "%" and isinstance(left, str):
             budget.allow(_size_of_format(left, right))
         return budget.take(super().call_binop(context, operator, left, right))
@@ -177,6 +247,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and name in ("join", "replace"):
             args = tuple(map(_drawn, args))
             budget.allow(_SIZES[name](*((*args, owner) if name == "join" else (owner, *args)), **kwargs))
+        elif isinstance(owner, str) and name in _PRODUCTS:
+            _check_short(args, kwargs)
+        elif obj is dict or obj is Namespace:
+            args = tuple(map(_with_keys, args))
         return budget.take(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -195,33 +269,75 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return formatted
 
 
-class _Guards(NodeTransformer):
-    """Adds filters of the sandbox where templates spend time and memory."""
+class _Counting(CodeGenerator):
+    """Writes templates as Python that counts its steps."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        constants = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        node.body.insert(0, nodes.ExprStmt(_filtered(_STEP, nodes.Const(constants), node)))
-        if node.test is not None:  # a loop whose test always fails has no rounds
-            node.test = nodes.And(_filtered(_STEP, nodes.Const(0), node), node.test)
-        return node
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        """The body of a loop, condition, macro or template."""
+        body = list(nodes)
+        self.writeline(f"environment.step({sum(map(_constant, body))})")
+        super().blockvisit(body, frame)
 
-    def _measured(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        stores = getattr(node, "ctx", "load") != "load"
-        is_plain = isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
-        return node if stores or is_plain else _filtered(_MADE, node, node)
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        """A loop; one whose test always fails has no rounds, so its tests are counted."""
+        if node.test is not None:
+            node.test = nodes.And(nodes.EnvironmentAttribute("step()"), node.test)
+        super().visit_For(node, frame)
 
-    visit_List = visit_Tuple = visit_Dict = visit_Getitem = _measured
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """Texts that are joined by ``~``."""
+        self._write("environment.joined(", node.nodes, frame)
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        parts = nodes.List(node.nodes, lineno=node.lineno)
-        return _filtered(_JOINED, _filtered(_MADE, parts, node), node)
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        """A table."""
+        self.write("environment.table(")
+        for pair in node.items:
+            self._write("(", (pair.key, pair.value), frame)
+            self.write(", ")
+        self.write(")")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        """A comparison; with a constant it is short."""
+        first, *others = node.ops
+        is_short = not others and first.op not in ("in", "notin")
+        if is_short and nodes.Const in (type(node.expr), type(first.expr)):
+            super().visit_Compare(node, frame)
+        else:
+            self.write("(environment.step() and ")
+            super().visit_Compare(node, frame)
+            self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        """A subscript or slice."""
+        self._take(super().visit_Getitem, node, frame, is_new=isinstance(node.arg, nodes.Slice))
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        """A list."""
+        self._take(super().visit_List, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        """A tuple, or the targets of an assignment."""
+        self._take(super().visit_Tuple, node, frame, is_new=node.ctx == "load")
+
+    def _take(
+        self, visit: Callable[[Any, Frame], None], node: nodes.Expr, frame: Frame, *, is_new: bool = True
+    ) -> None:
+        self.write("environment.take(" * is_new)
+        visit(node, frame)
+        self.write(")" * is_new)
+
+    def _write(self, before: str, values: Iterable[nodes.Expr], frame: Frame) -> None:
+        self.write(before)
+        for value in values:
+            self.visit(value, frame)
+            self.write(", ")
+        self.write(")")
 
 
-def _filtered(name: str, value: nodes.Expr, place: nodes.Node) -> nodes.Filter:
-    return nodes.Filter(value, name, [], [], None, None, lineno=place.lineno)
+def _constant(node: nodes.Node) -> int:
+    """The characters that a node prints in any case."""
+    parts = node.nodes if isinstance(node, nodes.Output) else ()
+    return sum(len(part.data) for part in parts if isinstance(part, nodes.TemplateData))
 
 
 @pass_context
@@ -245,11 +361,54 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if size_of is not None:
             args = tuple(map(_drawn, args))
             budget.allow(size_of(*args[passes:], **kwargs))
+        if name in _PRODUCTS:
+            _check_short(args[passes + 1 :], kwargs)
         if isinstance(args[passes], Namespace):  # all else was measured when it was made
             budget.allow(budget.size(args[passes]))
         return budget.take(function(*args, **kwargs))
 
     return guarded
+
+
+def _counted(function: Any) -> Callable[..., Any]:
+    """A test that is a step."""
+
+    @wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return _BUDGET.get().step() and function(*args, **kwargs)
+
+    return counted
+
+
+@pass_environment
+def _unique(environment: Any, value: Any, case_sensitive: bool = False, attribute: Any = None) -> Any:
+    items = list(value)
+    for key in map(make_attrgetter(environment, attribute), items):
+        _check_key(key)
+    return do_unique(environment, items, case_sensitive, attribute)
+
+
+def _with_keys(pairs: Any) -> Any:
+    """Pairs for a table, or a table, with checked keys."""
+    if isinstance(pairs, Mapping):
+        return pairs
+    pairs = [tuple(pair) for pair in pairs]
+    for key, *_ in pairs:
+        _check_key(key)
+    return pairs
+
+
+def _check_key(key: object) -> None:
+    """Refuse a key whose hash many others can have, because each such key is compared with all before."""
+    if not isinstance(key, str | int | float | None) or (
+        isinstance(key, int) and key.bit_length() > _KEY_BITS
+    ):
+        raise SecurityError(f"a key is {key!r:.40}; allowed: texts, and numbers of at most {_KEY_BITS} bits")
+
+
+def _check_short(args: Collection[Any], kwargs: Mapping[str, Any]) -> None:
+    if any(isinstance(value, str) and len(value) > _SHORT for value in (*args, *kwargs.values())):
+        raise SecurityError(f"a text of more than {_SHORT} characters is searched for, or stripped")
 
 
 def _drawn(value: Any) -> Any:
