@@ -16,6 +16,7 @@ from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.storage import write_text
 from tests.kit.whole import BUNDLES, Digests
+from tools.arguments import arguments
 
 TABLE = Path(__file__).parents[1] / "tests/golden/bundles.json"
 _SHOWN = 6
@@ -48,6 +49,7 @@ def changes(
 
 def main() -> None:
     """Compare, say what changed, and write the table where nothing is missing."""
+    arguments(__doc__)
     table: dict[str, Any] = read_table() if TABLE.exists() else {"recipes": {}, "bundles": {}}
     made = {}
     for name, whole in BUNDLES.items():
