@@ -20,7 +20,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_export.sources.hf_config import read_config
+from edgespec_export.sources.hf_config import model_facts, read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import UnsupportedModelError
@@ -254,6 +254,16 @@ def test_facts_that_need_not_be_stated_are_those_of_transformers() -> None:
     long = {**config_of("phi4"), "max_position_embeddings": 9000}
     del long["original_max_position_embeddings"]
     assert read_config(Facts(long, "config.json")).context_length == 4096
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "block_ff_dim"])
+def test_the_width_of_an_lfm2_is_adjusted_once(tmp_path: Path, key: str) -> None:
+    facts = config_of("lfm2") | {"block_ffn_dim_multiplier": 1.0, "intermediate_size": None, key: 384}
+    facts = {name: value for name, value in facts.items() if value is not None}
+    with HFCheckpoint(write_checkpoint(tmp_path / "m", facts)) as opened:
+        assert opened.config.intermediate_size == 256
+    named = model_facts(Facts(facts, "config.json"))
+    assert read_config(named) == read_config(Facts(facts, "config.json"))
 
 
 def test_phis_fused_tensors_are_read_by_rows(tmp_path: Path) -> None:

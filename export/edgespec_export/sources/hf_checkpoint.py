@@ -161,7 +161,7 @@ class HFCheckpoint(Checkpoint):
         if head_facts(stated) is not None:
             raise RequestError(f"{path} {NEEDS_TARGET}")
         facts = model_facts(stated)
-        self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
+        self.config, self._eyes = read_config(stated), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)
         if self._eyes:
             _LOG.warning("%s: only the text model is exported; it reads no images", path.name)

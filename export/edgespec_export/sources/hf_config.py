@@ -136,9 +136,8 @@ def _lfm2_facts(facts: Facts, *, adjusted: bool) -> Facts:
         attention = facts.value("full_attn_idxs")
         places = attention if isinstance(attention, list) else []
         changed["layer_types"] = ["full_attention" if n in places else "conv" for n in range(layers)]
-    return Facts({**changed, "intermediate_size": width}, facts.where).over(
-        {key: facts.value(key) for key in facts.keys}
-    )
+    changed |= {"intermediate_size": width, "block_ff_dim": None, "block_auto_adjust_ff_dim": False}
+    return Facts({key: facts.value(key) for key in facts.keys} | changed, facts.where)
 
 
 def read_config(facts: Facts) -> ModelConfig:
