@@ -30,10 +30,10 @@ from edgespec_models.graphs.plan import FULL, Precision
 from tests.kit.gguf import FORMATS, tiny_gguf
 
 WRITTEN: dict[tuple[Role, ExportDevice | None, int], str] = {
-    ("target", None, 16): "f03cf146d81c2a02",
-    ("target", "cuda", 10): "3d2931ab0f624cb8",
-    ("drafter", None, 16): "71130817583064a2",
-    ("drafter", "cuda", 10): "3d2931ab0f624cb8",
+    ("target", None, 17): "f03cf146d81c2a02",
+    ("target", "cuda", 11): "3d2931ab0f624cb8",
+    ("drafter", None, 17): "71130817583064a2",
+    ("drafter", "cuda", 11): "3d2931ab0f624cb8",
 }
 """Of each recipe, the beginning of a digest of tiny models."""
 HALF = Precision("float16", "float16")

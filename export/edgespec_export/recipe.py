@@ -7,7 +7,7 @@ from typing import Final
 from edgespec_models.bundles.static_graphs import ExportDevice
 
 RECIPES: Final[Mapping[ExportDevice | None, int]] = MappingProxyType(
-    {None: 16, "cuda": 10, "npu-qnn": 6, "npu-openvino": 6}
+    {None: 17, "cuda": 11, "npu-qnn": 7, "npu-openvino": 7}
 )
 """The recipe of exports for each device; None is the CPU.
 

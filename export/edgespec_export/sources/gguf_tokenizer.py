@@ -22,6 +22,7 @@ import numpy.typing as npt
 from edgespec_export.sources.pre_tokenizers import ADD_BOS, CUTS, SAMPLES, WHOLE_PIECES
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
+from edgespec_models.schema import shown
 from edgespec_models.text.template_files import DEFAULT, NAMED, templates
 from edgespec_models.text.tokenizer import MARK, SPACE_SIGN, SpecialTokens
 from edgespec_models.text.tokenizer_files import added_token, control_texts, ends_of_generation
@@ -93,6 +94,7 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
         add_bos=kind == "gemma4" or _facts(metadata).boolean("add_bos_token", default=prefixed),
+        suppressed=_suppressed(metadata, size),
     )
 
 
@@ -283,6 +285,15 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, *, kinds: str
     if values.shape != (count,) or values.dtype.kind not in kinds or np.isnan(values).any():
         raise ModelFileError(f"{key} must hold {count:,} numbers, one per token.")
     return values.astype(np.float64)
+
+
+def _suppressed(metadata: Mapping[str, object], size: int) -> tuple[int, ...]:
+    """The tokens that are never written. llama.cpp ignores ids without a token, too."""
+    key = f"{_KEYS}suppress_tokens"
+    ids = np.asarray(metadata.get(key, np.empty(0, np.int32)))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ModelFileError(f"{key} is {shown(ids)}, but must be a list of ids.")
+    return tuple(dict.fromkeys(id_ for id_ in ids.tolist() if 0 <= id_ < size))
 
 
 def _token_id(

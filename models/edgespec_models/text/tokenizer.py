@@ -41,16 +41,30 @@ _ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in en
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The ids of the control tokens that a model's runtime needs.
+    """The ids of the tokens that a model's runtime needs.
 
-    ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
-    ``pad`` is in older manifests; nothing reads it.
+    Attributes:
+        bos: the token at the beginning of a text; None without one.
+        eos: every token that ends generation.
+        add_bos: whether a prompt starts with ``bos``.
+        pad: is in older manifests; nothing reads it.
+        suppressed: tokens that are never written.
+        suppressed_first: tokens that an answer never begins with.
+        bad_words: sequences of tokens that are never completed.
     """
 
     bos: _Id | None
     eos: tuple[_Id, ...]
     add_bos: bool
     pad: _Id | None = None
+    suppressed: tuple[_Id, ...] = ()
+    suppressed_first: tuple[_Id, ...] = ()
+    bad_words: tuple[tuple[_Id, ...], ...] = ()
+
+    @property
+    def suppresses(self) -> bool:
+        """Whether some tokens are excluded from answers."""
+        return bool(self.suppressed or self.suppressed_first or self.bad_words)
 
 
 class Tokenizer:

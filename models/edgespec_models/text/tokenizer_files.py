@@ -117,7 +117,15 @@ class TokenizerFiles:
         add_bos = bos is not None and self.config.boolean(
             "add_bos_token", default=self._begins_with(bos, tokenizer)
         )
-        return SpecialTokens(bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos)
+        words = self._ids("bad_words_ids")
+        return SpecialTokens(
+            bos=bos,
+            eos=tuple(dict.fromkeys(eos)),
+            add_bos=add_bos,
+            suppressed=tuple(id_ for word in self._ids("suppress_tokens") for id_ in word),
+            suppressed_first=tuple(id_ for word in self._ids("begin_suppress_tokens") for id_ in word),
+            bad_words=tuple(word for word in words if word not in {(end,) for end in eos}),
+        )
 
     def chat_templates(self) -> dict[str, str]:
         """Jinja source by name, from the first place with any; ModelFileError if a source is no text."""
@@ -193,6 +201,23 @@ class TokenizerFiles:
                     yield id_
                 else:
                     _LOG.warning("%s: no token has the %s_token_id %d", facts.where, role, id_)
+
+    def _ids(self, key: str) -> list[tuple[int, ...]]:
+        """Sequences of tokens in the configurations of generation and model; a number is a sequence of one.
+
+        Those with an id without a token never occur, and are left out.
+        """
+        words = list[tuple[int, ...]]()
+        for facts in self._id_sources:
+            stated = facts.value(key)
+            listed: list[Any] = stated if isinstance(stated, list) else [] if stated is None else [stated]
+            for item in listed:
+                word: list[Any] = item if isinstance(item, list) else [item]
+                if not word or not all(type(id_) is int for id_ in word):
+                    raise ModelFileError(f"{facts.where}: {key} has {shown(word)}, but must have ids")
+                if all(0 <= id_ < self._vocab_size for id_ in word):
+                    words.append(tuple(word))
+        return list(dict.fromkeys(words))
 
     def _begins_with(self, bos: int, tokenizer: Tokenizer) -> bool:
         try:
