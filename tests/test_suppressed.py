@@ -119,7 +119,8 @@ def test_files_of_the_hub_name_them(tmp_path: Path) -> None:
     assert excluded.bad_words == ((5,), (6, 5))  # the end may be written, as in transformers
     assert excluded.suppresses
     assert not read(suppress_tokens=None).suppresses
-    for wrong in ("9", ["9"], [True], [[]]):
+    malformed: tuple[object, ...] = ("9", ["9"], [True], [[]])
+    for wrong in malformed:
         with pytest.raises(ModelFileError, match=r"generation_config\.json: suppress_tokens has"):
             read(suppress_tokens=wrong)
 
@@ -128,7 +129,7 @@ def test_gguf_files_name_them() -> None:
     keys: dict[str, object] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "c"]}
     for ids in (np.array([1, 3, -1], np.int32), [1, 1]):
         assert special_tokens(keys | {"tokenizer.ggml.suppress_tokens": ids}).suppressed == (1,)
-    wrong: object
-    for wrong in ("1", ["a"], [[1]], 3):
+    malformed: tuple[object, ...] = ("1", ["a"], [[1]], 3)
+    for wrong in malformed:
         with pytest.raises(ModelFileError, match=r"suppress_tokens is .*a list of ids"):
             special_tokens(keys | {"tokenizer.ggml.suppress_tokens": wrong})

@@ -11,10 +11,10 @@ Keys and token types: github.com/ggml-org/ggml/blob/master/docs/gguf.md. Behavio
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_UNUSED = (TokenType.UNUSED, TokenType.UNDEFINED)
 _KINDS = ("gpt2", "llama", "gemma4")
 _ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -66,6 +67,8 @@ def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> s
             f"The tokenizer has {len(vocabulary.texts):,} tokens, but the embedding {rows:,} rows. "
             "Download or convert the file again."
         )
+    if vocabulary.repeated:
+        _warn_of_repeats([vocabulary.texts[id_] for id_ in vocabulary.repeated], "token")
     spec = _byte_level(metadata, vocabulary) if kind == "gpt2" else _sentencepiece(metadata, vocabulary)
     frame: Json = {"version": "1.0", "truncation": None, "padding": None}
     strip = kind == "llama" and metadata.get("general.architecture") == "phi3"
@@ -109,11 +112,11 @@ def chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
 class _Vocabulary:
     texts: Sequence[str]
     types: npt.NDArray[np.int64]  # (n_tokens,)
+    repeated: Sequence[int]  # ids, unused now, whose text an earlier token has
 
     def used(self) -> dict[str, int]:
         """Text to id of all tokens that can occur."""
-        unused = (TokenType.UNUSED, TokenType.UNDEFINED)
-        keep = ~np.isin(self.types, unused)
+        keep = ~np.isin(self.types, _UNUSED)
         return {text: id_ for id_, text in enumerate(self.texts) if keep[id_] and text}
 
     def of_type(self, *kinds: TokenType) -> list[int]:
@@ -187,10 +190,12 @@ def _bpe(tokens: Mapping[str, int], merges: list[tuple[str, str]]) -> Json:
 
 
 def _merges(metadata: Mapping[str, object], tokens: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges, checked: each occurs once, and ``tokens`` holds both parts and the whole."""
+    """The file's merges, checked: ``tokens`` holds both parts and the whole."""
     merges: list[tuple[str, str]] = []
-    texts = _texts(metadata, "tokenizer.ggml.merges")
-    _refuse_repeats(texts, "merge")
+    listed = _texts(metadata, "tokenizer.ggml.merges")
+    texts = list(dict.fromkeys(listed))
+    if len(texts) < len(listed):
+        _warn_of_repeats([text for text, count in Counter(listed).items() if count > 1], "merge")
     for rank, merge in enumerate(texts):
         # The first character may itself be a space in malformed files, never the separator.
         cut = merge.find(" ", 1)
@@ -236,15 +241,14 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         is_mark = MARK.search(texts[id_]) and types[id_] != TokenType.BYTE
         if is_mark or types[id_] == TokenType.USER_DEFINED:
             types[id_] = TokenType.CONTROL
-    vocabulary = _Vocabulary(texts, types)
-    _refuse_repeats([text for text in texts if text], "token")
-    return vocabulary
+    ids, first = np.flatnonzero(~np.isin(types, _UNUSED)).tolist(), dict[str, int]()
+    repeated = [id_ for id_ in ids if texts[id_] and first.setdefault(texts[id_], id_) != id_]
+    types[repeated] = TokenType.UNUSED
+    return _Vocabulary(texts, types, repeated)
 
 
-def _refuse_repeats(texts: Sequence[str], what: str) -> None:
-    if len(set(texts)) < len(texts):
-        twice = next(text for text, following in pairwise(sorted(texts)) if text == following)
-        raise ModelFileError(f"The {what} {twice!r} appears twice in tokenizer.ggml.{what}s.")
+def _warn_of_repeats(texts: Sequence[str], what: str) -> None:
+    _LOG.warning("tokenizer.ggml.%ss repeats %s; the first %s of a text counts", what, shown(texts), what)
 
 
 def _facts(metadata: Mapping[str, object]) -> Facts:
