@@ -316,6 +316,34 @@ def test_the_first_token_of_a_text_counts(kind: str, caplog: pytest.LogCaptureFi
     assert special_tokens(changed(kind, **more)) == special_tokens(changed(kind))
 
 
+def test_a_gemma_4_of_ollama_is_cut_as_gemma_4() -> None:
+    numbers = np.arange(len(listed("gemma4", "tokens")), dtype=np.float32)
+    source = changed("gemma4", model="llama", pre="gemma4", scores=numbers)
+    assert tokenizer_json(source) == tokenizer_json(changed("gemma4"))
+    assert special_tokens(source) == special_tokens(changed("gemma4"))
+    with pytest.raises(ModelFileError, match="merges must be a list"):
+        tokenizer_json(changed("gemma4", model="llama", pre="gemma4", merges=None))
+
+
+def test_numbers_of_tokens_are_no_scores() -> None:
+    numbers = np.arange(len(listed("llama", "tokens")), dtype=np.float32)
+    with pytest.raises(UnsupportedModelError, match="in place of scores"):
+        tokenizer_json(changed("llama", scores=numbers))
+
+
+def test_the_cut_that_ollama_calls_default_is_the_family_s() -> None:
+    for family, cut in (("lfm2", "lfm2"), ("mistral3", "tekken"), ("llama", "default")):
+        named = tokenizer_json(changed("gpt2", pre=cut))
+        for stated in ("default", None):
+            source = changed("gpt2", pre=stated) | {"general.architecture": family}
+            assert tokenizer_json(source) == named
+
+
+def test_a_list_of_ends_is_read() -> None:
+    ends = special_tokens(changed("gpt2", eos_token_ids=np.array([2, 7, 2**20], np.int32))).eos
+    assert ends == (2, 7, 0)
+
+
 def test_an_unused_token_does_not_hide_a_later_one() -> None:
     tokens = [*listed("gpt2", "tokens")]
     the = tokens.index("the")

@@ -46,6 +46,7 @@ class TokenType(IntEnum):
 
 _UNUSED = (TokenType.UNUSED, TokenType.UNDEFINED)
 _KINDS = ("gpt2", "llama", "gemma4")
+_CUT_BY_DEFAULT = {"lfm2": "lfm2", "mistral3": "tekken"}  # what ollama's files call "default"
 _ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 # Tokens behind which Phi-3's published tokenizer takes the whitespace, too.
@@ -92,12 +93,13 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
             _LOG.warning("no token has the %s%s %s", _KEYS, key, value)
     eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
     eos += [_token_id(metadata, key, size) for key in _ENDS[2:]]
+    eos += _ids(metadata, "eos_token_ids", size)
     eos += ends_of_generation(vocabulary.control_id)
     return SpecialTokens(
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
         add_bos=kind == "gemma4" or _facts(metadata).boolean("add_bos_token", default=prefixed),
-        suppressed=_suppressed(metadata, size),
+        suppressed=_ids(metadata, "suppress_tokens", size),
     )
 
 
@@ -158,6 +160,8 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json
             "than in training. Take a newer conversion, or the model's Hugging Face directory."
         )
     name, tokens = _facts(metadata).text("pre", "default"), vocabulary.used()
+    if name == "default":
+        name = _CUT_BY_DEFAULT.get(str(metadata.get("general.architecture")), name)
     cuts = byte_level_cuts(name)
     model = _bpe(tokens, _merges(metadata, tokens)) | {"ignore_merges": name in WHOLE_PIECES}
     return {"normalizer": None, "pre_tokenizer": cuts, "decoder": _TO_BYTES, "model": model}
@@ -165,7 +169,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json
 
 def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
     """The model of SentencePiece's kind, which ranks merges by score, or Gemma 4's, which lists them."""
-    ranked = metadata["tokenizer.ggml.model"] == "gemma4"
+    ranked = _kind(metadata) == "gemma4"
     prefix = not ranked and _facts(metadata).boolean("add_space_prefix", default=True)
     to_sign: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
     to_space: Json = {"type": "Replace", "pattern": {"String": SPACE_SIGN}, "content": " "}
@@ -213,6 +217,11 @@ def _merges_by_score(metadata: Mapping[str, object], vocabulary: _Vocabulary) ->
     token, a longer left part goes first, as in the published conversions.
     """
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.texts), kinds="fiu")
+    if len(scores) > 1 and np.array_equal(scores, np.arange(len(scores))):
+        raise UnsupportedModelError(
+            "tokenizer.ggml.scores has the tokens' numbers in place of scores, so texts would become other "
+            "tokens than in training. Take llama.cpp's conversion, or the model's Hugging Face directory."
+        )
     ordinary = vocabulary.of_type(TokenType.NORMAL)
     texts = {vocabulary.texts[id_] for id_ in ordinary}
     order = np.argsort(-scores[ordinary], kind="stable")
@@ -266,7 +275,7 @@ def _kind(metadata: Mapping[str, object]) -> str:
             f"The tokenizer is of the kind {kind!r}. Known are those of decoders: 'gpt2' (byte-level BPE), "
             "'llama' (SentencePiece BPE) and 'gemma4' (the same with a list of merges). Use another model."
         )
-    return kind
+    return "gemma4" if metadata.get(f"{_KEYS}pre") == "gemma4" else kind  # ollama's files say 'llama'
 
 
 def _texts(metadata: Mapping[str, object], key: str) -> Sequence[str]:
@@ -291,9 +300,9 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, *, kinds: str
     return values.astype(np.float64)
 
 
-def _suppressed(metadata: Mapping[str, object], size: int) -> tuple[int, ...]:
-    """The tokens that are never written. llama.cpp ignores ids without a token, too."""
-    key = f"{_KEYS}suppress_tokens"
+def _ids(metadata: Mapping[str, object], name: str, size: int) -> tuple[int, ...]:
+    """The ids in a list, without those that no token has, which llama.cpp ignores, too."""
+    key = f"{_KEYS}{name}"
     ids = np.asarray(metadata.get(key, np.empty(0, np.int32)))
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ModelFileError(f"{key} is {shown(ids)}, but must be a list of ids.")
