@@ -194,7 +194,7 @@ def test_control_tokens_are_never_merged_from_text() -> None:
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": texts,
         "tokenizer.ggml.token_type": [2, 3, *[1] * (len(texts) - 2)],
-        "tokenizer.ggml.scores": np.arange(len(texts), dtype=np.float32),
+        "tokenizer.ggml.scores": np.arange(len(texts), dtype=np.float32) - 20,
         "tokenizer.ggml.add_space_prefix": False,
         "tokenizer.ggml.eos_token_id": 1,
     }
