@@ -407,7 +407,7 @@ ALTERNATING = (  # as Mistral's and the first Gemma's
 )
 S, U, A = ({"role": role, "content": role[0].upper()} for role in ("system", "user", "assistant"))
 LATE, DEVELOPER = {"role": "system", "content": "L"}, {"role": "developer", "content": "D"}
-CALLS: list[dict[str, Any]] = [
+ROUND: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
     {"role": "tool", "content": "4"},
 ]
@@ -420,8 +420,8 @@ CALLS: list[dict[str, Any]] = [
         (GUARDED, [A, U], "a:A|u:U|"),  # nothing changes that a template takes
         (GUARDED, [S, LATE, U], "s:S\n\nL|u:U|"),
         (GUARDED, [U, A, LATE, DEVELOPER, U], "s:L\n\nD|u:U|a:A|u:U|"),
-        (GUARDED, CALLS, "u:|a:!|t:4|"),
-        (GUARDED, [S, *CALLS, LATE], "s:S\n\nL|u:|a:!|t:4|"),
+        (GUARDED, ROUND, "u:|a:!|t:4|"),
+        (GUARDED, [S, *ROUND, LATE], "s:S\n\nL|u:|a:!|t:4|"),
         (GUARDED, [S], "s:S|u:|"),
         (GUARDED, [S | {"content": [{"type": "text", "text": "P"}]}, LATE, U], "s:P\nL|u:U|"),
         (ALTERNATING, [U, U, A, A, U], "u:U\n\nU|a:A\n\nA|u:U|"),

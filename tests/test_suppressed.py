@@ -117,8 +117,7 @@ def test_files_of_the_hub_name_them(tmp_path: Path) -> None:
     )
     assert (excluded.suppressed, excluded.suppressed_first) == ((9, 8), (7,))
     assert excluded.bad_words == ((5,), (6, 5))  # the end may be written, as in transformers
-    assert excluded.suppresses
-    assert not read(suppress_tokens=None).suppresses
+    assert not read(suppress_tokens=None).suppressed
     malformed: tuple[object, ...] = ("9", ["9"], [True], [[]])
     for wrong in malformed:
         with pytest.raises(ModelFileError, match=r"generation_config\.json: suppress_tokens has"):

@@ -43,7 +43,7 @@ class RequestDecoding(Decoding):
         tokens, hole, tokenizer = prompt.target.copy(), prompt.hole, target.tokenizer
         masks: list[RowStep] = [] if constraint is None else [constraint]
         fill, special = None, target.manifest.special_tokens
-        ends = special.eos
+        ends, excluded = special.eos, special.suppressed or special.suppressed_first or special.bad_words
         if hole is not None:
             from edgespec.requests.fill_reading import FillReader
 
@@ -53,9 +53,7 @@ class RequestDecoding(Decoding):
         super().__init__(
             seat.target,
             policy,
-            Verifier(
-                request.sampling, masks, Suppressed(special, len(tokens)) if special.suppresses else None
-            ),
+            Verifier(request.sampling, masks, Suppressed(special, len(tokens)) if excluded else None),
             tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=max_draft,

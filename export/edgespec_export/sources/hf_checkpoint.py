@@ -201,10 +201,7 @@ class HFCheckpoint(Checkpoint):
         return Embedding(end=self._ending()) if kinds <= _POOLED else None
 
     def stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
-        """Every tensor's name and file; the last of several counts, as in transformers.
-
-        An index says which files there are. Unlike names in it, what the files hold counts.
-        """
+        """Every tensor's name and file. Of an index only the names of files count, as in transformers."""
         if (self.path / SINGLE).is_file():
             single = self._open(SINGLE)
             self._listed = single.names

@@ -1,6 +1,5 @@
 """Models on the Hugging Face hub: ``hf:OWNER/REPO`` to a directory, ``hf:OWNER/REPO/FILE.gguf`` to a file, or
-to one of the parts that a model is split into, which are all fetched. ``hf:OWNER/REPO:Q8_0`` is the file in
-that weight format. Addresses of the hub's pages are the same names.
+to one of the parts that a model is split into, which are all fetched. Other names are read as these.
 
 A pull fetches the files that an export reads, by their names: configuration, tokenizer, chat template,
 safetensors. It never fetches code, and a pickle only for an EAGLE-3 head in no other form, from which torch
@@ -60,7 +59,7 @@ _PAGE = re.compile(
 class HubReference:
     """A repository's safetensors checkpoint, or one GGUF file of it, at a branch, tag or commit.
 
-    ``weights`` names a GGUF file by its weight format.
+    ``weights``, such as ``Q8_0``, stands for the file that has this weight format in its name.
     """
 
     repository: str
@@ -156,13 +155,12 @@ def pull_hub(
     with file_errors(reference.folder):
         reference.record.parent.mkdir(parents=True, exist_ok=True)
         listing = _read_listing(reference, job)
-        record_path = reference.record
-        if reference.weights is not None:
+        if reference.weights:
             reference = replace(reference, filename=listing.in_format(reference.weights))
         with alone(job):
             sizes = {name: listing.files[name].size_bytes for name in _fetch_all(reference, listing, check)}
             record = {"commit": listing.commit, "sizes": sizes}
-            with replacing(record_path) as file:
+            with replacing(reference.record) as file:
                 file.write(json.dumps(record, indent=1).encode())
     return reference.place(listing.commit)
 

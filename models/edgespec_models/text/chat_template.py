@@ -177,21 +177,20 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation in which ``spelled``, of role and text, replaces every text."""
         checked, others = self._checked(messages, arguments)
-        others, refusal = _with_texts(others, partial(spelled, None)), None
+        others, refusals = _with_texts(others, partial(spelled, None)), list[RequestError]()
         for how, arranged in _arrangements(checked):
             shaped = [_shape(message, self._reads) for message in arranged]
             written = [_with_texts(message, partial(spelled, message["role"])) for message in shaped]
             try:
                 text = self._render(written, others, now)
             except RequestError as error:
-                refusal = refusal or error
+                refusals.append(error)
                 continue
-            if refusal is not None and how not in self._logged:
+            if refusals and how not in self._logged:
                 self._logged.add(how)
-                _LOG.warning("%s It reads such conversations with %s.", refusal, how)
+                _LOG.warning("%s It reads such conversations with %s.", refusals[0], how)
             return text
-        assert refusal is not None  # there is always one arrangement
-        raise refusal
+        raise refusals[0]
 
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]

@@ -43,14 +43,9 @@ _ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in en
 class SpecialTokens:
     """The ids of the tokens that a model's runtime needs.
 
-    Attributes:
-        bos: the token at the beginning of a text; None without one.
-        eos: every token that ends generation.
-        add_bos: whether a prompt starts with ``bos``.
-        pad: is in older manifests; nothing reads it.
-        suppressed: tokens that are never written.
-        suppressed_first: tokens that an answer never begins with.
-        bad_words: sequences of tokens that are never completed.
+    ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
+    ``suppressed`` are never written, ``suppressed_first`` never first in an answer, and the sequences in
+    ``bad_words`` are never completed. ``pad`` is in older manifests; nothing reads it.
     """
 
     bos: _Id | None
@@ -60,11 +55,6 @@ class SpecialTokens:
     suppressed: tuple[_Id, ...] = ()
     suppressed_first: tuple[_Id, ...] = ()
     bad_words: tuple[tuple[_Id, ...], ...] = ()
-
-    @property
-    def suppresses(self) -> bool:
-        """Whether some tokens are excluded from answers."""
-        return bool(self.suppressed or self.suppressed_first or self.bad_words)
 
 
 class Tokenizer:

@@ -111,19 +111,19 @@ class TokenizerFiles:
             ModelFileError: ids are malformed.
             TokenizerError: the tokenizers library fails.
         """
-        bos = next(iter([*self._named("bos", tokenizer), *self._listed("bos")]), None)
-        eos = [*self._named("eos", tokenizer), *self._listed("eos")]
+        bos = next(iter([*self._named("bos", tokenizer), *self._ids("bos_token_id")]), None)
+        eos = [*self._named("eos", tokenizer), *self._ids("eos_token_id")]
         eos += ends_of_generation(tokenizer.special_id)
         add_bos = bos is not None and self.config.boolean(
             "add_bos_token", default=self._begins_with(bos, tokenizer)
         )
-        words = self._ids("bad_words_ids")
+        words = dict.fromkeys(self._words("bad_words_ids"))
         return SpecialTokens(
             bos=bos,
             eos=tuple(dict.fromkeys(eos)),
             add_bos=add_bos,
-            suppressed=tuple(id_ for word in self._ids("suppress_tokens") for id_ in word),
-            suppressed_first=tuple(id_ for word in self._ids("begin_suppress_tokens") for id_ in word),
+            suppressed=self._ids("suppress_tokens"),
+            suppressed_first=self._ids("begin_suppress_tokens"),
             bad_words=tuple(word for word in words if word not in {(end,) for end in eos}),
         )
 
@@ -190,34 +190,21 @@ class TokenizerFiles:
             id_ = tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass")) if id_ is None else id_
             yield from () if id_ is None else (id_,)
 
-    def _listed(self, role: str) -> Iterator[int]:
-        """The ids in the configurations of generation and model, a number or a list each."""
+    def _words(self, key: str) -> Iterator[tuple[int, ...]]:
+        """Sequences of ids in the configurations of generation and model; a number is a sequence of one."""
         for facts in self._id_sources:
-            value = facts.value(f"{role}_token_id")
-            for id_ in value if isinstance(value, list) else [] if value is None else [value]:
-                if type(id_) is not int:
-                    raise ModelFileError(f"{facts.where}: {role}_token_id is {value!r}, but must be an id")
-                if 0 <= id_ < self._vocab_size:
-                    yield id_
-                else:
-                    _LOG.warning("%s: no token has the %s_token_id %d", facts.where, role, id_)
-
-    def _ids(self, key: str) -> list[tuple[int, ...]]:
-        """Sequences of tokens in the configurations of generation and model; a number is a sequence of one.
-
-        Those with an id without a token never occur, and are left out.
-        """
-        words = list[tuple[int, ...]]()
-        for facts in self._id_sources:
-            stated = facts.value(key)
-            listed: list[Any] = stated if isinstance(stated, list) else [] if stated is None else [stated]
-            for item in listed:
+            value: Any = facts.value(key)
+            for item in value if isinstance(value, list) else [] if value is None else [value]:
                 word: list[Any] = item if isinstance(item, list) else [item]
-                if not word or not all(type(id_) is int for id_ in word):
-                    raise ModelFileError(f"{facts.where}: {key} has {shown(word)}, but must have ids")
+                if not word or any(type(id_) is not int for id_ in word):
+                    raise ModelFileError(f"{facts.where}: {key} has {item!r}, but must be an id")
                 if all(0 <= id_ < self._vocab_size for id_ in word):
-                    words.append(tuple(word))
-        return list(dict.fromkeys(words))
+                    yield tuple(word)
+                elif key.endswith("_token_id"):  # others name tokens of larger vocabularies
+                    _LOG.warning("%s: no token has the %s %d", facts.where, key, word[0])
+
+    def _ids(self, key: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(id_ for word in self._words(key) for id_ in word))
 
     def _begins_with(self, bos: int, tokenizer: Tokenizer) -> bool:
         try:
