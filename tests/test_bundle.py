@@ -163,6 +163,8 @@ DAMAGE: dict[str, Edit] = {
     "special tokens missing": lambda m: m.pop("special_tokens"),
     "an end of text that is no id": lambda m: m["special_tokens"].update(eos=[""]),
     "an end of text that is no token": lambda m: m["special_tokens"].update(eos=[10**9]),
+    "a suppressed token that is none": lambda m: m["special_tokens"].update(suppressed=[10**9]),
+    "a bad word of what is no token": lambda m: m["special_tokens"].update(bad_words=[[0, 10**9]]),
     "a negative size": lambda m: m["parameters_by_class"].update(mlp=-1),
     "a size beyond all disks": lambda m: m["bytes_by_class"].update(mlp=10**400),
     "nothing kept": lambda m: m.update(kept=[]),

@@ -410,3 +410,55 @@ def test_thoughts_stand_beside_a_text_and_calls() -> None:
     ]
     assert "<think>Do.</think>Now.f" in ChatTemplate(source).render(asked)
     assert "<think>" not in ChatTemplate(source + "{# <|channel|> #}").render(asked)
+
+
+GUARDED = (  # as Qwen3.5's template
+    "{% set ns = namespace(asked=false) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.asked = true %}{% endif %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system late') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }}{% if m.tool_calls %}!{% endif %}|{% endfor %}"
+    "{% if not ns.asked %}{{ raise_exception('no question') }}{% endif %}"
+)
+ALTERNATING = (  # as Mistral's and the first Gemma's
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
+)
+S, U, A = ({"role": role, "content": role[0].upper()} for role in ("system", "user", "assistant"))
+LATE, DEVELOPER = {"role": "system", "content": "L"}, {"role": "developer", "content": "D"}
+ROUND: list[dict[str, Any]] = [
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    {"role": "tool", "content": "4"},
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "expected"),
+    [
+        (GUARDED, [S, U, A, U], "s:S|u:U|a:A|u:U|"),
+        (GUARDED, [A, U], "a:A|u:U|"),  # nothing changes that a template takes
+        (GUARDED, [S, LATE, U], "s:S\n\nL|u:U|"),
+        (GUARDED, [U, A, LATE, DEVELOPER, U], "s:L\n\nD|u:U|a:A|u:U|"),
+        (GUARDED, ROUND, "u:|a:!|t:4|"),
+        (GUARDED, [S, *ROUND, LATE], "s:S\n\nL|u:|a:!|t:4|"),
+        (GUARDED, [S], "s:S|u:|"),
+        (GUARDED, [S | {"content": [{"type": "text", "text": "P"}]}, LATE, U], "s:P\nL|u:U|"),
+        (ALTERNATING, [U, U, A, A, U], "u:U\n\nU|a:A\n\nA|u:U|"),
+        (ALTERNATING, [A, U], "u:|a:A|u:U|"),
+        (ALTERNATING, [S, LATE, U, A, U], "u:S\n\nL\n\nU|a:A|u:U|"),
+    ],
+)
+def test_a_conversation_that_a_template_refuses_is_arranged(
+    source: str, messages: list[dict[str, Any]], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = ChatTemplate(source)
+    for _ in range(2):
+        assert template.render(messages) == expected
+    assert len(caplog.messages) == (expected.count("|") != len(messages) or "\n" in expected)
+
+
+def test_what_no_arrangement_helps_is_refused_with_the_first_reason() -> None:
+    refused = "{% if m.role != 'user' %}{{ raise_exception(m.content) }}{% endif %}"
+    source = f"{{% for m in messages %}}{refused}{{% endfor %}}"
+    with pytest.raises(RequestError, match="refuses the conversation: S"):
+        ChatTemplate(source).render([S, U, A, LATE])

@@ -51,7 +51,7 @@ GEMMA4: list[tuple[dict[str, Any], str]] = [
 QWEN35: list[tuple[dict[str, Any], str]] = [
     ({"full_attention_interval": 2}, "delta_qkv|lacks a tensor"),
     ({"full_attention_interval": 0}, "full_attention_interval is 0"),
-    ({"attention.recurrent_layers": [True, False, True, False]}, "contradict each other"),
+    ({"attention.recurrent_layers": [True, False, True, False]}, "has tensors|lacks a tensor"),
     ({"attention.recurrent_layers": [True, True, True]}, "layer_types must say"),
     ({"ssm.group_count": 3}, "4 value heads of a delta net cannot share 3 key heads"),
     ({"ssm.group_count": 0}, "key_heads"),

@@ -24,6 +24,7 @@ from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.downloads import REPOSITORY, Hub
 from tests.kit.foreign import write_genai, write_optimum
 from tests.kit.gguf import TinyGGUF, tiny_gguf
+from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import VOCAB, config_of, weights, write_checkpoint, write_safetensors
 from tests.kit.sentencepiece import trained
 from tests.kit.tokenizers import byte_level_json, sentencepiece_json
@@ -287,6 +288,64 @@ def test_a_file_is_a_model_whatever_its_name(tmp_path: Path, name: str) -> None:
     with edgespec.load(path, None) as model:
         assert model.generate("the", max_new_tokens=2).stats.new_tokens == 2
     assert plan(path, None).target.name == Path(name).stem
+
+
+OLLAMA = {  # llama.cpp's keys of a case, and ollama's
+    "ministral3": {
+        "attention.temperature_scale": "rope.scaling_beta",
+        "rope.scaling.yarn_beta_fast": "rope.scaling.beta_fast",
+        "rope.scaling.yarn_beta_slow": "rope.scaling.beta_slow",
+        "rope.scaling.yarn_log_multiplier": "rope.scaling.mscale_all_dim",
+    },
+    "gemma3": {
+        "rope.freq_base": "rope.global.freq_base",
+        "rope.freq_base_swa": "rope.local.freq_base",
+    },
+    "gemma4_moe": {},
+    "qwen35": {},
+}
+TENSORS = {"ssm_dt.bias": "ssm_dt", "ffn_down_exps.scale": "ffn_gate_inp.per_expert_scale"}
+
+
+@pytest.mark.parametrize("case", OLLAMA)
+def test_files_of_ollama_are_read_as_llama_cpp_s(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = gguf_of(case, "Q8_0")
+    arch = model.architecture
+    unusual = {"attention.temperature_scale": 0.25, "rope.scaling.yarn_beta_fast": 20.0}
+    model.metadata |= {f"{arch}.{key}": unusual[key] for key in OLLAMA[case] if key in unusual}
+    with open_checkpoint(model.write(tmp_path / "plain.gguf")) as opened:
+        plain = opened.config, {name: opened.values(name) for name in opened.tensors}
+    for key, other in OLLAMA[case].items():
+        value = model.metadata.pop(f"{arch}.{key}", None)
+        model.metadata |= {} if value is None else {f"{arch}.{other}": value}
+    for end, other in TENSORS.items():
+        names = {name: name.removesuffix(end) + other for name in model.tensors if name.endswith(end)}
+        model.tensors |= {names[name]: model.tensors.pop(name) for name in names}
+    for name in ("v.blk.0.attn_q.weight", "a.conv1d.0.weight", "mm.input_projection.weight", "mtp.fc.weight"):
+        model.tensors[name] = "F32", np.ones((8, 64), np.float32)
+    with open_checkpoint(model.write(tmp_path / "ollama")) as opened:
+        assert opened.config == plain[0]
+        assert opened.tensors.keys() == plain[1].keys()
+        assert all(np.array_equal(opened.values(name), values) for name, values in plain[1].items())
+    assert "only the text model is exported, without ['v.blk.0.attn_q.weight'" in caplog.text
+
+
+def test_what_ollama_states_in_other_ways_is_not_lost(tmp_path: Path) -> None:
+    heads = gguf_of("qwen35", "Q8_0", **{"ssm.v_head_reordered": False})
+    with open_checkpoint(heads.write(tmp_path / "heads")) as opened:
+        assert opened.config.delta is not None and not opened.config.delta.tiled
+    for eyes, expected in ((False, ()), (True, 8.0)):
+        unstated = {"attention.layer_norm_rms_epsilon": None}
+        model = gguf_of("gemma3", "Q8_0", context_length=131_072, **unstated)
+        if eyes:
+            model.tensors["v.patch_embd.weight"] = "F32", np.ones((8, 64), np.float32)
+        with open_checkpoint(model.write(tmp_path / f"eyes-{eyes}")) as opened:
+            assert {*opened.config.rope_factors} == ({expected} if eyes else set())
+            assert opened.config.norm_epsilon == 1e-6
+    with pytest.raises(EdgespecError, match=r"'gptoss': it needs experts in ollama's own form"):
+        open_checkpoint(TinyGGUF("gptoss", {}).write(tmp_path / "gptoss"))
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"

@@ -185,7 +185,7 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"model-00002.*truncated"):
         HFCheckpoint(folder)
     write_safetensors(shard, {"other": np.zeros((2, 2), np.float32)})
-    with pytest.raises(ModelFileError, match=r"says that model-00002.*does not"):
+    with pytest.raises(ModelFileError, match="lacks"):
         HFCheckpoint(folder)
     (folder / INDEX).write_text('{"weight_map": {"a": "../b"}}', encoding="utf-8")
     with pytest.raises(ModelFileError, match="outside the directory"):
@@ -193,6 +193,33 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
     (folder / INDEX).unlink()
     (folder / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelFileError, match=r"neither.*pytorch_model\.bin.*safetensors"):
+        HFCheckpoint(folder)
+
+
+def test_of_an_index_only_the_names_of_files_count(tmp_path: Path) -> None:
+    """As in transformers: tensors are what the files hold, the last of several counts."""
+    config = config_of("llama") | {"tie_word_embeddings": True}
+    folder = write_checkpoint(tmp_path, config, shards=2)
+    with HFCheckpoint(folder) as opened:
+        plain = {name: opened.values(name) for name in opened.tensors}
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    first, second = sorted({*index["weight_map"].values()})
+    again = next(name for name, file in index["weight_map"].items() if file == first and "down" in name)
+    stored = {name: values for name, values in weights(config).items() if index["weight_map"][name] == second}
+    stored |= {again: weights(config)[again] * 2, "model.layers.0.mlp.extra": np.ones((2, 2), np.float32)}
+    write_safetensors(folder / second, stored)
+    index["weight_map"] |= {"lm_head.weight": second, "model.layers.0.rotary_emb.inv_freq": first}
+    index["weight_map"].pop("model.embed_tokens.weight")
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    with HFCheckpoint(folder) as opened:
+        assert opened.tied_head and opened.tensors.keys() == plain.keys()
+        changed = [name for name in plain if not np.array_equal(opened.values(name), plain[name])]
+        assert changed == ["layers.0.down"]
+    index["weight_map"]["model.layers.0.mlp.extra"] = second
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(
+        UnsupportedModelError, match=r"1 unknown tensors, such as 'model\.layers\.0\.mlp\.extra'"
+    ):
         HFCheckpoint(folder)
 
 

@@ -58,6 +58,55 @@ def test_references(text: str, parts: tuple[str, ...]) -> None:
     assert HubReference.parse(text) == HubReference.parse(str(HubReference(*parts))) == HubReference(*parts)
 
 
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("hf:a/b/My%20Model%20(Q8_0).gguf", "hf:a/b/My Model (Q8_0).gguf@main"),
+        ("hf.co/a/b:Q8_0", "hf:a/b:Q8_0@main"),
+        ("https://huggingface.co/a/b", "hf:a/b@main"),
+        ("https://huggingface.co/a/b/tree/v1", "hf:a/b@v1"),
+        ("https://huggingface.co/a/b/blob/main/q/m.gguf", "hf:a/b/q/m.gguf@main"),
+        ("https://hf.co/a/b/resolve/v1.0/m.gguf?download=true", "hf:a/b/m.gguf@v1.0"),
+        ("hf:a/b/resolve/main/m.gguf", "hf:a/b/m.gguf@main"),
+    ],
+)
+def test_addresses_are_references(text: str, plain: str) -> None:
+    reference = on_hub(text)
+    assert str(reference) == plain
+    assert HubReference.parse(plain) == reference
+
+
+def test_a_file_is_named_by_its_weight_format(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = hub.files.pop("q/tiny.gguf")
+    names = ("tiny-Q4_0.gguf", "tiny-Q4_0_S.gguf", "mmproj-Q8_0.gguf", "UD/My tiny (a) UD-IQ4_NL.gguf")
+    hub.files |= dict.fromkeys(names, data)
+    for weights, name in (("Q4_0", names[0]), ("q4_0_s", names[1]), ("IQ4_NL", names[3])):
+        reference = HubReference.parse(f"hf:{REPOSITORY}:{weights}")
+        assert pulled_hub(reference) is None
+        place = pull_hub(reference)
+        assert place.name == Path(name).name and place.read_bytes() == data
+        assert pulled_hub(reference) == place
+    with pytest.raises(ModelFileError, match=r"has no GGUF file named by Q8_0.*It has GGUF files"):
+        pull_hub(HubReference.parse(f"hf:{REPOSITORY}:Q8_0"))
+
+
+def test_a_commit_that_came_as_a_branch_needs_no_network(hub: Hub) -> None:
+    for name in ("", "/q/tiny.gguf"):
+        place = pull_hub(HubReference.parse(f"hf:{REPOSITORY}{name}"))
+        assert pulled_hub(HubReference.parse(f"hf:{REPOSITORY}{name}@{hub.commit}")) == place
+        assert pulled_hub(HubReference.parse(f"hf:{REPOSITORY}{name}@{'1b' * 20}")) is None
+    assert pulled_hub(HubReference.parse(f"hf:{REPOSITORY}/q/other.gguf@{hub.commit}")) is None
+
+
+@pytest.mark.parametrize("left", [("rfilename",), ("rfilename", "size")])
+def test_a_listing_without_sizes_or_digests_is_named(hub: Hub, left: tuple[str, ...]) -> None:
+    listing = json.loads(hub.listing())
+    listing["siblings"] = [{key: entry[key] for key in left} for entry in listing["siblings"]]
+    hub.listing = lambda: json.dumps(listing).encode()  # type: ignore[method-assign]
+    with pytest.raises(DownloadError, match=r"states no sizes and digests.*HF_ENDPOINT.*hf download"):
+        pull_hub(SAFETENSORS)
+
+
 def test_names_of_the_catalogue_are_references() -> None:
     for name, model in hub_names().items():
         reference = on_hub(name)

@@ -17,9 +17,11 @@ from edgespec import LoadOptions
 from edgespec_export.export import export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
 from edgespec_models.errors import EdgespecError
+from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session
 from tests.kit.gguf import F32
@@ -73,6 +75,18 @@ def test_layers_are_listed_or_regular(tmp_path: Path) -> None:
         with GGUFCheckpoint(gguf_of("qwen35", **changed).write(tmp_path / "m.gguf")) as opened:
             mixers.append(opened.config.mixers)
     assert mixers == [("delta_net",) * 3 + ("attention",)] * 3
+
+
+def test_a_list_of_layers_counts_before_an_interval() -> None:
+    """As in transformers: layers that were taken out leave an irregular list and the old interval."""
+    for types in (
+        ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        ["full_attention"] * 4,
+    ):
+        facts = config_of("qwen35") | {"layer_types": types, "full_attention_interval": 4}
+        mixers = read_config(Facts(facts, "config.json")).mixers
+        expected = tuple("delta_net" if kind == "linear_attention" else "attention" for kind in types)
+        assert mixers == (expected if "delta_net" in expected else ())
 
 
 def test_of_a_layer_for_mtp_the_trunk_is_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from edgespec.decoding.sampling import (
     Row,
     RowStep,
     SamplingParams,
+    Suppressed,
     changed_row,
     distribution,
     draw,
@@ -39,11 +40,13 @@ class Verifier:
     seed, token for token.
 
     Without a seed in ``params`` a new one is drawn. ``masks``, such as a grammar, change the rows after the
-    penalties and biases of ``params``.
+    penalties and biases of ``params``; ``suppressed`` changes them last.
     """
 
-    def __init__(self, params: SamplingParams, masks: Sequence[RowStep] = ()) -> None:
-        self._params = params
+    def __init__(
+        self, params: SamplingParams, masks: Sequence[RowStep] = (), suppressed: Suppressed | None = None
+    ) -> None:
+        self._params, self._suppressed = params, suppressed
         self._steps = [Penalties(params), *masks] if params.changes_rows else list(masks)
         self._seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed % 2**64
 
@@ -64,20 +67,33 @@ class Verifier:
             EdgespecError: a row of logits is not a distribution.
         """
         _check_shapes(predictions, draft)
-        for step in self._steps:
+        suppressed = self._suppressed
+        steps = self._steps if suppressed is None else [*self._steps, suppressed]
+        for step in steps:
             step.begin(tokens)
         position = len(tokens)
 
         def row(i: int) -> Row:
-            return changed_row(predictions, draft.tokens[:i], self._steps)
+            return changed_row(predictions, draft.tokens[:i], steps)
+
+        def best(i: int) -> int:
+            # A device that found the most likely tokens itself need not copy the rows.
+            token = None if self._steps else predictions.best(i)
+            if token is None or (suppressed and token in suppressed.behind(draft.tokens[:i])):
+                token = int(row(i).argmax())
+            return token
 
         def sample(i: int) -> int:
             return draw(distribution(row(i), self._params), uniform(self._seed, position + i))
 
-        if self._params.greedy:
-            # A device that found the most likely tokens itself need not copy the rows.
-            return _match(draft, (lambda i: int(row(i).argmax())) if self._steps else predictions.best)
-        return _match(draft, sample)
+        return _match(draft, best if self._params.greedy else sample)
+
+    def head(self, draft: Draft) -> Draft:
+        """The beginning of a draft without tokens that are never written."""
+        never = frozenset[int]() if self._suppressed is None else self._suppressed.always
+        return draft.head(
+            next((at for at, token in enumerate(draft.tokens) if token in never), len(draft.tokens))
+        )
 
 
 class Decoding:
@@ -169,7 +185,8 @@ class Decoding:
     def _spend(self, seconds: float) -> None:
         self._drafter_s += seconds
         if self.drafter_rows is None:
-            draft = self._policy.draft  # no token is committed behind the end
+            draft = self._verify.head(self._policy.draft)
+            # No token is committed behind the end.
             self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
 
     @property

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import Checked, within
-from edgespec_models.text.tokenizer import Tokenizer
+from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.predictions import Predictions, check_best
 
 Row = npt.NDArray[np.float32]
@@ -105,8 +105,8 @@ def changed_row(predictions: Predictions, drafted: Sequence[int], steps: Sequenc
     if not np.isfinite(row.max()):
         check_best(float(original.max()))
         raise RequestError(
-            "the request allows no next token: its response_format and logit_bias exclude all; relax one "
-            "of them"
+            "the request allows no next token: its response_format and logit_bias, with the tokens that the "
+            "model never writes, exclude all; relax one of them"
         )
     return row
 
@@ -202,6 +202,33 @@ class Spelled:
             values = row[allowed]
             row[:] = -np.inf
             row[allowed] = values
+
+
+class Suppressed:
+    """A :class:`RowStep` for the tokens that a model's files exclude from answers.
+
+    The answer's first token is the one behind ``prompt_length`` tokens.
+    """
+
+    def __init__(self, special: SpecialTokens, prompt_length: int) -> None:
+        self.always = frozenset(special.suppressed)
+        self._first, self._prompt_length = frozenset(special.suppressed_first), prompt_length
+        self._words = special.bad_words
+        self._longest = max(map(len, self._words), default=0)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._length = len(tokens)
+        self._end = tuple(tokens[-self._longest :]) if self._longest else ()
+
+    def behind(self, drafted: Sequence[int]) -> frozenset[int]:
+        """The tokens that may not stand behind ``drafted``."""
+        text = (*self._end, *drafted)
+        last = {word[-1] for word in self._words if text[len(text) - len(word) + 1 :] == word[:-1]}
+        begins = self._length + len(drafted) == self._prompt_length
+        return self.always | last | (self._first if begins else frozenset())
+
+    def apply(self, row: Row, drafted: Sequence[int]) -> None:
+        row[[*self.behind(drafted)]] = -np.inf
 
 
 def distribution(row: Row, params: SamplingParams) -> Distribution:

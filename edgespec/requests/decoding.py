@@ -8,7 +8,7 @@ from time import perf_counter
 from edgespec.decoding.draft import Clock, Passed, Progress, Step
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.loop import Decoding, Verifier
-from edgespec.decoding.sampling import RowStep, Spelled
+from edgespec.decoding.sampling import RowStep, Spelled, Suppressed
 from edgespec.drafting.policy import Policy
 from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.request import Prompt, Request, call_reader
@@ -42,7 +42,8 @@ class RequestDecoding(Decoding):
     ) -> None:
         tokens, hole, tokenizer = prompt.target.copy(), prompt.hole, target.tokenizer
         masks: list[RowStep] = [] if constraint is None else [constraint]
-        fill, ends = None, target.manifest.special_tokens.eos
+        fill, special = None, target.manifest.special_tokens
+        ends, excluded = special.eos, special.suppressed or special.suppressed_first or special.bad_words
         if hole is not None:
             from edgespec.requests.fill_reading import FillReader
 
@@ -52,7 +53,7 @@ class RequestDecoding(Decoding):
         super().__init__(
             seat.target,
             policy,
-            Verifier(request.sampler, masks),
+            Verifier(request.sampler, masks, Suppressed(special, len(tokens)) if excluded else None),
             tokens,
             max_new_tokens=request.max_new_tokens,
             max_draft=max_draft,

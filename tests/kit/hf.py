@@ -348,7 +348,7 @@ def convolves(config: Mapping[str, Any], layer: int) -> bool:
 
 def mlp_width(config: Mapping[str, Any]) -> int:
     """Of the MLP; LFM2 states another number and a rule."""
-    width = int(config.get("block_ff_dim", config["intermediate_size"]))
+    width = int(config.get("block_ff_dim", config.get("intermediate_size", 0)))
     if config.get("block_auto_adjust_ff_dim"):
         multiple = config["block_multiple_of"]
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))

@@ -330,6 +330,7 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
         "Qwen3-30B-A3B or gpt-oss-20b": (_LATENT, ("deepseek2", "deepseek_v2", "deepseek_v3")),
         "gpt-oss-20b or a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
         "Phi-4-mini": (_EXPERTS, ("phimoe",)),
+        "llama.cpp's file of gpt-oss": ("experts in ollama's own form", ("gptoss",)),
         "Qwen3.6-35B-A3B": ("delta nets in this family's form", ("qwen3next", "qwen3_next")),
         "Qwen3.5 of its size": (_MAMBA, ("mamba", "mamba2", "falcon-h1", "falcon_h1", "jamba")),
         "Qwen3.6-35B-A3B or Qwen3.5 of its size": (_MAMBA, ("nemotron_h", "nemotron_h_moe")),

@@ -5,6 +5,7 @@ Its keys state the facts of a ``config.json`` under other names: github.com/ggml
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,6 +34,7 @@ from edgespec_models.errors import ModelFileError, RequestError, UnsupportedMode
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.files.tensors import Tensor
+from edgespec_models.schema import shown
 
 GLOBAL = {
     "token_embd.weight": "embed",
@@ -67,6 +69,7 @@ LAYER = {
     "ssm_conv1d.weight": "conv",
     "ssm_a": "delta_a",
     "ssm_dt.bias": "delta_bias",
+    "ssm_dt": "delta_bias",
     "ssm_norm.weight": "delta_norm",
     "ssm_out.weight": "delta_out",
     "ffn_gate.weight": "gate",
@@ -80,6 +83,7 @@ LAYER = {
     "ffn_gate_inp.weight": "router",
     "ffn_gate_inp.scale": "router_norm",
     "ffn_down_exps.scale": "expert_scale",
+    "ffn_gate_inp.per_expert_scale": "expert_scale",
     "post_ffw_norm_1.weight": "post_dense_norm",
     "pre_ffw_norm_2.weight": "pre_experts_norm",
     "post_ffw_norm_2.weight": "post_experts_norm",
@@ -99,6 +103,8 @@ LAYER = {
     "attn_sinks.weight": "sinks",
     "attn_output.bias": "o_bias",
 }
+_OTHERS = re.compile(r"(v|a|mm|mtp|model\.vision_tower)\.")
+"""Eyes, ears and MTP layers, which ollama's files hold besides the text model."""
 _SCALING = "rope.scaling."
 _LAST: Final = 3  # llama.cpp's LLAMA_POOLING_TYPE_LAST
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -161,11 +167,25 @@ _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
 _MOST_BLOCKS: Final = 1 << 16
 _LOG = logging.getLogger("edgespec")
 _27B = {"gemma2": 46, "gemma3": 62}  # layers of the one size whose attention scale is not 1 / sqrt(head_dim)
-_GEMMA2 = {
-    "attention.sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}  # which the first files do not state
+_UNSTATED = {  # by some files, such as the first of Gemma 2, and ollama's
+    "gemma2": {
+        "attention.sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {"attention.layer_norm_rms_epsilon": 1e-6},
+}
+_OLLAMA: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "rope.global.freq_base": "rope.freq_base",
+        "rope.local.freq_base": "rope.freq_base_swa",
+        "rope.scaling_beta": "attention.temperature_scale",
+        f"{_SCALING}beta_fast": f"{_SCALING}yarn_beta_fast",
+        f"{_SCALING}beta_slow": f"{_SCALING}yarn_beta_slow",
+        f"{_SCALING}mscale_all_dim": f"{_SCALING}yarn_log_multiplier",
+    }
+)
+"""Keys of ollama's files, and those of llama.cpp's."""
 
 
 class _Keys(Facts):
@@ -198,7 +218,10 @@ class GGUFCheckpoint(Checkpoint):
                 if not has_trunk(file):
                     raise RequestError(f"{path} {NEEDS_TARGET}")
                 self.leave_out_mtp()
-            names = dict(family.tensors)
+            names, others = dict(family.tensors), [*filter(_OTHERS.match, file.tensors)]
+            if others:
+                _LOG.warning("%s: only the text model is exported, without %s", path.name, shown(others))
+                own |= _with_eyes(own, family)
             self.tensors = named(file, family, GLOBAL | names, LAYER | names, left_out=drafter)
             self.config = self._read_config(family, own)
             self.split_stacked()
@@ -233,7 +256,8 @@ class GGUFCheckpoint(Checkpoint):
         if own.get("vocab_size", rows) != rows:
             raise ModelFileError(f"{where} says {own['vocab_size']} tokens, its embedding has {rows} rows")
         own |= gemma4.in_words(own, self.tensors, where) if family.name == "gemma4" else {}
-        own |= {key: value for key, value in _GEMMA2.items() if family.name == "gemma2" and key not in own}
+        own |= {key: own[other] for other, key in _OLLAMA.items() if other in own and key not in own}
+        own |= {key: value for key, value in _UNSTATED.get(family.name, {}).items() if key not in own}
         own |= {"vocab_size": rows, **self._scaling(own, family)} | _windows(own)
         if family.name == "qwen35":
             own |= _states(own, where)
@@ -299,6 +323,12 @@ class GGUFCheckpoint(Checkpoint):
         return [float(value) for value in values]
 
 
+def _with_eyes(own: Mapping[str, object], family: Family) -> dict[str, object]:
+    """What all Gemma 3 with eyes have, and ollama's files do not state."""
+    stretched = own.get("context_length") == 131_072 and own.get(f"{_SCALING}factor") is None
+    return {f"{_SCALING}factor": 8.0} if family.name == "gemma3" and stretched else {}
+
+
 def _windows(own: Mapping[str, object]) -> dict[str, object]:
     """Sliding windows with the keys of a ``config.json``; 0 is no window, a list has one for each layer."""
     changed: dict[str, object] = {}
@@ -351,7 +381,8 @@ def _states(own: Mapping[str, object], where: str) -> dict[str, object]:
             f"{where}: ssm.inner_size is {inner}, which {heads} heads (ssm.time_step_rank) cannot share; "
             "download or convert it again"
         )
-    return changed | {"linear_value_head_dim": inner // heads, "linear_tiled": True}
+    tiled = keys.boolean("ssm.v_head_reordered", default=True)  # as ollama's files state
+    return changed | {"linear_value_head_dim": inner // heads, "linear_tiled": tiled}
 
 
 def _mixers(own: Mapping[str, object]) -> dict[str, object]:
@@ -390,7 +421,7 @@ def named(
 
     Tensors whose names begin with one of ``left_out`` are left out.
     """
-    kept = (name for name in file.tensors if not name.startswith(left_out))
+    kept = (name for name in file.tensors if not (name.startswith(left_out) or _OTHERS.match(name)))
     names = {name: own_name(name, r"blk\.", whole, of_layer) for name in kept}
     names |= dict.fromkeys(file.integers)
     surplus = [name for name, own in names.items() if own is None]

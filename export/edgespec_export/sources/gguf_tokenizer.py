@@ -11,10 +11,10 @@ Keys and token types: github.com/ggml-org/ggml/blob/master/docs/gguf.md. Behavio
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from edgespec_export.sources.pre_tokenizers import ADD_BOS, CUTS, SAMPLES, WHOLE_PIECES
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
+from edgespec_models.schema import shown
 from edgespec_models.text.template_files import DEFAULT, NAMED, templates
 from edgespec_models.text.tokenizer import MARK, SPACE_SIGN, SpecialTokens
 from edgespec_models.text.tokenizer_files import added_token, control_texts, ends_of_generation
@@ -43,7 +44,9 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_UNUSED = (TokenType.UNUSED, TokenType.UNDEFINED)
 _KINDS = ("gpt2", "llama", "gemma4")
+_CUT_BY_DEFAULT = {"lfm2": "lfm2", "mistral3": "tekken"}  # what ollama's files call "default"
 _ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 # Tokens behind which Phi-3's published tokenizer takes the whitespace, too.
@@ -65,6 +68,8 @@ def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> s
             f"The tokenizer has {len(vocabulary.texts):,} tokens, but the embedding {rows:,} rows. "
             "Download or convert the file again."
         )
+    if vocabulary.repeated:
+        _warn_of_repeats([vocabulary.texts[id_] for id_ in vocabulary.repeated], "token")
     spec = _byte_level(metadata, vocabulary) if kind == "gpt2" else _sentencepiece(metadata, vocabulary)
     frame: Json = {"version": "1.0", "truncation": None, "padding": None}
     strip = kind == "llama" and metadata.get("general.architecture") == "phi3"
@@ -88,11 +93,13 @@ def special_tokens(metadata: Mapping[str, object]) -> SpecialTokens:
             _LOG.warning("no token has the %s%s %s", _KEYS, key, value)
     eos = [_token_id(metadata, "eos_token_id", size, default=2 if sentencepiece else None)]
     eos += [_token_id(metadata, key, size) for key in _ENDS[2:]]
+    eos += _ids(metadata, "eos_token_ids", size)
     eos += ends_of_generation(vocabulary.control_id)
     return SpecialTokens(
         bos=_token_id(metadata, "bos_token_id", size, default=1 if sentencepiece else None),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
         add_bos=kind == "gemma4" or _facts(metadata).boolean("add_bos_token", default=prefixed),
+        suppressed=_ids(metadata, "suppress_tokens", size),
     )
 
 
@@ -107,11 +114,11 @@ def chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
 class _Vocabulary:
     texts: Sequence[str]
     types: npt.NDArray[np.int64]  # (n_tokens,)
+    repeated: Sequence[int]  # ids, unused now, whose text an earlier token has
 
     def used(self) -> dict[str, int]:
         """Text to id of all tokens that can occur."""
-        unused = (TokenType.UNUSED, TokenType.UNDEFINED)
-        keep = ~np.isin(self.types, unused)
+        keep = ~np.isin(self.types, _UNUSED)
         return {text: id_ for id_, text in enumerate(self.texts) if keep[id_] and text}
 
     def of_type(self, *kinds: TokenType) -> list[int]:
@@ -153,6 +160,8 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json
             "than in training. Take a newer conversion, or the model's Hugging Face directory."
         )
     name, tokens = _facts(metadata).text("pre", "default"), vocabulary.used()
+    if name == "default":
+        name = _CUT_BY_DEFAULT.get(str(metadata.get("general.architecture")), name)
     cuts = byte_level_cuts(name)
     model = _bpe(tokens, _merges(metadata, tokens)) | {"ignore_merges": name in WHOLE_PIECES}
     return {"normalizer": None, "pre_tokenizer": cuts, "decoder": _TO_BYTES, "model": model}
@@ -160,7 +169,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json
 
 def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
     """The model of SentencePiece's kind, which ranks merges by score, or Gemma 4's, which lists them."""
-    ranked = metadata["tokenizer.ggml.model"] == "gemma4"
+    ranked = _kind(metadata) == "gemma4"
     prefix = not ranked and _facts(metadata).boolean("add_space_prefix", default=True)
     to_sign: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SIGN}
     to_space: Json = {"type": "Replace", "pattern": {"String": SPACE_SIGN}, "content": " "}
@@ -185,10 +194,12 @@ def _bpe(tokens: Mapping[str, int], merges: list[tuple[str, str]]) -> Json:
 
 
 def _merges(metadata: Mapping[str, object], tokens: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges, checked: each occurs once, and ``tokens`` holds both parts and the whole."""
+    """The file's merges, checked: ``tokens`` holds both parts and the whole."""
     merges: list[tuple[str, str]] = []
-    texts = _texts(metadata, "tokenizer.ggml.merges")
-    _refuse_repeats(texts, "merge")
+    listed = _texts(metadata, "tokenizer.ggml.merges")
+    texts = list(dict.fromkeys(listed))
+    if len(texts) < len(listed):
+        _warn_of_repeats([text for text, count in Counter(listed).items() if count > 1], "merge")
     for rank, merge in enumerate(texts):
         # The first character may itself be a space in malformed files, never the separator.
         cut = merge.find(" ", 1)
@@ -206,6 +217,11 @@ def _merges_by_score(metadata: Mapping[str, object], vocabulary: _Vocabulary) ->
     token, a longer left part goes first, as in the published conversions.
     """
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.texts), kinds="fiu")
+    if len(scores) > 1 and np.array_equal(scores, np.arange(len(scores))):
+        raise UnsupportedModelError(
+            "tokenizer.ggml.scores has the tokens' numbers in place of scores, so texts would become other "
+            "tokens than in training. Take llama.cpp's conversion, or the model's Hugging Face directory."
+        )
     ordinary = vocabulary.of_type(TokenType.NORMAL)
     texts = {vocabulary.texts[id_] for id_ in ordinary}
     order = np.argsort(-scores[ordinary], kind="stable")
@@ -234,15 +250,14 @@ def _read_vocabulary(metadata: Mapping[str, object]) -> _Vocabulary:
         is_mark = MARK.search(texts[id_]) and types[id_] != TokenType.BYTE
         if is_mark or types[id_] == TokenType.USER_DEFINED:
             types[id_] = TokenType.CONTROL
-    vocabulary = _Vocabulary(texts, types)
-    _refuse_repeats([text for text in texts if text], "token")
-    return vocabulary
+    ids, first = np.flatnonzero(~np.isin(types, _UNUSED)).tolist(), dict[str, int]()
+    repeated = [id_ for id_ in ids if texts[id_] and first.setdefault(texts[id_], id_) != id_]
+    types[repeated] = TokenType.UNUSED
+    return _Vocabulary(texts, types, repeated)
 
 
-def _refuse_repeats(texts: Sequence[str], what: str) -> None:
-    if len(set(texts)) < len(texts):
-        twice = next(text for text, following in pairwise(sorted(texts)) if text == following)
-        raise ModelFileError(f"The {what} {twice!r} appears twice in tokenizer.ggml.{what}s.")
+def _warn_of_repeats(texts: Sequence[str], what: str) -> None:
+    _LOG.warning("tokenizer.ggml.%ss repeats %s; the first %s of a text counts", what, shown(texts), what)
 
 
 def _facts(metadata: Mapping[str, object]) -> Facts:
@@ -260,7 +275,7 @@ def _kind(metadata: Mapping[str, object]) -> str:
             f"The tokenizer is of the kind {kind!r}. Known are those of decoders: 'gpt2' (byte-level BPE), "
             "'llama' (SentencePiece BPE) and 'gemma4' (the same with a list of merges). Use another model."
         )
-    return kind
+    return "gemma4" if metadata.get(f"{_KEYS}pre") == "gemma4" else kind  # ollama's files say 'llama'
 
 
 def _texts(metadata: Mapping[str, object], key: str) -> Sequence[str]:
@@ -283,6 +298,15 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, *, kinds: str
     if values.shape != (count,) or values.dtype.kind not in kinds or np.isnan(values).any():
         raise ModelFileError(f"{key} must hold {count:,} numbers, one per token.")
     return values.astype(np.float64)
+
+
+def _ids(metadata: Mapping[str, object], name: str, size: int) -> tuple[int, ...]:
+    """The ids in a list, without those that no token has, which llama.cpp ignores, too."""
+    key = f"{_KEYS}{name}"
+    ids = np.asarray(metadata.get(key, np.empty(0, np.int32)))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ModelFileError(f"{key} is {shown(ids)}, but must be a list of ids.")
+    return tuple(dict.fromkeys(id_ for id_ in ids.tolist() if 0 <= id_ < size))
 
 
 def _token_id(

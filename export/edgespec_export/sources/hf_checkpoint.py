@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cache
@@ -157,11 +157,12 @@ class HFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path, self.model_name = path, model_name(path)
         self._shards: dict[str, SafetensorsFile] = {}
+        self._listed: Collection[str] = ()
         stated = Facts.read(path / CONFIG)
         if head_facts(stated) is not None:
             raise RequestError(f"{path} {NEEDS_TARGET}")
         facts = model_facts(stated)
-        self.config, self._eyes = read_config(facts), bool(facts.section("text_config").keys)
+        self.config, self._eyes = read_config(stated), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
@@ -199,9 +200,10 @@ class HFCheckpoint(Checkpoint):
         return Embedding(end=self._ending()) if kinds <= _POOLED else None
 
     def stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
-        """Every tensor's name and file."""
+        """Every tensor's name and file. Of an index only the names of files count, as in transformers."""
         if (self.path / SINGLE).is_file():
             single = self._open(SINGLE)
+            self._listed = single.names
             yield from ((name, single) for name in sorted(single.names))
             return
         if not (self.path / INDEX).is_file():
@@ -215,16 +217,13 @@ class HFCheckpoint(Checkpoint):
         weight_map = index.value("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFileError(f"{index.where} has no weight_map. Download or copy it again.")
-        for name, file in sorted(weight_map.items()):
+        for file in weight_map.values():
             if not isinstance(file, str) or file != Path(file).name or file in ("", ".."):
                 raise ModelFileError(f"{index.where} names a file outside the directory: {file!r}")
+        self._listed = weight_map.keys()
+        for file in sorted({*weight_map.values()}):
             shard = self._open(file)
-            if name not in shard.names:
-                raise ModelFileError(
-                    f"{index.where} says that {file} holds {name!r}, but it does not. "
-                    "Download or copy both again."
-                )
-            yield name, shard
+            yield from ((name, shard) for name in sorted(shard.names))
 
     def _files_with(self, *others: Path) -> tuple[Path, ...]:
         """The files of the configuration and the tensors, and the ``others`` that exist."""
@@ -257,7 +256,7 @@ class HFCheckpoint(Checkpoint):
             elif _EYES.fullmatch(name):
                 self._eyes = True
             elif not COMPUTED.fullmatch(name):
-                unknown.append(name)
+                unknown += [name] if name in self._listed else []
         for own, tensor in named.items():
             if own.endswith(".conv") and tensor.shape[1:2] == (1,):
                 named[own] = replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))

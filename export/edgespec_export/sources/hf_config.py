@@ -151,9 +151,8 @@ def _lfm2_facts(facts: Facts, *, adjusted: bool) -> Facts:
         attention = facts.value("full_attn_idxs")
         places = attention if isinstance(attention, list) else []
         changed["layer_types"] = ["full_attention" if n in places else "conv" for n in range(layers)]
-    return Facts({**changed, "intermediate_size": width}, facts.where).over(
-        {key: facts.value(key) for key in facts.keys}
-    )
+    changed |= {"intermediate_size": width, "block_ff_dim": None, "block_auto_adjust_ff_dim": False}
+    return Facts({key: facts.value(key) for key in facts.keys} | changed, facts.where)
 
 
 def read_config(facts: Facts) -> ModelConfig:
@@ -324,27 +323,20 @@ def _unrotated(facts: Facts, layers: int) -> tuple[int, ...]:
 
 
 def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
-    """The layers that are delta nets, by a list or by the interval of attention layers, and their heads."""
+    """The layers that are delta nets, by a list or else the interval of attention layers, and their heads."""
     if family.name != "qwen35":
         return {}
     types = facts.value("layer_types")
-    interval = facts.integer("full_attention_interval", 0 if types else 4)
-    if interval < 0 or (interval == 0 and not types):
-        raise ModelFileError(f"{facts.where}: full_attention_interval is {interval}; allowed: above 0")
-    regular = [interval > 0 and (layer + 1) % interval != 0 for layer in range(layers)]
-    if types is not None and not (
-        isinstance(types, list) and len(types) == layers and set(map(str, types)) <= {_LINEAR, _FULL}
-    ):
+    if types is None:
+        interval = facts.integer("full_attention_interval", 4)
+        if interval < 1:
+            raise ModelFileError(f"{facts.where}: full_attention_interval is {interval}; allowed: above 0")
+        types = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {_LINEAR, _FULL}:
         raise UnsupportedModelError(
             f"{facts.where}: layer_types must say {_LINEAR} or {_FULL} for each of {layers} layers"
         )
-    linear = regular if types is None else [kind == _LINEAR for kind in types]
-    if interval and linear != regular:
-        raise ModelFileError(
-            f"{facts.where}: layer_types and full_attention_interval {interval} contradict each other; "
-            "download or convert it again"
-        )
-    if True not in linear:
+    if _LINEAR not in types:
         return {}
     with naming(facts.where):
         net = DeltaNet(
@@ -354,7 +346,7 @@ def _delta_nets(facts: Facts, family: Family, layers: int) -> dict[str, Any]:
             value_width=facts.integer("linear_value_head_dim"),
             tiled=facts.boolean("linear_tiled", default=False),
         )
-    mixers: tuple[Mixer, ...] = tuple("delta_net" if is_linear else "attention" for is_linear in linear)
+    mixers: tuple[Mixer, ...] = tuple("delta_net" if kind == _LINEAR else "attention" for kind in types)
     return {"mixers": mixers, "conv_taps": facts.integer("linear_conv_kernel_dim"), "delta": net}
 
 

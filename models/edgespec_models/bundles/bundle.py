@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -187,6 +188,8 @@ class Manifest:
         ends, size = self.special_tokens, self.config.vocab_size
         end = None if self.embedding is None else self.embedding.end
         named = {"special_tokens.bos": (ends.bos or 0,), "special_tokens.eos": ends.eos}
+        named["special_tokens.suppressed"] = (*ends.suppressed, *ends.suppressed_first)
+        named["special_tokens.bad_words"] = tuple(chain.from_iterable(ends.bad_words))
         for name, ids in (named | {"embedding.end": (end or 0,)}).items():
             if any(id_ >= size for id_ in ids):
                 raise BundleError(f"{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")

@@ -1,5 +1,5 @@
 """Models on the Hugging Face hub: ``hf:OWNER/REPO`` to a directory, ``hf:OWNER/REPO/FILE.gguf`` to a file, or
-to one of the parts that a model is split into, which are all fetched.
+to one of the parts that a model is split into, which are all fetched. Other names are read as these.
 
 A pull fetches the files that an export reads, by their names: configuration, tokenizer, chat template,
 safetensors. It never fetches code, and a pickle only for an EAGLE-3 head in no other form, from which torch
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from edgespec_models.downloads.catalog import HubFile, hub_names
 from edgespec_models.downloads.hub_http import fetch_hub, read_hub
@@ -41,36 +41,49 @@ _TEXTS = (
 
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
-_PATH = re.compile(rf"(?:{_PART}/)*{_PART}")  # leads nowhere but down
+_NAME = r"[\w(\[](?:[\w .,()+=&!'\[\]-]*[\w)\]])?"
+_PATH = re.compile(rf"(?:{_NAME}/)*{_NAME}")  # leads nowhere but down
 _MODEL = re.compile(r"(?!.*(mmproj|imatrix)).*\.gguf", re.IGNORECASE)  # no additions to models
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 _REFERENCE = re.compile(
-    rf"{PREFIX}(?P<repository>{_PART}/{_PART})(?:/(?P<filename>{_PATH.pattern}\.(?i:gguf)))?"
-    rf"(?:@(?P<revision>{_REVISION}))?"
+    rf"{PREFIX}(?P<repository>{_PART}/{_PART})"
+    rf"(?:/(?P<filename>{_PATH.pattern}\.(?i:gguf))|:(?P<weights>[A-Za-z0-9_-]+))?(?:@(?P<revision>{_REVISION}))?"
+)
+_ADDRESS = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/(?=[^/]+/)")
+_PAGE = re.compile(
+    r"(?P<repository>[^/]+/[^/]+)/(?:blob|resolve|tree)/(?P<revision>[^/?@]+)(?P<file>/[^?@]+)?(\?.*)?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A repository's safetensors checkpoint, or one GGUF file of it, at a branch, tag or commit."""
+    """A repository's safetensors checkpoint, or one GGUF file of it, at a branch, tag or commit.
+
+    ``weights``, such as ``Q8_0``, stands for the file that has this weight format in its name.
+    """
 
     repository: str
     revision: str = "main"
     filename: str | None = None
+    weights: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``hf:OWNER/REPO[/FILE.gguf][@REVISION]``; RequestError for another form."""
-        match = _REFERENCE.fullmatch(text)
-        if match is None or ".." in text or "--" in match["repository"]:
+        """Read ``hf:OWNER/REPO[/FILE.gguf|:FORMAT][@REVISION]`` or an address; RequestError for others."""
+        plain = unquote(_ADDRESS.sub(PREFIX, text, count=1))
+        page = _PAGE.fullmatch(plain.removeprefix(PREFIX))
+        if page is not None:
+            plain = f"{PREFIX}{page['repository']}{page['file'] or ''}@{page['revision']}"
+        match = _REFERENCE.fullmatch(plain)
+        if match is None or ".." in plain or "--" in match["repository"]:
             raise RequestError(
-                f"{text!r} names no model on the hub; write {PREFIX}OWNER/REPO or "
-                f"{PREFIX}OWNER/REPO/FILE.gguf, either with @REVISION behind it"
+                f"{text!r} names no model on the hub; write {PREFIX}OWNER/REPO, {PREFIX}OWNER/REPO/FILE.gguf "
+                f"or {PREFIX}OWNER/REPO:FORMAT, such as :Q8_0, each with @REVISION behind it or without"
             )
-        return cls(match["repository"], match["revision"] or "main", match["filename"])
+        return cls(match["repository"], match["revision"] or "main", match["filename"], match["weights"])
 
     def __str__(self) -> str:
-        file = "" if self.filename is None else f"/{self.filename}"
+        file = f":{self.weights}" if self.weights else "" if self.filename is None else f"/{self.filename}"
         return f"{PREFIX}{self.repository}{file}@{self.revision}"
 
     @property
@@ -97,18 +110,27 @@ def on_hub(text: str) -> HubReference | None:
     """
     named = hub_names().get(text)
     text = text if named is None else named.reference
-    return HubReference.parse(text) if text.startswith(PREFIX) else None
+    return HubReference.parse(text) if text.startswith(PREFIX) or _ADDRESS.match(text) else None
 
 
 def pulled_hub(reference: HubReference) -> Path | None:
-    """The place of the model if an earlier pull completed it and its files exist. Uses no network."""
-    try:
-        record = json.loads(read_text(reference.record))
-        snapshot, sizes = reference.folder / "snapshots" / record["commit"], dict(record["sizes"])
-        complete = bool(sizes) and all(length(snapshot / name) == size for name, size in sizes.items())
-        return reference.place(record["commit"]) if complete else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # never pulled, or the record is damaged: pulled again
+    """The place of the model if an earlier pull completed it and its files exist. Uses no network.
+
+    A commit may have been pulled under the name of a branch.
+    """
+    other = replace(reference, revision="*").record
+    for path in (reference.record, *other.parent.glob(other.name.replace("%2A", "*"))):
+        try:
+            record = json.loads(read_text(path))
+            snapshot, sizes = reference.folder / "snapshots" / record["commit"], dict(record["sizes"])
+            complete = bool(sizes) and all(length(snapshot / name) == size for name, size in sizes.items())
+            if complete and (path == reference.record or record["commit"] == reference.revision):
+                return (
+                    snapshot / next(iter(sizes)) if reference.weights else reference.place(record["commit"])
+                )
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # never pulled, or the record is damaged: pulled again
+    return None
 
 
 def pull_hub(
@@ -133,6 +155,8 @@ def pull_hub(
     with file_errors(reference.folder):
         reference.record.parent.mkdir(parents=True, exist_ok=True)
         listing = _read_listing(reference, job)
+        if reference.weights:
+            reference = replace(reference, filename=listing.in_format(reference.weights))
         with job.alone():
             sizes = {name: listing.files[name].size_bytes for name in _fetch_all(reference, listing, check)}
             record = {"commit": listing.commit, "sizes": sizes}
@@ -157,6 +181,14 @@ class _Listing:
             first = part_names(gguf[0])[0]
             return f". It has GGUF files: name one, such as {first}, behind the repository"
         return ". Look for another repository of the same model"
+
+    def in_format(self, weights: str) -> str:
+        """The GGUF file whose name says the weight format; ModelFileError if there is none."""
+        named = re.compile(rf"(?<![A-Za-z0-9]){re.escape(weights)}[./-]", re.IGNORECASE)
+        files = [name for name in self.files if _MODEL.fullmatch(name) and named.search(name)]
+        if not files:
+            raise ModelFileError(f"{self.where} has no GGUF file named by {weights}{self.hint}")
+        return min(files, key=lambda name: (len(name), name))
 
     def require(self, *names: str) -> tuple[str, ...]:
         """The names themselves. Raises ModelFileError if there is no such file."""
@@ -183,6 +215,11 @@ def _read_listing(reference: HubReference, job: Job) -> _Listing:
             if isinstance(size, int) and digest and _PATH.fullmatch(name):
                 path, digest = snapshot / name, str(digest)
                 files[name] = replace(job, name=repository, path=path, size_bytes=size, digest=digest)
+        if answer["siblings"] and not files:
+            raise DownloadError(
+                "the listing states no sizes and digests of files, which downloads are compared with (a "
+                "proxy in HF_ENDPOINT may leave them out)"
+            )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DownloadError(
             f"the Hugging Face hub's listing of {where} cannot be read ({error!r}); look whether HF_ENDPOINT "

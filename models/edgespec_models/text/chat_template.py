@@ -7,11 +7,13 @@ because templates are written for it.
 """
 
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
@@ -28,7 +30,9 @@ from edgespec_models.text.template_files import DEFAULT
 from edgespec_models.text.template_sandbox import LONGEST_SOURCE, Sandbox, limited
 from edgespec_models.text.tokenizer import Tokenizer
 
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_SYSTEM: Final = ("system", "developer")
+_ROLES: Final = (*_SYSTEM, "user", "assistant", "tool")
+_LOG = logging.getLogger("edgespec")
 
 _LONGEST_DATE = 200  # characters of a date's form, which may ask for padding
 _DEEPEST: Final = 64  # lists and mappings within each other
@@ -81,6 +85,7 @@ class ChatTemplate:
             raise TokenizerError(f"The chat template is not valid: {_where(error)}") from error
         others = {name: text for name, text in named.items() if name != DEFAULT}
         self._named = {name: ChatTemplate(text, bos=bos, eos=eos) for name, text in others.items()}
+        self._logged = set[str]()  # arrangements that are in the log
 
     def taking(self, arguments: Collection[str]) -> "ChatTemplate":
         """The template for conversations with these arguments, chosen as in transformers."""
@@ -204,8 +209,20 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation in which ``spelled``, of role and text, replaces every text."""
         checked, others = self._checked(messages, arguments)
-        written = [_with_texts(message, partial(spelled, message["role"])) for message in checked]
-        return self._render(written, _with_texts(others, partial(spelled, None)), now)
+        others, refusals = _with_texts(others, partial(spelled, None)), list[RequestError]()
+        for how, arranged in _arrangements(checked):
+            shaped = [_shape(message, self._reads) for message in arranged]
+            written = [_with_texts(message, partial(spelled, message["role"])) for message in shaped]
+            try:
+                text = self._render(written, others, now)
+            except RequestError as error:
+                refusals.append(error)
+                continue
+            if refusals and how not in self._logged:
+                self._logged.add(how)
+                _LOG.warning("%s It reads such conversations with %s.", refusals[0], how)
+            return text
+        raise refusals[0]
 
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
@@ -234,7 +251,7 @@ class ChatTemplate:
             is_refused = copy["content"] and "tool_calls" in copy and "<|channel|>" in self.source
             if copy.get("reasoning_content") and not is_refused and "message.thinking" in self.source:
                 copy.setdefault("thinking", copy["reasoning_content"])
-        return [_shape(copy, self._reads) for copy in copies], others
+        return copies, others
 
     @cached_property
     def _reads(self) -> _Reads:
@@ -355,6 +372,33 @@ def _message(message: object, where: str) -> dict[str, Any]:
                 "because models read text alone"
             )
     return copy
+
+
+def _arrangements(messages: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The conversation as it is, and in forms for templates that refuse it, the least changed first."""
+    yield "nothing changed", messages
+    systems = [message for message in messages if message["role"] in _SYSTEM]
+    turns = [message for message in messages if message["role"] not in _SYSTEM]
+    begin = [_joined(systems)] if systems else []
+    yield "one system message at the beginning", [*begin, *turns]
+    if not turns or turns[0]["role"] != "user":
+        turns.insert(0, {"role": "user", "content": ""})
+        yield "an empty question at the beginning", [*begin, *turns]
+    groups = groupby(turns, lambda turn: (turn["role"], turn["role"] == "tool" or "tool_calls" in turn))
+    grouped = [(apart, [*group]) for (_, apart), group in groups]
+    turns = [turn for apart, group in grouped for turn in (group if apart else [_joined(group)])]
+    yield "neighbours of one role joined", [*begin, *turns]
+    turns[0] = turns[0] | {"content": _joined([*begin, turns[0]])["content"]}
+    yield "the system's text in the first question", turns
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first of ``messages`` with the contents of all."""
+    contents = [message["content"] for message in messages if message["content"]]
+    if all(isinstance(content, str) for content in contents):
+        return messages[0] | {"content": "\n\n".join(contents)}
+    parts = [[{"type": "text", "text": text}] if isinstance(text, str) else text for text in contents]
+    return messages[0] | {"content": [*chain.from_iterable(parts)]}
 
 
 def _call(call: object, where: str) -> dict[str, Any]:

@@ -42,16 +42,20 @@ _ALPHABET = {byte: byte for byte in _VISIBLE} | {256 + i: byte for i, byte in en
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The ids of the control tokens that a model's runtime needs.
+    """The ids of the tokens that a model's runtime needs.
 
     ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
-    ``pad`` is in older manifests; nothing reads it.
+    ``suppressed`` are never written, ``suppressed_first`` never first in an answer, and the sequences in
+    ``bad_words`` are never completed. ``pad`` is in older manifests; nothing reads it.
     """
 
     bos: _Id | None
     eos: tuple[_Id, ...]
     add_bos: bool
     pad: _Id | None = None
+    suppressed: tuple[_Id, ...] = ()
+    suppressed_first: tuple[_Id, ...] = ()
+    bad_words: tuple[tuple[_Id, ...], ...] = ()
 
 
 class Tokenizer:

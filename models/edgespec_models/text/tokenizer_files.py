@@ -112,13 +112,21 @@ class TokenizerFiles:
             ModelFileError: ids are malformed.
             TokenizerError: the tokenizers library fails.
         """
-        bos = next(iter([*self._named("bos", tokenizer), *self._listed("bos")]), None)
-        eos = [*self._named("eos", tokenizer), *self._listed("eos")]
+        bos = next(iter([*self._named("bos", tokenizer), *self._ids("bos_token_id")]), None)
+        eos = [*self._named("eos", tokenizer), *self._ids("eos_token_id")]
         eos += ends_of_generation(tokenizer.special_id)
         add_bos = bos is not None and self.config.boolean(
             "add_bos_token", default=self._begins_with(bos, tokenizer)
         )
-        return SpecialTokens(bos=bos, eos=tuple(dict.fromkeys(eos)), add_bos=add_bos)
+        words = dict.fromkeys(self._words("bad_words_ids"))
+        return SpecialTokens(
+            bos=bos,
+            eos=tuple(dict.fromkeys(eos)),
+            add_bos=add_bos,
+            suppressed=self._ids("suppress_tokens"),
+            suppressed_first=self._ids("begin_suppress_tokens"),
+            bad_words=tuple(word for word in words if word not in {(end,) for end in eos}),
+        )
 
     def chat_templates(self) -> dict[str, str]:
         """Jinja source by name, from the first place with any; ModelFileError if a source is no text."""
@@ -183,17 +191,21 @@ class TokenizerFiles:
             id_ = tokenizer.id_of_bytes(text.encode("utf-8", "surrogatepass")) if id_ is None else id_
             yield from () if id_ is None else (id_,)
 
-    def _listed(self, role: str) -> Iterator[int]:
-        """The ids in the configurations of generation and model, a number or a list each."""
+    def _words(self, key: str) -> Iterator[tuple[int, ...]]:
+        """Sequences of ids in the configurations of generation and model; a number is a sequence of one."""
         for facts in self._id_sources:
-            value = facts.value(f"{role}_token_id")
-            for id_ in value if isinstance(value, list) else [] if value is None else [value]:
-                if type(id_) is not int:
-                    raise ModelFileError(f"{facts.where}: {role}_token_id is {value!r}, but must be an id")
-                if 0 <= id_ < self._vocab_size:
-                    yield id_
-                else:
-                    _LOG.warning("%s: no token has the %s_token_id %d", facts.where, role, id_)
+            value: Any = facts.value(key)
+            for item in value if isinstance(value, list) else [] if value is None else [value]:
+                word: list[Any] = item if isinstance(item, list) else [item]
+                if not word or any(type(id_) is not int for id_ in word):
+                    raise ModelFileError(f"{facts.where}: {key} has {item!r}, but must be an id")
+                if all(0 <= id_ < self._vocab_size for id_ in word):
+                    yield tuple(word)
+                elif key.endswith("_token_id"):  # others name tokens of larger vocabularies
+                    _LOG.warning("%s: no token has the %s %d", facts.where, key, word[0])
+
+    def _ids(self, key: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(id_ for word in self._words(key) for id_ in word))
 
     def _begins_with(self, bos: int, tokenizer: Tokenizer) -> bool:
         try:
