@@ -14,6 +14,8 @@ from edgespec.serve.app import App
 
 _LOG = logging.getLogger("edgespec.serve")
 _MARGIN_S = 5.0  # seconds for sending answers that were ended
+_KEEP_ALIVE_S = 115
+"""Idle seconds of a connection that clients are told of; longer than most keep theirs, Go's 90 s included."""
 
 
 class Server(uvicorn.Server):
@@ -31,6 +33,8 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S + 5,  # else requests in the last moment would be lost
+            headers=[("Keep-Alive", f"timeout={_KEEP_ALIVE_S}")],
             timeout_graceful_shutdown=round(app.options.shutdown_s + _MARGIN_S),
         )
         super().__init__(config)
