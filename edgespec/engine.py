@@ -32,7 +32,7 @@ from edgespec.requests.request import (
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
 from edgespec.requests.stream import Stream, answers, answers_async
-from edgespec.requests.ticket import Ticket
+from edgespec.requests.ticket import InProcess, Ticket
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress, show_progress
@@ -157,7 +157,7 @@ def load(
     return model
 
 
-class Model(AbstractContextManager["Model"]):
+class Model(InProcess, AbstractContextManager["Model"]):
     """A loaded target with its drafter. It is a context manager.
 
     Requests may come from any thread and any task. A thread of the model's own answers them in order,

@@ -5,22 +5,26 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from threading import TIMEOUT_MAX, Condition, Thread, get_ident
 from time import monotonic
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from edgespec.engine import Model, load
 from edgespec.loading.footprint import plan_of
 from edgespec.loading.opening import Reference
-from edgespec.requests.ticket import LOOK_S
+from edgespec.loading.options import LoadOptions
+from edgespec.requests.ticket import LOOK_S, InProcess
 from edgespec_models.bundles.bundle import TOKENIZER, Bundle
-from edgespec_models.errors import Closed, DeviceError, RequestError
+from edgespec_models.errors import Closed, DeviceError, EdgespecError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import size
 from edgespec_runtimes.memory import machine_memory
+
+if TYPE_CHECKING:  # of use to models that are not loaded
+    from edgespec.loading.first_use import Found
 
 PLANNED_TOKENS = 2048
 """The tokens of the text with which a model's memory is counted."""
@@ -35,7 +39,7 @@ class _User(Future[Model]):
         self.name, self.owner, self.progress, self.uses = name, owner, progress, False
 
 
-class Models:
+class Models(InProcess):
     """Models by name, loaded one after the other when they are used, from any thread or task.
 
     This is a context manager. If there is no room, idle models are unloaded, the least recently used first.
@@ -106,6 +110,25 @@ class Models:
 
         with self._asking(_User(name, asyncio.current_task(), progress)) as user:
             yield await asyncio.wrap_future(user)
+
+    def found(self, name: str) -> "Found | None":
+        """What a load opens: a bundle, or what is exported first, a file or an entry of the catalogue.
+
+        None is a model that cannot be read, or that the hub has and this machine does not.
+        """
+        if (model := self.loaded.get(name)) is not None:
+            return model.target
+        from edgespec.loading.planning import look_up
+
+        named = self._named[name]
+        arguments: Mapping[str, Any] = named if isinstance(named, Mapping) else {"target": named}
+        options = arguments.get("options") or LoadOptions()
+        with suppress(EdgespecError):
+            found = look_up(arguments["target"], "target", options.weights)
+            if isinstance(found, Bundle) and options.chat_template is not None:
+                found.use_template(options.chat_template)
+            return found
+        return None
 
     def unload(self, name: str) -> None:
         """Unload a model as soon as it is unused. The next use loads it again."""

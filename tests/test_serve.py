@@ -186,8 +186,7 @@ def test_an_answer_that_ran_out_of_time_says_so(model: ServedModel, url: str, st
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"reasoning_effort": "high"}, "reasoning_effort is 'high', and toy does not think; leave it out"),
-        ({"reasoning_effort": "low"}, "reasoning_effort is 'low', and toy does not think; leave it out"),
+        ({"enable_thinking": True}, "enable_thinking is True, and toy does not think; leave it out"),
         ({"thinking_budget_tokens": 7}, "thinking_budget_tokens is 7, and toy does not think; leave it out"),
     ],
 )

@@ -122,7 +122,7 @@ def test_idle_connections_may_be_used_again(url: str) -> None:
     with connect(url) as connection:
         for _ in range(2):
             connection.sendall(GET + b"\r\n")
-            assert b"keep-alive: timeout=75" in answer(connection)
+            assert b"keep-alive: timeout=115" in answer(connection)
             sleep(0.6)
         assert is_open(connection)
 

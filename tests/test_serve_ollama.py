@@ -355,10 +355,10 @@ def test_models_are_listed_shown_loaded_and_unloaded(shelves: Models) -> None:
                 left = ask(url, path, {"model": "chats", "keep_alive": nothing, **empty})
                 assert (left.status, left.json["done_reason"]) == (200, "unload")
             until(lambda: not shelves.loaded)
-        seen, _ = ask(url, "/api/tags").json["models"]  # what was seen is still said
+        seen, _ = ask(url, "/api/tags").json["models"]
         size = sum(file.stat().st_size for file in model.target.path.iterdir() if file.name != MANIFEST)
         assert (seen["details"]["family"], seen["size"]) == ("llama", size)
-        assert seen["digest"] != unseen[0]["digest"] and seen["details"]["parameter_size"] == "0M"
+        assert seen == unseen[0] and seen["details"]["parameter_size"] == "0M"
         shown = ask(url, "/api/show", {"name": "chats"}).json
         assert (
             set(shown["capabilities"]) == {"completion", "tools", "thinking"} and shown["template"] == HERMES
@@ -367,7 +367,7 @@ def test_models_are_listed_shown_loaded_and_unloaded(shelves: Models) -> None:
         assert shown["model_info"]["llama.context_length"] == model.target.config.context_length
         assert shelves.loaded == {}  # for that was seen, too
         vectors = ask(url, "/api/show", {"model": "embeds:latest", "verbose": True}).json
-        assert vectors["capabilities"] == ["embedding"] and set(shelves.loaded) == {"embeds"}
+        assert vectors["capabilities"] == ["embedding"] and shelves.loaded == {}
         other = ask(url, GENERATE, {"model": "none", "keep_alive": 0})
         assert other.status == 404
 

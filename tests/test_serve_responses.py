@@ -195,11 +195,11 @@ def test_what_is_kept_is_bounded_by_time_and_memory() -> None:
         ({"truncation": "auto"}, "truncation is 'auto'"),
         ({"include": ["message.output_text.logprobs"]}, "include[0] is 'message.output_text.logprobs'"),
         ({"tools": [{"type": "function"}]}, "tools[0] is {"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type is 'allowed_tools'; all"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice is {'type': 'allowed_tools'}; all"),
         ({"text": {"format": {"type": "xml"}}}, "text format is {'type': 'xml'}; allowed:"),
         ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort is 'enormous'"),
-        ({"input": [{"type": "computer_call"}]}, "input[0].type is 'computer_call'; allowed: 'message'"),
+        ({"input": [{"type": "computer"}]}, "input[0].type is 'computer'; allowed: 'message'"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role is 'tool'; allowed: 'user'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content[0].type is 'input_im"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text is N"),
@@ -306,7 +306,10 @@ def test_what_changes_no_answer_is_taken_and_told_once(
 
 
 def test_errors_of_the_model_name_what_the_client_sent() -> None:
+    """An effort is no error: it says how hard to think, if at all."""
+    form = {"type": "json_schema", "name": "a", "strict": True, "schema": {"uniqueItems": True}}
     with toy_model(toy_session()) as model, serving(model) as url:
-        reply = ask(url, PATH, asked() | {"model": "toy", "reasoning": {"effort": "low"}})
-    assert reply.status == 400
-    assert reply.error.startswith("reasoning.effort is 'low', and toy does not think")
+        strict = ask(url, PATH, asked() | {"model": "toy", "text": {"format": form}})
+        effort = {"model": "toy", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
+        assert ask(url, PATH, asked() | effort).status == 200
+    assert strict.status == 400 and "the text.format cannot be followed strictly" in strict.error

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.kit.several import (
     session,
     several,
 )
-from tests.kit.toy import settle
+from tests.kit.toy import KV_BYTES, settle
 
 
 def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
@@ -196,3 +197,17 @@ def test_what_pauses_waits_for_all_that_run(tmp_path: Path) -> None:
             settle()
             model.forget()
             assert all(session.length == 0 for session in runner_of(model).seats.sessions)
+
+
+def test_an_answer_without_a_limit_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KV cache grows as it is written, so nobody waits for room that few answers need."""
+    available = 2 * 1100 * KV_BYTES  # half of it may be taken
+    monkeypatch.setattr(
+        "edgespec.requests.runner.machine_memory", lambda: SimpleNamespace(available=available)
+    )
+    with driving() as (driven, _):
+        streams = [queued(driven, prompt, max_new_tokens=2000) for prompt in PROMPTS[1:3]]
+        driven.turn()
+        assert sum(driven.taken) == 2
+        for stream in streams:
+            stream.cancel()

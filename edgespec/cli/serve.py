@@ -72,8 +72,14 @@ def serve(
         int, typer.Option(min=1024, help="The most bytes of a request. Longer ones are refused.")
     ] = 4194304,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="The most tokens of an answer whose request names no number.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="The most tokens of an answer whose request names no number. Default: up to the context's "
+            "end, and 1024 for a text to continue and a fill, which need not end.",
+        ),
+    ] = None,
     sampling: Annotated[
         Literal["recommended"] | None,
         typer.Option(

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
 
+_NAMING: Final = {"properties", "items", "prefixItems", "$ref", "allOf", "anyOf", "oneOf"}
+_ONE_SPACE: Final = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
+"""The spacing where a schema names no properties. Models that want a space behind a brace, and may not write
+it, choose another token with the name's beginning, and so another name."""
 _LOG: Final = logging.getLogger("edgespec")
 _Text = Annotated[str, matching(r"(?s)[^\ud800-\udfff]*", "without lone surrogates")]
 
@@ -55,6 +59,8 @@ class Grammar:
 @dataclass(frozen=True, slots=True)
 class JsonSchema(Checked):
     """JSON that fits a schema, on one line, spaced like ``json.dumps``, properties in the schema's order.
+
+    A schema that names no properties leaves each space to the model.
 
     Annotations and unknown formats are ignored. Keywords that a grammar cannot hold, such as ``uniqueItems``,
     are checked after the answer where that is possible: see ``schema_problems`` of
@@ -81,7 +87,8 @@ class JsonSchema(Checked):
             schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
             if not isinstance(schema, Mapping):
                 raise TypeError(f"it is a {type(schema).__name__}")
-            prepared = PreparedSchema(schema, strict=self.strict)
+            spacing = {} if _NAMING & schema.keys() else {"x-guidance": _ONE_SPACE}
+            prepared = PreparedSchema({**spacing, **schema}, strict=self.strict)
             return Grammar([{"json_schema": prepared.grammar}], {"": prepared})
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the schema is no JSON object ({error}); give one, or its text") from error

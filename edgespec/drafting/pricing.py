@@ -18,6 +18,8 @@ from edgespec_runtimes.cost import CostCurve
 
 STAKE: Final = 5.0
 """The number of tokens by which plain decoding may be ahead."""
+USUAL_TOKENS: Final = 1024
+"""The tokens of an answer whose request allows more: what few answers exceed."""
 
 _SMOOTHING = 0.03
 _MEMORY = 0.97

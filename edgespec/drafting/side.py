@@ -9,7 +9,7 @@ from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.pricing import USUAL_TOKENS, Pricing
 from edgespec.drafting.reading import Chain, Reader
 from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
@@ -126,7 +126,7 @@ class DrafterSide:
         length = len(prompt) - left_out[1] + begin
         # Another vocabulary may need more tokens for the same text.
         session.reserve(min(length + 2 * max_new_tokens + 4 * max_draft, session.model.longest))
-        reading_s, longest_s = (length - held) * self._row_s, max_new_tokens * token_s
+        reading_s, longest_s = (length - held) * self._row_s, min(max_new_tokens, USUAL_TOKENS) * token_s
         if length >= session.capacity or reading_s >= _GAIN * longest_s:
             return None, self.teaching()
         bridge, reader = self._bridge(tokens, prompt), Reader(session, self.curve, self._followers, held=held)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Unpack
 from edgespec.requests.request import Messages, RequestOptions
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
+from edgespec.requests.ticket import InProcess
 from edgespec_models.schema import checked, length
 
 Start = Callable[
@@ -13,7 +14,7 @@ Start = Callable[
 ]
 
 
-class Conversation:
+class Conversation(InProcess):
     """A conversation, which keeps its messages. :meth:`edgespec.Model.conversation` begins one.
 
     Its KV cache is put aside while the model answers others, and taken up again. Questions are answered in

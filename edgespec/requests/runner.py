@@ -12,7 +12,7 @@ from edgespec.decoding.draft import Clock, Draft, Drafter, Extending, Observer, 
 from edgespec.decoding.grammar import Constraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Guard, Pricing
+from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Pricing
 from edgespec.loading.opening import Loaded
 from edgespec.loading.options import LoadOptions
 from edgespec.requests.decoding import RequestDecoding
@@ -148,13 +148,14 @@ class Runner:
             constraint = with_thoughts(place, tokenizer, eos, request.thinking, constraint)
         new = min(request.max_new_tokens, self.session.model.longest - count)
         request = replace(request, max_new_tokens=new)
-        if self.seats.any_taken and not self._has_room(count + new):
+        room = count + min(new, USUAL_TOKENS)  # more comes when passes need it
+        if self.seats.any_taken and not self._has_room(room):
             return None
         starts = message_starts(prompt.target, self.target.tokenizer)
         seat = self.seats.take(prompt.target, starts, on_disk=request.prompt_cache)
         with ExitStack() as undoing:
             undoing.callback(seat.free)
-            seat.target.reserve(count + new)
+            seat.target.reserve(room)
             if request.prompt_logprobs:
                 seat.target.rewind(0)  # a cached token has no log probability
             policy = self._policy(prompt, request, constraint, seat)

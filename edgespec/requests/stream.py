@@ -8,14 +8,18 @@ from weakref import finalize
 
 from edgespec.requests.queue import RequestQueue
 from edgespec.requests.results import Generation, Record, choice_id
-from edgespec.requests.ticket import LOOK_S, Stage, Ticket
+from edgespec.requests.ticket import LOOK_S, InProcess, Stage, Ticket
 from edgespec_models.errors import Busy, RequestError
 
 _ENDED_EARLY: Final = ("cancelled", "timeout", "closed")
 
 
 class Stream(
-    Iterator[str], AsyncIterator[str], AbstractContextManager["Stream"], AbstractAsyncContextManager["Stream"]
+    InProcess,
+    Iterator[str],
+    AsyncIterator[str],
+    AbstractContextManager["Stream"],
+    AbstractAsyncContextManager["Stream"],
 ):
     """Iterate over the text as it is generated, with ``for`` or ``async for``; then read :attr:`result`.
 

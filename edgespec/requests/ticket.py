@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property
 from threading import Condition
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from edgespec.decoding.grammar import Constraint
 from edgespec.requests.request import Prompt, Request
@@ -28,6 +28,16 @@ class Stage(Enum):
     WAITING = "it waits for its turn"
     RUNNING = "who has taken it out of the queue ends it"
     ENDED = "it has its result"
+
+
+class InProcess:
+    """An object of this process alone, such as a loaded model. It is neither pickled nor copied."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied, because its model is loaded in this "
+            "process; share it among threads, or call edgespec.load in each process"
+        )
 
 
 class Ticket:

@@ -124,8 +124,7 @@ class App:
         return JSONResponse({"object": "list", "data": [*map(self._described, self.models.names)]})
 
     async def _one_model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._completions.check_name(name)
+        name = self._completions.known_name(request.path_params["name"])
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:

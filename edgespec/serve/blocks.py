@@ -93,16 +93,22 @@ class BlockReply(Reply):
 def field_of(part: object, name: str, where: str, allowed: Sequence[str], usual: str | None = None) -> str:
     """A field of a part: one of ``allowed``, or ``usual`` if it is missing. RequestError for others."""
     value = part.get(name) if isinstance(part, Mapping) else None
+    value = value.lower() if name == "role" and isinstance(value, str) else value  # some capitalize it
     value = usual if value is None else value
     if not isinstance(value, str) or value not in allowed:
         raise RequestError(f"{where}.{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
     return value
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
-    """A text, or the texts of parts of these kinds, a line each. RequestError for anything else."""
+def text_of(content: Any, where: str, kinds: Sequence[str] | None) -> str:
+    """A text, or the texts of parts of these kinds, a line each. RequestError for anything else.
+
+    If the kinds are None, anything else is JSON.
+    """
     if isinstance(content, str):
         return content
+    if kinds is None:
+        return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list | tuple):
         raise RequestError(f"{where} is {shown(content)}; allowed: a text, or a list of parts with texts")
     for at, part in enumerate(content):

@@ -2,7 +2,8 @@
 
 Unknown fields are refused, and so are fields that would change the answer in a way that edgespec lacks. So no
 client relies on an effect that is missing. Fields that cannot change an answer are accepted and logged:
-fields of the type :data:`typing.Any`, and fields whose names say so. docs/server.md has the table.
+fields of the type :data:`typing.Any`, fields whose names say so, empty ones, and values that change nothing.
+docs/server.md has the table.
 """
 
 import asyncio
@@ -11,12 +12,13 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast
 
 from starlette.requests import Request
 
 from edgespec.decoding.grammar import AnyJson, JsonSchema, ResponseFormat
+from edgespec.requests.call_values import listed, table
 from edgespec.requests.request import RequestOptions
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
@@ -25,7 +27,7 @@ from edgespec_models.schema import length, lone_surrogate, read, shown, within
 
 T = TypeVar("T")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort")
+_THINKING = ("thinking_budget", "thinking_budget_tokens", "reasoning_effort", "enable_thinking")
 _MOST = 2**31 - 1  # tokens
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, perhaps of whole ones
 _TOGETHER = 8  # requests of the greatest size whose bodies may arrive at once
@@ -39,6 +41,19 @@ _ASIDE = re.compile(
 )
 """Names of fields about the user, billing, storage, tools that run elsewhere, or a server's memory and
 threads."""
+_IDLE: Mapping[str, object] = {
+    **dict.fromkeys(("min_tokens", "mirostat", "top_a", "dry_multiplier", "xtc_probability", "n_probs"), 0),
+    **dict.fromkeys(("best_of", "tfs_z", "typical_p", "length_penalty"), 1),
+    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "use_beam_search"), False),
+    **dict.fromkeys(("background", "continue_final_message", "timings_per_token"), False),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "penalize_newline"), True),
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning"), True),
+    "reasoning_format": "auto",
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "verbosity": "medium",
+}
+"""Fields that some bodies lack, with the value that changes nothing. Other values are refused."""
 UNUSED = logging.getLogger("edgespec.serve.unused")
 """Receives the names of unused fields of each request; :class:`Once` leaves out repetitions."""
 _OF_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send with a page's body
@@ -66,6 +81,7 @@ class StreamOptions:
     """``stream_options``."""
 
     include_usage: bool = False
+    continuous_usage_stats: Literal[False] | None = None
     include_obfuscation: Any = None
 
 
@@ -105,12 +121,18 @@ class Body(Sampling):
 class _Common(Body):
     """The fields that chat and text completions share."""
 
-    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    usual_tokens: ClassVar[int] = _MOST  # of an answer if neither the request nor the server says so
+
+    stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, within(1, _MOST)] | None = None
     logit_bias: Mapping[str, float] | None = None
     stop: str | Sequence[str] | None = None
     n: Annotated[int, within(1, 16)] = 1
     return_progress: bool = False  # llama.cpp's
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is for streams; leave it out, or set stream to true")
 
     def options(self) -> RequestOptions:
         """The options of the request to the model, without the prompt."""
@@ -150,20 +172,30 @@ class ChatBody(_Common):
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: Sequence[Mapping[str, Any]] | None = None  # the older form of tools
+    function_call: str | Mapping[str, Any] | None = None
     response_format: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     reasoning_effort: Effort | bool | None = None  # True: as the template has it
-    # other servers', too: tokens of thoughts
+    # other servers', too: whether to think, and tokens of thoughts
+    enable_thinking: bool | None = None
     thinking_budget: Annotated[int, within(0)] | None = None
     thinking_budget_tokens: Annotated[int, within(0)] | None = None
     # one value only: the others would change the answer
     modalities: Sequence[Literal["text"]] | None = None
 
     def _in_other_words(self) -> dict[str, Any]:
+        old = [{"type": "function", "function": function} for function in self.functions or ()]
+        choice = self.tool_choice or self.function_call
+        if isinstance(choice, Mapping) and "name" in choice:  # functions, and Responses
+            choice = {"type": "function", "function": choice}
+        tools, choice = _chosen(without_foreign(self.tools or old), choice)
         return {
             **_Common._in_other_words(self),
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
-            "tools": without_foreign(self.tools or ()) or None,
+            "tools": tools or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": False if self.functions else self.parallel_tool_calls,
             "template_args": self.chat_template_kwargs,
             "thinking": self._thinking(),
             "response_format": None
@@ -174,19 +206,41 @@ class ChatBody(_Common):
     def words(self) -> dict[str, str]:
         name = next((name for name in _THINKING if getattr(self, name) is not None), "reasoning_effort")
         thinking = {f"thinking is {self._thinking()}": f"{name} is {shown(getattr(self, name))}"}
-        return _Common.words(self) | thinking | {"template_args": "chat_template_kwargs"}
+        old = {"tools[": "functions[", "tool_choice": "function_call"} if self.functions else {}
+        return _Common.words(self) | thinking | {"template_args": "chat_template_kwargs"} | old
 
     def _thinking(self) -> bool | int | str | None:
         """Whether or how hard the model thinks; a number of tokens takes precedence over an effort."""
         effort = False if self.reasoning_effort == "none" else self.reasoning_effort
-        numbers = (self.thinking_budget, self.thinking_budget_tokens)
-        return next((number for number in numbers if number is not None), effort)
+        wishes = (self.thinking_budget, self.thinking_budget_tokens, effort, self.enable_thinking)
+        return next((wish for wish in wishes if wish is not None), None)
+
+    @property
+    def may_think(self) -> bool:
+        """Whether a model without thoughts may answer: an effort says how hard to think, if at all."""
+        return not (self.thinking_budget or self.thinking_budget_tokens or self.enable_thinking)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages without null fields, which clients send back from earlier answers."""
-        return [
-            {key: value for key, value in message.items() if value is not None} for message in self.messages
-        ]
+        """The messages without null fields, which clients send back from earlier answers.
+
+        Calls in older forms become calls of tools. They have no identifier, so their results get the last.
+        """
+        messages, id_ = list[dict[str, Any]](), ""
+        for at, original in enumerate(self.messages):
+            message = {key: value for key, value in original.items() if value is not None}
+            if isinstance(role := message.get("role"), str):  # some clients capitalize it
+                role = message["role"] = role.lower()
+            if isinstance(call := message.pop("function_call", None), Mapping):
+                id_ = f"{at:09}"  # Mistral's templates want nine letters and digits
+                message["tool_calls"] = [{"id": id_, "type": "function", "function": call}]
+            elif role == "function":
+                message |= {"role": "tool", "tool_call_id": id_}
+            elif isinstance(calls := message.get("tool_calls"), list | tuple):
+                message["tool_calls"] = [*map(_as_function, calls)]
+            if role == "assistant" and not message.get("tool_calls"):
+                message.setdefault("content", "")
+            messages.append(message)
+        return messages
 
 
 def texts_in(field: str, value: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:
@@ -201,15 +255,16 @@ class CompletionBody(_Common):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[Sequence[int | str | Sequence[int]], length(1)]
+    usual_tokens = 1024  # a text need not end
+
     special: bool = False  # edgespec's own
     suffix: str | None = None
     max_tokens: Annotated[int, within(0, _MOST)] | None = None
     logprobs: Annotated[int, within(0, 5)] | None = None
     echo: bool = False
-    # one value only: the others would change the answer
-    best_of: Literal[1] | None = None
 
     def __post_init__(self) -> None:
+        _Common.__post_init__(self)
         if len(self.prompts()) > 64:
             raise RequestError(f"prompt has {len(self.prompts())} texts; allowed: at most 64")
         if self.suffix and self.echo and self.logprobs is not None:
@@ -348,11 +403,18 @@ def parse(cls: type[T], body: Mapping[str, Any], where: str = "the request") -> 
     values = {name: value for name, value in body.items() if value is not None}
     known = {known_field.name: known_field.type for known_field in fields(kind)}
     for name in [*values]:
-        if known.get(name) is Any or (name not in known and _ASIDE.fullmatch(name)):
+        if known.get(name) is Any or (name not in known and _is_idle(name, values[name], where)):
             UNUSED.info("requests have the field %s, which changes no answer here", shown(name))
             if name not in known:
                 del values[name]
     return read(cls, values, where, RequestError, "docs/options.md and docs/server.md list the fields")
+
+
+def _is_idle(name: str, value: object, where: str) -> bool:
+    """Whether an unknown field changes nothing. RequestError for another value of a field of ``_IDLE``."""
+    if _IDLE.get(name, value) != value:
+        raise RequestError(f"{where}: {name} is {shown(value)}; allowed: {_IDLE[name]!r}, with no effect")
+    return name in _IDLE or value in ("", [], {}) or _ASIDE.fullmatch(name) is not None
 
 
 async def _read(
@@ -407,6 +469,34 @@ def without_foreign(tools: Sequence[Mapping[str, Any]], kind: str = "function") 
     for other in {shown(tool_kind) for tool_kind in kinds if tool_kind != kind}:
         UNUSED.info("requests have tools of the type %s, which no model here is shown", other)
     return [tool for tool, tool_kind in zip(tools, kinds, strict=True) if tool_kind == kind]
+
+
+def _chosen(
+    tools: list[Mapping[str, Any]], choice: str | Mapping[str, Any] | None
+) -> tuple[list[Mapping[str, Any]], str | Mapping[str, Any] | None]:
+    """The tools that a choice of the type ``allowed_tools`` leaves, and the choice among them.
+
+    Chats have its fields beneath the type's name, Responses beside it.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    wanted = table(choice.get("allowed_tools", choice))
+    mode, named = wanted.get("mode"), [table(tool) for tool in listed(wanted.get("tools"))]
+    names = [table(tool.get("function", tool)).get("name") for tool in named]
+    left = [tool for tool in tools if table(tool.get("function")).get("name") in names]
+    if mode not in ("auto", "required") or not left:
+        raise RequestError(
+            f"tool_choice is {shown(choice)}; allowed: the mode 'auto' or 'required', and names of tools"
+        )
+    return left, mode
+
+
+def _as_function(call: object) -> object:
+    """A call of a custom tool, which takes a text, as the call of a function."""
+    if not (custom := table(table(call).get("custom"))):
+        return call
+    function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    return {"id": table(call).get("id"), "type": "function", "function": function}
 
 
 def response_format(wanted: Mapping[str, Any], name: str = "response_format") -> ResponseFormat | None:

@@ -61,7 +61,8 @@ class Completions:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self.read(ChatBody, request)
-        return await self.converse(request, body, partial(ChatReply, logprobs=body.logprobs))
+        form = partial(ChatReply, logprobs=body.logprobs, is_old=bool(body.functions and not body.tools))
+        return await self.converse(request, body, form, may_think=body.may_think)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
@@ -146,11 +147,13 @@ class Completions:
             raise shutting_down()
         return await read_body(cls, request, self._options)
 
-    def check_name(self, name: str) -> None:
-        """Check that there is such a model. Problem with status 404 if there is none."""
-        if name not in self._models.names:
+    def known_name(self, name: str) -> str:
+        """A model's name, which may end in Ollama's ``:latest``. Problem of status 404 if there is none."""
+        names = [known for known in (name, name.removesuffix(":latest")) if known in self._models.names]
+        if not names:
             problem = f"model {name!r:.200} not found; this server has {str([*self._models.names])[1:-1]}"
             raise Problem(404, problem, "model_not_found")
+        return names[0]
 
     async def model(self, request: Request, name: str) -> tuple[Model, float]:
         """A model that stays loaded during the request, and the seconds that the request has left."""
@@ -159,8 +162,7 @@ class Completions:
     async def _use(
         self, request: Request, name: str, progress: ProgressCallback = ignore_progress
     ) -> tuple[Model, float]:
-        self.check_name(name)
-        using = self._models.use_async(name, progress=progress)
+        using = self._models.use_async(self.known_name(name), progress=progress)
         started, allowed = monotonic(), self._options.timeout_s
         try:
             async with asyncio.timeout(allowed):
@@ -178,7 +180,7 @@ class Completions:
         words: Words = NO_WORDS,
     ) -> Response:
         """Answer ``asks`` with the options of ``body``, in the form of an endpoint."""
-        usual: dict[str, Any] = {"max_new_tokens": self._options.max_new_tokens}
+        usual: dict[str, Any] = {"max_new_tokens": self._options.max_new_tokens or body.usual_tokens}
         if self._options.sampling and isinstance(body, ChatBody):
             usual["sampling"] = self._options.sampling
         options = cast(RequestOptions, {**usual, **body.options()})
@@ -263,7 +265,8 @@ class _EventStream(StreamingResponse):
         super().__init__(self._lines(), media_type=self._answer.media_type, headers=headers)
         self._count, self._asks, self._form, self._options = count, asks, form, options
         self._words = words
-        self._with_usage, self._with_progress = body.stream_options.include_usage, body.return_progress
+        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._with_progress = body.return_progress
         self._streams: Sequence[Sequence[Stream]] = ()
         self._waiting, self._coming = deque[_Streamed](), dict[asyncio.Future[Record | None], _Streamed]()
         self._loads = deque[LoadProgress](maxlen=1)  # written by the thread that loads
@@ -414,7 +417,10 @@ def _fitting(options: RequestOptions, model: Model, may_think: bool) -> RequestO
     """``options``, without ``thinking`` if the model has no thoughts and may answer without."""
     if model.thinks or not may_think:
         return options
-    return cast(RequestOptions, {**options, "thinking": None})
+    variables = {**options.get("template_args", {})}
+    if variables.get("enable_thinking") is False:  # nothing is to be turned off
+        del variables["enable_thinking"]
+    return cast(RequestOptions, {**options, "thinking": None, "template_args": variables})
 
 
 def _choices(options: RequestOptions, ask: Ask) -> list[Stream]:

@@ -1,8 +1,10 @@
 """``/v1/messages``, Anthropic's Messages API: its requests as chats, and its events."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from starlette.requests import Request
@@ -22,6 +24,7 @@ _BLOCKS = {
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
+_HOSTED = re.compile(r"(server|mcp)_tool_use|\w+_tool_result|redacted_thinking")  # what ran at Anthropic's
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPPED = {"stop": "end_turn", "tool_calls": "tool_use"}  # other reasons are limits of tokens or time
 _PIECES = {
@@ -156,11 +159,16 @@ def _add_message(messages: list[Json], message: Mapping[str, Any], where: str) -
         content = [{"type": "text", "text": text_of(content, f"{where}.content", ())}]
     for at, block in enumerate(content):
         place = f"{where}.content[{at}]"
-        kind = field_of(block, "type", place, _BLOCKS[role])
-        if kind == "tool_result":
-            text = text_of(block.get("content") or "", f"{place}.content", ("text",))
+        kind = str(block.get("type") if isinstance(block, Mapping) else None)
+        if role != "assistant" or not _HOSTED.fullmatch(kind):
+            kind = field_of(block, "type", place, _BLOCKS[role])
+        if kind == "redacted_thinking":
+            continue
+        if kind.endswith("tool_result"):
+            kinds = ("text",) if kind == "tool_result" else None
+            text = text_of(block.get("content") or "", f"{place}.content", kinds)
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-        elif kind == "tool_use":
+        elif kind.endswith("tool_use"):
             add_call(messages, block.get("id"), block.get("name"), block.get("input"))
         else:
             text = text_of(block.get(kind), f"{place}.{kind}", ())
@@ -198,7 +206,11 @@ class MessageReply(BlockReply):
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def _closed(self, block: Block) -> list[Json]:
-        return [{"type": "content_block_stop", "index": block.index}]
+        stop = {"type": "content_block_stop", "index": block.index}
+        if block.kind != "thinking":
+            return [stop]
+        delta = {"type": "signature_delta", "signature": _signature(block)}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}, stop]
 
     def _message(self, content: list[Json]) -> Json:
         head = {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "model": self.model}
@@ -218,9 +230,14 @@ def _prompt_counts(prompt: int, cached: int) -> Json:
     return {"input_tokens": prompt - cached, **counts}
 
 
+def _signature(block: Block) -> str:
+    """The digest of thoughts: clients do not send thoughts back that lack a signature."""
+    return sha256(block.text.encode()).hexdigest() if block.text else ""
+
+
 def _content(block: Block) -> Json:
     if block.kind == "thinking":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "thinking", "thinking": block.text, "signature": _signature(block)}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     return {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,15 +18,18 @@ from starlette.responses import JSONResponse, Response
 
 from edgespec.decoding.schemas import rewritten
 from edgespec.engine import Model
+from edgespec.loading.first_use import Found
 from edgespec.models import Models
 from edgespec.requests.fill import fills
-from edgespec.requests.request import calls_tools
+from edgespec.requests.request import calls_tools, thoughts_tags
 from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
 from edgespec.serve.blocks import add_call, field_of, text_of
 from edgespec.serve.bodies import ChatBody, EmbeddingBody, Sampling, parse
 from edgespec.serve.completions import Ask, Completions
 from edgespec.serve.problems import Problem
 from edgespec.serve.replies import Json, Reply, with_rows
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.downloads.catalog import CatalogueEntry
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import Limit, length, shown, within
 
@@ -54,11 +58,6 @@ class Options(Sampling):
     num_predict: Annotated[int, within(-2, 2**31 - 1)] = -1
     stop: str | Sequence[str] | None = None
     repeat_last_n: int | None = None
-    # one value only: the others would change the answer
-    penalize_newline: Literal[True] | None = None
-    mirostat: Literal[0] | None = None
-    tfs_z: Annotated[float, within(1, 1)] | None = None
-    typical_p: Annotated[float, within(1, 1)] | None = None
     # change nothing here
     draft_num_predict: Any = None
     mirostat_eta: Any = None
@@ -100,7 +99,7 @@ class _Body:
             form = {"type": "json_schema", "schema": _closed(self.format)}
         return ChatBody(
             **options.of(Sampling),
-            model=_name(self.model),
+            model=self.model,
             stream=self.stream,
             messages=messages,
             stop=options.stop,
@@ -193,11 +192,6 @@ class ShowBody:
     system: Any = None
     template: Any = None
     options: Any = None
-
-
-def _name(model: str) -> str:
-    """A model's name without Ollama's tag."""
-    return model.removesuffix(":latest")
 
 
 def _closed(schema: Mapping[str, Any]) -> Any:
@@ -334,7 +328,7 @@ class Ollama:
     def __init__(self, completions: Completions, models: Models) -> None:
         self._completions, self._models = completions, models
         self._since = _at(datetime.now(UTC))
-        self._info = dict[str, Json]()  # facts of each model that was loaded since the start
+        self._info = dict[str, Json]()  # facts of each model
 
     async def chat(self, request: Request) -> Response:
         """``POST /api/chat``."""
@@ -358,35 +352,33 @@ class Ollama:
 
     async def _nothing(self, request: Request, body: _Body, form: "partial[OllamaReply]") -> Response:
         """Load the model, or unload it as soon as it is unused."""
-        name = _name(body.model)
         if body.unloads:
-            self._completions.check_name(name)
-            self._models.unload(name)
+            self._models.unload(self._completions.known_name(body.model))
         else:
-            await self._completions.model(request, name)
-        return JSONResponse(form(name, None, 0.0).nothing("unload" if body.unloads else "load"))
+            await self._completions.model(request, body.model)
+        return JSONResponse(form(body.model, None, 0.0).nothing("unload" if body.unloads else "load"))
 
     async def embed(self, request: Request) -> Response:
         """``POST /api/embed``, and ``/api/embeddings``, which older clients ask for the vector of a text."""
         began = monotonic()
         body = await self._completions.read(EmbedBody, request)
-        name, texts = _name(body.model), body.input or body.prompt
-        used = await self._completions.model(request, name)
+        texts = body.input or body.prompt
+        used = await self._completions.model(request, body.model)
         rows, tokens, loaded = iter(list[list[float]]()), 0, monotonic()
         if texts:
-            embedding = EmbeddingBody(model=name, input=texts, dimensions=body.dimensions)
+            embedding = EmbeddingBody(model=body.model, input=texts, dimensions=body.dimensions)
             embeddings = await self._completions.vectors(request, embedding, *used)
             rows, tokens = (row.tolist() for row in embeddings.vectors), sum(embeddings.tokens)
         if request.url.path == "/api/embeddings":
             return JSONResponse({"embedding": next(rows, [])})
         cost = _durations(total=monotonic() - began, load=loaded - began) | {"prompt_eval_count": tokens}
-        write = partial(with_rows, {"model": name, **cost}, "embeddings", rows)
+        write = partial(with_rows, {"model": body.model, **cost}, "embeddings", rows)
         return Response(await asyncio.to_thread(write), media_type="application/json")
 
     async def tags(self, _: Request) -> Response:
         """``GET /api/tags``."""
-        models = [self._listed(name) | {"modified_at": self._since} for name in self._models.names]
-        return JSONResponse({"models": models})
+        listed = await asyncio.to_thread(lambda: [*map(self._listed, self._models.names)])
+        return JSONResponse({"models": [model | {"modified_at": self._since} for model in listed]})
 
     async def ps(self, _: Request) -> Response:
         """``GET /api/ps``."""
@@ -394,13 +386,13 @@ class Ollama:
         return JSONResponse({"models": [self._running(name, model) for name, model in loaded]})
 
     async def show(self, request: Request) -> Response:
-        """``POST /api/show``. Loads a new model, because only then its abilities are known."""
+        """``POST /api/show``. Loads a model without a bundle, because only then its abilities are known."""
         body = await self._completions.read(ShowBody, request)
-        name = _name(body.model or body.name)
-        self._completions.check_name(name)
-        if not self._info_of(name):
+        name = self._completions.known_name(body.model or body.name)
+        info = await asyncio.to_thread(self._info_of, name)
+        if "template" not in info:
             await self._completions.model(request, name)
-        info = self._info_of(name)
+            info = self._info_of(name)
         fields = {key: info[key] for key in ("template", "details", "model_info", "capabilities")}
         return JSONResponse({"parameters": "", **fields, "modified_at": self._since})
 
@@ -414,15 +406,15 @@ class Ollama:
         raise Problem(501, f"{request.url.path} changes no models here; {instead}", "not_implemented")
 
     def _info_of(self, name: str) -> Json:
-        """Facts of a model from its last load; empty if it was never loaded."""
-        if (model := self._models.loaded.get(name)) is not None:
-            self._info[name] = _info(name, model)
-        return self._info.get(name, {})
+        """Facts of a model; before its export only what its file or the catalogue says."""
+        if "template" not in self._info.get(name, {}):
+            self._info[name] = _info(name, self._models.found(name))
+        return self._info[name]
 
     def _listed(self, name: str) -> Json:
-        unknown = {"size": 0, "digest": _digest(name), "details": _details("", 0), "capabilities": []}
         tagged, info = f"{name}:latest", self._info_of(name)
-        return {"name": tagged, "model": tagged} | {key: info.get(key, unknown[key]) for key in unknown}
+        facts = {key: info[key] for key in ("size", "digest", "details", "capabilities")}
+        return {"name": tagged, "model": tagged, **facts}
 
     def _running(self, name: str, model: Model) -> Json:
         listed, keep = self._listed(name), self._models.kept_s(name)
@@ -436,11 +428,22 @@ class Ollama:
         }
 
 
-def _info(name: str, model: Model) -> Json:
+def _info(name: str, bundle: Found | None) -> Json:
     """Facts of a model for Ollama's clients."""
-    bundle, manifest, config = model.target, model.target.manifest, model.target.config
+    if not isinstance(bundle, Bundle):
+        entry = bundle if isinstance(bundle, CatalogueEntry) else None
+        files = [bundle, *bundle.glob("*")] if isinstance(bundle, Path) else []
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        return {
+            "size": size if entry is None else entry.size_bytes,
+            "digest": _digest(name if entry is None else entry.sha256),
+            "details": _details("", 0) if entry is None else _details(entry.architecture, entry.parameters),
+            "capabilities": ["completion"],
+        }
+    manifest, config = bundle.manifest, bundle.config
     weights, formats = manifest.parameters_per_pass, Counter(manifest.formats)
-    skills = {"tools": calls_tools(bundle), "thinking": model.thinks, "insert": fills(bundle)}
+    thinks = thoughts_tags(bundle) is not None
+    skills = {"tools": calls_tools(bundle), "thinking": thinks, "insert": fills(bundle)}
     answers = ["completion", *(skill for skill, is_known in skills.items() if is_known)]
     family, template = config.architecture, bundle.chat_template.source if bundle.chat_template else ""
     return {

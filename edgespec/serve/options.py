@@ -40,7 +40,8 @@ class ServeOptions:
         timeout_s: Seconds that a request may take, waiting included. It then ends with what was written.
         body_timeout_s: Seconds within which a request has to arrive.
         shutdown_s: Seconds that running requests get to finish when the server ends.
-        max_new_tokens: The most tokens of an answer whose request names no number.
+        max_new_tokens: The most tokens of an answer whose request names no number. None: up to the
+            context's end; of a text to continue and of a fill, which need not end, 1,024.
         sampling: ``"recommended"`` answers chats as the makers of a model advise, where requests say nothing.
             None is greedy.
     """
@@ -54,7 +55,7 @@ class ServeOptions:
     timeout_s: Annotated[float, within(above=0.0)] = 600.0
     body_timeout_s: Annotated[float, within(above=0.0)] = 30.0
     shutdown_s: Annotated[float, within(0.0)] = 10.0
-    max_new_tokens: Annotated[int, within(1, 2**31 - 1)] = 1024
+    max_new_tokens: Annotated[int, within(1, 2**31 - 1)] | None = None
     sampling: Literal["recommended"] | None = None
 
     def __post_init__(self) -> None:

@@ -209,32 +209,48 @@ class _Completion(Reply):
         return {"finish_reason": reason, "edgespec": self._extension(answer) | more}
 
 
+@dataclass(slots=True)
 class ChatReply(_Completion):
-    """A ``chat.completion`` and its chunks."""
+    """A ``chat.completion`` and its chunks. With ``is_old`` its call is a ``function_call``."""
 
-    __slots__ = ()
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    is_old: bool = False
 
     def begin(self) -> list[Json]:
         """The chunk with the role."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """A chunk with a piece of the thoughts, of the text, or of calls of tools."""
+        """A chunk for each piece of the thoughts, of the text, or of a call.
+
+        Some clients read one field of a chunk, and one entry of its calls.
+        """
         parts = (replace(part, id=part.id and choice_id(part.id, self.index)) for part in record.calls)
-        calls = [part.to_message() for part in parts]
-        pieces = {"reasoning_content": record.reasoning, "content": record.content, "tool_calls": calls}
-        delta = {name: piece for name, piece in pieces.items() if piece}
+        pieces = {"reasoning_content": record.reasoning, "content": record.content}
+        deltas: list[Json] = [{name: piece} for name, piece in pieces.items() if piece]
+        deltas += [self._called([part.to_message()]) for part in parts]
+        first, *others = deltas or [{}]
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
-        return self._chunk({"delta": delta, "logprobs": logprobs, "edgespec": {"tokens": shown}})
+        chunks = self._chunk({"delta": first, "logprobs": logprobs, "edgespec": {"tokens": shown}})
+        return chunks + [chunk for delta in others for chunk in self._chunk({"delta": delta})]
 
     def end(self, answer: Generation) -> list[Json]:
         return self._chunk({"delta": {}, **self._ended(answer)})
 
+    def _called(self, calls: Sequence[Json]) -> Json:
+        """The field of a message, or of a delta, with its calls."""
+        return {"function_call": calls[0]["function"]} if self.is_old else {"tool_calls": calls}
+
+    def _ended(self, answer: Generation, **more: Any) -> Json:
+        ended = _Completion._ended(self, answer, **more)
+        is_call = self.is_old and ended["finish_reason"] == "tool_calls"
+        return ended | ({"finish_reason": "function_call"} if is_call else {})
+
     def _choice(self, answer: Generation) -> Json:
         message = {**answer.message, "refusal": None}
         if answer.tool_calls:
-            message["content"] = answer.content or None
+            message |= {"content": answer.content or None, **self._called(message.pop("tool_calls"))}
         return {"message": message, "logprobs": self._logprobs(answer.records[len(answer.thoughts) :])}
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> Json | None:
@@ -279,15 +295,29 @@ class CompletionReply(_Completion):
         spelled = b"" if self.tokenizer.is_special(token.id) else self.tokenizer.token_bytes(token.id)
         return sum(byte & 0xC0 != 0x80 for byte in spelled[token.again :])
 
+    def _spelled(self, token: int) -> str:
+        """The text of a token; of a part of a character its bytes, as OpenAI writes them."""
+        spelled = self.tokenizer.token_bytes(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
     def _logprobs(self, tokens: Sequence[TokenRecord], start: int) -> Json | None:
-        """Log probabilities as lists. ``text_offset`` counts characters from ``start``."""
+        """Log probabilities as lists. ``text_offset`` counts characters from ``start``.
+
+        The chosen token stands among the most likely ones.
+        """
         if not self.logprobs:
             return None
         return {
-            "tokens": [self._text(token.id) for token in tokens],
+            "tokens": [self._spelled(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {self._text(id_): logprob for id_, logprob in token.top_logprobs}
+                {
+                    self._spelled(id_): logprob
+                    for id_, logprob in (*token.top_logprobs, (token.id, token.logprob))
+                }
                 if token.logprob is not None
                 else None
                 for token in tokens

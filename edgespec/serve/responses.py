@@ -4,6 +4,7 @@ The last responses are kept in memory, so that a request may continue one.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from edgespec.requests.results import Generation
 from edgespec.serve.blocks import Block, BlockReply, Output, add, add_call, field_of, functions_of, text_of
-from edgespec.serve.bodies import Body, ChatBody, Effort
+from edgespec.serve.bodies import UNUSED, Body, ChatBody, Effort
 from edgespec.serve.completions import Completions
 from edgespec.serve.problems import Problem
 from edgespec.serve.replies import Json, usage
@@ -23,7 +24,9 @@ from edgespec_models.schema import length, matching, shown, within
 
 KEPT_BYTES, KEPT_S = 64 * 2**20, 3600.0
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_HOSTED = re.compile(r"\w+_call(_output)?|mcp_\w+|compaction")  # items of tools that are no functions
 _TEXTS = ("input_text", "output_text", "text")
+_OF_CALLS = ("type", "id", "status", "call_id", "name")
 _ROLES = ("user", "assistant", "system", "developer")
 _INCLUDED = matching(
     r"reasoning\.encrypted_content|\w+_call\.\w.*", "'reasoning.encrypted_content', or of a call"
@@ -67,25 +70,19 @@ class ResponsesBody(Body):
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
-    # one value only: the others would change the answer
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
     include: Sequence[Annotated[str, _INCLUDED]] = ()  # thoughts come as text
 
     def chat(self, messages: Sequence[Json]) -> ChatBody:
         """The same request as a chat about ``messages``."""
-        choice = self.tool_choice
-        if isinstance(choice, Mapping):
-            field_of(choice, "type", "tool_choice", ("function",))
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        if isinstance(self.tool_choice, Mapping):
+            field_of(self.tool_choice, "type", "tool_choice", ("function", "allowed_tools"))
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatBody(
             **self.of(Body),
             messages=[*system, *messages],
             max_tokens=self.max_output_tokens,
             tools=functions_of(self.tools, "function", "parameters"),
-            tool_choice=choice,
+            tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self.text.format,
             reasoning_effort=self.reasoning.effort,
@@ -103,18 +100,32 @@ class ResponsesBody(Body):
 
 
 def _add_item(messages: list[Json], item: Mapping[str, Any], where: str) -> None:
+    if _HOSTED.fullmatch(str(item.get("type"))):
+        _add_call(messages, item, where)
+        return
     kind = field_of(item, "type", where, _ITEMS, "message")
-    if kind == "function_call":
-        add_call(messages, item.get("call_id"), item.get("name"), item.get("arguments"))
-    elif kind == "function_call_output":
-        text = text_of(item.get("output"), f"{where}.output", _TEXTS)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-    elif kind == "reasoning":
+    if kind == "reasoning":
         thoughts = text_of(item.get("content") or [], f"{where}.content", ("reasoning_text",))
         add(messages, "assistant", thoughts, "reasoning_content")
     else:
         text = text_of(item.get("content"), f"{where}.content", _TEXTS)
         add(messages, field_of(item, "role", where, _ROLES), text)
+
+
+def _add_call(messages: list[Json], item: Mapping[str, Any], where: str) -> None:
+    """Append a call or its result. Calls without an identifier are answered elsewhere, and left out."""
+    kind, call_id = item["type"], item.get("call_id")
+    if kind.endswith("_output"):
+        kinds = _TEXTS if kind == "function_call_output" else None
+        text = text_of(item.get("output"), f"{where}.output", kinds)
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    elif kind == "function_call":
+        add_call(messages, call_id, item.get("name"), item.get("arguments"))
+    elif call_id is not None:
+        arguments = {key: value for key, value in item.items() if key not in _OF_CALLS}
+        add_call(messages, call_id, item.get("name") or kind.removesuffix("_call"), arguments)
+    else:
+        UNUSED.info("requests have items of the type %s, which no model here is shown", shown(kind))
 
 
 class Kept:
@@ -180,7 +191,7 @@ class ResponseReply(BlockReply):
     messages: list[Json]
     kept: Kept
     sent: int = 0
-    status: str = "completed"
+    is_cut: bool = False  # the last block
 
     def whole(self, answers: Sequence[Generation]) -> Json:
         self.take_whole(answers[0])
@@ -193,7 +204,7 @@ class ResponseReply(BlockReply):
 
     def end(self, answer: Generation) -> list[Json]:
         response = self._ended(answer)
-        return [*self.close(), self._event(self.status, response=response)]
+        return [*self.close(), self._event(response["status"], response=response)]
 
     def failed(self, problem: Problem) -> Json:
         """An error as an event. OpenAI's client raises events with the field ``error``."""
@@ -210,7 +221,7 @@ class ResponseReply(BlockReply):
         return self._within(block, f"{_STEMS[block.kind]}.delta", delta=piece)
 
     def _closed(self, block: Block) -> list[Json]:
-        item = self._item(block, self.status)
+        item = self._item(block, self._state(block))
         text = {"arguments" if block.kind == "call" else "text": block.text}
         done = self._within(block, f"{_STEMS[block.kind]}.done", **text)
         parts = self._parts(block, "done", item)
@@ -246,15 +257,27 @@ class ResponseReply(BlockReply):
 
     def _ended(self, answer: Generation) -> Json:
         """The complete response, which is kept."""
-        self.status = "completed" if answer.finish_reason in ("stop", "tool_calls") else "incomplete"
-        states = ["completed"] * (len(self.blocks) - 1) + [self.status]
-        response = self._response(self.status, [*map(self._item, self.blocks, states)])
-        if self.status == "incomplete":
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.is_cut = answer.finish_reason not in ("stop", "tool_calls")
+        states = [*map(self._state, self.blocks)]
+        is_whole = not self.is_cut and "incomplete" not in states
+        output = [*map(self._item, self.blocks, states)]
+        response = self._response("completed" if is_whole else "incomplete", output)
+        if not is_whole:
+            reason = "max_output_tokens" if self.is_cut else "invalid_tool_call"
+            response["incomplete_details"] = {"reason": reason}
         response |= {"usage": _usage(answer), "edgespec": self._extension(answer)}
         if self.body.store:
             self.kept.put(response, [*self.messages, answer.message])
         return response
+
+    def _state(self, block: Block) -> str:
+        """The status of an item. A call whose arguments are no JSON is incomplete, whatever ended it."""
+        is_whole = not (self.is_cut and block is self.blocks[-1])
+        try:
+            json.loads((block.kind == "call" and block.text) or "{}")
+        except ValueError:
+            is_whole = False
+        return "completed" if is_whole else "incomplete"
 
     def _response(self, status: str, output: list[Json]) -> Json:
         head = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created}
@@ -289,7 +312,8 @@ class Responses:
             _, before = self.kept.get(previous, "previous_response_id")
         messages = [*before, *body.chat_messages(self.kept)]
         form = partial(ResponseReply, body=body, messages=messages, kept=self.kept)
-        return await self._completions.converse(request, body.chat(messages), form, words=_WORDS)
+        chat = body.chat(messages)
+        return await self._completions.converse(request, chat, form, words=_WORDS, may_think=True)
 
     async def kept_response(self, request: Request) -> Response:
         """``GET`` and ``DELETE /v1/responses/ID``."""

@@ -18,8 +18,8 @@ from edgespec.serve.connections import Connection, Limits
 
 _LOG = logging.getLogger("edgespec.serve")
 _BACKLOG = 256  # connections that the system holds until they are accepted
-_IDLE_S = 75  # seconds for which clients may reuse a connection
 _MARGIN_S = 5.0  # seconds for sending answers that were ended
+_KEEP_ALIVE_S = 115  # idle seconds of which clients are told; Go's keep connections for 90
 
 
 class Server(uvicorn.Server):
@@ -40,12 +40,12 @@ class Server(uvicorn.Server):
             proxy_headers=False,  # any page could send them
             # asyncio accepts so many connections in a row, and reports each for which there is no handle
             backlog=_BACKLOG if sys.platform == "win32" else 1,
-            timeout_keep_alive=_IDLE_S,
-            headers=[("Keep-Alive", f"timeout={_IDLE_S}")],
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S + 5,  # else requests in the last moment would be lost
+            headers=[("Keep-Alive", f"timeout={_KEEP_ALIVE_S}")],
             timeout_graceful_shutdown=round(app.options.shutdown_s + _MARGIN_S),
         )
         super().__init__(config)

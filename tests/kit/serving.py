@@ -228,7 +228,7 @@ def serving_models(
     models: Models, options: ServeOptions | None = None, history: History | None = None
 ) -> Iterator[str]:
     """Serve models, which who made them closes; yields the address."""
-    options = options or ServeOptions(port=0)
+    options = options or ServeOptions(port=0, max_new_tokens=1024)  # toy models end no answer
     started: list[Server] = []
     ready = threading.Event()
 
