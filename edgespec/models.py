@@ -18,6 +18,7 @@ from edgespec.loading.options import LoadOptions
 from edgespec.requests.ticket import LOOK_S, InProcess
 from edgespec_models.bundles.bundle import TOKENIZER, Bundle
 from edgespec_models.errors import Closed, DeviceError, EdgespecError, RequestError
+from edgespec_models.forks import check_process
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import size
@@ -143,11 +144,8 @@ class Models(InProcess):
         return self._keep if due is None else max(0.0, due - monotonic())
 
     def close(self) -> None:
-        """Unload all models. Running requests end with the reason ``closed``. Any thread may call it.
-
-        In a forked process there is nothing to end.
-        """
-        if self._process != os.getpid():
+        """Unload all models. Running requests end with the reason ``closed``. Any thread may call it."""
+        if self._process != os.getpid():  # forked: there is nothing to end
             return
         with self._changed:
             self._closed = True
@@ -159,11 +157,7 @@ class Models(InProcess):
     def _asking(self, user: _User) -> Iterator[_User]:
         if user.name not in self.names:
             raise RequestError(f"there is no model {user.name!r:.200}; allowed: {', '.join(self.names)}")
-        if self._process != os.getpid():
-            raise RequestError(
-                "this process was forked from the one that made these Models, whose threads stayed there; "
-                "make them in this process, or start processes with 'spawn'"
-            )
+        check_process(self._process)
         with self._changed:
             if self._closed:
                 raise Closed("the models are closed")

@@ -12,7 +12,7 @@ import pytest
 from edgespec_models.bundles.graph_contract import Part, Pass
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_runtimes.block_pool import BlockPool
-from edgespec_runtimes.cpu import CpuOptions, default_threads, most_threads, open_cpu
+from edgespec_runtimes.cpu import CpuOptions, best_instructions, default_threads, most_threads, open_cpu
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.kv_cache import SharedCache
 from edgespec_runtimes.ort import ort
@@ -254,3 +254,16 @@ def test_options_have_bounds(options: dict[str, int]) -> None:
     with pytest.raises(RequestError, match=f"{name} is {value}; .* {allowed}"):
         CpuOptions(**options)  # type: ignore[arg-type]
     assert 1 <= default_threads() <= most_threads() == 2 * (os.cpu_count() or 1)
+
+
+def test_plain_instructions_are_told_at_load_with_the_way_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = tiny_native(tmp_path / "m", LLAMA, "Q4_0").bundle
+    open_cpu(bundle, replace(ONE_THREAD, instructions="plain")).close()
+    (record,) = caplog.records
+    assert "plain instructions" in record.message and "--weights portable" in record.message
+    caplog.clear()
+    if best_instructions() != "plain":
+        open_cpu(bundle, ONE_THREAD).close()
+        assert not caplog.records

@@ -3,7 +3,7 @@
 import os
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -247,3 +247,27 @@ def _damaging(path: Path, *, kept: int = 100) -> Store:
             raise error
 
     return Damaged.open(path)
+
+
+@pytest.mark.parametrize(("error", "again"), [(MemoryError(), True), (ValueError("no such token"), False)])
+def test_the_writer_goes_on_after_any_error_and_drops_only_what_would_fail_again(
+    path: Path, error: Exception, again: bool
+) -> None:
+    failures = [error]
+
+    def text(tokens: Sequence[int]) -> bytes:
+        if failures:
+            raise failures.pop()
+        return text_of(tokens)
+
+    with closing(Writer(Store.open(path), path, scope=SCOPE, text_of=text, flush_s=0.001)) as writer:
+        writer.tell(lambda delta: delta.wrote(passage_of(1)))
+        until(lambda: writer.problem)
+        assert (str(error) or "MemoryError") in str(writer.problem) and "decoding goes on" in str(
+            writer.problem
+        )
+        writer.flush()
+        writer.tell(lambda delta: delta.wrote(passage_of(2)))
+        writer.flush()
+        assert writer.problem is None
+    assert {entry.passage.body[0] for entry in stored(path).entries} == ({1, 2} if again else {2})

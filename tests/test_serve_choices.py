@@ -140,3 +140,17 @@ def test_control_tokens_that_are_stop_strings_stop(stop: str | None, reason: str
     choice = reply["choices"][0]
     assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == (reason, written)
     assert (choice["text"], choice["edgespec"]["stop"]) == ("", stop if written == 1 else None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_prompts_than_the_queue_has_places_are_answered(stream: bool) -> None:
+    body: dict[str, Any] = {"model": "toy", "prompt": ["a", "b", "c", "d"], "n": 3, "max_tokens": 4}
+    body |= {"temperature": 1.0, "seed": 1}
+    with several(2, max_waiting=1) as model, serving(model) as url:
+        whole = ask(url, TEXT, body).json
+        assert [choice["index"] for choice in whole["choices"]] == list(range(12))
+        alone = ask(url, TEXT, body | {"prompt": ["c"]}).json["choices"]
+        assert [c["text"] for c in whole["choices"][6:9]] == [c["text"] for c in alone]
+        if stream:
+            reply = ask(url, TEXT, body | {"stream": True})
+            assert texts(events(reply)[:-1]) == [choice["text"] for choice in whole["choices"]]

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions
+from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions, RequestError
+from edgespec.decoding.grammar import GrammarConstraint
+from edgespec.drafting.model import ModelDrafter
 from edgespec.requests import ticket
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Stage
@@ -74,7 +77,7 @@ class Entry:
 
 
 options = st.fixed_dictionaries(
-    {"max_new_tokens": st.integers(0, 24)},
+    {"max_new_tokens": st.sampled_from([60, 24, 9, 2, 1, 0])},
     optional={
         "temperature": st.just(0.9),
         "stop": st.sampled_from(["A", "BC", "Q"]),
@@ -145,8 +148,13 @@ class Turns(RuleBasedStateMachine):
         fault=st.sampled_from([*[""] * 5, "propose", "observe", "close", "cancelled", "shared"]),
         talk=st.sampled_from([None] * 4 + [0, 1]),
         timeout=st.sampled_from([None, None, 5.0]),
+        turns=st.integers(0, 3),
     )
-    def ask(
+    def ask(self, turns: int, **drawn: Any) -> None:
+        self.queue(**drawn)
+        self.turn_on(turns)
+
+    def queue(
         self,
         prompt: str,
         options: dict[str, Any],
@@ -181,8 +189,7 @@ class Turns(RuleBasedStateMachine):
         )
         entry.stream = stream
         self.sweep()
-        live = [other for other in self.entries if not other.ended]
-        if self.is_closed or len(live) >= self.most:
+        if self.is_closed or len(self.live) >= self.most:
             with pytest.raises(Closed if self.is_closed else Busy):
                 self.driven.queue(stream)
             return
@@ -206,8 +213,12 @@ class Turns(RuleBasedStateMachine):
 
         return cancelled
 
+    @precondition(lambda self: self.live)
     @rule(count=st.integers(1, 6))
     def turn(self, count: int) -> None:
+        self.turn_on(count)
+
+    def turn_on(self, count: int) -> None:
         for _ in range(count):
             if self.is_held and not any(map(self.has_to_end, self.running)):
                 return  # it would wait
@@ -223,20 +234,20 @@ class Turns(RuleBasedStateMachine):
                     assert entry.ended or self.length(entry) == written[id(entry)]
             self.check_ends()
 
+    @precondition(lambda self: any(self.now < entry.until < inf for entry in self.live))
     @rule(seconds=st.sampled_from([1.0, 4.0, 6.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    @precondition(lambda self: not self.tidy_fails)
     @rule()
     def tidy_fault(self) -> None:
         self.tidy_fails = True
 
+    @precondition(lambda self: self.live)
     @rule(data=st.data(), drops=st.booleans())
     def leave(self, data: st.DataObject, drops: bool) -> None:
-        live = [entry for entry in self.entries if not entry.ended]
-        if not live:
-            return
-        entry = data.draw(st.sampled_from(live))
+        entry = data.draw(st.sampled_from(self.live))
         entry.leaves = True
         entry.may_end.add("cancelled")
         assert entry.stream is not None
@@ -249,39 +260,39 @@ class Turns(RuleBasedStateMachine):
             assert entry.stream.ended or not waits
             self.check_ends()
 
+    @precondition(lambda self: self.running)
     @rule(who=st.sampled_from(["target", "drafter"]), what=st.sampled_from(["pass", "room"]))
     def fail(self, who: str, what: str) -> None:
         model = self.target if who == "target" else self.drafter
-        if model is not None and self.running:
+        if model is not None:
             model.fails = what
             for entry in self.entries:
                 entry.may_end |= self.failing
 
+    @precondition(lambda self: self.running or self.kept_bytes == MANY)
     @rule()
-    def lack_room(self) -> None:
-        self.kept_bytes = MANY
+    def lack_room_or_have_it(self) -> None:
+        self.kept_bytes = KV_BYTES if self.kept_bytes == MANY else MANY
 
-    @rule()
-    def have_room(self) -> None:
-        self.kept_bytes = KV_BYTES
-
+    @precondition(lambda self: self.running)
     @rule()
     def trim(self) -> None:
         runner_of(self.model).trim()
 
-    @precondition(lambda self: not self.is_closed)
+    @precondition(lambda self: self.live and not (self.is_closed or self.is_held))
     @rule()
     def hold(self) -> None:
         with self.driven.within():
             self.model.pause()
         self.is_held = True
 
+    @precondition(lambda self: self.is_held)
     @rule()
     def resume(self) -> None:
         self.model.resume()
         self.is_held = False
 
-    @precondition(lambda self: len(self.entries) > 3)
+    @precondition(lambda self: len(self.entries) > 6)
     @rule()
     def close(self) -> None:
         with self.driven.within():
@@ -313,6 +324,10 @@ class Turns(RuleBasedStateMachine):
         return entry.leaves or self.now >= entry.until
 
     # ---- What holds ----------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[Entry]:
+        return [entry for entry in self.entries if not entry.ended]
 
     @property
     def running(self) -> list[Entry]:
@@ -396,8 +411,8 @@ class Turns(RuleBasedStateMachine):
         if not hasattr(self, "entries"):
             return
         self.kept_bytes = KV_BYTES
-        self.resume()
-        self.target.fails = ""
+        self.model.resume()
+        self.is_held, self.target.fails = False, ""
         if self.drafter is not None:
             self.drafter.fails = ""
         while self.driven.turn():
@@ -421,3 +436,48 @@ TestTurns.settings = settings(
     stateful_step_count=30,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink a script takes minutes
 )
+
+
+@pytest.mark.parametrize("what", ["pass", "room", "observe"])
+@pytest.mark.parametrize("law", [LAW, OTHER])
+def test_a_drafter_that_fails_is_left_out_and_answers_go_on(
+    what: str, law: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter, target = Fragile(law, several=True), Fragile(LAW, several=True)
+    with toy_model(target.session(), drafter.session(), options=LoadOptions(parallel=2)) as model:
+        driven = Driven(model)
+        if what == "room":
+            drafter.fails = what
+        streams = [driven.queue(model.stream(text, max_new_tokens=60)) for text in (PROMPTS[0], PROMPTS[3])]
+        driven.turn()
+        if what == "observe":
+            monkeypatch.setattr(ModelDrafter, "observe", Mock(side_effect=[OSError("gone")]))
+        elif what == "pass":
+            drafter.fails = what
+        driven.run()
+        for stream, text in zip(streams, (PROMPTS[0], PROMPTS[3]), strict=True):
+            assert facts(stream.result) == facts(alone(text, max_new_tokens=60))
+        reasons = [str(stream.result.stats.speculation_off_reason) for stream in streams]
+        assert any(reason.startswith("the drafter failed: ") for reason in reasons)
+        assert "the answer goes on without it" in caplog.text
+        assert not any(driven.taken)
+        monkeypatch.undo()
+        again = driven.queue(model.stream(PROMPTS[0], max_new_tokens=60))
+        driven.run()
+        assert "failed" not in str(again.result.stats.speculation_off_reason)
+
+
+def test_an_answer_that_its_grammar_ends_leaves_the_prompt_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = Fragile(LAW, several=True)
+    with toy_model(target.session(), options=LoadOptions(parallel=1)) as model:
+        driven = Driven(model)
+        monkeypatch.setattr(GrammarConstraint, "begin", Mock(side_effect=RequestError("no token is allowed")))
+        failing = driven.queue(model.stream(LONG, max_new_tokens=8, response_format=Choice(["NO"])))
+        driven.run()
+        with pytest.raises(RequestError, match="no token"):
+            failing.run()
+        again = driven.queue(model.stream(LONG, max_new_tokens=8))
+        driven.run()
+        assert again.result.stats.cached_tokens > len(LONG) // 2

@@ -55,8 +55,6 @@ class Policy(Source):
     needed anyway; sources go on behind it. Their proposals are cut where the grammar forbids them, and
     continued there by what it forces.
 
-    A model that fails is closed, and the request goes on without it.
-
     Args:
         free: a source whose proposals take no time worth counting.
         model: a source that takes time and prices its own drafts: a model, or an app's drafter. None if such

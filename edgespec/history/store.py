@@ -279,10 +279,7 @@ class Store:
             yield Kept(DrafterKey(digest, name), *values)
 
     def _correct(self, key: int, drafter: DrafterKey, lesson: Lesson, *, adds_up: bool) -> None:
-        """Add a change to a drafter's correction.
-
-        If it ``adds_up`` with earlier ones and these are gone, they were forgotten, and it goes with them.
-        """
+        """Add a change to a drafter's correction. What ``adds_up`` with a forgotten one is forgotten too."""
         known = None if lesson.anew else self._correction(key, drafter)
         if known is None and adds_up and not lesson.anew:
             return

@@ -46,8 +46,6 @@ class Writer:
     tried again every 30 seconds and at the end. A damaged file is set aside and begun anew, unless it can no
     longer be told from another program's.
 
-    Only the process that made it writes: in a forked one the thread is missing, and SQLite forbids it.
-
     The writer owns ``store``; :meth:`close` closes it. ``text_of`` returns the bytes of tokens and is called
     in the thread. ``flush_s`` are the seconds from the first change to its transaction.
     """
@@ -100,7 +98,7 @@ class Writer:
 
     def close(self) -> None:
         """Store the rest and end the thread. It may be called again, also after an interrupt."""
-        if self._closed or self._process != os.getpid():
+        if self._closed or self._process != os.getpid():  # SQLite's files are the parent's
             return
         with self._changed:
             self._closing = True

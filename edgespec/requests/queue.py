@@ -12,6 +12,7 @@ from threading import Condition, Lock, Thread, current_thread
 from edgespec.requests.results import FinishReason
 from edgespec.requests.ticket import LOOK_S, Stage, Ticket
 from edgespec_models.errors import Busy, Closed, RequestError
+from edgespec_models.forks import check_process
 
 _LOG = logging.getLogger("edgespec")
 
@@ -42,9 +43,6 @@ class RequestQueue:
 
     The thread begins with a request and ends when none is left. So an idle model has no thread, and nothing
     keeps the program from ending: at its end running requests end too.
-
-    A process that was forked from the one that made the queue has none of its threads, and locks may stay
-    held there. So it takes no request.
     """
 
     def __init__(
@@ -68,16 +66,12 @@ class RequestQueue:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether this process was forked from the one that made the queue."""
+        """Whether this process was forked from the one that made the queue. Locks may stay held here."""
         return self._process != os.getpid()
 
     def check_process(self) -> None:
         """Raise RequestError in a process that was forked from the one that made the queue."""
-        if self.is_orphaned:
-            raise RequestError(
-                "this process was forked from the one that loaded the model, whose threads stayed there; "
-                "load the model in this process, or start processes with 'spawn'"
-            )
+        check_process(self._process)
 
     def put(self, ticket: Ticket) -> None:
         """Queue a request, once."""

@@ -44,10 +44,8 @@ _NO_MEMORY = ("bad_alloc", "bad allocation", "Cannot allocate memory", "failed t
 
 
 def open_session(model: str | bytes, settings: Any, providers: Sequence[Any] | None = None) -> Any:
-    """ONNX Runtime's session over a graph's file or bytes, without the fallback to other providers.
-
-    That would try the same one again, and print.
-    """
+    """ONNX Runtime's session over a graph's file or bytes."""
+    # The fallback would try the same provider again, and print.
     return kept_in_forks(ort.InferenceSession(model, settings, providers=providers, enable_fallback=0))
 
 
