@@ -340,6 +340,7 @@ class Form:
         call: makes a grammar's rule of a call of a function.
         behind_name: what stands between the name of a function and its arguments, where it is written so.
         text: what is written before an answer's text.
+        raw: whether texts in single quotes have no escapes.
     """
 
     name: str
@@ -349,6 +350,7 @@ class Form:
     call: Callable[[Function], str] = _in_json
     behind_name: str = "[ARGS]"
     text: str = ""
+    raw: bool = False
 
     @property
     def close(self) -> str:
@@ -383,6 +385,14 @@ FORMS: Final = (
         "final<|message|>",
     ),
     Form("gemma4", r"<\|tool_call>", ("<|tool_call>",), _GEMMA, _in_marks),
+    Form(
+        "lfm2.5",
+        r"""List of tools: (?s:.)*"'" ?\+ ?\w+ ?\+ ?"'\"""",
+        ("<|tool_call_start|>",),
+        _PYTHON,
+        _in_python,
+        raw=True,
+    ),
     Form("lfm2", r"<\|tool_call_start\|>|List of tools: ", ("<|tool_call_start|>",), _PYTHON, _in_python),
     Form("args", r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", _MISTRAL, (*_MISTRAL, *_MISTRAL, ""), _in_args),
     Form("mistral", r"\[TOOL_CALLS\]", _MISTRAL, ("[TOOL_CALLS][", ", ", "]")),
