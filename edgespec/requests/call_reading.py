@@ -233,28 +233,41 @@ class CallReader:
         stop = len(text) if following is None else following.start()
         closes = [mark for mark in self._closes_behind(tag) if mark not in _INNER]
         ends = [match.start() for match in _any(closes).finditer(text, begins, stop)]
+        has_mark = bool(ends)
         if not ends and (following or (final and not self.cut)):
             ends = [stop]
         for end in ends if self._form.raw else reversed(ends):
             with suppress(ValueError, RecursionError, MoreError):
-                at, calls = self._read(text[:end], tag, is_whole=True, lenient=True)
+                at, calls = self._read(text[:end], tag, has_mark, is_whole=True, lenient=True)
                 if not text[at:end].strip(" \t\r\n]})") and not (ends_answer and text[end:].strip()):
                     return end, calls
         return (0, []) if final or following else None
 
-    def _read(self, text: str, tag: str, **options: bool) -> tuple[int, list[Called]]:
-        block = _Block(text, tag, self._form, self._tools, **options)
+    def _read(self, text: str, tag: str, has_mark: bool = True, **options: bool) -> tuple[int, list[Called]]:
+        block = _Block(text, tag, self._form, self._tools, has_mark, **options)
         calls = block.read()
-        if not calls:
+        if not calls or not block.is_sure:
             raise ValueError("no calls")
         return block.at, calls
 
 
 class _Block:
-    """Reads the calls behind ``tag``, with which ``text`` begins. Options are those of ValueReader."""
+    """Reads the calls behind ``tag``, with which ``text`` begins. Options are those of ValueReader.
 
-    def __init__(self, text: str, tag: str, form: "Form", tools: Mapping[str, Any], **options: bool) -> None:
-        self._tag, self._tools, self._lenient = tag, tools, options.get("lenient", False)
+    Without a mark at the end (``has_mark``) arguments end with their own bracket or tag.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        tag: str,
+        form: "Form",
+        tools: Mapping[str, Any],
+        has_mark: bool,
+        **options: bool,
+    ) -> None:
+        self._tag, self._tools, self._has_mark = tag, tools, has_mark
+        self._lenient, self._may_miss = options.get("lenient", False), 0
         self._is_bare = tag not in form.tags or tag == "<code>"  # it may be other JSON, or another program
         start = 0 if tag.startswith("<function") and "_" not in tag else len(tag)
         self._values = ValueReader(text, start, raw=form.raw, schemas_of=self._schemas, **options)
@@ -263,6 +276,11 @@ class _Block:
     def at(self) -> int:
         """Where the calls end."""
         return self._values.at
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether no bracket of arguments is missing, unless a mark ends the calls."""
+        return self._has_mark or self._values.missing <= self._may_miss
 
     def read(self) -> list[Called]:
         """Read the calls.
@@ -317,6 +335,7 @@ class _Block:
                 raise ValueError("text behind arguments")
         if not isinstance(arguments, dict | None):
             raise ValueError("arguments are a table")
+        self._may_miss = int(inner is not None)
         beside = {
             k: v for k, v in value.items() if k not in (key, inner) and (k in schemas or k not in _BESIDE)
         }
@@ -390,7 +409,8 @@ class _Block:
             rf"""|\s*\n(?=<parameter(?:=|\s+name=)["']?(?:{names})["']?\s*>)"""
             r"|\n?(?=\s*</function>\s*</tool_call>\s*<tool_call>\s*<function)"
         )
-        end += r"|\n?(?:</parameter>\s*)*(?=(?:</function>\s*)?\Z)" if self._lenient else ""
+        if self._lenient:
+            end += rf"|\n?(?:</parameter>\s*){'*' if self._has_mark else '+'}(?=(?:</function>\s*)?\Z)"
         text, start = self._values.text, self._values.at
         match = re.compile(end).search(text, start)
         if match is None:

@@ -176,6 +176,7 @@ class ValueReader:
     ) -> None:
         self.text, self.at, self._schemas_of = text, at, schemas_of
         self._is_whole, self.is_python, self._lenient, self._raw = is_whole, is_python, lenient, raw
+        self.missing = 0  # brackets
         self._ends = list[str]()  # of the lists and tables around
 
     def peek(self) -> str:
@@ -227,8 +228,9 @@ class ValueReader:
         while not self.is_over():
             if self.take(","):
                 continue
-            key = self._string() if self._is_quoted() else self.word()
-            if not (key and (self.take(":") or self.take("="))):
+            is_quoted = self._is_quoted()
+            key = self._string() if is_quoted else self.word()
+            if not ((key or is_quoted) and (self.take(":") or self.take("="))):
                 raise ValueError("no key")
             schemas = schemas or self._schemas_of(table.get("name"))
             if key in ARGUMENTS and self.peek() == "{":
@@ -285,6 +287,7 @@ class ValueReader:
                     raise ValueError(f"{end} is missing")
                 self.at += 1  # it is doubled
                 continue
+            self.missing += 1
             break  # it ends what is around
         self.at += following == end
         self._ends.pop()
