@@ -117,6 +117,75 @@ class Calls(Compilable):
         return Grammar([{"lark_grammar": text}, *named], {**answer.schemas, **schemas})
 
 
+_WS: Final = "WS: /[ \\t\\r\\n]{1,9}/"
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCalls(Compilable):
+    """The calls that a mark of ``form`` begins, with the mark, spaced as the model likes.
+
+    With a ``name`` it is a call of this tool without a mark: JSON that has the name before the arguments.
+    """
+
+    form: "Form"
+    tools: Sequence[Mapping[str, Any]]
+    tokenizer: Tokenizer
+    name: str = ""
+
+    def grammar(self) -> Grammar:
+        """The grammar as text for llguidance."""
+        functions = [_spaced(tool["function"]) for tool in self.tools]
+        rules = [_FREE, _WS, f"args: WS? {_written(self.form.behind_name.strip(), self.tokenizer)} WS?"]
+        if self.name:
+            named = next(function for function in functions if function["name"] == self.name)
+            arguments = _json(_prepared(named).grammar)
+            words = ['"\\"name\\""', '":"', _quoted(_quoted(self.name)), '","', "KEY", '":"', arguments]
+            rules += [
+                "BEFORE: /[^{]+/",
+                r'KEY: "\"arguments\"" | "\"parameters\""',
+                f"whole: WS? {' WS? '.join(words)} WS?",
+                'start: BEFORE? ("{" whole "}" | "{{" whole "}}")',
+            ]
+            if self.form.name == "harmony":
+                rules = [_WS, f"start: WS? {arguments}"]
+        else:
+            mark, between, after = self.form.around
+            bracket = '"[" WS?' if "[" in mark[1:] and mark.endswith("[") else ""
+            more = '("," WS? call WS?)*' if between == ", " else ""
+            mark = mark.rstrip("[\n")
+            rules += [
+                f"BEFORE: /[^{re.escape(mark[0])}]+/",
+                f"call: {' | '.join(map(self.form.call, functions))}",
+                f"start: BEFORE? {_written(mark, self.tokenizer)} WS? {bracket} call {more}"
+                + (f" WS? {_written(after.strip(), self.tokenizer)}" if after else ""),
+            ]
+        return Grammar([{"lark_grammar": "\n".join(rules)}])
+
+
+def _spaced(function: Function) -> Function:
+    """A function whose arguments may have any space between them."""
+    parameters = table(function.get("parameters")) or {"additionalProperties": False}
+    return {**function, "parameters": {"x-guidance": {"whitespace_flexible": True}, **parameters}}
+
+
+def marks_of(form: "Form", names: Sequence[str], tokenizer: Tokenizer) -> re.Pattern[bytes]:
+    """What begins calls that a grammar can hold; see :class:`~edgespec.decoding.begun.BegunParts`.
+
+    A mark that is no token of its own may be a mention of it, so there a bracket or tag has to follow.
+    """
+    known = "|".join(map(re.escape, names))
+    if form.name == "harmony":
+        marks = rf"(?P<head>to=(?:functions\.)?(?P<name>{known})\b[^{{]*<\|message\|>)"
+    else:
+        marks = rf"""\{{{{1,2}}\s*"name"\s*:\s*"(?P<name>{known})"\s*,\s*"(?:arguments|parameters)"\s*:"""
+        mark = form.around[0].rstrip("[\n")
+        if mark and form.call in (_in_json, _in_args, _in_xml):
+            is_token = tokenizer.special_id(mark) or tokenizer.id_of_bytes(mark.encode())
+            follows = "" if is_token else r"\s*[\[{<]"
+            marks = f"{re.escape(mark)}{follows}|{marks}"
+    return re.compile(marks.encode())
+
+
 def with_calls_as_text(source: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Messages whose calls are written into their contents, for a chat template that does not show any."""
     form = format_of(source)
