@@ -238,15 +238,19 @@ def test_no_answer_makes_reading_fail(text: str, form: str, data: st.DataObject)
 
 @settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize(("form", "write"), [WRITERS[0], WRITERS[7], WRITERS[8], WRITERS[13]])
-@given(calls, st.sampled_from(["", "\n\n"]), st.data())
-def test_calls_behind_thoughts_are_read_and_those_within_are_not(
-    form: str, write: Write, given: Called, space: str, data: st.DataObject
+@given(
+    calls, st.sampled_from(["<think>or so </think>", "<think>or so", "<think>or so </think>\n\n"]), st.data()
+)
+def test_calls_behind_and_within_thoughts_are_read(
+    form: str, write: Write, given: Called, thoughts: str, data: st.DataObject
 ) -> None:
-    """Tags of calls that are control tokens come right behind thoughts too."""
-    written = write(given)
+    """The mark of a call ends thoughts; marks that are control tokens do so too."""
+    written, is_open = write(given).replace("</think>", ""), not thoughts.rstrip().endswith(">")
     tag = next((each for each in CONTROL if written.startswith(each)), "")
-    tokens = TOKENIZER.encode(f"<think>or {written}?</think>{space}") + TOKENIZER.encode(tag, special=True)
-    tokens += TOKENIZER.encode(written.removeprefix(tag))
+    if is_open and not (tag or written.startswith("<tool_call>")):
+        return
+    tokens = TOKENIZER.encode(thoughts) + TOKENIZER.encode(tag, special=True)
+    tokens += TOKENIZER.encode(written.removeprefix(tag) + "\n</think>" * is_open)
     reader = AnswerReader(TOKENIZER, Place(Tags("<think>", "</think>")), reader_of(SHOWN[form]))
     places = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=9)))
     cuts = zip([0, *places], [*places, len(tokens)], strict=True)
@@ -256,7 +260,19 @@ def test_calls_behind_thoughts_are_read_and_those_within_are_not(
     assert "".join(piece.content for piece in pieces).strip() == ""
     parts = joined([part for piece in pieces for part in piece.calls])
     assert [(name, json.loads(arguments)) for _, name, arguments in parts] == given
-    assert "".join(thought for piece in pieces for thought in piece.thoughts).startswith("or ")
+    assert "".join(thought for piece in pieces for thought in piece.thoughts) == "or so"
+    assert "".join(reader.thoughts) == "or so"
+
+
+def test_a_mark_in_thoughts_that_begins_no_call_is_a_thought() -> None:
+    text = "<think>a <tool_call> is what? </think>So."
+    for size in (1, 99):
+        reader = AnswerReader(TOKENIZER, Place(Tags("<think>", "</think>")), reader_of(HERMES))
+        tokens = TOKENIZER.encode(text)
+        pieces = [reader.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        pieces.append(reader.push([END], final=True))
+        assert "".join(thought for piece in pieces for thought in piece.thoughts) == text[7:30].rstrip()
+        assert "".join(piece.content for piece in pieces) == "So."
 
 
 def test_text_is_held_only_where_a_call_may_begin() -> None:

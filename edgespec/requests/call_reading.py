@@ -68,11 +68,11 @@ class CallReader:
     """Takes an answer's text in pieces and returns the text that can be shown and the complete calls.
 
     ``tools`` are the parameters of functions by name, and ``prompt`` is the prompt of the answer. With
-    ``single`` nothing behind the first call is read. Behind a call the mark
-    ``thoughts_end`` is no text.
+    ``single`` nothing behind the first call is read.
 
     Attributes:
         calls: the calls so far.
+        thinks: whether the text is thoughts, in which only the form's own marks begin calls.
         cut: whether the answer was ended from outside: what is missing at its end is missed then.
     """
 
@@ -83,14 +83,13 @@ class CallReader:
         prompt: Sequence[int],
         *,
         single: bool = False,
-        thoughts_end: str = "",
     ) -> None:
         self.calls: list[ToolCall] = []
-        self.cut = False
+        self.cut = self.thinks = False
         self._form, self._tools, self._single = form, tools, single
         self._seed = hashlib.sha256(repr(list(prompt)).encode())
         self.tags = (*form.tags, *(mark for mark in _STRAY if mark not in form.tags))
-        self._closes = [mark for mark in (form.close, *_CLOSES, thoughts_end) if mark]
+        self._closes = [mark for mark in (form.close, *_CLOSES) if mark]
         self._text = ""  # text that may still become a call
         self._space = ""  # space that is shown if text follows
         self._says = False
@@ -111,6 +110,18 @@ class CallReader:
     def knows(self, name: str) -> bool:
         """Whether a tool has this name."""
         return tool_named(name, self._tools) in self._tools
+
+    def begin_thoughts(self, end: str) -> None:
+        """Read thoughts first. Their mark ``end`` behind a call is no text."""
+        self.thinks = True
+        self._closes.append(end)
+
+    def end_thoughts(self) -> str:
+        """Go on with text, and return the thoughts that were held back."""
+        held, self.thinks = self._space + self._text, False
+        self._text, self._space, self._tag, self._says, self._is_beginning = "", "", None, False, True
+        self._is_tagged = bool(self.calls)
+        return held
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[CallPart]]:
         """Take a piece of text, the last one if ``final``."""
@@ -151,10 +162,10 @@ class CallReader:
 
     def _before_tag(self, final: bool) -> str:
         """Take the text before the next tag, or before a possible beginning of one, and note the tag."""
-        text = self._text
-        tag = self._next_tag(text, 0)
-        held = len(text) if final else len(text) - max(begun_at_end(text, mark) for mark in self.tags)
-        if not self._is_tagged:
+        text, tags = self._text, self._form.tags if self.thinks else self.tags
+        tag = _any(tags).search(text)
+        held = len(text) if final else len(text) - max(begun_at_end(text, mark) for mark in tags)
+        if not (self._is_tagged or self.thinks):
             bare = (_BEGINS.search(text) if self._is_beginning else None) or self._bare(text)
             if bare and bare.end() < held and (tag is None or bare.start() < tag.start()):
                 tag = bare
@@ -166,9 +177,6 @@ class CallReader:
         self._is_tagged = self._is_tagged or (tag is not None and tag[0] in self._form.tags)
         self._text, self._tag = text[start:], None if tag is None else tag[0]
         return text[:start]
-
-    def _next_tag(self, text: str, at: int) -> re.Match[str] | None:
-        return re.compile("|".join(map(re.escape, self.tags))).search(text, at)
 
     def _bare(self, text: str) -> re.Match[str] | None:
         """The first place behind text where a call without a tag may begin."""
@@ -227,7 +235,7 @@ class CallReader:
                 behind = _rest_end(text, end, self._closes)
                 return None if behind == len(text) and not final else (end, calls * (behind == len(text)))
         within = re.compile(r"\s*<function[= ]").match(text, begins)
-        following = self._next_tag(text, begins if within is None else within.end())
+        following = _any(self.tags).search(text, begins if within is None else within.end())
         if not (final or following or self._form.raw):
             return None if any(name in text[: begins + _HEAD] for name in self._tools) else (0, [])
         stop = len(text) if following is None else following.start()

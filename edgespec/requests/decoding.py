@@ -191,6 +191,7 @@ class RequestDecoding(Decoding):
                 text=record.text + rest.text,
                 content=record.content + rest.content,
                 calls=record.calls + rest.calls,
+                thoughts=record.thoughts + rest.thoughts,
                 finish_reason=self._reason,
                 stop=self._reader.stop_string,
             )

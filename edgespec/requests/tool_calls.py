@@ -117,6 +117,10 @@ class Calls(Compilable):
         return Grammar([{"lark_grammar": text}, *named], {**answer.schemas, **schemas})
 
 
+_FREELY: Final = {"whitespace_flexible": True}
+_OPEN: Final = {"anyOf", "oneOf", "patternProperties"}  # rules for other arguments than the named ones
+_MOST_REQUIRED: Final = 3  # arguments that a grammar in any order requires, of each of a few tools
+_FEW: Final = 16
 _WS: Final = "WS: /[ \\t\\r\\n]{1,9}/"
 
 
@@ -134,38 +138,87 @@ class BegunCalls(Compilable):
 
     def grammar(self) -> Grammar:
         """The grammar as text for llguidance."""
-        functions = [_spaced(tool["function"]) for tool in self.tools]
-        rules = [_FREE, _WS, f"args: WS? {_written(self.form.behind_name.strip(), self.tokenizer)} WS?"]
+        functions = [tool["function"] for tool in self.tools]
+        functions = [function for function in functions if self.name in ("", function["name"])]
+        is_xml = self.form.call is _in_xml and not self.name
+        rules, calls, form = [_FREE, _WS, r'KEY: "\"arguments\"" | "\"parameters\""'], list[str](), self.form
+        most = _MOST_REQUIRED if len(functions) <= _FEW else 0
+        for at, function in enumerate(functions):
+            name, table_ = function["name"], f"args{at}"
+            if is_xml:
+                begin, comma, end = _quoted(f"<function={name}>\n"), "", _quoted("</function>")
+                members = _xml_members(function)
+            else:
+                begin, comma, end = '"{" WS?', '"," WS?', '"}"'
+                members = {key: f"{rule} WS?" for key, rule in _json_members(function).items()}
+            parameters = table(function.get("parameters"))
+            must = [key for key in members if key in required_of(parameters)][:most]
+            others = parameters.get("additionalProperties") or parameters.keys() & _OPEN
+            if not is_xml and parameters and (others or not members):
+                rules.append(f"{table_}: {_json(_prepared(_spaced(function)).grammar)}")
+            else:
+                rules += _in_any_order(table_, members, must, begin, comma, end)
+            if form.call is not _in_args and not is_xml:
+                words = ['"\\"name\\""', '":"', _quoted(_quoted(name)), '","', "KEY", '":"', table_]
+                whole = f"WS? {' WS? '.join(words)} WS?"
+                calls.append(f'"{{" {whole} "}}" | "{{{{" {whole} "}}}}"')
+            elif form.name == "harmony":
+                calls.append(f"WS? {table_}")
+            elif self.name or is_xml:
+                calls.append(table_)
+            else:
+                behind = _written(form.behind_name.strip(), self.tokenizer)
+                calls.append(f"{_quoted(name)} WS? {behind} WS? {table_}")
+        rules.append(f"call: {' | '.join(calls)}")
         if self.name:
-            named = next(function for function in functions if function["name"] == self.name)
-            arguments = _json(_prepared(named).grammar)
-            words = ['"\\"name\\""', '":"', _quoted(_quoted(self.name)), '","', "KEY", '":"', arguments]
-            rules += [
-                "BEFORE: /[^{]+/",
-                r'KEY: "\"arguments\"" | "\"parameters\""',
-                f"whole: WS? {' WS? '.join(words)} WS?",
-                'start: BEFORE? ("{" whole "}" | "{{" whole "}}")',
-            ]
-            if self.form.name == "harmony":
-                rules = [_WS, f"start: WS? {arguments}"]
+            rules += ["BEFORE: /[^{]+/", f"start: {'' if form.name == 'harmony' else 'BEFORE? '}call"]
         else:
-            mark, between, after = self.form.around
-            bracket = '"[" WS?' if "[" in mark[1:] and mark.endswith("[") else ""
+            mark, between, after = form.around
+            bracket = '"[" WS?' if mark.endswith("[") else ""
             more = '("," WS? call WS?)*' if between == ", " else ""
             mark = mark.rstrip("[\n")
-            rules += [
-                f"BEFORE: /[^{re.escape(mark[0])}]+/",
-                f"call: {' | '.join(map(self.form.call, functions))}",
-                f"start: BEFORE? {_written(mark, self.tokenizer)} WS? {bracket} call {more}"
-                + (f" WS? {_written(after.strip(), self.tokenizer)}" if after else ""),
-            ]
+            end = f"WS? {_written(after.strip(), self.tokenizer)}" if after else ""
+            rules.append(f"BEFORE: /[^{re.escape(mark[0])}]+/")
+            start = f"BEFORE? {_written(mark, self.tokenizer)} WS? {bracket} call WS? {more} {end}"
+            rules.append(f"start: {start if end else start.replace(' call WS?', ' call')}")
         return Grammar([{"lark_grammar": "\n".join(rules)}])
 
 
 def _spaced(function: Function) -> Function:
     """A function whose arguments may have any space between them."""
-    parameters = table(function.get("parameters")) or {"additionalProperties": False}
-    return {**function, "parameters": {"x-guidance": {"whitespace_flexible": True}, **parameters}}
+    return {**function, "parameters": {"x-guidance": _FREELY, **table(function.get("parameters"))}}
+
+
+def _json_members(function: Function) -> dict[str, str]:
+    """Rules of the arguments in JSON, by their names."""
+    held = _held_by(function)
+    properties = properties_of(table(function.get("parameters")))
+    return {
+        key: f'{_quoted(_quoted(key))} WS? ":" WS? {held({"x-guidance": _FREELY, **schema})}'
+        for key, schema in properties.items()
+    }
+
+
+def _in_any_order(
+    rule: str, members: Mapping[str, str], must: Sequence[str], begin: str, comma: str, end: str
+) -> list[str]:
+    """Rules of members in the order that the model likes, each of ``must`` once.
+
+    A grammar of a schema has one order, and a model that wants another would have to leave members out. There
+    is a rule for what may follow each set of those that must be there.
+    """
+    names = {key: f"{rule}m{at}" for at, key in enumerate(members)}
+    rules = [f"{names[key]}: {text}" for key, text in members.items()]
+    for present in range(2 ** len(must)):
+        following = [f"{names[key]} {rule}s{present}" for key in members if key not in must]
+        following += [
+            f"{names[key]} {rule}s{present | 1 << at}" for at, key in enumerate(must) if not present >> at & 1
+        ]
+        ends = [end] if present == 2 ** len(must) - 1 else []
+        rules.append(f"{rule}s{present}: {' | '.join([*(f'{comma} {more}' for more in following), *ends])}")
+        if not present:
+            rules.append(f"{rule}: {begin} ({' | '.join([*following, *ends])})")
+    return rules
 
 
 def marks_of(form: "Form", names: Sequence[str], tokenizer: Tokenizer) -> re.Pattern[bytes]:
@@ -259,8 +312,20 @@ def _in_args(function: Function) -> str:
 
 
 def _in_xml(function: Function) -> str:
-    parameters, text = table(function.get("parameters")), _quoted(f"<function={function['name']}>\n")
-    required, end, held = required_of(parameters), _quoted("\n</parameter>\n"), _held_by(function)
+    required, text = (
+        required_of(table(function.get("parameters"))),
+        _quoted(f"<function={function['name']}>\n"),
+    )
+    for key, part in _xml_members(function).items():
+        text += f" {part}" if key in required else f" ({part})?"
+        check_length(len(text))
+    return f"{text} {_quoted('</function>')}"
+
+
+def _xml_members(function: Function) -> dict[str, str]:
+    """Rules of the arguments between tags, by their names."""
+    parameters, members = table(function.get("parameters")), dict[str, str]()
+    end, held = _quoted("\n</parameter>\n"), _held_by(function)
     for key, schema in properties_of(parameters).items():
         own = summary(parameters, schema)
         if values := allowed_values(own):
@@ -269,10 +334,8 @@ def _in_xml(function: Function) -> str:
             value = "FREE"
         else:
             value = f"{held(schema)} {end}"
-        part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-        text += f" {part}" if key in required else f" ({part})?"
-        check_length(len(text))
-    return f"{text} {_quoted('</function>')}"
+        members[key] = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
+    return members
 
 
 def _in_python(function: Function) -> str:
