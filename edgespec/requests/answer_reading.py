@@ -81,7 +81,8 @@ class AnswerReader:
         if self._fill is not None:
             texts = [self._fill.push(texts[0], final=final)]
         content, calls = texts[-1], self._parts
-        if self._calls is not None and not (self._place is not None and self._place.thinks):
+        has_text = self._place is None or self._place.has_text or (final and not self._place.thinks)
+        if self._calls is not None and has_text:
             if self._calls.thinks:  # the answer has no thoughts
                 self._calls.end_thoughts()
             content, parts = self._calls.push(content, final=final)
@@ -107,12 +108,13 @@ class AnswerReader:
                 self.thoughts.append(self._decoder.decode(thought, final=not behind.thinks))
                 if self._calls is not None and self._calls.thinks:
                     shown, self._parts = self._calls.push(self.thoughts[-1])
-                    if self._parts:
+                    if self._parts:  # what is shown stands behind the call
                         self.thoughts[-1], self._place = "", Place(place.tags, "text")
                         self._calls.thinks = False
                         return begun + shown.encode(), tokens[at + 1 :]
                     if not behind.thinks:
-                        shown += self._calls.end_thoughts()
+                        more, self._parts = self._calls.end_thoughts()
+                        shown += more
                     self.thoughts[-1] = shown
             if place.thinks and behind.has_text and place.tags.response:
                 end = place.tags.response.replace("<", "</")

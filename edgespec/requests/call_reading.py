@@ -116,11 +116,11 @@ class CallReader:
         self.thinks = True
         self._closes.append(end)
 
-    def end_thoughts(self) -> str:
-        """Go on with text, and return the thoughts that were held back."""
-        held, self.thinks = self._space + self._text, False
-        self._text, self._space, self._tag, self._says, self._is_beginning = "", "", None, False, True
-        self._is_tagged = bool(self.calls)
+    def end_thoughts(self) -> tuple[str, list[CallPart]]:
+        """Go on with text, and return what the thoughts still held."""
+        held = self.push("", final=True)
+        self._space, self.thinks, self._says = "", False, False
+        self._is_beginning, self._is_tagged = True, bool(self.calls)
         return held
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[CallPart]]:
