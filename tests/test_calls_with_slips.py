@@ -148,7 +148,8 @@ def test_a_call_that_was_cut_is_none(text: str) -> None:
 PIECES = (
     "<tool_call>", "</tool_call>", '{"name": "save", "arguments": {', '"file": ', '"body": ', '"', "'", '"""',
     "{", "}", "}}", "[", "]", ", ", ": ", "\n", "x", "a b", "1", "true", "[save(", "file=", "body=", ")",
-    "```", "<function=save>", "<parameter=body>", "</parameter>", "</function>", '<|"|>', "call:save{", "file:",
+    "```", "<function=save>", "<parameter=body>", "</parameter>", "</function>", "call:save{", "file:",
+    '<|"|>',
 )  # fmt: skip
 
 
