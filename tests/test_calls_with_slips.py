@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.begun import BegunParts
+from edgespec.decoding.draft import NO_DRAFT
 from edgespec.decoding.grammar import Grammars
 from edgespec.requests.call_reading import CallReader
 from edgespec.requests.tool_calls import FORMS, BegunCalls, Form, format_of, marks_of
@@ -112,6 +113,8 @@ SLIPS: list[tuple[str, str, Called]] = [
     ("lfm2.5", lfm2(r"""sh(line='it's \"so\"\n')"""), [("sh", {"line": r"it's \"so\"\n"})]),
     ("lfm2.5", lfm2("save(file='f', body='x('a', n='b')')"),
      [("save", {"file": "f", "body": "x('a', n='b')"})]),
+    ("lfm2.5", lfm2(r"sh(line='\"'), sh(line=''')"), [("sh", {"line": r"\""}), ("sh", {"line": "'"})]),
+    ("lfm2.5", lfm2("save(file='f', body='a(1), b('c', n='d'), e('')"), []),
     ("gemma4", gemma('sh{"line": "ls"}'), [("sh", {"line": "ls"})]),
     ("gemma4", gemma("move{to:home,by:2}"), [("move", {"to": "home", "by": 2})]),
     ("gemma4", gemma('move(to=<|"|>a"b<|"|> by=2)'), [("move", {"to": 'a"b', "by": 2})]),
@@ -260,3 +263,14 @@ def test_other_texts_are_free(text: str) -> None:
 def test_a_begun_call_has_all_that_is_required() -> None:
     begun = '{"name": "make", "arguments": {"many": 3'
     assert held("hermes", begun + "}}")[1] == begun
+
+
+def test_what_a_held_call_has_to_say_is_drafted() -> None:
+    shown = format_of(SHOWN["args"])
+    assert shown is not None
+    calls = Grammars(TOKENIZER, [1]).constraint(BegunCalls(shown, [MADE, REST], TOKENIZER))
+    constraint = BegunParts(TOKENIZER, marks_of(shown, ["make"], TOKENIZER), lambda _: calls)
+    constraint.begin([5])
+    constraint.begin([5, *TOKENIZER.encode("So. [TOOL_CALLS]m", special=True)])
+    draft = constraint.fit(NO_DRAFT, NO_DRAFT, 9)
+    assert TOKENIZER.decode(draft.tokens).startswith("ake") and {*draft.sources} == {"grammar"}

@@ -220,6 +220,8 @@ class CallReader:
         if not (tag.strip() or self._may_call(text[begins:])):
             return 0, []
         with suppress(ValueError, RecursionError):
+            if self._form.raw and "'" in text:
+                raise ValueError("a text may end later")
             try:
                 end, calls = self._read(text, tag, is_whole=final)
             except MoreError:
@@ -276,7 +278,8 @@ class _Block:
     ) -> None:
         self._tag, self._tools, self._has_mark = tag, tools, has_mark
         self._lenient, self._may_miss = options.get("lenient", False), 0
-        self._is_bare = tag not in form.tags or tag == "<code>"  # it may be other JSON, or another program
+        # it may be other JSON, another program, or within a text
+        self._is_bare = tag not in form.tags or tag == "<code>" or form.raw
         start = 0 if tag.startswith("<function") and "_" not in tag else len(tag)
         self._values = ValueReader(text, start, raw=form.raw, schemas_of=self._schemas, **options)
 

@@ -243,7 +243,7 @@ class ValueReader:
         """Read an argument, whose schema may allow a text without quotes."""
         start, others = self.at, schemas.keys() - {*before, key}
         quoted = _QUOTED.match(self.text, self.at if self.peek() else start) if self._lenient else None
-        if quoted is not None and quoted[0] in ("'" if self._raw else "'\""):
+        if quoted is not None and (quoted[0][0] == "'" if self._raw else quoted[0] in "'\""):
             return self._open_string(others)
         try:
             return self.value()
@@ -325,7 +325,9 @@ class ValueReader:
         """Read the text of an argument that may contain its quote. ``others`` may follow it."""
         quote, start = self.text[self.at], self.at + 1
         names = "|".join(map(re.escape, others)) or "(?!)"
-        behind = rf"""(?=\s*(?:,\s*(?:(["'])(?:{names})\1\s*:|(?:{names})\s*=)|[\s\]}}),]*\Z))"""
+        following = rf"""(["'])(?:{names})\1\s*:|(?:{names})\s*="""
+        last = r"\)\s*(?:,\s*[\w.]+\(|[\s\]]*\Z)" if self._raw else r"[\s\]}),]*\Z"  # or another call
+        behind = rf"(?=\s*(?:,\s*(?:{following})|{last}))"
         ends = [match.start() for match in re.compile(quote + behind).finditer(self.text, start)]
         if not ends:
             raise ValueError("a string without an end")

@@ -519,7 +519,7 @@ FORMS: Final = (
     Form("gemma4", r"<\|tool_call>", ("<|tool_call>",), _GEMMA, _in_marks),
     Form(
         "lfm2.5",
-        r"""List of tools: (?s:.)*"'" ?\+ ?\w+ ?\+ ?"'\"""",
+        r"""\+ *"'"(?s:.)*<\|tool_call_start\|>""",
         ("<|tool_call_start|>",),
         _PYTHON,
         _in_python,
