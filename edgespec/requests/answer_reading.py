@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # only answers with thoughts or tools need these
 class AnswerReader:
     """Reads an answer as its tokens are committed: thoughts, then text, then the calls in the text.
 
-    A call within the thoughts ends them, because models forget the closing tag.
+    A call at the end of the thoughts is read, because models forget the closing tag.
 
     ``place`` is where the answer begins, or None without thoughts. ``calls`` reads calls of tools, or is
     None. ``fill`` ends a text that fills a hole, or is None. Stop strings end the text; within thoughts they

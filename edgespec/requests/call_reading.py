@@ -72,7 +72,7 @@ class CallReader:
 
     Attributes:
         calls: the calls so far.
-        thinks: whether the text is thoughts, in which only the form's own marks begin calls.
+        thinks: whether the text is thoughts: there only the form's own marks begin calls, at the end.
         cut: whether the answer was ended from outside: what is missing at its end is missed then.
     """
 
@@ -232,10 +232,13 @@ class CallReader:
             if behind == len(text) and not final:
                 return None
             if not text.startswith(('"', "'"), behind):
-                if not ends_answer:
+                if not (ends_answer or self.thinks):
                     return end, calls
                 behind = _rest_end(text, end, self._closes)
-                return None if behind == len(text) and not final else (end, calls * (behind == len(text)))
+                rest, marks = text[behind:].lstrip(), (*self._closes, *self._form.tags)
+                if not final and any(mark.startswith(rest) for mark in marks):
+                    return None
+                return end, calls * (not rest or (self.thinks and rest.startswith(self._form.tags)))
         within = re.compile(r"\s*<function[= ]").match(text, begins)
         following = _any(self.tags).search(text, begins if within is None else within.end())
         if not (final or following or self._form.raw):

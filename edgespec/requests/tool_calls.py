@@ -153,8 +153,13 @@ class BegunCalls(Compilable):
                 members = {key: f"{rule} WS?" for key, rule in _json_members(function).items()}
             parameters = table(function.get("parameters"))
             must = [key for key in members if key in required_of(parameters)][:most]
-            others = parameters.get("additionalProperties") or parameters.keys() & _OPEN
-            if not is_xml and parameters and (others or not members):
+            if parameters and parameters.get("additionalProperties") is not False:
+                known = "|".join(map(re.escape, members))
+                key = (r"<parameter=", r"[^>\n]+", r">\n") if is_xml else ('"', r'[^"\\]*', '"')
+                rules.append(f"OTHER{at}: /{key[0]}{key[1]}{key[2]}/ & ~/{key[0]}({known}){key[2]}/")
+                value = "FREE" if is_xml else f'WS? ":" WS? {_json({"x-guidance": _FREELY})} WS?'
+                members[""] = f"OTHER{at} {value}"
+            if not is_xml and parameters.keys() & _OPEN:
                 rules.append(f"{table_}: {_json(_prepared(_spaced(function)).grammar)}")
             else:
                 rules += _in_any_order(table_, members, must, begin, comma, end)
