@@ -274,3 +274,10 @@ def test_what_a_held_call_has_to_say_is_drafted() -> None:
     constraint.begin([5, *TOKENIZER.encode("So. [TOOL_CALLS]m", special=True)])
     draft = constraint.fit(NO_DRAFT, NO_DRAFT, 9)
     assert TOKENIZER.decode(draft.tokens).startswith("ake") and {*draft.sources} == {"grammar"}
+
+
+def test_a_held_call_may_have_arguments_that_its_schema_does_not_name() -> None:
+    begun = '{"name": "make", "arguments": {"text": "a", "many": 3, "more": [1]}} so'
+    assert held("hermes", begun)[1] is None
+    begun = TAGGED % 3 + "<parameter=more>\nx\n</parameter>\n</function>\n</tool_call>"
+    assert held("xml", begun)[1] is None
