@@ -122,6 +122,8 @@ def test_messages_are_told_apart_however_they_come(
         (f"{FINAL}a STOP b", "", "a "),
         (f"{ANALYSIS}STOP{NEXT}{FINAL}aST{NEXT}{FINAL}OP", "STOP", "aST\n\nOP"),
         ("<|channel|>commentary to=functions.do_it<|message|>{1", "", "to=functions.do_it{1"),
+        (f"<|channel|>commentary to=assistant<|message|>a{NEXT}{FINAL}b", "", "a\n\nb"),
+        (f"{ANALYSIS[:-11]} to=assistant<|message|>a{NEXT}{FINAL}b", "a", "b"),
     ],
 )
 def test_whatever_comes_is_read(answer: str, thoughts: str, content: str) -> None:
@@ -131,6 +133,15 @@ def test_whatever_comes_is_read(answer: str, thoughts: str, content: str) -> Non
         records.append(reader.push((), final=True))
         assert "".join(reader.thoughts) == thoughts
         assert "".join(record.content for record in records) == content
+
+
+@pytest.mark.parametrize("name", ["rest", "functions.rest"])
+def test_a_call_may_leave_out_the_namespace(name: str) -> None:
+    reader = ChannelReader(tokenizer(), reader_of(HARMONY))
+    reader.push(ids(f"<|channel|>commentary to={name} <|constrain|>json<|message|>{{}}<|call|>"))
+    reader.push((), final=True)
+    assert [(call.name, call.arguments) for call in reader.called] == [("rest", {})]
+    assert not "".join(reader.thoughts)
 
 
 def test_an_end_of_a_message_ends_no_answer() -> None:
@@ -211,7 +222,7 @@ def test_clients_stream_channels() -> None:
             assert "".join(getattr(delta, name, None) or "" for delta in deltas) == text
         pieces = [call for delta in deltas for call in delta.tool_calls or ()]
         given = "".join(piece.function.arguments for piece in pieces)
-        assert len(pieces) > 2 and pieces[0].function.name == "do_it"
+        assert pieces[0].function.name == "do_it"
         assert json.loads(given) == json.loads(whole.message.tool_calls[0].function.arguments)
         function = {"type": "function", **DO["function"]}
         body = {"model": "toy", "input": "Say it.", "tools": [function], "stream": True}

@@ -97,7 +97,9 @@ def test_a_template_tells_its_form(form: str) -> None:
         ("hermes", f"I call:\n```\n[{BARE}, {BARE}]\n```\nso.", "I call:\nso.", [DONE, DONE]),
         ("hermes", f"```json\n{BARE}\n{BARE}\n```", "", [DONE, DONE]),
         ("hermes", f"```json\n{BARE}", "", [DONE]),
-        ("hermes", f"See:\n{BARE}", None, []),
+        ("hermes", f"See:\n{BARE}\n", "See:", [DONE]),
+        ("hermes", f"See:\n{BARE}\nSo.", None, []),
+        ("hermes", f"See {BARE}", None, []),
         ("hermes", f"see ```{BARE}```", None, []),
         ("hermes", '{"name": "rest"}', None, []),
         ("hermes", '{"name": "rest", "arguments": [1]}', None, []),
@@ -109,7 +111,7 @@ def test_a_template_tells_its_form(form: str) -> None:
         ("llama3", f"```json\n{BARE}\n```", "", [DONE]),
         ("smollm3", "<code>\n</code>", None, []),
         ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{"a": 1}', "", [("add", {"a": 1})]),
-        ("mistral", f"[TOOL_CALLS] [{ADD}, {{", ", {", 1),
+        ("mistral", f"[TOOL_CALLS] [{ADD}, {{", None, []),
         ("mistral", "[TOOL_CALLS] [1, 2", None, []),
         ("mistral", "[TOOL_CALLS] are what I write", None, []),
         ("args", '[TOOL_CALLS]now{}[TOOL_CALLS]add[ARGS]{"a": 1}.', ".", [("now", {}), ("add", {"a": 1})]),
@@ -202,16 +204,13 @@ def test_a_fence_is_held_until_what_is_in_it_is_known(form: str) -> None:
     assert read(form, list(text))[:2] == (text, [])
 
 
-@pytest.mark.parametrize(
-    "text", [f"See. <tool_call>{ADD[:40]}", f'```json\n{"{"}"name": "do_it", "arguments": {"{"}"text": "a']
-)
-def test_a_call_that_was_cut_is_said_once(text: str) -> None:
-    reader = reader_of(HERMES)
-    shown, parts = reader.push(text, final=True)
-    assert parts and not reader.calls
-    assert shown + reader.cut == text and shown in ("See.", "")
-    unnamed, parts = reader_of(HERMES).push(text[:20], final=True)
-    assert (unnamed, parts) == (text[:20], [])
+@pytest.mark.parametrize("text", [f"See. <tool_call>{ADD}"[:-1], f"```json\n{BARE}"[:-1]])
+def test_what_is_missing_is_not_supplied_where_the_answer_was_cut(text: str) -> None:
+    for cut_off in (False, True):
+        reader = reader_of(HERMES)
+        reader.cut = cut_off
+        shown, parts = reader.push(text, final=True)
+        assert (shown == text, len(parts), len(reader.calls)) == ((True, 0, 0) if cut_off else (False, 1, 1))
 
 
 @settings(max_examples=40, deadline=None)
@@ -237,41 +236,21 @@ def test_no_answer_makes_reading_fail(text: str, form: str, data: st.DataObject)
     assert_the_same_in_pieces(form, text, data.draw(cut(text)))
 
 
-@pytest.mark.parametrize(
-    ("form", "begun", "given"),
-    [
-        (
-            "hermes",
-            f'{called("{").removesuffix("}</tool_call>")}"b": [1], "a": "many words ',
-            '{"b": [1], "a": "many',
-        ),
-        ("xml", "<tool_call>\n<function=do_it>\n<parameter=text>\nmany words, then", '{"text": "ma'),
-        ("llama3", "[do_it(number=1, text='", '{"number": 1, "text": '),
-        ("mistral", f"[TOOL_CALLS][{ADD}, ", '{"a": 1, "b": [2, "x"]}'),
-        (
-            "gemma4",
-            '<|tool_call>call:do_it{number:1,text:<|"|>many words<',
-            '{"number": 1, "text": "many wor',
-        ),
-    ],
-)
-def test_arguments_are_given_out_as_they_become_certain(form: str, begun: str, given: str) -> None:
-    _, parts = reader_of(SHOWN[form]).push(begun)
-    ((_, _, arguments),) = joined(parts)
-    assert arguments.startswith(given)
-
-
 @settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize(("form", "write"), [WRITERS[0], WRITERS[7], WRITERS[8], WRITERS[13]])
-@given(calls, st.sampled_from(["", "\n\n"]), st.data())
-def test_calls_behind_thoughts_are_read_and_those_within_are_not(
-    form: str, write: Write, given: Called, space: str, data: st.DataObject
+@given(
+    calls, st.sampled_from(["<think>or so </think>", "<think>or so", "<think>or so </think>\n\n"]), st.data()
+)
+def test_calls_behind_and_within_thoughts_are_read(
+    form: str, write: Write, given: Called, thoughts: str, data: st.DataObject
 ) -> None:
-    """Tags of calls that are control tokens come right behind thoughts too."""
-    written = write(given)
+    """The mark of a call ends thoughts; marks that are control tokens do so too."""
+    written, is_open = write(given).replace("</think>", ""), not thoughts.rstrip().endswith(">")
     tag = next((each for each in CONTROL if written.startswith(each)), "")
-    tokens = TOKENIZER.encode(f"<think>or {written}?</think>{space}") + TOKENIZER.encode(tag, special=True)
-    tokens += TOKENIZER.encode(written.removeprefix(tag))
+    if is_open and not (tag or written.startswith("<tool_call>")):
+        return
+    tokens = TOKENIZER.encode(thoughts) + TOKENIZER.encode(tag, special=True)
+    tokens += TOKENIZER.encode(written.removeprefix(tag) + "\n</think>" * is_open)
     reader = AnswerReader(TOKENIZER, Place(Tags("<think>", "</think>")), reader_of(SHOWN[form]))
     places = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=9)))
     cuts = zip([0, *places], [*places, len(tokens)], strict=True)
@@ -281,7 +260,19 @@ def test_calls_behind_thoughts_are_read_and_those_within_are_not(
     assert "".join(piece.content for piece in pieces).strip() == ""
     parts = joined([part for piece in pieces for part in piece.calls])
     assert [(name, json.loads(arguments)) for _, name, arguments in parts] == given
-    assert "".join(thought for piece in pieces for thought in piece.thoughts).startswith("or ")
+    assert "".join(thought for piece in pieces for thought in piece.thoughts) == "or so"
+    assert "".join(reader.thoughts) == "or so"
+
+
+def test_a_mark_in_thoughts_that_begins_no_call_is_a_thought() -> None:
+    text = "<think>a <tool_call> is what? </think>So."
+    for size in (1, 99):
+        reader = AnswerReader(TOKENIZER, Place(Tags("<think>", "</think>")), reader_of(HERMES))
+        tokens = TOKENIZER.encode(text)
+        pieces = [reader.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        pieces.append(reader.push([END], final=True))
+        assert "".join(thought for piece in pieces for thought in piece.thoughts) == text[7:30].rstrip()
+        assert "".join(piece.content for piece in pieces) == "So."
 
 
 def test_text_is_held_only_where_a_call_may_begin() -> None:

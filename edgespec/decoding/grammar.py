@@ -299,6 +299,12 @@ class GrammarConstraint(Constraint):
         if self._read[: len(self._committed)] != self._committed:
             self._move(self._committed)
 
+    def begins_with(self, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` may begin a text. The constraint is behind an empty text then."""
+        self._prompt_length, self._ended, self._committed = 0, False, []
+        self._move([])
+        return bool(self._matcher.validate_tokens([*tokens]) == len(tokens))
+
     def ends(self, tokens: Sequence[int]) -> bool:
         self.begin(tokens)
         return self._ended or bool(self.broken) or self._complete[len(self._committed)]

@@ -5,16 +5,18 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from edgespec.requests.results import CallPart, Record, ToolCall
+from edgespec_models.text.thoughts import Place
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:  # only answers with thoughts or tools need these
     from edgespec.requests.call_reading import CallReader
     from edgespec.requests.fill_reading import FillReader
-    from edgespec_models.text.thoughts import Place
 
 
 class AnswerReader:
     """Reads an answer as its tokens are committed: thoughts, then text, then the calls in the text.
+
+    A call at the end of the thoughts is read, because models forget the closing tag.
 
     ``place`` is where the answer begins, or None without thoughts. ``calls`` reads calls of tools, or is
     None. ``fill`` ends a text that fills a hole, or is None. Stop strings end the text; within thoughts they
@@ -28,7 +30,7 @@ class AnswerReader:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        place: "Place | None" = None,
+        place: Place | None = None,
         calls: "CallReader | None" = None,
         fill: "FillReader | None" = None,
         *,
@@ -38,8 +40,12 @@ class AnswerReader:
         self._tokenizer, self._place, self._calls, self._fill = tokenizer, place, calls, fill
         self._streams = [TextStream(tokenizer, stop=stop)]
         self._streams[0].skip = 0 if fill is None else fill.skip
+        self._marks = set[int]() if calls is None else calls.marks(tokenizer)
+        self._parts = list[CallPart]()  # of calls in thoughts
         if calls is not None:  # control tokens may begin calls
-            self._streams.append(TextStream(tokenizer, stop=stop, spelled=calls.marks(tokenizer)))
+            self._streams.append(TextStream(tokenizer, stop=stop, spelled=self._marks))
+            if place is not None and not place.tags.channels and place.stage != "text":
+                calls.begin_thoughts(place.tags.end)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._before_text = 0  # tokens of tags and thoughts
 
@@ -59,22 +65,29 @@ class AnswerReader:
 
         Tokens of thoughts and of their tags come first. The beginning of a closing tag is no thought.
         """
-        before = self._before_text
+        before, self._parts = self._before_text, []
         begun, rest = self._think(tokens)
+        thoughts = tuple(self.thoughts[before:])
         if final and self._place is not None:
             begun += self._place.held_text
+            if self._calls is not None and self._calls.thinks and self._place.thinks:
+                held, self._parts = self._calls.push("", final=True)
+                thoughts = (*thoughts, held)
+                self.thoughts[-1:] = [thought + held for thought in self.thoughts[-1:]]
         texts = [
             stream.push_bytes(begun) + stream.push(rest) + (stream.finish() if final else "")
             for stream in self._streams
         ]
         if self._fill is not None:
             texts = [self._fill.push(texts[0], final=final)]
-        content, calls = texts[-1], list[CallPart]()
-        if self._calls is not None:
-            content, calls = self._calls.push(content, final=final)
-        return Record(
-            texts[0], (), content=content, calls=tuple(calls), thoughts=tuple(self.thoughts[before:])
-        )
+        content, calls = texts[-1], self._parts
+        has_text = self._place is None or self._place.has_text or (final and not self._place.thinks)
+        if self._calls is not None and has_text:
+            if self._calls.thinks:  # the answer has no thoughts
+                self._calls.end_thoughts()
+            content, parts = self._calls.push(content, final=final)
+            calls = [*calls, *parts]
+        return Record(texts[0], (), content=content, calls=tuple(calls), thoughts=thoughts)
 
     def _think(self, tokens: Sequence[int]) -> tuple[bytes, Sequence[int]]:
         """Read up to the text, and return its first bytes and the tokens behind them."""
@@ -83,13 +96,26 @@ class AnswerReader:
             place = self._place
             if place is None or place.stage == "text":
                 return begun, tokens[at:]
-            self._place, thought, text = place.read_token(token, self._tokenizer)
+            if place.thinks and token in self._marks:
+                self._place, thought, text = place.read(self._tokenizer.token_bytes(token))
+            else:
+                self._place, thought, text = place.read_token(token, self._tokenizer)
             behind = self._place
             begun += text
-            if place.thinks or behind.thinks:
-                self.thoughts += [""] * (self._before_text - len(self.thoughts))  # earlier tokens are a tag
-                self.thoughts.append(self._decoder.decode(thought, final=not behind.thinks))
             self._before_text += 1
+            if place.thinks or behind.thinks:
+                self.thoughts += [""] * (self._before_text - 1 - len(self.thoughts))  # these are a tag
+                self.thoughts.append(self._decoder.decode(thought, final=not behind.thinks))
+                if self._calls is not None and self._calls.thinks:
+                    shown, self._parts = self._calls.push(self.thoughts[-1])
+                    if self._parts:  # what is shown stands behind the call
+                        self.thoughts[-1], self._place = "", Place(place.tags, "text")
+                        self._calls.thinks = False
+                        return begun + shown.encode(), tokens[at + 1 :]
+                    if not behind.thinks:
+                        more, self._parts = self._calls.end_thoughts()
+                        shown += more
+                    self.thoughts[-1] = shown
             if place.thinks and behind.has_text and place.tags.response:
                 end = place.tags.response.replace("<", "</")
                 for stream in self._streams:

@@ -1,33 +1,31 @@
 """Reads calls of tools out of an answer while it is written.
 
-Text before a tag is shown as it comes. From a tag on text is held back. Names and arguments are returned as
-soon as they are certain, and what turns out to be no call becomes text. Many models leave out the tag. So
-JSON with the name of a known tool and its arguments is a call too, at the beginning of an answer or in a
-fence.
-Arguments become JSON. Models write them as JSON, as Python literals, or as texts between tags, whose types
-are in the tool's schema.
+A mark begins a call, and the text from there on is held back. A call is returned once it is complete, and
+what turns out to be none becomes text, whole. Many models leave out the marks. So JSON that names a known
+tool and has its arguments is a call too, and so is a list of calls in Python: at the beginning of an answer,
+in a fence, or on lines of its own at the end of an answer.
+
+:mod:`edgespec.requests.call_values` reads the values. The tools' schemas decide between two readings.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.requests.call_values import (
-    DEEPEST,
+    ARGUMENTS,
     QUOTE,
     MoreError,
-    begun_string,
+    Schemas,
+    ValueReader,
     dumped,
-    is_text,
-    literal,
     properties_of,
     summary,
     table,
     typed,
-    value_end,
 )
 from edgespec.requests.results import CallPart, ToolCall
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
@@ -36,46 +34,72 @@ if TYPE_CHECKING:
     from edgespec.requests.tool_calls import Form
 
 _ID_LENGTH: Final = 9  # letters and digits; Mistral's templates require nine
-_WORD: Final = re.compile(r"[\w.-]*")
-_LITERAL: Final = re.compile(r"[^,\]}]*")
-_SPACE: Final = re.compile(r"\s*")
-_END: Final = "</parameter>"
+_STRAY: Final = ("<tool_call>", "<function_call>", "<tool_calls>", "<tools>", "<function=", "<function name=")
+"""Marks of other forms that models write."""
+_CLOSES: Final = (
+    "</tool_call>",
+    "</function_call>",
+    "</tool_calls>",
+    "</tools>",
+    "</function>",
+    "</parameter>",
+)
 _FENCE: Final = r"[ \t]*```\w*\s*"
 _BEGINS: Final = re.compile(rf"\A\s*(?:{_FENCE})?(?=[{{[])")  # an answer
-_FENCED: Final = re.compile(rf"\n{_FENCE}(?=[{{[])")
+_BEHIND: Final = re.compile(rf"\n(?:{_FENCE}|[ \t]*)(?=[{{[])")  # a text
 _MAY_BEGIN: Final = re.compile(r"\A\s*(?:`{1,2}|```\w*\s*)\Z")
-_MAY_BE_FENCED: Final = re.compile(r"\n[ \t]*(?:`{0,2}|```\w*\s*)\Z")
+_MAY_BE_BEHIND: Final = re.compile(r"\n[ \t]*(?:`{0,2}|```\w*\s*)\Z")
+_WRAPPERS: Final = ("function", "tool_calls", "tool_call", "function_call")
+_NAMES: Final = ("name", "function", "tool", "tool_name")
+_BESIDE: Final = ("type", "id", "index", "call_id")  # what may stand beside a name and arguments
+_KEYS: Final = (*_NAMES, *_WRAPPERS, *_BESIDE, *ARGUMENTS)
+_NAMESPACE: Final = re.compile(r"[.:/]")
+_INNER: Final = ("</function>", "</parameter>")
+_HEAD: Final = 200  # characters that have the name of a call's function
+_FUNCTION, _PARAMETER = (
+    re.compile(rf"""\s*<{tag}(?:=|\s+name=)\s*["']?([^>"'\n]+?)["']?\s*>""")
+    for tag in ("function", "parameter")
+)
+
+Called = tuple[str, dict[str, Any]]
 
 
 class CallReader:
-    """Takes an answer's text in pieces and returns the text that can be shown and the certain parts of calls.
+    """Takes an answer's text in pieces and returns the text that can be shown and the complete calls.
 
     ``tools`` are the parameters of functions by name, and ``prompt`` is the prompt of the answer. With
     ``single`` nothing behind the first call is read.
+
+    Attributes:
+        calls: the calls so far.
+        thinks: whether the text is thoughts: there only the form's own marks begin calls, at the end.
+        cut: whether the answer was ended from outside: what is missing at its end is missed then.
     """
 
     def __init__(
-        self, form: "Form", tools: Mapping[str, Any], prompt: Sequence[int], *, single: bool = False
+        self,
+        form: "Form",
+        tools: Mapping[str, Any],
+        prompt: Sequence[int],
+        *,
+        single: bool = False,
     ) -> None:
         self.calls: list[ToolCall] = []
-        """The complete calls."""
-        self.cut = ""
-        """The text of the last call, if it is incomplete and parts of it were returned."""
+        self.cut = self.thinks = False
         self._form, self._tools, self._single = form, tools, single
         self._seed = hashlib.sha256(repr(list(prompt)).encode())
+        self.tags = (*form.tags, *(mark for mark in _STRAY if mark not in form.tags))
+        self._closes = [mark for mark in (form.close, *_CLOSES) if mark]
         self._text = ""  # text that may still become a call
         self._space = ""  # space that is shown if text follows
         self._says = False
         self._is_beginning, self._is_tagged = True, False
         self._tag: str | None = None  # at the text's beginning
-        self._index = 0  # index of the first call behind the tag
-        self._sent: list[int] = []  # length of the returned arguments, by call
-        self._whole = 0  # complete calls behind the tag
+        self._ended: str | None = None  # the tag of calls that end where the text begins
 
     def marks(self, tokenizer: Tokenizer) -> set[int]:
         """The control tokens whose text the answer's text must contain."""
-        marks = (*self._form.tags, self._form.close, "[ARGS]", "[CALL_ID]", QUOTE)
-        ids = map(tokenizer.special_id, marks)
+        ids = map(tokenizer.special_id, (*self.tags, *self._closes, "[ARGS]", "[CALL_ID]", QUOTE))
         return {id_ for id_ in ids if id_ is not None}
 
     @property
@@ -83,55 +107,90 @@ class CallReader:
         """Whether the reader ignores further text."""
         return self._single and bool(self.calls)
 
+    def knows(self, name: str) -> bool:
+        """Whether a tool has this name."""
+        return tool_named(name, self._tools) in self._tools
+
+    def begin_thoughts(self, end: str) -> None:
+        """Read thoughts first. Their mark ``end`` behind a call is no text."""
+        self.thinks = True
+        self._closes.append(end)
+
+    def end_thoughts(self) -> tuple[str, list[CallPart]]:
+        """Go on with text, and return what the thoughts still held."""
+        held = self.push("", final=True)
+        self._space, self.thinks, self._says = "", False, False
+        self._is_beginning, self._is_tagged = True, bool(self.calls)
+        return held
+
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[CallPart]]:
         """Take a piece of text, the last one if ``final``."""
         self._text += text
         shown, parts = "", list[CallPart]()
         while not self.complete:
             if self._tag is None:
+                if self._ended is not None and not self._skip_rest(self._ended, final):
+                    break
                 shown += self._shown(self._before_tag(final))
                 if self._tag is None:
                     break
-            block = _Block(self._text, self._tools, self._tag)
-            goes_on = block.read("```" if block.is_fenced else self._form.close)
-            parts += self._parts(block)
-            if goes_on and not final:
+            block = self._block(self._tag, final)
+            if block is None:
                 break
-            self._is_beginning = False
-            if goes_on and len(self._sent) > self._whole:
-                self.cut = self._shown(self._text[block.settled :]) + self._space
-                self._text = self._space = ""
-                break
-            end = block.settled or len(self._tag) or 1
-            if not block.settled:
+            end, calls = block
+            self._is_beginning, self._ended = False, self._tag if calls else None
+            parts += [self._part(*call) for call in (calls[:1] if self._single else calls)]
+            if not calls:
+                end = len(self._tag) or 1
                 shown += self._shown(self._text[:end])
             self._text, self._tag = self._text[end:], None
-            self._index, self._sent, self._whole = self._index + len(self._sent), [], 0
         if final and not self.calls:
             shown += self._space
         return shown, parts
 
+    def _skip_rest(self, tag: str, final: bool) -> bool:
+        """Skip brackets and marks behind calls. False if more of them may come."""
+        closes = self._closes_behind(tag)
+        rest = self._text[_rest_end(self._text, 0, closes) :]
+        if not final and any(mark.startswith(rest.lstrip()) for mark in closes):
+            return False
+        self._text, self._ended = rest, None
+        return True
+
+    def _closes_behind(self, tag: str) -> list[str]:
+        return self._closes + ["```"] * ("```" in tag)
+
     def _before_tag(self, final: bool) -> str:
         """Take the text before the next tag, or before a possible beginning of one, and note the tag."""
-        text, tags = self._text, self._form.tags
-        tag = re.search("|".join(map(re.escape, tags)), text)
+        text, tags = self._text, self._form.tags if self.thinks else self.tags
+        tag = _any(tags).search(text)
         held = len(text) if final else len(text) - max(begun_at_end(text, mark) for mark in tags)
-        if not self._is_tagged:
-            bare = self._without_tag(text)
+        if not (self._is_tagged or self.thinks):
+            bare = (_BEGINS.search(text) if self._is_beginning else None) or self._bare(text)
             if bare and bare.end() < held and (tag is None or bare.start() < tag.start()):
                 tag = bare
             if not final:
-                may_begin = bare, _MAY_BE_FENCED.search(text), self._is_beginning and _MAY_BEGIN.search(text)
+                may_begin = bare, _MAY_BE_BEHIND.search(text), self._is_beginning and _MAY_BEGIN.search(text)
                 held = min([held, *(match.start() for match in may_begin if match)])
         start = held if tag is None else tag.start()
         self._is_beginning = self._is_beginning and not text[:start].strip()
-        self._is_tagged = self._is_tagged or (tag is not None and tag[0] in tags)
+        self._is_tagged = self._is_tagged or (tag is not None and tag[0] in self._form.tags)
         self._text, self._tag = text[start:], None if tag is None else tag[0]
         return text[:start]
 
-    def _without_tag(self, text: str) -> re.Match[str] | None:
-        """The beginning of JSON that may be a call without a tag."""
-        return (_BEGINS.search(text) if self._is_beginning else None) or _FENCED.search(text)
+    def _bare(self, text: str) -> re.Match[str] | None:
+        """The first place behind text where a call without a tag may begin."""
+        places = _BEHIND.finditer(text)
+        return next((at for at in places if "```" in at[0] or self._may_call(text[at.end() :])), None)
+
+    def _may_call(self, text: str) -> bool:
+        """Whether ``text`` may be the beginning of a call without a tag."""
+        head = text.lstrip("[{ \t\n")
+        if head[:1] in ("", "'", '"'):
+            key, closed, _ = head[1:].partition(head[:1] or "'")
+            return key in _KEYS or not (closed or all(not known.startswith(key) for known in _KEYS))
+        name, bracket, _ = head.partition("(")
+        return name in self._tools or (not bracket and any(tool.startswith(name) for tool in self._tools))
 
     def _shown(self, text: str) -> str:
         """The text that can be shown. Space at the ends of an answer with calls is dropped."""
@@ -142,305 +201,268 @@ class CallReader:
         self._space, self._says = text[len(shown) :], self._says or bool(shown)
         return shown
 
-    def _parts(self, block: "_Block") -> list[CallPart]:
-        """The parts of calls that were not returned yet."""
-        parts = list[CallPart]()
-        for at, call in enumerate(block.certain):
-            index = self._index + at
-            seed = self._seed.copy()
-            seed.update(b"%d" % index)
-            id_ = seed.hexdigest()[:_ID_LENGTH]
-            if at == len(self._sent):
-                self._sent.append(0)
-                parts.append(CallPart(index, id=id_, name=call.name))
-            if new := call.text[self._sent[at] :]:
-                self._sent[at] += len(new)
-                parts.append(CallPart(index, new))
-            if call.arguments is not None and at == self._whole:
-                self._whole += 1
-                self.calls.append(ToolCall(id_, call.name, call.arguments))
-            if self.complete:
-                break
-        return parts
+    def _part(self, name: str, arguments: Mapping[str, Any]) -> CallPart:
+        """A complete call, with an identifier."""
+        seed, index, text = self._seed.copy(), len(self.calls), dumped(arguments)
+        seed.update(b"%d" % index)
+        call = ToolCall(seed.hexdigest()[:_ID_LENGTH], json.loads(dumped(name)), json.loads(text))
+        self.calls.append(call)
+        return CallPart(index, text, call.id, call.name)
+
+    def _block(self, tag: str, final: bool) -> tuple[int, list[Called]] | None:
+        """The end of the calls behind the tag, and the calls, if any; None if further text may decide.
+
+        What is written without a slip is a call as soon as it is complete. Otherwise all text up to the mark
+        that ends the calls, or up to the next tag, is read leniently.
+        """
+        text, begins = self._text, len(tag)
+        ends_answer = not tag.strip() and not self._is_beginning
+        if not (tag.strip() or self._may_call(text[begins:])):
+            return 0, []
+        with suppress(ValueError, RecursionError):
+            if self._form.raw and "'" in text:
+                raise ValueError("a text may end later")
+            try:
+                end, calls = self._read(text, tag, is_whole=final)
+            except MoreError:
+                if not final:
+                    return None
+                raise ValueError("the text ends within a call") from None
+            behind = _rest_end(text, end, ())
+            if behind == len(text) and not final:
+                return None
+            if not text.startswith(('"', "'"), behind):
+                if not (ends_answer or self.thinks):
+                    return end, calls
+                behind = _rest_end(text, end, self._closes)
+                rest, marks = text[behind:].lstrip(), (*self._closes, *self._form.tags)
+                if not final and any(mark.startswith(rest) for mark in marks):
+                    return None
+                return end, calls * (not rest or (self.thinks and rest.startswith(self._form.tags)))
+        within = re.compile(r"\s*<function[= ]").match(text, begins)
+        following = _any(self.tags).search(text, begins if within is None else within.end())
+        if not (final or following or self._form.raw):
+            return None if any(name in text[: begins + _HEAD] for name in self._tools) else (0, [])
+        stop = len(text) if following is None else following.start()
+        closes = [mark for mark in self._closes_behind(tag) if mark not in _INNER]
+        ends = [match.start() for match in _any(closes).finditer(text, begins, stop)]
+        has_mark = bool(ends)
+        if not ends and (following or (final and not self.cut)):
+            ends = [stop]
+        for end in ends if self._form.raw else reversed(ends):
+            with suppress(ValueError, RecursionError, MoreError):
+                at, calls = self._read(text[:end], tag, has_mark, is_whole=True, lenient=True)
+                if not text[at:end].strip(" \t\r\n]})") and not (ends_answer and text[end:].strip()):
+                    return end, calls
+        return (0, []) if final or following else None
+
+    def _read(self, text: str, tag: str, has_mark: bool = True, **options: bool) -> tuple[int, list[Called]]:
+        block = _Block(text, tag, self._form, self._tools, has_mark, **options)
+        calls = block.read()
+        if not calls or not block.is_sure:
+            raise ValueError("no calls")
+        return block.at, calls
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call. ``text`` is the certain JSON of its arguments; ``arguments`` are there once it is complete."""
-
-    name: str = ""
-    text: str = ""
-    arguments: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
 class _Block:
-    """The calls written so far behind ``tag``, with which ``text`` begins.
+    """Reads the calls behind ``tag``, with which ``text`` begins. Options are those of ValueReader.
 
-    Nothing is decided that further text could change, so a longer text has the same calls and more.
+    Without a mark at the end (``has_mark``) arguments end with their own bracket or tag.
     """
 
-    text: str
-    tools: Mapping[str, Any]
-    tag: str
-    settled: int = field(init=False, default=0)  # where the last complete call ends
-    _calls: list[_Call] = field(init=False, default_factory=list)
-    _at: int = field(init=False, default=0)
+    def __init__(
+        self,
+        text: str,
+        tag: str,
+        form: "Form",
+        tools: Mapping[str, Any],
+        has_mark: bool,
+        **options: bool,
+    ) -> None:
+        self._tag, self._tools, self._has_mark = tag, tools, has_mark
+        self._lenient, self._may_miss = options.get("lenient", False), 0
+        # it may be other JSON, another program, or within a text
+        self._is_bare = tag not in form.tags or tag == "<code>" or form.raw
+        start = 0 if tag.startswith("<function") and "_" not in tag else len(tag)
+        self._values = ValueReader(text, start, raw=form.raw, schemas_of=self._schemas, **options)
 
     @property
-    def is_fenced(self) -> bool:
-        """Whether the tag is a fence."""
-        return "```" in self.tag
+    def at(self) -> int:
+        """Where the calls end."""
+        return self._values.at
 
     @property
-    def certain(self) -> list[_Call]:
-        """The calls whose arguments have begun. Calls in a program count once it certainly is a program."""
-        calls = self._calls if self.tag != "<code>" or self.settled else []
-        return [call for call in calls if call.name and call.text]
+    def is_sure(self) -> bool:
+        """Whether no bracket of arguments is missing, unless a mark ends the calls."""
+        return self._has_mark or self._values.missing <= self._may_miss
 
-    def read(self, close: str) -> bool:
-        """Read the calls and the optional ``close``; return whether further text could change the result."""
-        try:
-            self._read()
-            if self.settled and close and self._take(close):
-                self.settled = self._at
-        except MoreError:
-            return True
-        except (ValueError, RecursionError):
-            pass
-        return False
+    def read(self) -> list[Called]:
+        """Read the calls.
 
-    def _read(self) -> None:
-        self._at = len(self.tag)
-        if self.tag == "<code>":
-            self._program()
-        elif self.tag == "<function=" or self._take("<function="):
-            self._function()
-            while self._take("<function="):
-                self._function()
-        elif self._next() == "{":
-            self._object()
-            while self._take(";") or self._next() == "{":
-                self._object()
-        elif self._next() == "[":
-            for _ in self._items("[", "]"):
-                self._object() if self._next() == "{" or self.is_fenced else self._python()
-            self.settled = self.settled and self._at
-        elif self.tag == "<|tool_call>":
-            self._need("call:")
-            self._end(self._plain_members(self._begin(self._word())))
-        else:
-            self._named()
-
-    def _object(self) -> None:
-        """Read ``{"name": .., "arguments": {..}}``. Arguments may be JSON within JSON.
-
-        Behind a tag arguments may be missing, and other keys are allowed.
+        Raises:
+            MoreError: the text ends within them.
+            ValueError: they are none.
         """
-        call, is_bare, is_whole = self._begin(), not self.tag.strip() or self.is_fenced, False
-        is_doubled = self._take("{{")  # some templates show doubled braces, and models copy them
-        self._at -= is_doubled
-        for _ in self._items("{", "}"):
-            key = self._key()
-            if key == "name" and not call.name:
-                self._call_it(call, json.loads(self._value()))
-            elif key not in ("arguments", "parameters") or call.text:
-                if is_bare and key not in ("type", "id"):
-                    raise ValueError("other JSON")
-                json.loads(self._value())
-                continue
-            elif self._next() == '"':
-                _Block(json.loads(self._value()), {}, "")._members(call)
-            else:
-                self._members(call)
-            is_whole = is_whole or key != "name"
-        if is_bare and not is_whole:
+        values, calls = self._values, list[Called]()
+        following = values.peek()
+        if self._tag == "<code>":
+            while not values.take("</code>"):
+                calls.append(self._statement())
+        elif following == "<":
+            calls.append(self._function())
+            while values.take("<function"):
+                values.at -= len("<function")
+                calls.append(self._function())
+        elif following == "{":
+            calls += self._calls_in(values.table())
+            while values.take(";") or values.peek() == "{":
+                calls += self._calls_in(values.table())
+        elif following == "[":
+            values.enter(["[]"])
+            while not values.is_over():
+                if values.peek() == "{":
+                    calls += self._calls_in(values.table())
+                elif not values.take(","):
+                    calls.append(self._named())
+        else:
+            calls.append(self._named())
+        return calls
+
+    def _calls_in(self, value: object) -> list[Called]:
+        """The calls in a value of JSON, whose keys differ from model to model."""
+        if isinstance(value, list):
+            return [call for item in value for call in self._calls_in(item)]
+        if not isinstance(value, dict):
+            raise ValueError("no call")
+        for key in _WRAPPERS:
+            if isinstance(value.get(key), dict | list) and not value.keys() - {key, *_BESIDE}:
+                return self._calls_in(value[key])
+        key = next((key for key in _NAMES if isinstance(value.get(key), str)), "")
+        name = self._known(value.get(key, ""))
+        schemas = self._schemas(name) or {}
+        inner = next((key for key in ARGUMENTS if key in value), None)
+        arguments = {} if inner is None else value[inner]
+        if isinstance(arguments, str):
+            reader = ValueReader(arguments, is_whole=True)
+            arguments = reader.table()
+            if reader.peek():
+                raise ValueError("text behind arguments")
+        if not isinstance(arguments, dict | None):
+            raise ValueError("arguments are a table")
+        self._may_miss = int(inner is not None)
+        beside = {
+            k: v for k, v in value.items() if k not in (key, inner) and (k in schemas or k not in _BESIDE)
+        }
+        if beside.keys() - schemas.keys() and (inner is None or self._is_bare):
+            raise ValueError("other keys")
+        if self._is_bare and inner is None and not beside:
             raise ValueError("no arguments")
-        self._end(call)
-        if is_doubled and self._take("}"):
-            self.settled = self._at
+        known = {k: v for k, v in beside.items() if k in schemas}
+        return [(name, known | (arguments or {}))]
 
-    def _named(self) -> None:
-        """Read ``name[CALL_ID]id[ARGS]{..}``. Only the name is required."""
-        name = self._word()
-        if self._take("[CALL_ID]"):
-            self._word()
-        self._take("[ARGS]")
-        self._end(self._members(self._begin(name)))
+    def _named(self) -> Called:
+        """Read a name and its arguments: ``name[ARGS]{..}``, ``call:name{..}``, ``name(key=value)``."""
+        values = self._values
+        values.take("call:")
+        name = self._known(values.word())
+        if values.take("[CALL_ID]"):
+            values.word()
+        values.take("[ARGS]")
+        if "```" in self._tag or values.peek() not in ("{", "("):
+            raise ValueError("no arguments")
+        values.is_python = values.peek() == "("
+        call = name, values.table(self._schemas(name))
+        values.is_python = False
+        return call
 
-    def _python(self) -> None:
-        """Read ``name(key=value, ..)``."""
-        self._end(self._members(self._begin(self._word()), "(", ")"))
+    def _statement(self) -> Called:
+        """Read a call in a program, whose result may be assigned to a name."""
+        start = self._values.at
+        self._values.word()
+        if not self._values.take("="):
+            self._values.at = start
+        return self._named()
 
-    def _program(self) -> None:
-        """Read a program of calls in Python and nothing else. Results may be assigned to names."""
-        while not self._take("</code>"):
-            start = self._at
-            self._word()
-            if not self._take("="):
-                self._at = start
-            self._python()
-        self.settled = self._at if self._calls else 0
-
-    def _function(self) -> None:
-        """Read ``name>``, then ``<parameter=key>value</parameter>`` for each argument, one a line."""
-        call = self._begin(self._until(">").strip())
-        parameters = table(self.tools.get(call.name))
+    def _function(self) -> Called:
+        """Read ``<function=name>``, and ``<parameter=key>value</parameter>`` for each argument."""
+        values, arguments = self._values, dict[str, Any]()
+        name = self._known(self._opened(_FUNCTION))
+        parameters = table(self._tools.get(name))
         properties = properties_of(parameters)
-        while not self._take("</function>"):
-            self._need("<parameter=")
-            key = self._until(">").strip()
+        if values.peek() == "{":
+            arguments = values.table(properties)
+        while not values.take("</function>"):
+            if self._lenient and not values.peek():
+                break
+            key = self._opened(_PARAMETER)
             schema = summary(parameters, properties.get(key, {}))
-            self._add(call, key)
-            start = self._at = self._at + self.text.startswith("\n", self._at)
-            try:
-                value = self._until(_END)
-            except MoreError:
-                if is_text(schema):
-                    call.text += dumped(self.text[start : max(start, len(self.text) - len(_END))])[:-1]
-                raise
-            call.text += dumped(typed(value.removesuffix("\n"), schema))
-        self._end(call)
+            arguments[key] = typed(
+                self._inside([k for k in properties if k not in (*arguments, key)]), schema
+            )
+        return name, arguments
 
-    def _members(self, call: _Call, begin: str = "{", end: str = "}") -> _Call:
-        """Read the arguments, an object of JSON or a dict of Python, into ``call``."""
-        is_json = begin == "{"
-        for _ in self._items(begin, end):
-            self._add(call, self._key() if is_json else self._word("="))
-            self._next()
-            start = self._at
-            try:
-                value = self._value()
-            except MoreError:
-                call.text += begun_string(self.text[start:]) if is_json else ""
-                raise
-            call.text += dumped(json.loads(value) if is_json else literal(value))
-        return call
+    def _opened(self, pattern: re.Pattern[str]) -> str:
+        """Read an opening tag, and return the name in it."""
+        match = pattern.match(self._values.text, self._values.at)
+        if match is None:
+            if ">" not in self._values.text[self._values.at :]:
+                raise MoreError
+            raise ValueError("no tag")
+        self._values.at = match.end()
+        return match[1]
 
-    def _plain_members(self, call: _Call) -> _Call:
-        """Read the arguments as Gemma 4 writes them, ``{key:value,..}``, into ``call``."""
-        for _ in self._items("{", "}"):
-            self._add(call, self._plain_key())
-            self._next()
-            start = self._at
-            try:
-                value = self._plain_value()
-            except MoreError:
-                if self.text.startswith(QUOTE, start):
-                    begun = self.text[start + len(QUOTE) :]
-                    call.text += dumped(begun[: len(begun) - begun_at_end(begun, QUOTE)])[:-1]
-                raise
-            call.text += dumped(value)
-        return call
+    def _inside(self, others: Sequence[str]) -> str:
+        """Read the text between tags, which may contain tags. Of ``others`` each may be the next.
 
-    def _plain_key(self) -> str:
-        key = self._until(QUOTE) if self._take(QUOTE) else self._word()
-        self._need(":")
-        return key
-
-    def _plain_value(self, depth: int = 0) -> Any:
-        """A text between marks, a list, a table, or a literal."""
-        if depth > DEEPEST:
-            raise ValueError("too deep")
-        if self._take(QUOTE):
-            return self._until(QUOTE)
-        if self._next() == "[":
-            return [self._plain_value(depth + 1) for _ in self._items("[", "]")]
-        if self._next() == "{":
-            return {self._plain_key(): self._plain_value(depth + 1) for _ in self._items("{", "}")}
-        match = _LITERAL.match(self.text, self._at)
-        if match is None or match.end() == len(self.text):
+        It ends at the closing tag that another tag follows. Where closing tags are missing, it ends at the
+        tag of another argument on a line of its own, or at the end of the function.
+        """
+        names = "|".join(map(re.escape, others)) or "(?!)"
+        end = (
+            r"\n?</parameter>(?:\s*</parameter>)*(?=\s*(?:<parameter[= ]|</function>))"
+            rf"""|\s*\n(?=<parameter(?:=|\s+name=)["']?(?:{names})["']?\s*>)"""
+            r"|\n?(?=\s*</function>\s*</tool_call>\s*<tool_call>\s*<function)"
+        )
+        if self._lenient:
+            end += rf"|\n?(?:</parameter>\s*){'*' if self._has_mark else '+'}(?=(?:</function>\s*)?\Z)"
+        text, start = self._values.text, self._values.at
+        match = re.compile(end).search(text, start)
+        if match is None:
             raise MoreError
-        self._at = match.end()
-        return literal(match[0].strip())
+        self._values.at = match.end()
+        inside = text[start : match.start()]
+        return inside[1:] if inside.startswith("\n") else inside.strip()
 
-    def _begin(self, name: object = None) -> _Call:
-        self._calls.append(_Call())
-        if name is not None:
-            self._call_it(self._calls[-1], name)
-        return self._calls[-1]
-
-    def _call_it(self, call: _Call, name: object) -> None:
-        # the answer may be other JSON, or another program
-        known = self.tag.strip() in ("", "<code>") or self.is_fenced
-        if not isinstance(name, str) or not name or (known and name not in self.tools):
+    def _known(self, name: str) -> str:
+        """The name of the tool that is called so."""
+        name = tool_named(name, self._tools)
+        if not name or (self._is_bare and name not in self._tools):
             raise ValueError("no name of a function")
-        call.name = json.loads(dumped(name))
+        return name
 
-    def _add(self, call: _Call, key: str) -> None:
-        call.text += f"{', ' if call.text else '{'}{dumped(key)}: "
+    def _schemas(self, name: object) -> Schemas | None:
+        """The schemas of a tool's arguments; None if it has none."""
+        tool = tool_named(name, self._tools) if isinstance(name, str) else ""
+        return properties_of(table(self._tools.get(tool))) or None
 
-    def _end(self, call: _Call) -> None:
-        if not call.name:
-            raise ValueError("a call without a name")
-        call.text = (call.text or "{") + "}"
-        call.arguments = json.loads(call.text)
-        if self.tag != "<code>":
-            self.settled = self._at
 
-    def _next(self) -> str:
-        """The next character that is no space."""
-        self._at = self._end_of(_SPACE)
-        if self._at == len(self.text):
-            raise MoreError
-        return self.text[self._at]
+def tool_named(name: str, tools: Collection[str]) -> str:
+    """The tool that ``name`` means: models write names with a namespace or without; else ``name`` itself."""
+    name = name.strip()
+    if name in tools:
+        return name
+    last = _NAMESPACE.split(name)[-1]
+    meant = [tool for tool in tools if tool == last or _NAMESPACE.split(tool)[-1] == name]
+    return meant[0] if len(meant) == 1 else name
 
-    def _end_of(self, pattern: re.Pattern[str]) -> int:
-        """The end of the match here. Patterns match an empty text, too."""
-        match = pattern.match(self.text, self._at)
-        assert match is not None
-        return match.end()
 
-    def _take(self, literal: str) -> bool:
-        """Read ``literal`` if it comes next, and return whether it did."""
-        start = self._end_of(_SPACE)
-        if self.text.startswith(literal, start):
-            self._at = start + len(literal)
-            return True
-        if literal.startswith(self.text[start:]):
-            raise MoreError
-        return False
+def _any(marks: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))
 
-    def _need(self, literal: str) -> None:
-        if not self._take(literal):
-            raise ValueError(f"{literal} is missing")
 
-    def _items(self, begin: str, end: str) -> Iterator[None]:
-        """Yield for each item between ``begin`` and ``end``, which commas separate; the caller reads it."""
-        self._need(begin)
-        if self._next() != end:
-            yield
-            while self._next() == ",":
-                self._at += 1
-                yield
-        self._need(end)
-
-    def _key(self) -> str:
-        key = json.loads(self._value())
-        self._need(":")
-        if not isinstance(key, str):
-            raise ValueError("a key is no text")
-        return key
-
-    def _word(self, behind: str = "") -> str:
-        """Read a name and the text that must follow it."""
-        self._next()
-        end = self._end_of(_WORD)
-        if end == len(self.text):
-            raise MoreError
-        word, self._at = self.text[self._at : end], end
-        self._need(behind)
-        return word
-
-    def _until(self, tag: str) -> str:
-        text, separator, _ = self.text[self._at :].partition(tag)
-        if not separator:
-            raise MoreError
-        self._at += len(text) + len(tag)
-        return text
-
-    def _value(self) -> str:
-        """Read a value of JSON or Python: the text up to the next comma or closing bracket."""
-        self._next()
-        start, self._at = self._at, value_end(self.text, self._at)
-        return self.text[start : self._at].strip()
+def _rest_end(text: str, at: int, closes: Sequence[str]) -> int:
+    """Where brackets, and then marks, that stand at ``at`` end."""
+    marks = rf"(?:\s*(?:{_any(closes).pattern}))*" if closes else r"\s*"
+    match = re.compile(rf"(?:\s*[\]}})])*{marks}").match(text, at)
+    assert match is not None  # it matches an empty text
+    return match.end()

@@ -2,7 +2,8 @@
 
 A header stands between control tokens: ``<|start|>assistant<|channel|>NAME`` with ``to=RECIPIENT`` before or
 behind the name, then ``<|message|>``. A message to a function is a call, other messages of ``final`` and
-``commentary`` are text, and the rest are thoughts. No ordinary token ends a message or begins one.
+``commentary`` to nobody else are text, and the rest are thoughts. No ordinary token ends a message or
+begins one.
 """
 
 import re
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"to=([^\s<]+)")
 _FUNCTION: Final = "functions."
+_NOBODY: Final = ("", "assistant", "user", "all")
 _BETWEEN: Final = b"\n\n"  # texts of two messages
 
 
@@ -84,11 +86,12 @@ class ChannelReader(AnswerReader):
         """Begin a message."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._header, name = None, "" if recipient is None else recipient[1]
-        if name.startswith(_FUNCTION):
+        known = self._calls is not None and self._calls.knows(name)
+        if name.startswith(_FUNCTION) or known:
             self._kind, self._has_messages = "call", True
             if self._calls is not None:
-                self._take(*self._calls.push(f"to={name}"))
-        elif not name and (channel is None or channel[1] in ("final", "commentary")):
+                self._take(*self._calls.push(f"to={_FUNCTION}{name.removeprefix(_FUNCTION)}"))
+        elif name in _NOBODY and (channel is None or channel[1] in ("final", "commentary")):
             self._kind, self._has_messages = "text", True
             if self._has_text:
                 self._show(self._streams[0].push_bytes(_BETWEEN))

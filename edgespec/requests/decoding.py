@@ -138,8 +138,7 @@ class RequestDecoding(Decoding):
             self._reader.stop_string,
             tokens,
             tuple(self._reader.called),
-            "".join(record.content for record in self._records)
-            + ("" if self._calls is None else self._calls.cut),
+            "".join(record.content for record in self._records),
             thoughts=thoughts,
             prompt=self._records[0].prompt if self._records else (),
         )
@@ -187,6 +186,8 @@ class RequestDecoding(Decoding):
     def _shown(self, record: Record) -> Record:
         """The next record; the last one has held text, too."""
         if self._reason is not None:
+            if self._calls is not None:
+                self._calls.cut = self._reason != "stop" or self._reader.stop_string is not None
             rest = self._reader.push((), final=True)
             if self._reason == "stop" and self._reader.called:
                 self._reason = "tool_calls"
@@ -195,6 +196,7 @@ class RequestDecoding(Decoding):
                 text=record.text + rest.text,
                 content=record.content + rest.content,
                 calls=record.calls + rest.calls,
+                thoughts=record.thoughts + rest.thoughts,
                 finish_reason=self._reason,
                 stop=self._reader.stop_string,
             )

@@ -463,6 +463,12 @@ def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
     return Calls(form, tools, bundle.tokenizer, several, request.response_format)
 
 
+def begun_form(bundle: Bundle, request: Request) -> "Form | None":
+    """The form of calls that the answer may contain without having to; None for other answers."""
+    free = request.tools and request.tool_choice == "auto" and request.response_format is None
+    return _form(bundle) if free else None
+
+
 def _form(bundle: Bundle) -> "Form | None":
     """The model's form of calls; None if it is unknown."""
     from edgespec.requests.tool_calls import format_of

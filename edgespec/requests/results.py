@@ -47,7 +47,7 @@ class ToolCall:
     Attributes:
         id: the identifier that the message with the result refers to. The same prompt and answer give the
             same one.
-        name: the function's name, as the model wrote it.
+        name: the tool's name, or the name that the model wrote if no tool has it.
         arguments: the arguments, as the model wrote them. They may not fit the tool's parameters.
     """
 
@@ -63,13 +63,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A part of a call in a stream: first its id and name, then pieces of its arguments.
+    """A call in a stream. edgespec gives calls out whole; a part without ``id`` continues the one before.
 
     Attributes:
         index: the call's index in the answer.
-        arguments: a piece of the arguments' JSON. All pieces joined are the arguments.
-        id: the call's identifier, in its first part; None in all others.
-        name: the function's name, in the first part; None in all others.
+        arguments: the arguments' JSON.
+        id: the call's identifier.
+        name: the function's name.
     """
 
     index: int
@@ -96,7 +96,7 @@ class Record:
         finish_reason: why the answer ended, in its last record; None in all others.
         stop: the stop string that ended it, or None. It is not part of the text.
         content: the part of ``text`` around calls of tools.
-        calls: the parts of calls that became certain.
+        calls: the calls that became complete.
         thoughts: additions of the first of these tokens to the thoughts.
         progress: the reading of a prompt that takes more than one pass, in the first records, which have no
             text and tokens; None in all others.

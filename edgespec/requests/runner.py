@@ -1,15 +1,15 @@
 """The loaded models of requests: their prompts, passes, and the data kept between requests."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from edgespec.decoding.draft import Clock, Draft, Drafter, Extending, Observer, Remarks, Source
-from edgespec.decoding.grammar import Constraint, Grammars
+from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
 from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Pricing
@@ -23,6 +23,7 @@ from edgespec.requests.request import (
     Request,
     answer_format,
     answer_place,
+    begun_form,
     drafter_tokens,
     ids_of,
     message_starts,
@@ -146,6 +147,7 @@ class Runner:
             eos = self.target.manifest.special_tokens.eos
             place, tokenizer = prompt.place, self.target.tokenizer
             constraint = with_thoughts(place, tokenizer, eos, request.thinking, constraint)
+        constraint = self._with_calls(request, constraint)
         new = min(request.max_new_tokens, self.session.model.longest - count)
         request = replace(request, max_new_tokens=new)
         room = count + min(new, USUAL_TOKENS)  # more comes when passes need it
@@ -174,6 +176,27 @@ class Runner:
             )
             undoing.pop_all()  # it closes them at its end
         return decoding
+
+    def _with_calls(self, request: Request, constraint: Constraint | None) -> Constraint | None:
+        """``constraint``, and a grammar for the calls that the model begins of its own accord."""
+        form = begun_form(self.target, request)
+        if form is None:
+            return constraint
+        from edgespec.decoding.begun import BegunParts
+        from edgespec.requests.tool_calls import BegunCalls, marks_of
+
+        tokenizer, tools = self.target.tokenizer, request.tools
+        names = [tool["function"]["name"] for tool in tools]
+
+        @cache
+        def grammar_of(name: str) -> GrammarConstraint | None:
+            with suppress(
+                RequestError
+            ):  # without llguidance, or for schemas that it refuses, answers are free
+                return self._grammars.constraint(BegunCalls(form, tools, tokenizer, name))
+            return None
+
+        return BegunParts(tokenizer, marks_of(form, names, tokenizer), grammar_of, constraint)
 
     def _has_room(self, tokens: int) -> bool:
         """Whether there is enough memory for another KV cache of this many tokens."""

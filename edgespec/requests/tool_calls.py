@@ -117,6 +117,133 @@ class Calls(Compilable):
         return Grammar([{"lark_grammar": text}, *named], {**answer.schemas, **schemas})
 
 
+_FREELY: Final = {"whitespace_flexible": True}
+_OPEN: Final = {"anyOf", "oneOf", "patternProperties"}  # rules for other arguments than the named ones
+_MOST_REQUIRED: Final = 3  # arguments that a grammar in any order requires, of each of a few tools
+_FEW: Final = 16
+_WS: Final = "WS: /[ \\t\\r\\n]{1,9}/"
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCalls(Compilable):
+    """The calls that a mark of ``form`` begins, with the mark, spaced as the model likes.
+
+    With a ``name`` it is a call of this tool without a mark: JSON that has the name before the arguments.
+    """
+
+    form: "Form"
+    tools: Sequence[Mapping[str, Any]]
+    tokenizer: Tokenizer
+    name: str = ""
+
+    def grammar(self) -> Grammar:
+        """The grammar as text for llguidance."""
+        functions = [tool["function"] for tool in self.tools]
+        functions = [function for function in functions if self.name in ("", function["name"])]
+        is_xml = self.form.call is _in_xml and not self.name
+        rules, calls, form = [_FREE, _WS, r'KEY: "\"arguments\"" | "\"parameters\""'], list[str](), self.form
+        most = _MOST_REQUIRED if len(functions) <= _FEW else 0
+        for at, function in enumerate(functions):
+            name, table_ = function["name"], f"args{at}"
+            if is_xml:
+                begin, comma, end = _quoted(f"<function={name}>\n"), "", _quoted("</function>")
+                members = _xml_members(function)
+            else:
+                begin, comma, end = '"{" WS?', '"," WS?', '"}"'
+                members = {key: f"{rule} WS?" for key, rule in _json_members(function).items()}
+            parameters = table(function.get("parameters"))
+            must = [key for key in members if key in required_of(parameters)][:most]
+            if parameters and parameters.get("additionalProperties") is not False:
+                known = "|".join(map(re.escape, members))
+                key = (r"<parameter=", r"[^>\n]+", r">\n") if is_xml else ('"', r'[^"\\]*', '"')
+                rules.append(f"OTHER{at}: /{key[0]}{key[1]}{key[2]}/ & ~/{key[0]}({known}){key[2]}/")
+                value = "FREE" if is_xml else f'WS? ":" WS? {_json({"x-guidance": _FREELY})} WS?'
+                members[""] = f"OTHER{at} {value}"
+            if not is_xml and parameters.keys() & _OPEN:
+                rules.append(f"{table_}: {_json(_prepared(_spaced(function)).grammar)}")
+            else:
+                rules += _in_any_order(table_, members, must, begin, comma, end)
+            if form.call is not _in_args and not is_xml:
+                words = ['"\\"name\\""', '":"', _quoted(_quoted(name)), '","', "KEY", '":"', table_]
+                whole = f"WS? {' WS? '.join(words)} WS?"
+                calls.append(f'"{{" {whole} "}}" | "{{{{" {whole} "}}}}"')
+            elif form.name == "harmony":
+                calls.append(f"WS? {table_}")
+            elif self.name or is_xml:
+                calls.append(table_)
+            else:
+                behind = _written(form.behind_name.strip(), self.tokenizer)
+                calls.append(f"{_quoted(name)} WS? {behind} WS? {table_}")
+        rules.append(f"call: {' | '.join(calls)}")
+        if self.name:
+            rules += ["BEFORE: /[^{]+/", f"start: {'' if form.name == 'harmony' else 'BEFORE? '}call"]
+        else:
+            mark, between, after = form.around
+            bracket = '"[" WS?' if mark.endswith("[") else ""
+            more = '("," WS? call WS?)*' if between == ", " else ""
+            mark = mark.rstrip("[\n")
+            end = f"WS? {_written(after.strip(), self.tokenizer)}" if after else ""
+            rules.append(f"BEFORE: /[^{re.escape(mark[0])}]+/")
+            start = f"BEFORE? {_written(mark, self.tokenizer)} WS? {bracket} call WS? {more} {end}"
+            rules.append(f"start: {start if end else start.replace(' call WS?', ' call')}")
+        return Grammar([{"lark_grammar": "\n".join(rules)}])
+
+
+def _spaced(function: Function) -> Function:
+    """A function whose arguments may have any space between them."""
+    return {**function, "parameters": {"x-guidance": _FREELY, **table(function.get("parameters"))}}
+
+
+def _json_members(function: Function) -> dict[str, str]:
+    """Rules of the arguments in JSON, by their names."""
+    held = _held_by(function)
+    properties = properties_of(table(function.get("parameters")))
+    return {
+        key: f'{_quoted(_quoted(key))} WS? ":" WS? {held({"x-guidance": _FREELY, **schema})}'
+        for key, schema in properties.items()
+    }
+
+
+def _in_any_order(
+    rule: str, members: Mapping[str, str], must: Sequence[str], begin: str, comma: str, end: str
+) -> list[str]:
+    """Rules of members in the order that the model likes, each of ``must`` once.
+
+    A grammar of a schema has one order, and a model that wants another would have to leave members out. There
+    is a rule for what may follow each set of those that must be there.
+    """
+    names = {key: f"{rule}m{at}" for at, key in enumerate(members)}
+    rules = [f"{names[key]}: {text}" for key, text in members.items()]
+    for present in range(2 ** len(must)):
+        following = [f"{names[key]} {rule}s{present}" for key in members if key not in must]
+        following += [
+            f"{names[key]} {rule}s{present | 1 << at}" for at, key in enumerate(must) if not present >> at & 1
+        ]
+        ends = [end] if present == 2 ** len(must) - 1 else []
+        rules.append(f"{rule}s{present}: {' | '.join([*(f'{comma} {more}' for more in following), *ends])}")
+        if not present:
+            rules.append(f"{rule}: {begin} ({' | '.join([*following, *ends])})")
+    return rules
+
+
+def marks_of(form: "Form", names: Sequence[str], tokenizer: Tokenizer) -> re.Pattern[bytes]:
+    """What begins calls that a grammar can hold; see :class:`~edgespec.decoding.begun.BegunParts`.
+
+    A mark that is no token of its own may be a mention of it, so there a bracket or tag has to follow.
+    """
+    known = "|".join(map(re.escape, names))
+    if form.name == "harmony":
+        marks = rf"(?P<head>to=(?:functions\.)?(?P<name>{known})\b[^{{]*<\|message\|>)"
+    else:
+        marks = rf"""\{{{{1,2}}\s*"name"\s*:\s*"(?P<name>{known})"\s*,\s*"(?:arguments|parameters)"\s*:"""
+        mark = form.around[0].rstrip("[\n")
+        if mark and form.call in (_in_json, _in_args, _in_xml):
+            is_token = tokenizer.special_id(mark) or tokenizer.id_of_bytes(mark.encode())
+            follows = "" if is_token else r"\s*[\[{<]"
+            marks = f"{re.escape(mark)}{follows}|{marks}"
+    return re.compile(marks.encode())
+
+
 def with_calls_as_text(source: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Messages whose calls are written into their contents, for a chat template that does not show any."""
     form = format_of(source)
@@ -190,8 +317,20 @@ def _in_args(function: Function) -> str:
 
 
 def _in_xml(function: Function) -> str:
-    parameters, text = table(function.get("parameters")), _quoted(f"<function={function['name']}>\n")
-    required, end, held = required_of(parameters), _quoted("\n</parameter>\n"), _held_by(function)
+    required, text = (
+        required_of(table(function.get("parameters"))),
+        _quoted(f"<function={function['name']}>\n"),
+    )
+    for key, part in _xml_members(function).items():
+        text += f" {part}" if key in required else f" ({part})?"
+        check_length(len(text))
+    return f"{text} {_quoted('</function>')}"
+
+
+def _xml_members(function: Function) -> dict[str, str]:
+    """Rules of the arguments between tags, by their names."""
+    parameters, members = table(function.get("parameters")), dict[str, str]()
+    end, held = _quoted("\n</parameter>\n"), _held_by(function)
     for key, schema in properties_of(parameters).items():
         own = summary(parameters, schema)
         if values := allowed_values(own):
@@ -200,10 +339,8 @@ def _in_xml(function: Function) -> str:
             value = "FREE"
         else:
             value = f"{held(schema)} {end}"
-        part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-        text += f" {part}" if key in required else f" ({part})?"
-        check_length(len(text))
-    return f"{text} {_quoted('</function>')}"
+        members[key] = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
+    return members
 
 
 def _in_python(function: Function) -> str:
@@ -340,6 +477,7 @@ class Form:
         call: makes a grammar's rule of a call of a function.
         behind_name: what stands between the name of a function and its arguments, where it is written so.
         text: what is written before an answer's text.
+        raw: whether texts in single quotes have no escapes.
     """
 
     name: str
@@ -349,6 +487,7 @@ class Form:
     call: Callable[[Function], str] = _in_json
     behind_name: str = "[ARGS]"
     text: str = ""
+    raw: bool = False
 
     @property
     def close(self) -> str:
@@ -383,6 +522,14 @@ FORMS: Final = (
         "final<|message|>",
     ),
     Form("gemma4", r"<\|tool_call>", ("<|tool_call>",), _GEMMA, _in_marks),
+    Form(
+        "lfm2.5",
+        r"""\+ *"'"(?s:.)*<\|tool_call_start\|>""",
+        ("<|tool_call_start|>",),
+        _PYTHON,
+        _in_python,
+        raw=True,
+    ),
     Form("lfm2", r"<\|tool_call_start\|>|List of tools: ", ("<|tool_call_start|>",), _PYTHON, _in_python),
     Form("args", r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", _MISTRAL, (*_MISTRAL, *_MISTRAL, ""), _in_args),
     Form("mistral", r"\[TOOL_CALLS\]", _MISTRAL, ("[TOOL_CALLS][", ", ", "]")),

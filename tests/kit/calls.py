@@ -155,7 +155,7 @@ def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[To
     for at, piece in enumerate([*pieces, ""]):
         more, new = reader.push(piece, final=at == len(pieces))
         shown, parts = shown + more, parts + new
-    return shown + reader.cut, reader.calls, parts
+    return shown, reader.calls, parts
 
 
 def joined(parts: Sequence[CallPart]) -> list[tuple[str, str, str]]:

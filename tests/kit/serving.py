@@ -175,7 +175,7 @@ class ServedStream:
         calls = () if self._reader is None else tuple(self._reader.calls)
         return Generation(
             tokenizer().decode(ids), ids, "tool_calls" if calls else reason, stats,
-            records=tuple(tokens), content=self._content + (self._reader.cut if self._reader else ""),
+            records=tuple(tokens), content=self._content,
             tool_calls=calls,
         )  # fmt: skip
 
