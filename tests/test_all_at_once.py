@@ -14,10 +14,9 @@ from edgespec import History, LoadOptions
 from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.drafting.model import Calibration
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.ngram import BestOf, NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
-from edgespec.history.drafter import BestOf
 from edgespec.history.memory import Snapshot
 from edgespec.history.use import HistoryUse
 from edgespec.measuring.audit import audit_answers, audit_sampling

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
-from edgespec.drafting.ngram import NgramDrafter
-from edgespec.history.drafter import BestOf, HistoryDrafter
+from edgespec.drafting.ngram import BestOf, NgramDrafter
+from edgespec.history.drafter import HistoryDrafter
 from edgespec.history.memory import MAX_N, Delta, Index, Match, Memory, Snapshot
 from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage, Tally
 from tests.kit.histories import cut

@@ -11,10 +11,10 @@ import pytest
 from edgespec.decoding.draft import Draft, Remarks
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.watch import Watch
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.ngram import BestOf, NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import STAKE, Guard, Pricing
-from edgespec.history.drafter import BestOf, HistoryDrafter
+from edgespec.history.drafter import HistoryDrafter
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.passages import Entry, Passage, Tally
 from edgespec.history.use import HistoryUse

@@ -28,6 +28,7 @@ _MARKS: Final = {
     "ngram": "italic underline yellow",
     "history": "bold underline magenta",
     "grammar": "reverse green",
+    "prediction": "italic underline cyan",
 }
 """The style of each source's text, visible also without colours; the target's own text is plain."""
 _PATIENCE_S: Final = 0.5

@@ -151,6 +151,13 @@ REQUEST: Group = {
         "for how many tokens at most; the chat template decides without it.",
         metavar="on|off|EFFORT|TOKENS",
     ),
+    "prediction": _option(
+        Path | None,
+        None,
+        "A file whose text the answer probably repeats, such as the one that it edits. Drafts are copied "
+        "from it; the answer stays the same.",
+        metavar="FILE",
+    ),
     "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
 }
 """Options of a request; :func:`request_options` reads them, and ``max_new_tokens``."""
@@ -226,9 +233,17 @@ def request_options(context: typer.Context) -> "RequestOptions":
         "max_new_tokens": values["max_new_tokens"],
         "seed": values["seed"],
         "stop": tuple(values["stop"] or ()),
+        "prediction": _text(values["prediction"]),
         "speculate": not values["no_speculation"],
         "thinking": thinking(values["thinking"]),
     }
+
+
+def _text(file: Path | None) -> str:
+    from edgespec_models.errors import RequestError
+    from edgespec_models.schema import read_text
+
+    return "" if file is None else read_text(file, RequestError, "Give a file of text in UTF-8")
 
 
 def thinking(value: str | None) -> "bool | int | Effort | None":

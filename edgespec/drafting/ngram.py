@@ -5,15 +5,14 @@ statistics of a suffix tree: Oliaro et al. 2024, SuffixDecoding). It grows by on
 exact: it hashes no runs, so there is nothing to verify.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Final
+from typing import Final, Protocol
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Step
 from edgespec_runtimes.kv_cache import shared_length
 
-_SOURCE: Final = "ngram"
 _OLDEST, _LATEST = 0, -1
 _LONGEST: Final = 32  # longer matches tell no more about acceptance
 _PRIOR_STRENGTH: Final = 8.0  # judged proposals
@@ -62,6 +61,43 @@ class Match:
     length: int
     count: int
     support: int
+
+    @property
+    def kind(self) -> Hashable:
+        """The class: the length by powers of two, whether the context is unique, whether most agree."""
+        return self.length.bit_length(), self.count == 1, 2 * self.support > self.count
+
+    @property
+    def prior(self) -> float:
+        """The probability that the prediction is right, before anything was learned."""
+        if self.count == 1:
+            return self.length / (self.length + 3.5)
+        if self.support == self.count:
+            return self.length / (self.length + 1.0)
+        return (self.support - 0.5) / (self.count + 1.0)
+
+
+class Found(Protocol):
+    """A proposed token, the class that it is judged in, and the probability before anything was learned."""
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    @property
+    def prior(self) -> float: ...
+
+
+class Finder(Protocol):
+    """Finds what to copy behind a context."""
+
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Take over ``tokens``, the prompt and the answer, and return how many were known already."""
+
+    def find(self, context: Sequence[int]) -> Found | None:
+        """The proposal behind ``context``, the end of these tokens and a draft; None without one."""
 
 
 class ContextTree:
@@ -179,6 +215,8 @@ class ContextTree:
 class NgramDrafter(Extending):
     """Finds the longest end of the text that occurred before, and proposes the tokens that followed it there.
 
+    Another ``finder`` copies from elsewhere; ``source`` names its proposals.
+
     The rule applies again after every proposed token. So a copy goes on into its own proposals (periodic
     text), and moves to a better occurrence where one appears.
 
@@ -191,17 +229,19 @@ class NgramDrafter(Extending):
     A draft ends before the token whose product of confidences falls below ``stop_below``.
     """
 
-    def __init__(self, *, stop_below: float = 0.15) -> None:
-        self._stop_below = stop_below
-        self._tree = ContextTree()
-        self._fared: dict[tuple[int, bool, bool], tuple[float, float]] = {}  # by class: right, judged
+    def __init__(
+        self, finder: Finder | None = None, *, source: str = "ngram", stop_below: float = 0.15
+    ) -> None:
+        self._stop_below, self._source = stop_below, source
+        self._finder: Finder = ContextTree() if finder is None else finder
+        self._fared: dict[Hashable, tuple[float, float]] = {}  # by class: right, judged
         # The last call's proposals and the match at which it stopped. That one is judged too, or else a
         # class of matches that once fell out of favour would never be tried again.
-        self._considered: list[Match] = []
+        self._considered: list[Found] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """Propose a continuation. It is a function of the tokens."""
-        self._tree.follow(tokens)
+        self._finder.follow(tokens)
         self._considered, draft = self._draft(tokens, NO_DRAFT, limit)
         return draft
 
@@ -213,22 +253,22 @@ class NgramDrafter(Extending):
         """Judge the considered proposals, whichever source drafted."""
         considered, self._considered = self._considered, []
         for match, token in zip(considered, step.judged, strict=False):
-            key, is_right = _class_of(match), match.token == token
+            key, is_right = match.kind, match.token == token
             right, judged = self._fared.get(key, (0.0, 0.0))
             keep = 1.0 - 1.0 / _MEMORY
             self._fared[key] = (keep * right + is_right, keep * judged + 1.0)
             if not is_right:
                 break  # what follows a rejected token was never judged
 
-    def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Match], Draft]:
+    def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Found], Draft]:
         """The matches considered behind ``tokens`` and ``before``, and their proposals."""
         context = [*tokens[-_LONGEST:], *before.tokens]
-        considered: list[Match] = []
+        considered: list[Found] = []
         drafted: list[int] = []
         confidence: list[float] = []
         reached = prod(before.confidence)
         room = limit - len(before.tokens)
-        while len(drafted) < room and (match := self._tree.find(context)) is not None:
+        while len(drafted) < room and (match := self._finder.find(context)) is not None:
             considered.append(match)
             estimate = self._estimate(match)
             reached *= estimate
@@ -239,23 +279,47 @@ class NgramDrafter(Extending):
             context.append(match.token)
         if not drafted:
             return considered, NO_DRAFT
-        sources = (_SOURCE,) * len(drafted)
+        sources = (self._source,) * len(drafted)
         return considered, Draft(tuple(drafted), sources=sources, confidence=tuple(confidence))
 
-    def _estimate(self, match: Match) -> float:
+    def _estimate(self, match: Found) -> float:
         """The posterior mean of the probability that ``match`` is right."""
-        right, judged = self._fared.get(_class_of(match), (0.0, 0.0))
-        return (right + _PRIOR_STRENGTH * _prior(match)) / (judged + _PRIOR_STRENGTH)
+        right, judged = self._fared.get(match.kind, (0.0, 0.0))
+        return (right + _PRIOR_STRENGTH * match.prior) / (judged + _PRIOR_STRENGTH)
 
 
-def _class_of(match: Match) -> tuple[int, bool, bool]:
-    """The class: the length by powers of two, whether the context is unique, whether most agree."""
-    return match.length.bit_length(), match.count == 1, 2 * match.support > match.count
+class BestOf(Extending):
+    """The draft of ``near`` extended by ``far``, or the draft of ``far``: the one that promises more tokens.
+
+    Both draft deterministically: ``near`` from the text, ``far`` from elsewhere.
+    """
+
+    def __init__(self, near: Extending, far: Extending) -> None:
+        self._near, self._far = near, far
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
+        if near.tokens:
+            near = self._far.extend(tokens, near, limit)
+        return max(near, far, key=_expected)
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        drafts = (source.extend(tokens, draft, limit) for source in (self._near, self._far))
+        return max(drafts, key=_expected)
+
+    def observe(self, step: Step) -> None:
+        self._near.observe(step)
+        self._far.observe(step)
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
 
 
-def _prior(match: Match) -> float:
-    if match.count == 1:
-        return match.length / (match.length + 3.5)
-    if match.support == match.count:
-        return match.length / (match.length + 1.0)
-    return (match.support - 0.5) / (match.count + 1.0)
+def _expected(draft: Draft) -> float:
+    """The expected number of accepted proposals."""
+    expected, reached = 0.0, 1.0
+    for probability in draft.confidence:
+        reached *= probability
+        expected += reached
+    return expected

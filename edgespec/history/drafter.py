@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Final
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Remarks, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Remarks, Step
 from edgespec.drafting.pricing import Guard
 from edgespec.history.memory import MAX_N, Match, Memory
 from edgespec.history.passages import Cutter
@@ -115,40 +115,3 @@ class HistoryDrafter:
                 if match.token != token:
                     break  # what follows a rejected token was never judged
         self._considered = []
-
-
-class BestOf:
-    """The draft of ``near`` extended by ``far``, or the draft of ``far``: the one that promises more tokens.
-
-    Both draft deterministically: ``near`` from the text, ``far`` from earlier answers.
-    """
-
-    def __init__(self, near: Extending, far: Extending) -> None:
-        self._near, self._far = near, far
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        near, far = self._near.propose(tokens, limit), self._far.propose(tokens, limit)
-        if near.tokens:
-            near = self._far.extend(tokens, near, limit)
-        return max(near, far, key=_expected)
-
-    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        drafts = (source.extend(tokens, draft, limit) for source in (self._near, self._far))
-        return max(drafts, key=_expected)
-
-    def observe(self, step: Step) -> None:
-        self._near.observe(step)
-        self._far.observe(step)
-
-    def close(self) -> None:
-        self._near.close()
-        self._far.close()
-
-
-def _expected(draft: Draft) -> float:
-    """The expected number of accepted proposals."""
-    expected, reached = 0.0, 1.0
-    for probability in draft.confidence:
-        reached *= probability
-        expected += reached
-    return expected

@@ -59,6 +59,7 @@ class RequestOptions(TypedDict, total=False):
     special: bool
     speculate: bool
     drafter: Drafter | None
+    prediction: str
     prompt_cache: bool
     cancelled: Callable[[], bool]
     timeout: float | None
@@ -102,6 +103,8 @@ class Request:
         special: Read the control tokens that a text prompt spells. Without it they are ordinary text.
         speculate: False decodes without drafts. The answer is the same.
         drafter: An :class:`edgespec.Drafter` that drafts in this request, in place of the model's drafter.
+        prediction: A text that the answer probably repeats, whole or in parts, such as the file that it
+            edits. Drafts are copied from it. A wrong prediction costs little, and never changes the answer.
         prompt_cache: False neither writes this request's text to disk nor looks for it there.
         cancelled: A function that is called between passes, in the thread that runs them. The request ends
             when it returns True.
@@ -143,6 +146,7 @@ class Request:
     special: bool = False
     speculate: bool = True
     drafter: Drafter | None = None
+    prediction: Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")] = ""
     prompt_cache: bool = True
     cancelled: Callable[[], bool] = lambda: False
     timeout: Annotated[float, within(above=0)] | None = None
@@ -310,13 +314,14 @@ class Prompt(NamedTuple):
     """A prompt for the target and for the drafter; the second is empty without a drafter model.
 
     ``place`` says whether the answer begins with thoughts; None if the model has none. ``hole`` is the place
-    that the answer fills, or None.
+    that the answer fills, or None. ``prediction`` has the tokens of a predicted answer.
     """
 
     target: list[int]
     drafter: list[int]
     place: "Place | None"
     hole: Hole | None = None
+    prediction: Sequence[int] = ()
 
 
 def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:

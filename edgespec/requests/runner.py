@@ -8,9 +8,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Clock, Draft, Drafter, Extending, Observer, Remarks, Source
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Extending, Observer, Remarks, Source
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.ngram import BestOf, NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Pricing
 from edgespec.loading.opening import Loaded
@@ -131,7 +131,8 @@ class Runner:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
         drafters = side.prompt(tokens, lambda bundle: drafter_tokens(bundle, prompt, request)) if side else []
-        return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole)
+        predicted = self.target.tokenizer.encode(request.prediction) if request.speculate else []
+        return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole, predicted)
 
     def begin(self, ticket: Ticket) -> RequestDecoding | None:
         """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
@@ -312,10 +313,14 @@ class Runner:
             return policy(teaching=None if side is None else side.teaching())
         free: Extending = NgramDrafter()
         if self.history is not None:
-            from edgespec.history.drafter import BestOf
-
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
         opening = None
+        if prompt.prediction:
+            from edgespec.drafting.prediction import PredictedText
+
+            predicted = PredictedText(prompt.prediction, len(prompt.target))
+            free = BestOf(free, NgramDrafter(predicted, source="prediction"))
+            opening = NO_DRAFT
         if prompt.hole is not None:  # a cut word of the prompt may be written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
