@@ -88,10 +88,12 @@ def test_wrong_proposals_are_soon_trusted_less() -> None:
 def test_answers_are_the_same_with_any_prediction_and_come_in_fewer_passes(tmp_path: Path) -> None:
     path = tiny_native(tmp_path / "target", LLAMA, "Q4_1").path
     options: RequestOptions = {"max_new_tokens": 60, "stop_at_eos": False}
+    plainly: RequestOptions = {**options, "speculate": False}
     with edgespec.load(path, "ngram", options=LoadOptions(threads=1)) as model:
-        plain = model.generate(PROMPT, speculate=False, **options)
+        plain = model.generate(PROMPT, **plainly)
         for prediction in (plain.text, plain.text[20:], "nothing of the kind", ""):
-            answer = model.generate(PROMPT, prediction=prediction, **options)
+            predicted: RequestOptions = {**options, "prediction": prediction}
+            answer = model.generate(PROMPT, **predicted)
             assert answer.tokens == plain.tokens
             assert ("prediction" in answer.stats.by_source) <= bool(prediction)
         wrong: RequestOptions = {"prediction": 3}  # type: ignore[typeddict-item]
