@@ -28,6 +28,7 @@ _TRY = (
 )
 _VOCABULARY = "The tokenizers library cannot show the vocabulary"
 _AGAIN = "Export or download the model again"
+_MANY = 2000  # tokens; a list of fewer takes less time than giving way, which takes 60 µs or more
 
 
 @contextmanager
@@ -148,7 +149,8 @@ def _ids(
         wrong = lone_surrogate(text) if isinstance(text, str) else f" is {shown(text)}, not a str"
         raise RequestError(f"the text to encode{wrong or f' is refused: {error}'}") from error
     ids: list[int] = encoding.ids
-    sleep(0)  # making a long list and freeing its encoding takes a while: other threads run in between
+    if len(ids) > _MANY:
+        sleep(0)  # making a long list and freeing its encoding takes a while: other threads run in between
     return ids, encoding
 
 
