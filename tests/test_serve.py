@@ -52,7 +52,11 @@ def test_a_chat_is_answered_in_openais_form(model: ServedModel, url: str) -> Non
         "completion_tokens": written,
         "total_tokens": 7 + written,
         "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     messages, options = model.calls[0]
     assert list(messages) == [{"role": "user", "content": HARD}]
@@ -140,7 +144,7 @@ def test_what_there_is_not_is_refused(
 
 
 def test_fields_that_change_nothing_and_null_are_taken(model: ServedModel, url: str) -> None:
-    harmless: dict[str, Any] = {"user": "u", "store": True, "metadata": {"a": "b"}, "prediction": {"a": 1}}
+    harmless: dict[str, Any] = {"user": "u", "store": True, "metadata": {"a": "b"}, "prediction": None}
     message = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}  # as handed back
     body = question(**harmless, temperature=None, tools=None, n=1) | {"messages": [message]}
     assert ask(url, CHAT, body).status == 200
@@ -393,3 +397,22 @@ def test_signals_end_the_command_in_order(number: int) -> None:
         process.kill()
     assert (process.returncode, out) == (0, "closed\n")
     assert f"POST {CHAT} 200" in log and "shutting down" in log and "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "x = 1",
+        {"type": "content", "content": "x = 1"},
+        {"type": "content", "content": [{"text": "x = "}, {"text": "1"}]},
+    ],
+)
+def test_a_prediction_reaches_the_model_in_all_its_forms(model: ServedModel, url: str, form: object) -> None:
+    assert ask(url, CHAT, question("hi", prediction=form)).status == 200
+    assert model.calls[0][1]["prediction"] == "x = 1"
+
+
+@pytest.mark.parametrize("form", [{"type": "content"}, {"content": [3]}, [], 3])
+def test_other_predictions_are_refused(url: str, form: object) -> None:
+    reply = ask(url, CHAT, question("hi", prediction=form))
+    assert reply.status == 400 and "prediction" in reply.json["error"]["message"]

@@ -34,7 +34,7 @@ _TOGETHER = 8  # requests of the greatest size whose bodies may arrive at once
 _MOST_TEXTS = 1 << 15  # of a request
 _LARGE = 64 << 10  # bytes of a body; smaller ones are read at once, whatever waits for threads
 _ASIDE = re.compile(
-    r"user|store|betas?|prediction|priority|service_tier|inference_geo|id_slot|stream_options"
+    r"user|store|betas?|priority|service_tier|inference_geo|id_slot|stream_options"
     r"|(.*_)?metadata|(safety|client|request|session|trace|user)_id(entifier)?"
     r"|(.*_)?cache_(control|key|options|prompt|retention|salt)|max_tool_calls|web_search_options"
     r"|keep_alive|num_(batch|ctx|gpu|keep|thread)|main_gpu|numa|use_(mlock|mmap)|low_vram|f16_kv"
@@ -99,6 +99,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same
+    prediction: str | Mapping[str, Any] | None = None  # OpenAI's form, or the text alone
     # edgespec's own
     speculate: bool | None = None
     prompt_cache: bool | None = None
@@ -158,6 +159,7 @@ class _Common(Body):
             "logit_bias": biases,
             "seed": seed,
             "repetition_penalty": repeated,
+            "prediction": _predicted(self.prediction),
         }
 
 
@@ -241,6 +243,20 @@ class ChatBody(_Common):
                 message.setdefault("content", "")
             messages.append(message)
         return messages
+
+
+def _predicted(value: str | Mapping[str, Any] | None) -> str | None:
+    """The text of a ``prediction``: a text, ``{"type": "content", "content": ...}``, or parts in it."""
+    content = value.get("content") if isinstance(value, Mapping) else value or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    if isinstance(parts, list | tuple):
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts)) or None
+    raise RequestError(
+        f"prediction is {shown(value)}; allowed: a text, or "
+        '{"type": "content", "content": TEXT or a list of {"type": "text", "text": TEXT}}'
+    )
 
 
 def texts_in(field: str, value: str | Sequence[Any]) -> Sequence[str | Sequence[int]]:

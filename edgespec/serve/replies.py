@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from edgespec.decoding.draft import Progress
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.embedding import Embeddings
-from edgespec.requests.results import Generation, Record, TokenRecord, choice_id
+from edgespec.requests.results import Generation, Record, SourceStats, TokenRecord, choice_id
 from edgespec.serve.problems import Problem
 from edgespec_models.text.tokenizer import Tokenizer
 
@@ -26,13 +26,17 @@ def usage(answers: Sequence[Generation]) -> Json:
     """Tokens read and written. Each answer has a prompt of its own and may have several choices."""
     prompt_tokens = sum(answer.stats.prompt_tokens for answer in answers)
     written = sum(len(choice.tokens) for choice in _choices(answers))
+    copies = [choice.stats.by_source.get("prediction", SourceStats()) for choice in _choices(answers)]
+    predicted = SourceStats(sum(copy.drafted for copy in copies), sum(copy.accepted for copy in copies))
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": written,
         "total_tokens": prompt_tokens + written,
         "prompt_tokens_details": {"cached_tokens": sum(answer.stats.cached_tokens for answer in answers)},
         "completion_tokens_details": {
-            "reasoning_tokens": sum(choice.stats.reasoning_tokens for choice in _choices(answers))
+            "reasoning_tokens": sum(choice.stats.reasoning_tokens for choice in _choices(answers)),
+            "accepted_prediction_tokens": predicted.accepted,
+            "rejected_prediction_tokens": predicted.drafted - predicted.accepted,
         },
     }
 
