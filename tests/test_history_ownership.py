@@ -105,11 +105,11 @@ def other(request: pytest.FixtureRequest, path: Path) -> Iterator[Path]:
     assert _seen(path.parent) == before
 
 
-EXPORTED = '{"format": "edgespec history 1", "passages": [], "corrections": []}'
+EXPORTED = '{"format": "edgespec history 1", "passages": []}'
 
 
 OF_A_HISTORY: list[Callable[[History], object]] = [
-    *(History.check, History.namespaces, History.show, History.corrections, History.delete),
+    *(History.check, History.namespaces, History.show, History.delete),
     *(lambda history: history.forget("text"), lambda history: history.delete("mail")),
 ]
 

@@ -290,11 +290,7 @@ def test_quantized_graphs_stay_near_and_roll_back(
     np.testing.assert_allclose(again, whole[33:], atol=0.02 * float(np.abs(whole).max()))
 
 
-def test_nothing_can_be_tuned(opened_static: OpenStatic, make: Make) -> None:
-    session = opened_static("llama", "float")
-    assert not session.model.tunable and session.model.head_tokens is None
-    with pytest.raises(RequestError, match="not let weights be replaced"):
-        session.model.tune({})
+def test_its_weights_cannot_be_read(make: Make) -> None:
     with pytest.raises(UnsupportedModelError, match="own operators"):
         StoredWeights(make("llama", "float"))
 

@@ -30,7 +30,7 @@ _BUSY_S: Final = 5.0
 _PAUSE_S: Final = 0.02
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
 _VERSION: Final = 4
-"""The version of the tables. 1 and 2 lack ``correction``; 2 and 3 have the unused ``beginning``."""
+"""The version of the tables. 2 and 3 have the unused ``beginning``; older ones have ``correction``."""
 _TABLES: Final = (
     """CREATE TABLE IF NOT EXISTS scope (
         id INTEGER PRIMARY KEY,
@@ -69,15 +69,6 @@ _TABLES: Final = (
         UPDATE scope SET tokens = tokens - (length(OLD.lead) + length(OLD.body)) / 4 WHERE id = OLD.scope;
     END""",
     "DROP TABLE IF EXISTS beginning",
-    """CREATE TABLE IF NOT EXISTS correction (
-        scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
-        drafter TEXT NOT NULL,
-        name TEXT NOT NULL,
-        tokens INTEGER NOT NULL,
-        used_on REAL NOT NULL,
-        data BLOB NOT NULL,
-        PRIMARY KEY (scope, drafter)
-    )""",
 )
 
 
@@ -384,7 +375,7 @@ def _check(connection: sqlite3.Connection) -> None:
     if verdict != "ok":
         raise _damage(f"quick_check: {verdict}")
     # A value of another type than its column's passes SQLite's own check.
-    for table in ("scope", "passage", "tally", "correction"):
+    for table in ("scope", "passage", "tally"):
         columns = connection.execute(f"PRAGMA table_info({table})").fetchall()
         wrong = " OR ".join(f"typeof({name}) <> '{kind.lower()}'" for _, name, kind, *_ in columns)
         if connection.execute(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1").fetchone():

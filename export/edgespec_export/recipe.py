@@ -7,7 +7,7 @@ from typing import Final
 from edgespec_models.bundles.static_graphs import ExportDevice
 
 RECIPES: Final[Mapping[ExportDevice | None, int]] = MappingProxyType(
-    {None: 17, "cuda": 10, "npu-qnn": 6, "npu-openvino": 6}
+    {None: 19, "cuda": 10, "npu-qnn": 6, "npu-openvino": 6}
 )
 """The recipe of exports for each device; None is the CPU.
 
