@@ -27,7 +27,7 @@ def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
     """Beside a target whose passes take a second; both end texts with ``EOS``."""
     target, small = toy_bundle("toy", 4096), toy_bundle("small", context)
     for bundle in (target, small):
-        special = SpecialTokens(None, (EOS,), add_bos=False, pad=None)
+        special = SpecialTokens(None, (EOS,), add_bos=False)
         cast(Any, bundle).manifest = SimpleNamespace(name="toy", special_tokens=special)
     placement = Placement(Device(KINDS["cpu"], "ready"), "made up")
     return DrafterSide(

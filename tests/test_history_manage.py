@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,20 +184,3 @@ def test_the_commands(tmp_path: Path, own_home: Path) -> None:
     assert run("forget", "me", " ").exit_code == 1
     assert run("delete", "me", "--namespace", "mail", "--yes").exit_code == 0
     assert told("list")[0]["kept"] == []
-
-
-@pytest.mark.parametrize(
-    "deletes", [lambda me: me.forget("Yours"), lambda me: me.delete("mail"), History.delete]
-)
-def test_indexes_of_files_that_earlier_versions_left_go_with_what_is_deleted(
-    own_home: Path, deletes: Callable[[History], object]
-) -> None:
-    folder, index, history = own_home / "histories", b"edgespec files 2", _learn([LETTER], namespace="mail")
-    others = {"me.history-files.txt": index, "me.history-filesystem": index, "you.history-files": index}
-    others |= {"me.history-files-00112233445566aa": b"by somebody else"}
-    names = ("", "-0123456789abcdef", "-0123456789abcdef.new", ".lock")
-    for name, data in {**{f"me.history-files{name}": index for name in names}, **others}.items():
-        (folder / name).write_bytes(data)
-    assert history.size_bytes > len(names) * len(index) and history.show()  # it opens as ever
-    deletes(history)
-    assert {file.name for file in folder.iterdir() if "files" in file.name} == set(others)

@@ -238,7 +238,7 @@ def test_what_cannot_be_read_is_not_kept_open(
         return opened[-1]
 
     monkeypatch.setattr(sqlite3, "connect", noted)
-    with pytest.raises(StorageError, match=r"version 99|another format"):
+    with pytest.raises(StorageError, match="version 99"):
         use(path)
     assert opened
     for connection in opened:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from edgespec.history.database import SUFFIX, companions, file_indexes, look, reason
+from edgespec.history.database import SUFFIX, companions, look, reason
 from edgespec.history.exchange import exported, imported
 from edgespec.history.passages import LEAD
 from edgespec.history.store import Learned, Scope, Store
@@ -118,7 +118,6 @@ class History:
         with self._store() as store:
             passages = containing(text, list(store.learned()))
             store.remove(passages)
-            _delete_all(file_indexes(self.path))  # one of them may contain the text
             return len(passages)
 
     @checked
@@ -132,7 +131,8 @@ class History:
             self._check_exists()
             try:
                 look(self.path)
-                _delete_all([*self._on_disk(), self.path])  # the path may be a link
+                for file in (*self._on_disk(), self.path):  # the path may be a link
+                    file.unlink(missing_ok=True)
             except (OSError, sqlite3.Error) as error:
                 raise StorageError(f"cannot delete {self.path}: {error}") from error
             return
@@ -140,7 +140,6 @@ class History:
             if not any(scope.namespace == namespace for scope in store.scopes()):
                 raise RequestError(f"the history {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
-            _delete_all(file_indexes(self.path))
 
     @checked
     def export(self, file: Path) -> int:
@@ -165,7 +164,7 @@ class History:
             return store.put(passages)
 
     def _on_disk(self) -> list[Path]:
-        return [*file_indexes(self.path), *companions(self.path), Path(os.path.realpath(self.path))]
+        return [*companions(self.path), Path(os.path.realpath(self.path))]
 
     def _check_exists(self) -> None:
         if not self.path.is_file():
@@ -211,11 +210,6 @@ def _path(history: str | Path) -> Path:
     except OSError as error:  # a name too long, a folder that cannot be entered
         raise RequestError(f"the history {shown(str(path))} cannot be opened: {error.strerror}") from error
     return path
-
-
-def _delete_all(files: Iterable[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 def _text(learned: Learned) -> LearnedText:

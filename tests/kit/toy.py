@@ -438,7 +438,7 @@ def write_bundle(
         config=config,
         bytes_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
         parameters_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
-        special_tokens=SpecialTokens(None, () if eos is None else (eos,), add_bos=False, pad=None),
+        special_tokens=SpecialTokens(None, () if eos is None else (eos,), add_bos=False),
         provenance={"source": "random"},
         head_rows=None if head_tokens is None else len(head_tokens),
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},

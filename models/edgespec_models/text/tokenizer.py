@@ -45,13 +45,11 @@ class SpecialTokens:
     """The ids of the control tokens that a model's runtime needs.
 
     ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
-    ``pad`` is in older manifests; nothing reads it.
     """
 
     bos: _Id | None
     eos: tuple[_Id, ...]
     add_bos: bool
-    pad: _Id | None = None
 
 
 class Tokenizer:
