@@ -32,7 +32,6 @@ from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
 from tests.kit.downloads import CONTENT, CUTS, PARTS, Hub, running_hub, write_wheel
-from tests.kit.learning import AtOnce
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -151,12 +150,6 @@ def free_passes(monkeypatch: pytest.MonkeyPatch, timings: Callable[..., None]) -
     timings(measure_cost=lambda *_, **__: CostCurve({1: 1.0, 64: 1.0001}))
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pass_seconds", lambda *_: 1e-9)
     monkeypatch.setattr("edgespec.drafting.pricing.Guard.allows", True)
-
-
-@pytest.fixture
-def learning_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafters learn from a text as soon as it is offered."""
-    monkeypatch.setattr("edgespec.history.use.Trainer", AtOnce)
 
 
 @pytest.fixture

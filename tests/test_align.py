@@ -19,7 +19,7 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.recipe import RECIPES
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.stored_weights import StoredWeights
+from edgespec_models.bundles.stored_weights import stored_vector
 from edgespec_models.downloads import catalog
 from edgespec_models.downloads.catalog import CatalogueAlignment, entries, find
 from edgespec_models.errors import ModelFileError, RequestError, StorageError
@@ -27,6 +27,7 @@ from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import GGMLType
 from edgespec_models.progress import ignore_progress
 from tests.kit.gguf import FORMATS, HEAD_DIM, HEADS, HIDDEN, tiny_gguf
+from tests.kit.stored import stored_matrix
 
 ORIGIN = Origin("drafter", "0" * 64, "target", 1234, 0.5, 0.625, {"rank": "2"}, "Apache-2.0")
 
@@ -203,7 +204,7 @@ def test_scales_of_blocks_grow_and_codes_stay(tmp_path: Path, kind: str) -> None
     each = np.repeat(grown, blocks.scales.shape[1] // count, axis=1)
     minimums = None if blocks.minimums is None else blocks.minimums * each[..., -1]
     expected = replace(blocks, scales=blocks.scales * each[..., 0], minimums=minimums).values()
-    result, size = StoredWeights(bundle).matrix("layers.1.mlp.down"), np.linalg.norm(blocks.values())
+    result, size = stored_matrix(bundle, "layers.1.mlp.down"), np.linalg.norm(blocks.values())
     assert np.linalg.norm(result - blocks.values()) > 0.1 * size
     assert np.linalg.norm(result - expected) < 1e-3 * size
 
@@ -241,13 +242,13 @@ def test_an_export_merges_it_and_says_so(tmp_path: Path, source: Path, file: Pat
     assert aligned.manifest.provenance["alignment"] == alignment.digest
     assert aligned.manifest.provenance["sha256"] == plain.manifest.provenance["sha256"]
     assert "alignment" not in plain.manifest.provenance
-    weights, expected = StoredWeights(aligned), _merged_by_hand(source, alignment, "layers.0.q")
-    both = (each.matrix("layers.0.attention.qkv") for each in (weights, StoredWeights(plain)))
+    expected = _merged_by_hand(source, alignment, "layers.0.q")
+    both = (stored_matrix(bundle, "layers.0.attention.qkv") for bundle in (aligned, plain))
     (result, others), (_, of_plain) = (np.split(each, [len(expected)]) for each in both)
     assert np.linalg.norm(result - expected) < 0.01 * np.linalg.norm(expected)
     assert aligned.manifest.formats == plain.manifest.formats
     np.testing.assert_array_equal(others, of_plain)
-    gain = weights.vector("final_norm.weight")
+    gain = stored_vector(aligned, "final_norm.weight")
     np.testing.assert_allclose(gain, _merged_by_hand(source, alignment, "final_norm"), rtol=1e-6)
 
 
@@ -265,7 +266,7 @@ def test_what_is_added_survives_the_rounding(tmp_path: Path, source: Path) -> No
     with open_checkpoint(source) as checkpoint:
         before = checkpoint.values("layers.1.down")
     added = _merged_by_hand(source, alignment, "layers.1.down") - before
-    result = StoredWeights(bundle).matrix("layers.1.mlp.down") - before
+    result = stored_matrix(bundle, "layers.1.mlp.down") - before
     assert float((result * added).sum() / np.square(added).sum()) == pytest.approx(1.0, abs=0.03)
 
 

@@ -1,4 +1,4 @@
-"""N-grams, a history and a drafter that learns, all at once: the tokens are those of plain decoding."""
+"""N-grams, a history and a drafter, all at once: the tokens are those of plain decoding."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,10 +22,8 @@ from edgespec.history.use import HistoryUse
 from edgespec.measuring.audit import audit_answers, audit_sampling
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from edgespec.measuring.prompts import Prompt
-from edgespec_models.errors import RequestError
 from edgespec_runtimes.cost import CostCurve
 from tests.kit.drafters import GREEDY, Timed, model_of, plain
-from tests.kit.models import side_of
 from tests.kit.native import tiny_native
 from tests.kit.toy import LLAMA, ToySession, decode, markov_logits
 from tools.replay import Clock
@@ -109,10 +107,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def eager(
-    free_passes: None, learning_at_once: None, drafter_reads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafter is asked in every round, and learns at once."""
+def eager(free_passes: None, drafter_reads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter is asked in every round."""
     monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
 
@@ -129,44 +125,21 @@ def test_a_model_with_a_history_learns_and_answers_as_ever(bundles: tuple[Path, 
     target, drafter = bundles
     with edgespec.load(target, None, options=LoadOptions(threads=1)) as model:
         plain = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
-    options = LoadOptions(threads=1, training_share=1.0)
-    with edgespec.load(target, drafter, options=options, history="me") as model:
+    with edgespec.load(target, drafter, options=LoadOptions(threads=1), history="me") as model:
         result = model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
     assert result.tokens == plain.tokens
     assert result.stats.by_source["model"].accepted > 0
     assert result.stats.rolled_back == () and result.stats.to_json()["rolled_back"] == []
-    (correction,) = History("me").corrections()
-    assert (correction.target, correction.drafter) == ("target", "drafter")
-    assert correction.tokens > 20
-
-
-@pytest.mark.parametrize(("share", "history"), [(0.0, "me"), (0.2, None)])
-def test_nothing_is_trained_without_a_share_or_a_history(
-    bundles: tuple[Path, Path], eager: None, share: float, history: str | None
-) -> None:
-    options = LoadOptions(threads=1, training_share=share)
-    with edgespec.load(*bundles, options=options, history=history) as model:
-        model.generate("x = 1", max_new_tokens=40, stop_at_eos=False)
-        assert side_of(model).trainer is None
-    if history is not None:
-        assert History(history).corrections() == [] and History(history).show()
+    assert sum(History("me").namespaces().values()) > 20
 
 
 def test_an_audit_of_a_model_with_a_history_covers_what_is_learned(
     bundles: tuple[Path, Path], eager: None
 ) -> None:
-    options = LoadOptions(threads=1, training_share=1.0)
-    with edgespec.load(*bundles, options=options, history="me") as model:
+    with edgespec.load(*bundles, options=LoadOptions(threads=1), history="me") as model:
         greedy = audit_answers(model, [Prompt("a", "code", ("def add(a, b):",))], max_new_tokens=16)
         sampling = audit_sampling(model, samples=20, texts=["3 1 6 2 2 5 4 1 3 6 5 4 2 1 1 6 3 5"])
-        assert side_of(model).trainer is not None
     assert greedy["identical"] == 1 and greedy["drafted"] > 0
     seeds = sampling["equal_seeds"]
     assert seeds["pairs"] == seeds["identical"] > 0
-    assert History("me").corrections()[0].tokens > 0
-
-
-@pytest.mark.parametrize("share", [-0.01, 1.01, float("nan")])
-def test_the_share_has_bounds(share: float) -> None:
-    with pytest.raises(RequestError, match=r"training_share is .*; allowed: a number from 0 to 1"):
-        LoadOptions(training_share=share)
+    assert History("me").show()

@@ -1,4 +1,4 @@
-"""A drafter's part in a request: whether it drafts, the room it takes, what it offers to learn from."""
+"""A drafter's part in a request: whether it drafts, and the room it takes."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -7,12 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Observer, Remarks, Source, Step
+from edgespec.decoding.draft import Remarks, Source
 from edgespec.drafting.model import ModelDrafter, context_tokens
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide
-from edgespec.learning.gains import Example
-from edgespec.learning.trainer import Trainer
 from edgespec.loading.opening import Running
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
@@ -25,30 +23,11 @@ EOS = 3
 QUICK = CostCurve({1: 1e-6})
 
 
-class _Trainer:
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told = list[Any]()
-
-    def pause(self) -> None:
-        self.told.append("pause")
-
-    def resume(self) -> None:
-        self.told.append("resume")
-
-    def offer(self, example: Example) -> None:
-        self.told.append(example)
-
-    def take(self) -> None:
-        return None
-
-
 def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
     """Beside a target whose passes take a second; both end texts with ``EOS``."""
     target, small = toy_bundle("toy", 4096), toy_bundle("small", context)
     for bundle in (target, small):
-        special = SpecialTokens(None, (EOS,), add_bos=False, pad=None)
+        special = SpecialTokens(None, (EOS,), add_bos=False)
         cast(Any, bundle).manifest = SimpleNamespace(name="toy", special_tokens=special)
     placement = Placement(Device(KINDS["cpu"], "ready"), "made up")
     return DrafterSide(
@@ -60,9 +39,7 @@ def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
     )
 
 
-def _begin(
-    side: DrafterSide, prompt: list[int], max_new_tokens: int = 20
-) -> tuple[Source | None, Observer | None]:
+def _begin(side: DrafterSide, prompt: list[int], max_new_tokens: int = 20) -> Source | None:
     return side.begin(
         prompt,
         list(prompt),
@@ -89,7 +66,7 @@ def test_its_cache_has_room_for_the_answer_too(
     context: int, length: int, drafts: bool, capacity: int
 ) -> None:
     side = _side(context=context)
-    source, _ = _begin(side, [5] * length)
+    source = _begin(side, [5] * length)
     assert (source is not None) == drafts
     assert side.session.capacity == capacity
 
@@ -98,7 +75,7 @@ def test_a_prompt_that_takes_longer_to_read_than_it_will_gain_is_not_read() -> N
     """15 % of twenty seconds is expected of it: three seconds."""
     for seconds, drafts in ((2.9, True), (3.1, False)):
         side = _side(curve=CostCurve({1: seconds / 36, 32: seconds / 36 * 32}))
-        source, _ = _begin(side, [5] * 500)  # of which it would read 36 tokens
+        source = _begin(side, [5] * 500)  # of which it would read 36 tokens
         assert (source is not None) == drafts
 
 
@@ -106,39 +83,10 @@ def test_words_of_the_prompt_are_offered_to_a_trimmed_head() -> None:
     side, offered, prompt = _side(), list[Sequence[int]](), [300, 20, 310]
     kept = cast(Any, side.bundle).head_tokens = np.arange(200, dtype=np.int32)
     cast(Any, side.session.model).offer = offered.append
-    model = cast(ModelDrafter, _begin(side, prompt)[0])
+    model = cast(ModelDrafter, _begin(side, prompt))
     assert model.ends == (EOS,)
     assert offered == [context_tokens(prompt, side.bundle.tokenizer, kept)]
     assert {300, 310} <= set(offered[0]) and 20 not in offered[0]
-
-
-SHORT, LONG = list(range(20, 30)), [20 + i % 7 for i in range(600)]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer", "offered"),
-    [
-        ([7, 8], SHORT, [Example((7, 8, *SHORT), 2)]),
-        ([7, 8], [*SHORT, EOS], [Example((7, 8, *SHORT, EOS), 2)]),
-        ([7, 8], SHORT[:8], [Example((7, 8, *SHORT[:8]), 2)]),
-        ([7, 8], SHORT[:7], []),
-        ([7, 8], [], []),
-        (LONG, LONG, [Example((*LONG[-256:], *LONG[:512]), 256)]),
-        (None, SHORT * 2, []),
-    ],
-)
-def test_what_was_answered_is_offered_to_learn_from(
-    prompt: list[int] | None, answer: list[int], offered: list[Example]
-) -> None:
-    """Of long texts the end of the prompt and the beginning of the answer; nothing without a draft."""
-    side, trainer = _side(), _Trainer()
-    side.trainer = cast(Trainer, trainer)
-    teaching = side.teaching() if prompt is None else _begin(side, prompt)[1]
-    assert trainer.told == ["pause"] and teaching is not None
-    for token in answer:
-        teaching.observe(Step((token,)))
-    teaching.close()
-    assert trainer.told == ["pause", "resume", *offered]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +104,7 @@ def test_of_a_long_prompt_it_reads_the_end(length: int, held: int, read: list[in
     prompt = list(range(5, 5 + length))
     side.session.reserve(200)
     side.session.prefill(prompt[:held])
-    source, _ = _begin(side, prompt, max_new_tokens=100)
+    source = _begin(side, prompt, max_new_tokens=100)
     assert isinstance(source, ModelDrafter)
     draft_of(source, prompt, 1)
     expected = [prompt[at] for at in read]

@@ -10,18 +10,17 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from edgespec.history import database, store
 from edgespec.history.manage import History
-from edgespec.history.memory import Delta, DrafterKey
-from edgespec.learning.gains import ROWS, Lesson
+from edgespec.history.store import Store
 from edgespec.loading.opening import closed_on_failure
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import Bundle
@@ -33,7 +32,7 @@ from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.ort import lacks_memory
 from tests.kit.downloads import BOTH, CONTENT, FROM_HUB, FROM_INDEX, REPOSITORY, Hub, assert_whole
 from tests.kit.gguf import tiny_gguf
-from tests.kit.histories import merge, stored
+from tests.kit.histories import OTHERS, SCOPE, delta_of, merge, passage_of, text_of
 from tests.kit.killed import kill_downloads, kill_exports
 from tests.kit.toy import tiny_bundle
 from tests.test_export import NEVER_A_PROCESS
@@ -183,17 +182,16 @@ def test_a_source_that_is_not_what_lies_recorded_beside_it_is_named(tmp_path: Pa
 def test_a_clock_that_was_years_ahead_keeps_nothing_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def learned(name: str) -> Delta:
-        delta = Delta()
-        delta.learned(DrafterKey(name, name), Lesson(np.zeros((ROWS, 4), np.float32), False, 10))
-        return delta
-
-    monkeypatch.setattr(store, "MOST_DRAFTERS", 2)
+    """The scope that was used then goes first, as if it had been used today."""
+    path, passages = tmp_path / "me.history", [passage_of(n) for n in range(1500)]
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: 4e9)
-        merge(tmp_path / "me.history", learned("first"), learned("second"))
-    merge(tmp_path / "me.history", learned("third"))
-    assert "third" in stored(tmp_path / "me.history").corrections
+        merge(path, delta_of(*passages[:200]), scope=OTHERS[0])
+    merge(path, delta_of(*passages[:200]), scope=OTHERS[1])
+    with closing(Store.open(path, max_bytes=400_000)) as store:
+        while len(store.scopes()) != 2:
+            store.merge(SCOPE, delta_of(*(passages.pop() for _ in range(50))), text_of)
+        assert OTHERS[1] in store.scopes()
 
 
 def test_two_that_are_damaged_in_one_second_are_both_kept(

@@ -43,7 +43,7 @@ def bundle_of(tokenizer: Tokenizer, *, bos: bool = False) -> Bundle:
     bundle = toy_bundle("toy", 4096)
     bundle.tokenizer = tokenizer
     begins = tokenizer.special_id("<|im_start|>")
-    bundle.manifest.special_tokens = SpecialTokens(begins, (), add_bos=bos, pad=None)  # type: ignore[misc]
+    bundle.manifest.special_tokens = SpecialTokens(begins, (), add_bos=bos)  # type: ignore[misc]
     return bundle
 
 

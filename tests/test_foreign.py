@@ -335,7 +335,7 @@ def test_the_header_names_types_files_and_texts(tmp_path: Path) -> None:
     (tmp_path / GRAPH).write_bytes(helper.make_model(made).SerializeToString())
     header = read_header(tmp_path / GRAPH)
     assert header.inputs == {"taken": Tensor("taken", "float16", ("n", "", 5))}
-    assert header.nodes == [Node("Op", ("taken", ""), ("given",), {"count": 3}, {"mode": "one"})]
+    assert header.nodes == [Node("Op", ("taken", ""), ("given",), {"count": 3})]
     held_there = header.weights.pop("held")
     assert held_there == Tensor("held", str(TensorProto.COMPLEX64), (8,))
     assert held_there.size_bytes == 8  # a byte each, since the type is not known here

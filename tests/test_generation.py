@@ -19,7 +19,7 @@ from edgespec_runtimes.predictions import Predictions
 from tests.kit.models import answering
 from tests.kit.toy import Silent, ToySession, settle
 
-NAMES = ["free", "learner", "model"]
+NAMES = ["free", "model"]
 
 
 @dataclass
@@ -61,9 +61,9 @@ class _Requests:
         return answering(self.session, self._begin, request, self.clock, max_draft=4)
 
     def _begin(self) -> Policy:
-        free, learner, model = (_Source(name, self.log, self.fails, self.observed) for name in NAMES)
+        free, model = (_Source(name, self.log, self.fails, self.observed) for name in NAMES)
         pricing = Pricing(CostCurve({1: 1.0}))
-        return Policy(free, model, pricing=pricing, guard=Guard(pricing), teaching=learner)
+        return Policy(free, model, pricing=pricing, guard=Guard(pricing))
 
 
 def _read(requests: _Requests) -> None:
@@ -98,7 +98,7 @@ def _left(requests: _Requests) -> None:
 @pytest.mark.parametrize(
     ("end", "how"),
     [
-        *((_read, {}), (_told_to_end, {}), (_left, {}), (_read, {"cancelled": True})),
+        *((_read, {}), (_told_to_end, {}), (_left, {})),
         *((_failing, {"fails": where}) for where in ("predict", "observe", "close")),
     ],
 )
@@ -109,13 +109,11 @@ def test_however_a_request_ends_each_source_is_closed_once(
     if requests.fails == "predict":
         requests.session = _Broken.markov(0, 404)
     end(requests)
-    assert sorted(requests.log[:3]) == [f"{name} begins" for name in NAMES]
-    assert requests.log[3:] == [
-        f"{name} is closed" for name in ("model", "free", "learner")
-    ]  # it learns last
+    assert sorted(requests.log[:2]) == [f"{name} begins" for name in NAMES]
+    assert requests.log[2:] == [f"{name} is closed" for name in ("model", "free")]
 
 
-def test_a_stream_that_nobody_reads_begins_nothing() -> None:
+def test_a_stream_that_nobody_reads_or_that_is_cancelled_begins_nothing() -> None:
     requests = _Requests()
     unread = requests.stream()
     requests.stream().cancel()
@@ -126,15 +124,18 @@ def test_a_stream_that_nobody_reads_begins_nothing() -> None:
     assert requests.log == []
     with pytest.raises(RequestError, match="not finished"):
         _ = unread.result
+    requests.cancelled = True
+    _read(requests)
+    assert requests.log == []
 
 
 def test_decoding_is_charged_the_work_between_rounds() -> None:
     now = [0.0]
 
     def learn() -> None:
-        now[0] += 1.0  # each of three, in each round
+        now[0] += 1.0  # each of two, in each round
 
     requests = _Requests(clock=lambda: now[0], observed=learn)
     stats = requests.stream().run().stats
     assert stats.rounds > 1
-    assert (stats.ttft_s, stats.decode_s) == (3.0, 3.0 * (stats.rounds - 1))
+    assert (stats.ttft_s, stats.decode_s) == (2.0, 2.0 * (stats.rounds - 1))

@@ -134,12 +134,13 @@ def test_a_file_that_cannot_be_written_is_read(
     assert path.read_bytes() == before
 
 
-def test_a_later_format_is_not_used_and_not_touched(path: Path) -> None:
+@pytest.mark.parametrize("version", [3, 99])
+def test_another_format_is_not_used_and_not_touched(path: Path, version: int) -> None:
     merge(path)
-    _change(path, "PRAGMA user_version = 99")
+    _change(path, f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     with used(path) as use:
-        assert use.problem is not None and "Update edgespec" in use.problem
+        assert use.problem is not None and f"format version {version}" in use.problem
     assert path.read_bytes() == before
 
 

@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from edgespec.learning.decoder import NumpyDecoder
 from edgespec.loading.footprint import footprint_of
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import Experts, ModelConfig
@@ -81,5 +78,4 @@ def _builds(config: ModelConfig) -> dict[str, Callable[[], object]]:
         "edgespec's kernels": lambda: build_native(config, native_plan(config, "Q4_0")),
         "ONNX Runtime's operators": lambda: build_decoder(config, tiny_plan(config, FLOAT)),
         "graphs of fixed shapes": lambda: build_static_decoder(config, fixed),
-        "NumPy": lambda: NumpyDecoder(cast(Any, SimpleNamespace(config=config))),
     }

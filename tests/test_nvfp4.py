@@ -13,13 +13,13 @@ from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.stored_weights import StoredWeights
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
 from tests.kit import heads
 from tests.kit.gguf import TinyGGUF, random_raw, tiny_gguf
 from tests.kit.gguf_cases import gguf_of
 from tests.kit.hf import Tensors, config_of, weights, write_checkpoint, write_safetensors
+from tests.kit.stored import stored_matrix
 
 ROUNDING = 2.0**-11
 """Of a factor, to float16."""
@@ -43,10 +43,10 @@ def test_factors_of_matrices_go_into_the_bundle(tmp_path: Path) -> None:
     export_model(model.write(tmp_path / "m.gguf"), tmp_path / "out")
     bundle = Bundle(tmp_path / "out")
     assert set(bundle.manifest.formats) == {"NVFP4"}
-    actual = StoredWeights(bundle).matrix("layers.1.mlp.down")
+    actual = stored_matrix(bundle, "layers.1.mlp.down")
     np.testing.assert_allclose(actual, expected, rtol=ROUNDING)
     np.testing.assert_array_equal(
-        StoredWeights(bundle).matrix("layers.0.mlp.down"), model.values("blk.0.ffn_down.weight")
+        stored_matrix(bundle, "layers.0.mlp.down"), model.values("blk.0.ffn_down.weight")
     )
 
 

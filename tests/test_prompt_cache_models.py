@@ -13,7 +13,7 @@ import pytest
 from edgespec import LoadOptions
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
-from tests.kit.models import queue_of, runner_of, side_of, toy_model
+from tests.kit.models import queue_of, runner_of, toy_model
 from tests.kit.native import tiny_native
 from tests.kit.prompts import LONG, SIZE, disk_full, keyed, request, sizes, text
 from tests.kit.tokenizers import byte_level_json
@@ -81,26 +81,6 @@ def test_forgotten_is_forgotten_on_disk_too(own_prompts: Path) -> None:
         model.forget()
         assert model.generate(LONG, max_new_tokens=1, prompt_cache=False).stats.cached_tokens == 0
     assert sizes(own_prompts) == 6 * SIZE
-
-
-def test_what_training_changed_is_not_kept(own_prompts: Path) -> None:
-    drafter = keyed(1)
-    drafter.model.tunable = frozenset(("gain",))
-    with toy_model(keyed(), drafter) as model:
-        side_of(model).trainer = Untaught()  # type: ignore[assignment]
-        model.generate(LONG, max_new_tokens=1)
-        drafter.prefill([*range(200)])
-    assert drafter.model.prompt_key not in {block.path.parent.name for block in stored(own_prompts)}
-
-
-class Untaught:
-    def take(self) -> None:
-        return None
-
-    pause = resume = take
-
-    def offer(self, lesson: object) -> None:
-        pass
 
 
 def test_writing_is_behind_answers_and_makes_way_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
-from edgespec_models.bundles.stored_weights import StoredWeights
-from edgespec_models.errors import BundleError, DeviceError, RequestError, UnsupportedModelError
+from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.graphs.static_decoder import encoding
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cpu import open_cpu, open_graph
@@ -288,15 +287,6 @@ def test_quantized_graphs_stay_near_and_roll_back(
     session.rewind(33)
     again = session.predict(tokens[33:]).logits
     np.testing.assert_allclose(again, whole[33:], atol=0.02 * float(np.abs(whole).max()))
-
-
-def test_nothing_can_be_tuned(opened_static: OpenStatic, make: Make) -> None:
-    session = opened_static("llama", "float")
-    assert not session.model.tunable and session.model.head_tokens is None
-    with pytest.raises(RequestError, match="not let weights be replaced"):
-        session.model.tune({})
-    with pytest.raises(UnsupportedModelError, match="own operators"):
-        StoredWeights(make("llama", "float"))
 
 
 def test_what_does_not_fit_is_an_error(opened_static: OpenStatic, make: Make) -> None:

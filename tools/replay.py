@@ -198,7 +198,7 @@ class Priced(OwnModel):
             open_graph(bundle.graph, options, native=native), bundle, chunk=options.prefill_chunk
         )
         self._priced: tuple[CostCurve, Clock, Memo] | None = pricing
-        self._bundle_key = self._key = bundle.manifest.files["model.onnx.data"].sha256.encode()
+        self._key = bundle.manifest.files["model.onnx.data"].sha256.encode()
         self._computing: Session | None = None
         self._offered: tuple[int, ...] = ()
 
@@ -206,14 +206,6 @@ class Priced(OwnModel):
         """Remember what is offered: the distribution depends on it."""
         self._offered = tuple(tokens)
         super().offer(tokens)
-
-    def tune(self, weights: Mapping[str, Any]) -> None:
-        """Remember with which weights: the distribution depends on them."""
-        super().tune(weights)
-        self._key = self._bundle_key + b"".join(
-            np.asarray(weights[name]).tobytes() for name in sorted(weights)
-        )
-        self._key = hashlib.blake2b(self._key, digest_size=16).digest()
 
     def predict_together(self, rows: Sequence[Rows]) -> list[Predictions]:
         """See :class:`edgespec_runtimes.session.LoadedModel`."""

@@ -13,7 +13,7 @@ from edgespec_models.errors import StorageError
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
-    from edgespec.history.manage import Amount, History, LearnedCorrection, LearnedText
+    from edgespec.history.manage import History, LearnedText
 
 
 history = typer.Typer(
@@ -49,15 +49,12 @@ def list_histories(as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(described)
         return
-    table = figure_table("name", "size", "target", "namespace", "tokens", "taught drafters", names=6)
+    table = figure_table("name", "size", "target", "namespace", "tokens", names=6)
     for entry in described:
         rows = entry["kept"] or [{"target": entry["problem"] or "-", "namespace": "", "tokens": 0}]
         for row in rows:
-            place = row["target"], row["namespace"]
-            taught = [c["drafter"] for c in entry["corrections"] if (c["target"], c["namespace"]) == place]
-            names, drafters = (escape(str(name)) for name in place), escape(", ".join(taught))
-            filled = size(entry["size_bytes"]), *names, f"{row['tokens']:,}", drafters
-            table.add_row(escape(entry["name"]), *filled)
+            names = (escape(str(name)) for name in (row["target"], row["namespace"]))
+            table.add_row(escape(entry["name"]), size(entry["size_bytes"]), *names, f"{row['tokens']:,}")
     output().print(table)
 
 
@@ -68,7 +65,7 @@ def show(
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many passages.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print what was learned, most useful first; before it, which drafters learned from it.
+    """Print what was learned, most useful first.
 
     Examples:
 
@@ -82,8 +79,6 @@ def show(
     if as_json:
         print_json([*map(asdict, shown)])
         return
-    for correction in history.corrections(namespace):
-        say(_summary(correction), style="dim")
     for text in shown:
         say(_headline(text), style="dim")
         say(text.text.strip("\n"))
@@ -100,8 +95,8 @@ def export(
 
     Example: edgespec history export work work.json
     """
-    amount = _history(name).export(file)
-    done({**amount._asdict(), "file": str(file)}, f"{_counted(amount)}: {file}", as_json)
+    count = _history(name).export(file)
+    done({"passages": count, "file": str(file)}, f"{count} passages: {file}", as_json)
 
 
 @history.command("import")
@@ -114,8 +109,8 @@ def import_file(
 
     Example: edgespec history import work work.json
     """
-    amount = _history(name).load(file)
-    done(amount._asdict(), f"{_counted(amount)} added to {name}", as_json)
+    count = _history(name).load(file)
+    done({"passages": count}, f"{count} passages added to {name}", as_json)
 
 
 @history.command()
@@ -146,16 +141,12 @@ def forget(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case count as the same.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete every passage in which TEXT occurs, and all that drafters learned, since weights cannot be
-    searched.
+    """Delete every passage in which TEXT occurs.
 
     Example: edgespec history forget work "account 4711"
     """
-    amount = _history(name).forget(text)
-    line = f"{_counted(amount)} forgotten"
-    if amount.corrections:
-        line += "; nobody can tell what drafters learned from this text, so they forget all they learned"
-    done(amount._asdict(), line, as_json)
+    count = _history(name).forget(text)
+    done({"passages": count}, f"{count} passages forgotten", as_json)
 
 
 def _history(name: str) -> "History":
@@ -166,12 +157,10 @@ def _history(name: str) -> "History":
 
 def _describe(history: "History") -> dict[str, Any]:
     kept: list[dict[str, Any]] = []
-    corrections: list[dict[str, Any]] = []
     problem = None
     try:
         rows = history.namespaces().items()
         kept = [{"target": target, "namespace": space, "tokens": n} for (target, space), n in rows]
-        corrections = [*map(asdict, history.corrections())]
     except StorageError as error:
         problem = str(error)
     return {
@@ -179,26 +168,12 @@ def _describe(history: "History") -> dict[str, Any]:
         "path": str(history.path),
         "size_bytes": history.size_bytes,
         "kept": kept,
-        "corrections": corrections,
         "problem": problem,
     }
-
-
-def _counted(amount: "Amount") -> str:
-    return f"{amount.passages} passages, {amount.corrections} corrections"
-
-
-def _where(learned: "LearnedText | LearnedCorrection") -> str:
-    return f"{learned.target}, {learned.namespace}" if learned.namespace else learned.target
-
-
-def _summary(correction: "LearnedCorrection") -> str:
-    day = datetime.fromtimestamp(correction.used_on).date().isoformat()
-    taught = f"learned from {correction.tokens:,} tokens, last on {day}, {size(correction.size_bytes)}"
-    return f"[{_where(correction)}] a correction of the guesses of {correction.drafter}: {taught}"
 
 
 def _headline(text: "LearnedText") -> str:
     day = datetime.fromtimestamp(text.learned_on).date().isoformat()
     judged = f"{text.right} of {text.right + text.wrong} proposals right"
-    return f"[{_where(text)}] learned {day}, worth {text.worth:.1f}, {text.tokens} tokens, {judged}"
+    where = f"{text.target}, {text.namespace}" if text.namespace else text.target
+    return f"[{where}] learned {day}, worth {text.worth:.1f}, {text.tokens} tokens, {judged}"

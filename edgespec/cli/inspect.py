@@ -82,10 +82,8 @@ def show_report(report: Mapping[str, Any], role: str) -> None:
     table.add_row("size", f"{size(sizes['bundle'])}, from {size(sizes['source'])}")
     inexact = "no, and drafts need none" if role == "drafter" else "no: a near-tie may flip an answer"
     table.add_row("same bits for any rows", "yes" if report["row_exact"] else inexact)
-    memory = f"memory at most {size(report['peak_memory_bytes'])}"
-    if "conversion_peak_memory_bytes" in report:  # reports of earlier exports lack it
-        memory += f", {size(report['conversion_peak_memory_bytes'])} before the checks"
-    table.add_row("export", f"{report['seconds']:.1f} s, {memory}")
+    most, before = (size(report[f"{name}peak_memory_bytes"]) for name in ("", "conversion_"))
+    table.add_row("export", f"{report['seconds']:.1f} s, memory at most {most}, {before} before the checks")
     output().print(table, markup=False)
 
 

@@ -113,14 +113,6 @@ LOADING: Group = {
         "and deletes what was learned. Without the option nothing is learned.",
         metavar="NAME",
     ),
-    "training_share": _option(
-        float,
-        0.0,
-        "With --history: train the drafter on answers, between requests, for at most this share of the "
-        "time. 0 does not train.",
-        min=0.0,
-        max=1.0,
-    ),
 }
 """Options of commands that load a target and a drafter; :func:`load_model` reads them."""
 PROMPTS: Group = {
@@ -197,7 +189,7 @@ def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     from edgespec.loading.options import LoadOptions
 
     values = context.params | named
-    limited = ("threads", "instructions", "training_share", "max_waiting", "parallel", "chat_template")
+    limited = ("threads", "instructions", "max_waiting", "parallel", "chat_template")
     limits = {name: values[name] for name in limited if name in values}
     if not values.get(
         "prompt_cache"

@@ -10,7 +10,6 @@ from edgespec.decoding.draft import (
     Clock,
     Draft,
     Extending,
-    Observer,
     Passed,
     Remarks,
     Source,
@@ -64,7 +63,6 @@ class Policy(Source):
         constraint: the request's grammar.
         opening: a draft that the free source continues in the first round. None leaves that round without
             drafts.
-        teaching: another observer of the rounds, which is closed last.
         remarks: receive the reason of a pause at the end.
     """
 
@@ -77,13 +75,12 @@ class Policy(Source):
         guard: Guard,
         constraint: Constraint | None = None,
         opening: Draft | None = None,
-        teaching: Observer | None = None,
         remarks: Remarks | None = None,
         clock: Clock = perf_counter,
     ) -> None:
         self.remarks = remarks or Remarks()
         self._free, self._model, self._opening, self._clock = free, model, opening, clock
-        self._observers = [observer for observer in (teaching, free, model) if observer is not None]
+        self._observers = [observer for observer in (free, model) if observer is not None]
         self._pricing, self._guard, self._constraint = pricing, guard, constraint
         self._model_surplus = 0.5  # expected surplus of asking the model, tokens a round
         self._choice = _Choice()

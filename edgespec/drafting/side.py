@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Observer, Remarks, Source, Step
+from edgespec.decoding.draft import Remarks, Source
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
@@ -13,52 +13,23 @@ from edgespec.drafting.pricing import USUAL_TOKENS, Pricing
 from edgespec.drafting.reading import Chain, Reader
 from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
 
 if TYPE_CHECKING:  # only some drafters need these
     from edgespec.drafting.blocks import AcceptanceRates
-    from edgespec.learning.gains import Example, Table
-    from edgespec.learning.layer_math import F32
-    from edgespec.learning.trainer import Trainer
-    from edgespec.learning.tuning import Tuning
 
 
-_PROMPT, _ANSWER = 256, 512  # the most tokens of a text to learn from: the prompt's last, the answer's first
-_SHORTEST = 8  # answer
-_REREAD = 64  # tokens that may be read again; system prompts are mostly shorter
 _READING = 1.0  # times a token of plain decoding that reading a prompt may take
 _LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
 _EARLIEST = 2  # tokens of an answer; one of one word is over by then
 _GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays to read for it
 
 
-class Teaching(Observer):
-    """The observer that teaches the drafter one request's answer. Training pauses until the request ends.
-
-    ``text_of`` makes a text to learn from of the answer, or returns None if it is too short.
-    """
-
-    def __init__(self, trainer: "Trainer", text_of: "Callable[[Sequence[int]], Example | None]") -> None:
-        self._trainer, self._text_of, self._answer = trainer, text_of, list[int]()
-        trainer.pause()
-
-    def observe(self, step: Step) -> None:
-        self._answer += step.tokens
-
-    def close(self) -> None:
-        self._trainer.resume()
-        text = self._text_of(self._answer)
-        if text is not None:
-            self._trainer.offer(text)
-
-
 class DrafterSide:
     """The drafter of a target: a model that reads the text, or a head that reads the target's states.
 
-    ``beside`` lets it draft on during the target's pass; it is None if both run on one device. ``trainer``
-    teaches it what the target writes; None leaves it as it is.
+    ``beside`` lets it draft on during the target's pass; it is None if both run on one device.
     """
 
     def __init__(
@@ -73,9 +44,6 @@ class DrafterSide:
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
         self._row_s = running.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS  # of a prompt
-        self._tuned = self.session.model if self.session.model.tunable else None
-        self.trainer: Trainer | None = None
-        self._gains: dict[str, F32] | None = None  # trained, to run with
         self._target, self._same_vocabulary = target, same_vocabulary
         self.pricing, self._caches, self._beside = pricing, caches, beside
         self.calibration = Calibration()
@@ -103,8 +71,8 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         remarks: Remarks,
-    ) -> tuple[Source | None, Observer | None]:
-        """The source of a new request, if its answer may be long enough, and what teaches the drafter.
+    ) -> Source | None:
+        """The source of a new request; None if its answer cannot be long enough.
 
         ``prompt`` is ``tokens`` as the drafter reads them. It reads with the first of ``sessions``; the other
         sessions belong to running requests. ``target`` is the target's; ``target_end`` is its token to
@@ -114,10 +82,8 @@ class DrafterSide:
         if self.bundle.config.is_head:
             self._offer(session, others, tokens)
             room = max_new_tokens + 4 * max_draft
-            return self._head(session, target, len(tokens), room), self.teaching()
+            return self._head(session, target, len(tokens), room)
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
-        if not others:
-            self._tune(session, prompt)
         held, token_s = session.shared_prefix(prompt), self.pricing.token_s
         # Of a long prompt it reads the end, besides what its cache holds and the first tokens, on which
         # attention rests (StreamingLLM, arXiv 2309.17453).
@@ -128,7 +94,7 @@ class DrafterSide:
         session.reserve(min(length + 2 * max_new_tokens + 4 * max_draft, session.model.longest))
         reading_s, longest_s = (length - held) * self._row_s, min(max_new_tokens, USUAL_TOKENS) * token_s
         if length >= session.capacity or reading_s >= _GAIN * longest_s:
-            return None, self.teaching()
+            return None
         bridge, reader = self._bridge(tokens, prompt), Reader(session, self.curve, self._followers, held=held)
         self._offer(session, others, prompt)
         model = ModelDrafter(
@@ -141,16 +107,9 @@ class DrafterSide:
             left_out=left_out,
             earliest=_EARLIEST,
         )
-        source: Source = model
-        if self._beside is not None:
-            source = Ahead(model, reader, self._beside, pricing=self.pricing, remarks=remarks)
-        return source, self.teaching(lambda answer: self._example([*tokens, *answer], bridge, len(prompt)))
-
-    def teaching(
-        self, text_of: "Callable[[Sequence[int]], Example | None]" = lambda answer: None
-    ) -> Observer | None:
-        """The observer that teaches the drafter a request's answer; None if nothing trains the drafter."""
-        return None if self.trainer is None else Teaching(self.trainer, text_of)
+        if self._beside is None:
+            return model
+        return Ahead(model, reader, self._beside, pricing=self.pricing, remarks=remarks)
 
     def stop(self) -> None:
         """Wait for work that an earlier request may have left running."""
@@ -161,27 +120,6 @@ class DrafterSide:
         """Forget all texts that it read, except in its KV caches."""
         self._followers.forget()
         self._words.clear()
-
-    def teach(self, trainer: "Trainer | None") -> None:
-        """Let ``trainer`` train the drafter, from the bundle's state. None undoes all training."""
-        self.trainer, self._gains = trainer, None
-        self._run_with({})
-
-    @property
-    def trainable(self) -> bool:
-        """Whether the session can change the weights that training changes."""
-        return self._tuned is not None
-
-    def tuning(self, table: "Table | None") -> "Tuning":
-        """The tuning of the drafter, which begins with a stored correction.
-
-        Raises:
-            EdgespecError: its weights cannot be read.
-        """
-        from edgespec.learning.decoder import NumpyDecoder
-        from edgespec.learning.tuning import Tuning
-
-        return Tuning(NumpyDecoder(self.bundle), table)
 
     def _head(self, session: Session, target: Session, length: int, room: int) -> Source:
         """The source that drafts with a head behind a prompt of ``length`` tokens.
@@ -218,36 +156,6 @@ class DrafterSide:
             return IdentityBridge(self._target.config.vocab_size, self.bundle.config.vocab_size)
         tokenizers = self._target.tokenizer, self.bundle.tokenizer
         return ByteBridge(*tokenizers, prompt_length=len(tokens), drafter_prompt=prompt)
-
-    def _example(self, tokens: Sequence[int], bridge: Bridge, start: int) -> "Example | None":
-        eos, ends = (bundle.manifest.special_tokens.eos for bundle in (self._target, self.bundle))
-        ended = bool(tokens) and tokens[-1] in eos
-        try:
-            ids = bridge.to_drafter(tokens[:-1] if ended else tokens)
-        except TokenizerError:  # what the drafter cannot spell, or its encoder fails over
-            return None
-        if ended and ends:
-            ids = [*ids, ends[0]]
-        if len(ids) - start < _SHORTEST:
-            return None
-        from edgespec.learning.gains import Example
-
-        first = max(0, start - _PROMPT)
-        return Example(tuple(ids[first : start + _ANSWER]), start - first)
-
-    def _tune(self, session: Session, prompt: Sequence[int]) -> None:
-        """Take over trained gains, unless much of ``prompt`` would have to be read again."""
-        if self.trainer is not None:
-            self._gains = self.trainer.take() or self._gains
-        if self._gains is not None and session.shared_prefix(prompt) <= _REREAD:
-            self._run_with(self._gains)
-            self._gains = None
-
-    def _run_with(self, gains: "dict[str, F32]") -> None:
-        if self._tuned is None:
-            return
-        self._tuned.tune(gains)
-        self._caches.forget(self.session)  # which others computed
 
     def _offer(self, session: Session, others: Sequence[Session], prompt: Sequence[int]) -> None:
         """Let a trimmed LM head also write the words of the prompts that are being answered."""

@@ -1,4 +1,4 @@
-"""The history's file: one SQLite database, private to its user, which is upgraded when it is opened.
+"""The history's file: one SQLite database, private to its user.
 
 A user may name any file as a history, so it is checked before anything changes. A file is edgespec's if it is
 a SQLite database whose header, its first 100 bytes, has edgespec's application id. The header is written once
@@ -6,9 +6,7 @@ and first, so it outlives most damage. A file with a damaged header cannot be to
 is left alone.
 """
 
-import glob
 import os
-import re
 import shutil
 import sqlite3
 import stat
@@ -29,8 +27,7 @@ _LEAST_FREE: Final = 1 << 16  # the index of a write-ahead log takes half of it
 _BUSY_S: Final = 5.0
 _PAUSE_S: Final = 0.02
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
-_VERSION: Final = 4
-"""The version of the tables. 1 and 2 lack ``correction``; 2 and 3 have the unused ``beginning``."""
+_VERSION: Final = 4  # of the tables
 _TABLES: Final = (
     """CREATE TABLE IF NOT EXISTS scope (
         id INTEGER PRIMARY KEY,
@@ -68,16 +65,6 @@ _TABLES: Final = (
     """CREATE TRIGGER IF NOT EXISTS passage_out AFTER DELETE ON passage BEGIN
         UPDATE scope SET tokens = tokens - (length(OLD.lead) + length(OLD.body)) / 4 WHERE id = OLD.scope;
     END""",
-    "DROP TABLE IF EXISTS beginning",
-    """CREATE TABLE IF NOT EXISTS correction (
-        scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
-        drafter TEXT NOT NULL,
-        name TEXT NOT NULL,
-        tokens INTEGER NOT NULL,
-        used_on REAL NOT NULL,
-        data BLOB NOT NULL,
-        PRIMARY KEY (scope, drafter)
-    )""",
 )
 
 
@@ -91,7 +78,7 @@ def connect(path: Path) -> sqlite3.Connection:
     Raises:
         OSError: the file cannot be made.
         sqlite3.Error: the file cannot be opened, or is damaged (:func:`is_damage`).
-        StorageError: a later version of edgespec, or another program, made the file.
+        StorageError: another version of edgespec, or another program, made the file.
     """
     _make_private(path, look(path))
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -121,8 +108,8 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     look(path)
     connection = _open_unlocked(path)
     try:
-        if _version(connection, path) < 3:  # from version 3 on it has all that is read
-            raise StorageError(f"{path} has another format version; it is neither read nor written")
+        if _version(connection, path) != _VERSION:
+            raise StorageError(f"{path} has no tables yet, and cannot be written")
         _check(connection)
     except BaseException:
         connection.close()
@@ -207,19 +194,6 @@ def companions(path: Path) -> list[Path]:
     """The files that SQLite keeps beside a database, whether they exist or not."""
     real = Path(os.path.realpath(path))  # a link's companions are beside what it names
     return [real.with_name(real.name + ending) for ending in ("-wal", "-shm", "-journal")]
-
-
-def file_indexes(path: Path) -> list[Path]:
-    """The indexes of the user's files that earlier versions of edgespec left beside a history."""
-    real = Path(os.path.realpath(path))
-    ending = re.compile(r"-files(-[0-9a-f]{16})?(\.new|\.lock)?")
-    return [
-        file
-        for file in real.parent.glob(f"{glob.escape(real.name)}-files*")
-        if ending.fullmatch(file.name.removeprefix(real.name))
-        and file.is_file()
-        and (file.suffix in (".new", ".lock") or _beginning(file, 15) == b"edgespec files ")
-    ]
 
 
 def is_damage(error: BaseException) -> bool:
@@ -350,7 +324,7 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     """The version of the tables; 0 without tables.
 
     Raises:
-        StorageError: another program made the file, or a later version of edgespec.
+        StorageError: another program made the file, or another version of edgespec.
     """
     own = not connection.in_transaction
     if own:  # another process may be making the tables: look before it or after it, not between
@@ -363,15 +337,14 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     finally:
         if own and connection.in_transaction:
             connection.execute("COMMIT")
-    if application != APPLICATION and (tables or version):
+    is_own = application == APPLICATION and ("scope" in tables if version else not tables)
+    if not is_own and (tables or version):
         raise _foreign(path)
-    if version > _VERSION:
+    if version not in (0, _VERSION):
         raise StorageError(
-            f"{path} has format version {version}; this edgespec knows up to {_VERSION}. "
-            "Update edgespec, or name another history"
+            f"{path} has format version {version}; this edgespec reads {_VERSION} alone. "
+            "Use the edgespec that made it, or name another history"
         )
-    if not ("scope" in tables if version else not tables):
-        raise _foreign(path)
     return version
 
 
@@ -384,7 +357,7 @@ def _check(connection: sqlite3.Connection) -> None:
     if verdict != "ok":
         raise _damage(f"quick_check: {verdict}")
     # A value of another type than its column's passes SQLite's own check.
-    for table in ("scope", "passage", "tally", "correction"):
+    for table in ("scope", "passage", "tally"):
         columns = connection.execute(f"PRAGMA table_info({table})").fetchall()
         wrong = " OR ".join(f"typeof({name}) <> '{kind.lower()}'" for _, name, kind, *_ in columns)
         if connection.execute(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1").fetchone():

@@ -78,7 +78,7 @@ class HistoryDrafter:
         elif finding == "failed":
             self._memory.distrust()
             self._failed, reason = True, f"n-grams of the history: {guard.reason}"
-            self._remarks.rolled_back = (reason, *self._remarks.rolled_back)
+            self._remarks.rolled_back = (reason,)
             _LOG.warning("%s; they pause, and trust in them begins anew", reason)
 
     def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> Draft:

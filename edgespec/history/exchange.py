@@ -1,33 +1,27 @@
 """Exports of a history as JSON, and their import."""
 
-import base64
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from edgespec.history.memory import DrafterKey
 from edgespec.history.passages import LEAD, LONGEST, Entry, Passage
-from edgespec.history.store import Kept, Learned, Name, Scope, unpack
+from edgespec.history.store import Learned, Scope
 from edgespec_models.errors import RequestError
-from edgespec_models.schema import length, matching, parse, read, read_text, shown, within
+from edgespec_models.schema import length, matching, parse, read, read_text, within
 
 _FORMAT: Final = "edgespec history 1"
 
 
-def exported(passages: Iterable[Learned], corrections: Iterable[tuple[Scope, Kept]]) -> str:
-    """Passages and corrections as JSON. Bytes that are no UTF-8 become lone surrogates."""
-    value = {
-        "format": _FORMAT,
-        "passages": [_passage_json(passage) for passage in passages],
-        "corrections": [_correction_json(*correction) for correction in corrections],
-    }
+def exported(passages: Iterable[Learned]) -> str:
+    """Passages as JSON. Bytes that are no UTF-8 become lone surrogates."""
+    value = {"format": _FORMAT, "passages": [_passage_json(passage) for passage in passages]}
     return json.dumps(value, indent=1) + "\n"
 
 
-def imported(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
-    """Passages and corrections of an export. Corrections that this edgespec cannot use are left out.
+def imported(file: Path) -> list[Learned]:
+    """The passages of an export.
 
     Raises:
         RequestError: ``file`` cannot be read, or something else wrote it.
@@ -35,9 +29,7 @@ def imported(file: Path) -> tuple[list[Learned], list[tuple[Scope, Kept]]]:
     where, remedy = f"cannot import {file}", "Give a file that 'edgespec history export' wrote"
     text = read_text(file, RequestError, remedy, encoding="utf-8-sig")
     parts = read(_Exported, parse(text, str(file), RequestError, remedy), where, RequestError, remedy)
-    passages = [passage.learned() for passage in parts.passages]
-    corrections = [correction.kept() for correction in parts.corrections]
-    return passages, [kept for kept in corrections if unpack(kept[1].data) is not None]
+    return [passage.learned() for passage in parts.passages]
 
 
 _Bytes = Annotated[str, matching(r"[^\ud800-\udc7f\udd00-\udfff]*", "as surrogateescape decodes bytes")]
@@ -71,30 +63,10 @@ class _Passage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Correction:
-    scope: Scope
-    drafter: Name
-    name: Name
-    tokens: Annotated[int, within(0, 2**53 - 1)]
-    used_on: _Date
-    table: str
-
-    def __post_init__(self) -> None:
-        try:
-            unpack(base64.b64decode(self.table, validate=True))
-        except ValueError as error:
-            raise RequestError(f"table is {shown(self.table)}; allowed: as an export writes it") from error
-
-    def kept(self) -> tuple[Scope, Kept]:
-        data = base64.b64decode(self.table, validate=True)
-        return self.scope, Kept(DrafterKey(self.drafter, self.name), self.tokens, self.used_on, data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Exported:
     format: Literal["edgespec history 1"]
     passages: tuple[_Passage, ...]
-    corrections: tuple[_Correction, ...] = ()
+    corrections: Any = None  # what earlier exports have of trained drafters is not read
 
 
 def _passage_json(learned: Learned) -> dict[str, Any]:
@@ -109,15 +81,4 @@ def _passage_json(learned: Learned) -> dict[str, Any]:
         "right": list(entry.right),
         "wrong": list(entry.wrong),
         "learned_on": learned.learned_on,
-    }
-
-
-def _correction_json(scope: Scope, kept: Kept) -> dict[str, Any]:
-    return {
-        "scope": asdict(scope),
-        "drafter": kept.drafter.digest,
-        "name": kept.drafter.name,
-        "tokens": kept.tokens,
-        "used_on": kept.used_on,
-        "table": base64.b64encode(kept.data).decode(),
     }

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
-from edgespec.history.database import SUFFIX, companions, file_indexes, look, reason
+from edgespec.history.database import SUFFIX, companions, look, reason
 from edgespec.history.exchange import exported, imported
 from edgespec.history.passages import LEAD
 from edgespec.history.store import Learned, Scope, Store
@@ -42,31 +42,6 @@ class LearnedText:
     right: int
     wrong: int
     learned_on: float
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedCorrection:
-    """A drafter's correction: numbers that improve its guesses of a target's answers, and no text.
-
-    Attributes:
-        target: the name of the model whose answers taught it.
-        tokens: the number of tokens of these answers.
-        used_on: when it was last extended, in seconds since 1970.
-    """
-
-    target: str
-    namespace: str
-    drafter: str
-    tokens: int
-    size_bytes: int
-    used_on: float
-
-
-class Amount(NamedTuple):
-    """Numbers of passages and of corrections."""
-
-    passages: int
-    corrections: int
 
 
 class History:
@@ -130,24 +105,10 @@ class History:
         return sorted(texts, key=lambda text: (-text.worth, text.text))
 
     @checked
-    def corrections(self, namespace: str | None = None) -> list[LearnedCorrection]:
-        """The corrections of one namespace, or of all."""
-        with self._store() as store:
-            corrections = list(store.corrections())
-        return [
-            LearnedCorrection(
-                scope.target, scope.namespace, kept.drafter.name, kept.tokens, len(kept.data), kept.used_on
-            )
-            for scope, kept in corrections
-            if namespace in (None, scope.namespace)
-        ]
-
-    @checked
-    def forget(self, text: str) -> Amount:
+    def forget(self, text: str) -> int:
         """Delete all passages in which ``text`` occurs, in upper or lower case.
 
-        They are overwritten in the file. All corrections of all targets and namespaces are deleted too,
-        because weights cannot be searched. Returns the numbers of both.
+        They are overwritten in the file. Returns their number.
 
         Raises:
             RequestError: ``text`` is empty.
@@ -156,9 +117,8 @@ class History:
             raise RequestError("there is no text to forget; to forget everything, delete the history")
         with self._store() as store:
             passages = containing(text, list(store.learned()))
-            amount = Amount(len(passages), store.remove(passages))
-            _delete_all(file_indexes(self.path))  # one of them may contain the text
-            return amount
+            store.remove(passages)
+            return len(passages)
 
     @checked
     def delete(self, namespace: str | None = None) -> None:
@@ -171,7 +131,8 @@ class History:
             self._check_exists()
             try:
                 look(self.path)
-                _delete_all([*self._on_disk(), self.path])  # the path may be a link
+                for file in (*self._on_disk(), self.path):  # the path may be a link
+                    file.unlink(missing_ok=True)
             except (OSError, sqlite3.Error) as error:
                 raise StorageError(f"cannot delete {self.path}: {error}") from error
             return
@@ -179,35 +140,31 @@ class History:
             if not any(scope.namespace == namespace for scope in store.scopes()):
                 raise RequestError(f"the history {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
-            _delete_all(file_indexes(self.path))
 
     @checked
-    def export(self, file: Path) -> Amount:
-        """Write everything to ``file`` as JSON (mode 0600), and return the numbers."""
+    def export(self, file: Path) -> int:
+        """Write all passages to ``file`` as JSON (mode 0600), and return their number."""
         with self._store() as store:
-            passages, corrections = list(store.learned()), list(store.corrections())
-        write_text(file, exported(passages, corrections), 0o600)
-        return Amount(len(passages), len(corrections))
+            passages = list(store.learned())
+        write_text(file, exported(passages), 0o600)
+        return len(passages)
 
     @checked
-    def load(self, file: Path) -> Amount:
+    def load(self, file: Path) -> int:
         """Add an export, all or nothing. Make the history if it does not exist.
 
-        Passages add up. Of two corrections of one drafter the one that was learned from more stays.
-        Corrections that this edgespec cannot use are left out.
-
         Returns:
-            How much of the export the history holds then, because it is bounded.
+            How many passages of the export the history holds then, because it is bounded.
 
         Raises:
             RequestError: ``file`` cannot be read, or something else wrote it.
         """
-        passages, corrections = imported(file)
+        passages = imported(file)
         with self._opened() as store:
-            return Amount(*store.put(passages, corrections))
+            return store.put(passages)
 
     def _on_disk(self) -> list[Path]:
-        return [*file_indexes(self.path), *companions(self.path), Path(os.path.realpath(self.path))]
+        return [*companions(self.path), Path(os.path.realpath(self.path))]
 
     def _check_exists(self) -> None:
         if not self.path.is_file():
@@ -253,11 +210,6 @@ def _path(history: str | Path) -> Path:
     except OSError as error:  # a name too long, a folder that cannot be entered
         raise RequestError(f"the history {shown(str(path))} cannot be opened: {error.strerror}") from error
     return path
-
-
-def _delete_all(files: Iterable[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 def _text(learned: Learned) -> LearnedText:

@@ -8,13 +8,12 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from edgespec.history.passages import Entry, Passage, Tally, decayed, total_tokens
-from edgespec.learning.gains import Lesson, Table
 
 MAX_N: Final = 8
 """The most tokens of context that the index compares."""
@@ -29,25 +28,16 @@ _CLASS_PRIOR: Final = 8.0  # the weight of a class's prior, in judged proposals
 _TOKEN_PRIOR: Final = 2.0  # the weight of the class for one token
 
 
-class DrafterKey(NamedTuple):
-    """A drafter: the digest of its bundle identifies it, and its name is for people."""
-
-    digest: str
-    name: str
-
-
 @dataclass(slots=True)
 class Snapshot:
     """The stored state of a scope.
 
-    ``clock`` counts the tokens learned so far. ``tallies`` are verdicts on proposals by class of match, and
-    ``corrections`` are tables by drafter.
+    ``clock`` counts the tokens learned so far. ``tallies`` are verdicts on proposals by class of match.
     """
 
     clock: int = 0
     entries: list[Entry] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    corrections: dict[str, Table] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +161,9 @@ class Delta:
     changes: dict[bytes, Change] = field(default_factory=dict)
     verdicts: dict[str, tuple[int, int]] = field(default_factory=dict)
     anew: bool = False
-    lessons: dict[DrafterKey, Lesson] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.changes or self.verdicts or self.anew or self.lessons)
+        return bool(self.tokens or self.changes or self.verdicts or self.anew)
 
     def wrote(self, passage: Passage) -> None:
         """Note that a passage was written."""
@@ -192,10 +181,6 @@ class Delta:
         change.uses += right / len(passage.body)
         yes, no = change.verdicts.get(match.offset, (0, 0))
         change.verdicts[match.offset] = (yes + right, no + (not right))
-
-    def learned(self, drafter: DrafterKey, lesson: Lesson) -> None:
-        """Note that a drafter learned something."""
-        self.lessons[drafter] = lesson.after(self.lessons.get(drafter))
 
     def distrusted(self, verdicts: Mapping[str, tuple[int, int]]) -> None:
         """Drop all verdicts on classes but these."""

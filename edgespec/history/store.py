@@ -1,28 +1,20 @@
 """Reads and writes a history's file. Every change is one transaction that adds to what is there.
 
 So several processes may write at once, and none overwrites what another learned. A killed process leaves its
-last whole transaction. Corrections are kept by scope and drafter; each is a table of weights, the sum of what
-several programs learned.
+last whole transaction.
 """
 
 import sqlite3
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
-from math import prod
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-import numpy as np
-from numpy.lib import format as npy
-
 from edgespec.history.database import connect, transaction
-from edgespec.history.memory import Change, Delta, DrafterKey, Snapshot, keep_best
+from edgespec.history.memory import Change, Delta, Snapshot, keep_best
 from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack_tokens
-from edgespec.learning.gains import ROWS, Lesson, Table
 from edgespec_models.forks import kept_in_forks
 from edgespec_models.schema import matching
 
@@ -30,9 +22,6 @@ MAX_TOKENS: Final = 262_144
 """The most tokens of one scope."""
 MAX_BYTES: Final = 64 * 2**20
 """The most bytes of the file."""
-MOST_DRAFTERS: Final = 4
-"""The most corrections of one scope. The corrections of the drafters that were used last stay."""
-_MOST_TABLE_BYTES: Final = 4 << 20  # of a correction's table, header included
 _ROOM: Final = 7 / 8  # the share that stays when a bound is exceeded
 
 Name = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
@@ -68,24 +57,8 @@ class Learned:
     worth: float
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A stored correction: its drafter, and the packed table.
-
-    ``tokens`` is the number of committed tokens that taught it, and ``used_on`` when it was last extended.
-    """
-
-    drafter: DrafterKey
-    tokens: int
-    used_on: float
-    data: bytes
-
-
 class Store:
     """One connection to a history's file, which keeps its bounds. Use it in one thread at a time.
-
-    A correction that cannot be read, or whose table has another shape (another version of edgespec wrote it),
-    counts as missing and is replaced.
 
     :func:`edgespec.history.database.connect` opens the ``connection``. A scope is bounded by
     ``max_tokens``, the file by ``max_bytes``.
@@ -96,7 +69,6 @@ class Store:
     ) -> None:
         self._connection, self._max_tokens, self._max_bytes = connection, max_tokens, max_bytes
         kept_in_forks(self)  # SQLite's connections must not be closed there
-        self.taught = set[tuple[Scope, str]]()  # drafters whose corrections it has read or extended
 
     @classmethod
     def open(cls, path: Path, **bounds: int) -> Self:
@@ -121,13 +93,7 @@ class Store:
         tallies = self._connection.execute(
             "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
         )
-        tables = {
-            kept.drafter.digest: table for kept in self._kept(key) if (table := _table(kept)) is not None
-        }
-        self.taught |= {(scope, drafter) for drafter in tables}
-        return Snapshot(
-            clock, entries, {kind: Tally(right, judged) for kind, right, judged in tallies}, tables
-        )
+        return Snapshot(clock, entries, {kind: Tally(right, judged) for kind, right, judged in tallies})
 
     def learned(self) -> Iterator[Learned]:
         """All passages with their text."""
@@ -135,11 +101,6 @@ class Store:
             for *values, before, text, learned_on in self._connection.execute(_PASSAGES, (key,)).fetchall():
                 entry = _entry(*values)
                 yield Learned(scope, entry, before, text, learned_on, entry.worth(clock))
-
-    def corrections(self) -> Iterator[tuple[Scope, Kept]]:
-        """The corrections of every scope."""
-        for scope, key, _, _ in self._rows():
-            yield from ((scope, kept) for kept in self._kept(key))
 
     def merge(self, scope: Scope, delta: Delta, text_of: Callable[[Sequence[int]], bytes]) -> None:
         """Add changes to the file and keep its bounds. On an error nothing is changed.
@@ -156,40 +117,29 @@ class Store:
                 self._connection.execute("DELETE FROM tally WHERE scope = ?", (key,))
             for kind, (right, judged) in delta.verdicts.items():
                 self._count(key, kind, right, judged)
-            for taught, lesson in delta.lessons.items():
-                self._correct(key, taught, lesson, adds_up=(scope, taught.digest) in self.taught)
             self._trim(key, clock)
             self._shrink(key, clock)
-        self.taught |= {(scope, taught.digest) for taught in delta.lessons}
         # The delta is stored: an error now would have it added once more. The next merge gives back more.
         with suppress(sqlite3.OperationalError):
             self._vacuum()
 
-    def put(
-        self, learned: Iterable[Learned], corrections: Iterable[tuple[Scope, Kept]] = ()
-    ) -> tuple[int, int]:
-        """Add passages with their statistics, and corrections, all or none, and keep the bounds.
+    def put(self, learned: Iterable[Learned]) -> int:
+        """Add passages with their statistics, all or none, and keep the bounds.
 
-        Of two corrections of one drafter the one that was learned from more stays. Returns how many of the
-        passages are stored then, and how many of the corrections' drafters have one.
+        Returns how many of the passages are stored then.
         """
-        clocks, digests, taught = {}, set(), set()
+        clocks, digests = {}, set()
         with transaction(self._connection):
             self._believe_the_clock()
             for passage in learned:
                 key, clock = self._put(passage)
                 clocks[key] = clock
                 digests.add((key, passage.entry.passage.digest))
-            for scope, kept in corrections:
-                key, clocks[key] = self._advance(scope, 0)
-                self._put_correction(key, kept)
-                taught.add((key, kept.drafter.digest))
             for key, clock in clocks.items():
                 self._trim(key, clock)
                 self._shrink(key, clock)
             stored = [self._connection.execute(_ENTRY, which).fetchone() for which in digests]
-            known = {(key, kept.drafter.digest) for key in clocks for kept in self._kept(key)}
-            return len(stored) - stored.count(None), len(taught & known)
+            return len(stored) - stored.count(None)
 
     def _put(self, learned: Learned) -> tuple[int, int]:
         """Add the passages of one scope, and return its row and clock."""
@@ -202,16 +152,16 @@ class Store:
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
         return key, clock
 
-    def remove(self, passages: Sequence[Learned]) -> int:
-        """Delete and overwrite passages, and delete all corrections. Returns the number of corrections."""
+    def remove(self, passages: Sequence[Learned]) -> None:
+        """Delete and overwrite passages."""
         with transaction(self._connection):
             for learned in passages:
                 row = self._find(learned.scope)
                 if row is not None:
                     self._delete(row[0], [learned.entry])
-            forgotten = self._connection.execute("DELETE FROM correction").rowcount
+            # Weights that an earlier version trained on the texts; nothing reads them.
+            self._connection.execute("DROP TABLE IF EXISTS correction")
         self._overwrite()
-        return forgotten
 
     def remove_namespace(self, namespace: str) -> None:
         """Delete and overwrite a namespace, for all targets."""
@@ -236,8 +186,7 @@ class Store:
     def _believe_the_clock(self) -> None:
         """Reset times of use that lie in the future: a clock that was wrong would keep all else out."""
         now = time.time()
-        for table in ("scope", "correction"):
-            self._connection.execute(f"UPDATE {table} SET used_on = ? WHERE used_on > ?", (now - 1.0, now))
+        self._connection.execute("UPDATE scope SET used_on = ? WHERE used_on > ?", (now - 1.0, now))
 
     def _advance(self, scope: Scope, tokens: int) -> tuple[int, int]:
         values = (scope.target, scope.tokenizer, scope.namespace, tokens, time.time())
@@ -272,38 +221,6 @@ class Store:
         tally.add(right, judged)
         values = (key, kind, tally.right, tally.judged)
         self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)
-
-    def _kept(self, key: int) -> Iterator[Kept]:
-        """The corrections of a scope, the last used first."""
-        for digest, name, *values in self._connection.execute(_CORRECTIONS, (key,)).fetchall():
-            yield Kept(DrafterKey(digest, name), *values)
-
-    def _correct(self, key: int, drafter: DrafterKey, lesson: Lesson, *, adds_up: bool) -> None:
-        """Add a change to a drafter's correction. What ``adds_up`` with a forgotten one is forgotten too."""
-        known = None if lesson.anew else self._correction(key, drafter)
-        if known is None and adds_up and not lesson.anew:
-            return
-        table = None if known is None else _table(known)
-        if known is None or table is None or table.shape != lesson.change.shape:
-            table, tokens = lesson.change, lesson.tokens
-        else:
-            table, tokens = table + lesson.change, known.tokens + lesson.tokens
-        self._save_correction(key, Kept(drafter, tokens, time.time(), _pack(table)))
-
-    def _put_correction(self, key: int, kept: Kept) -> None:
-        """Keep this correction, unless one that was learned from more is there."""
-        known = self._correction(key, kept.drafter)
-        if known is None or known.tokens < kept.tokens or _table(known) is None:
-            self._save_correction(key, kept)
-
-    def _correction(self, key: int, drafter: DrafterKey) -> Kept | None:
-        return next((kept for kept in self._kept(key) if kept.drafter.digest == drafter.digest), None)
-
-    def _save_correction(self, key: int, kept: Kept) -> None:
-        values = (key, *kept.drafter, kept.tokens, kept.used_on, kept.data)
-        self._connection.execute("INSERT OR REPLACE INTO correction VALUES (?, ?, ?, ?, ?, ?)", values)
-        rows = [(key, correction.drafter.digest) for correction in list(self._kept(key))[MOST_DRAFTERS:]]
-        self._connection.executemany("DELETE FROM correction WHERE scope = ? AND drafter = ?", rows)
 
     def _trim(self, key: int, clock: int) -> None:
         """Keep the scope within its tokens."""
@@ -356,39 +273,6 @@ def _entry(lead: bytes, body: bytes, uses: float, at: int, verdicts: bytes) -> E
     return Entry(passage, uses, at, bytearray(verdicts[:middle]), bytearray(verdicts[middle:]))
 
 
-def unpack(data: bytes) -> Table | None:
-    """The table in ``data``, or None if it has another shape. ValueError if there is no table."""
-    reading = zlib.decompressobj()
-    try:
-        raw = reading.decompress(data, _MOST_TABLE_BYTES)
-        file = BytesIO(raw)
-        version = npy.read_magic(file)
-        if reading.unconsumed_tail or version != (1, 0):
-            return None
-        shape, by_column, kind = npy.read_array_header_1_0(file)
-        if (len(shape), shape[:1], by_column, kind) != (2, (ROWS,), False, np.dtype("<f4")):
-            return None
-        table: Table = np.frombuffer(raw, "<f4", prod(shape), file.tell()).reshape(shape)
-    except Exception as error:  # NumPy evaluates the header as Python, which may raise anything
-        raise ValueError(f"no table of weights: {error}") from error
-    return table if np.isfinite(table).all() else None
-
-
-def _pack(table: Table) -> bytes:
-    file = BytesIO()
-    npy.write_array(file, np.ascontiguousarray(table, "<f4"), version=(1, 0), allow_pickle=False)
-    return zlib.compress(file.getvalue(), 1)
-
-
-def _table(kept: Kept) -> Table | None:
-    with suppress(ValueError):
-        return unpack(kept.data)
-    return None
-
-
-_CORRECTIONS: Final = """
-SELECT drafter, name, tokens, used_on, data FROM correction WHERE scope = ? ORDER BY used_on DESC, drafter
-"""
 _COLUMNS: Final = "lead, body, uses, used_at, verdicts"
 _ENTRIES: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ?"
 _ENTRY: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ? AND digest = ?"

@@ -10,20 +10,15 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Final
 
 from edgespec.decoding.draft import Remarks
 from edgespec.drafting.pricing import Guard
 from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
 from edgespec.history.drafter import HistoryDrafter
-from edgespec.history.memory import Delta, DrafterKey, Memory, Snapshot, Tell
+from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.store import MAX_TOKENS, Scope, Store
-from edgespec.learning.gains import Table
-from edgespec.learning.trainer import Trainer
-from edgespec.learning.tuning import Tuning
 from edgespec_models.errors import StorageError
 from edgespec_models.text.tokenizer import Tokenizer
 
@@ -31,9 +26,6 @@ FLUSH_S: Final = 2.0
 """Seconds until what was learned is in the file."""
 _RETRY_S: Final = 30.0
 _MOST_PENDING: Final = 4096  # passages that may wait for a disk with room
-_TELL_S: Final = 60.0
-"""Seconds between writings of a drafter's correction, half a megabyte each."""
-_UNDONE: Final = "what the drafter learned: trained, it was right less often than before"
 _LOG = logging.getLogger("edgespec")
 _Opened = tuple[Store | None, bool, str | None]
 """An opened file or None, whether it can be written, and the problem with it or None."""
@@ -141,9 +133,7 @@ class Writer:
         self._damage = error
         self._store.close()
         try:
-            taught = self._store.taught
             self._store, problem = _begun_anew(self._path, error)
-            self._store.taught |= taught  # which the new file lacks
             self._store.merge(self._scope, delta, self._text_of)
         except StorageError as again:
             self._report(str(again))
@@ -168,72 +158,32 @@ class HistoryUse:
     """
 
     def __init__(self, snapshot: Snapshot, writer: Writer | None, problem: str | None) -> None:
-        self._tell: Tell = (lambda note: None) if writer is None else writer.tell
-        self.memory = Memory(snapshot, max_tokens=MAX_TOKENS, tell=self._tell)
+        tell = (lambda note: None) if writer is None else writer.tell
+        self.memory = Memory(snapshot, max_tokens=MAX_TOKENS, tell=tell)
         self._writer, self._problem = writer, problem
-        self._tables = snapshot.corrections
-        self._trainers: dict[DrafterKey, Trainer] = {}
-        self._told_at = monotonic()
-        self._undone = 0  # how often corrections had been put back when the last request began
 
     @property
     def problem(self) -> str | None:
-        """Why the file cannot be read or written, or a drafter cannot learn; None without a problem."""
-        of_file = (self._writer.problem if self._writer is not None else None) or self._problem
-        return of_file or next((t.problem for t in self._trainers.values() if t.problem), None)
+        """Why the file cannot be read or written; None without a problem."""
+        return (self._writer.problem if self._writer is not None else None) or self._problem
 
     def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> HistoryDrafter:
         """The source for the next request, which also learns its answer. Other requests may run.
 
         ``guard`` watches whether proposals from earlier answers pay. ``remarks`` receive problems of the
-        history, and what was put back.
+        history, and why trust was taken back.
         """
-        remarks = remarks or Remarks()
-        if monotonic() - self._told_at >= _TELL_S:
-            self._tell_lessons()
-        before, self._undone = self._undone, sum(trainer.undone for trainer in self._trainers.values())
-        remarks.rolled_back = (_UNDONE,) if self._undone > before else ()
         return HistoryDrafter(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
-
-    def trainer(
-        self, drafter: DrafterKey, begin: Callable[[Table | None], Tuning], *, share: float
-    ) -> Trainer:
-        """The trainer of a drafter, which begins with the stored correction.
-
-        ``begin`` makes the tuning from that. ``share`` is the share of the time that training may take.
-        """
-        if drafter not in self._trainers:
-            table = self._tables.get(drafter.digest)
-            self._trainers[drafter] = trainer = Trainer(partial(begin, table), share=share)
-            if table is not None:
-                trainer.recall()
-        return self._trainers[drafter]
-
-    def warn(self, problem: str) -> None:
-        """Report a problem of the history in the log and in every later answer."""
-        self._problem = self._problem or problem
-        _LOG.warning("%s", problem)
 
     def flush(self) -> None:
         """Store what was learned."""
-        self._tell_lessons()
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
         """Store what was learned and close the file."""
-        for trainer in self._trainers.values():
-            trainer.close()
-        self._tell_lessons()
         if self._writer is not None:
             self._writer.close()
-
-    def _tell_lessons(self) -> None:
-        self._told_at = monotonic()
-        for drafter, trainer in self._trainers.items():
-            lesson = trainer.lesson()
-            if lesson is not None:
-                self._tell(partial(Delta.learned, drafter=drafter, lesson=lesson))
 
 
 def open_use(path: Path, scope: Scope, tokenizer: Tokenizer) -> HistoryUse:

@@ -273,9 +273,9 @@ def is_outdated(folder: Path) -> bool:
 
 
 def _by_other_recipes(folder: Path) -> list[Path]:
-    """Bundles like ``folder`` of other recipes. The oldest bundles have no recipe number."""
+    """Bundles like ``folder`` of other recipes."""
     stem = folder.name.rpartition(_RECIPE_MARK)[0]
-    alike = [folder.with_name(stem), *folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")]
+    alike = folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")
     return sorted(path for path in alike if path != folder and (path / MANIFEST).is_file())
 
 

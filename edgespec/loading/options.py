@@ -23,8 +23,6 @@ class LoadOptions(Checked):
         max_draft: The most tokens of a draft. Each round decides how many are worth drafting.
         weights: The weights of exports that a load makes: ``exact`` or ``portable``. None takes ``exact``.
         namespace: Keeps what a history learns apart, for an app, a task or a language.
-        training_share: Train the drafter on answers, between requests, for at most this share of the time. It
-            needs a history. 0 is off.
         huge_pages: Copy weights into huge pages at load (Linux), which makes passes a tenth faster. Without
             it models open at once, and processes share the weights.
         instructions: The instructions that edgespec's kernels use, such as ``avx2``. Empty takes the best
@@ -46,7 +44,6 @@ class LoadOptions(Checked):
     max_draft: Annotated[int, within(1, 64)] = 32
     weights: Annotated[str, one_of(WEIGHTS)] | None = None
     namespace: Annotated[str, matching(r"[^\ud800-\udfff]{0,200}", "of at most 200 characters")] = ""
-    training_share: Annotated[float, within(0, 1)] = 0.0
     huge_pages: bool = True
     instructions: Instructions = ""
     max_waiting: Annotated[int, within(0, 1_000_000)] = 64

@@ -150,7 +150,7 @@ def _of_checkpoint(
 
     is_draft = role == "drafter" and is_head(source, target)
     with open_checkpoint(source, target if is_draft else None) as checkpoint:
-        by_class, file_bytes = weight_bytes(checkpoint, role, weights)
+        by_class, file_bytes = weight_bytes(checkpoint, weights)
         config = checkpoint.config
     kept = kept_by(config, _kept_type(weights))
     return _planned(name, (config, kept), (role, weights), by_class, (0, file_bytes))

@@ -105,11 +105,11 @@ class Embedder:
             )
         if not bundle.embeds:
             raise RequestError(f"{name} returns no hidden states; export it for the CPU with weights exact")
-        from edgespec_models.bundles.stored_weights import StoredWeights  # answers do not need this
+        from edgespec_models.bundles.stored_weights import stored_vector  # answers do not need this
 
         self._bundle, self._model, self._readers, self._end = bundle, model, readers, made.end
         self._late = isinstance(bundle.config, ModelConfig) and bool(bundle.config.late_streams)
-        self._gain = StoredWeights(bundle).vector(f"{graph_name('final_norm')}.weight")
+        self._gain = stored_vector(bundle, f"{graph_name('final_norm')}.weight")
 
     @checked
     def ticket(

@@ -157,7 +157,7 @@ class GenerationStats:
         used_ahead: Tokens read ahead that a later draft needed.
         history_problem: Why the history cannot be read or written. None if it can, or without one.
         prompt_cache_problem: Why prompts cannot be kept on disk. None if they can.
-        rolled_back: Corrections of the drafter that misled and were put back since the last request, and why.
+        rolled_back: Statistics of the history that misled and were put back, and why.
         schema_problems: Rules of schemas that the answer, or its calls, break, and rules that were not
             checked.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Extending, Observer, Remarks, Source
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Extending, Remarks, Source
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
 from edgespec.drafting.ngram import BestOf, NgramDrafter
 from edgespec.drafting.policy import Policy
@@ -233,25 +233,13 @@ class Runner:
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""
-        from edgespec.history.memory import DrafterKey
         from edgespec.history.store import Scope
         from edgespec.history.use import open_use
 
         if self.history is not None:
             self.history.close()
         scope = Scope(self.target.manifest.name, self.target.tokenizer.digest, self.options.namespace)
-        self.history = use = open_use(path, scope, self.target.tokenizer)
-        if self.side is None:
-            return
-        side, share, drafter = self.side, self.options.training_share, self.side.bundle
-        key = DrafterKey(drafter.digest, drafter.manifest.name)
-        trains = share > 0.0 and side.trainable
-        side.teach(use.trainer(key, side.tuning, share=share) if trains else None)
-        if share > 0.0 and not trains:
-            use.warn(
-                "the drafter is not trained: that takes a bundle for the CPU with inputs for its gains; "
-                "export it again with this version of edgespec"
-            )
+        self.history = open_use(path, scope, self.target.tokenizer)
 
     def forget(self, *, on_disk: bool = True) -> None:
         """Delete earlier requests from KV caches, and the texts of these models from disk."""
@@ -305,12 +293,12 @@ class Runner:
         """The drafting policy of a request."""
         if self._reopens:
             self._where = self._placements()
-        side, remarks = self.side, Remarks(placement=self._where)
+        remarks = Remarks(placement=self._where)
         remarks.prompt_cache_problem = self.caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         if not request.speculate or not (self.drafts or request.drafter):
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
-            return policy(teaching=None if side is None else side.teaching())
+            return policy()
         free: Extending = NgramDrafter()
         if self.history is not None:
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
@@ -324,24 +312,20 @@ class Runner:
         if prompt.hole is not None:  # a cut word of the prompt may be written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
-        model, teaching = self._model(prompt, request, remarks, seat)
-        return policy(free, model, constraint=constraint, opening=opening, teaching=teaching)
+        model = self._model(prompt, request, remarks, seat)
+        return policy(free, model, constraint=constraint, opening=opening)
 
     def _custom(self, drafter: Drafter) -> "Custom":
         from edgespec.drafting.custom import Custom
 
         return Custom(drafter, self.session.model.vocab_size)
 
-    def _model(
-        self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat
-    ) -> tuple[Source | None, Observer | None]:
-        """A model or an app's own drafter, and what the request teaches the model."""
+    def _model(self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat) -> Source | None:
+        """A model or an app's own drafter."""
         own = self.own if request.drafter is None else self._custom(request.drafter)
-        if self.side is None:
-            return own, None
         is_short = prompt.hole and prompt.hole.ends_line  # reading the prompt takes longer than it saves
-        if own is not None or seat.drafter is None or is_short:
-            return own, self.side.teaching()
+        if self.side is None or own is not None or seat.drafter is None or is_short:
+            return own
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         try:
             return self.side.begin(
@@ -356,4 +340,4 @@ class Runner:
             )
         except Exception as error:  # noqa: BLE001 - mostly for lack of memory; the target goes on alone
             remarks.note_failure(error)
-            return None, self.side.teaching()
+            return None

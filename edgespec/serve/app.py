@@ -158,13 +158,12 @@ class App:
         history = self._history
         if history is None or not history.path.is_file():
             name = None if history is None else history.name
-            return {"name": name, "passages": 0, "shown": [], "corrections": []}
+            return {"name": name, "passages": 0, "shown": []}
         texts = history.show()
         return {
             "name": history.name,
             "passages": len(texts),
             "shown": [*map(asdict, texts[:_SHOWN_PASSAGES])],
-            "corrections": [*map(asdict, history.corrections())],
         }
 
     async def _forget(self, request: Request) -> Response:
@@ -181,14 +180,14 @@ class App:
             for model in models:
                 model.use_history(history.path)  # stores what it learned meanwhile
             if not history.path.is_file():
-                return {"passages": 0, "corrections": 0}
+                return {"passages": 0}
             for model in models:
                 using.callback(model.use_history, history.path)
             if text is not None:
-                return history.forget(text)._asdict()
-            amount = {"passages": len(history.show()), "corrections": len(history.corrections())}
+                return {"passages": history.forget(text)}
+            count = len(history.show())
             history.delete()
-            return amount
+            return {"passages": count}
 
     async def _on_fault(self, request: Request, _: Exception) -> Response:
         """Answer a fault of edgespec itself. Starlette raises it again, so that the log has it."""

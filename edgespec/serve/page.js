@@ -257,10 +257,7 @@ function sure(question, text, yes) {
 async function refreshLearned() {
   if (!state.model.edgespec?.history) return;
   const learned = await (await ask("edgespec/history")).json();
-  const taught = learned.corrections.map((each) => each.drafter).join(", ");
-  $("learned-summary").textContent =
-    `The history “${learned.name}” holds ${learned.passages} passages` +
-    (taught ? `, and corrections for ${taught}.` : ".");
+  $("learned-summary").textContent = `The history “${learned.name}” holds ${learned.passages} passages.`;
   const rows = learned.shown.map(({ text, tokens, right, wrong }) => {
     const title = `${tokens} tokens, ${right} of ${right + wrong} proposals right`;
     return make("li", {}, make("pre", { title }, text.trim()));

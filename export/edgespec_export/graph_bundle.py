@@ -161,7 +161,6 @@ def _plan(
         checkpoint,
         options.quantization,
         native=options.native,
-        tunable=options.role == "drafter" and options.device is None and options.target is None,
         head_tokens=None if kept is None else tuple(kept.tolist()),
         precision=FULL if ranges is None else precision_for(ranges),
     )

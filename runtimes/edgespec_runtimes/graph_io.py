@@ -5,7 +5,7 @@ runs the graph, and reads the outputs.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,7 +27,7 @@ from edgespec_models.bundles.graph_contract import (
 )
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.layers import read_by
-from edgespec_models.errors import BundleError, DeviceError, RequestError
+from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import GrowingCache, KVBuffers, Memory, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
@@ -164,9 +164,6 @@ class OwnModel(_GraphModel):
         """
         super().__init__(session, bundle, chunk=chunk, memory=memory)
         self.takes_several = self._inputs.pop(BLOCKS, None) is not None
-        tunable = session.get_overridable_initializers()  # inputs too, with stored values as defaults
-        self._shapes = {value.name: tuple(value.shape) for value in tunable}
-        self.tunable = frozenset(self._shapes)
         self._spare = int(exact_rows and not self.takes_several)  # rows that are run twice
         self._choices, self._head_tokens = bundle.manifest.choices, bundle.head_tokens
         self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
@@ -179,7 +176,6 @@ class OwnModel(_GraphModel):
         self._experts_read = np.zeros(counts[0], np.int64) if counts else None
         self.most_rows = bundle.config.context_length
         self.passes: dict[tuple[int, ...], _Bound] = {}
-        self._tuned: dict[str, tuple[npt.NDArray[np.float32], Any]] = {}
         kept, has_slots = bundle.manifest.kept, "places" in self._inputs
         target_tensors = read_by(bundle.config, "float16") if isinstance(bundle.config, ModelConfig) else ()
         self.lent = tuple(tensor.input for tensor in target_tensors)
@@ -191,24 +187,6 @@ class OwnModel(_GraphModel):
     def kv_bytes(self) -> int:
         """Bytes reserved for the kept tensors of all sessions."""
         return self.cache.nbytes + self.states.nbytes
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with copies of these weights, by name, from the next pass on.
-
-        Raises:
-            RequestError: a weight is not in :attr:`tunable`, or has another shape.
-        """
-        unknown = weights.keys() - self.tunable
-        if unknown:
-            raise RequestError(f"this graph does not let {', '.join(sorted(unknown))} be replaced")
-        arrays = {name: np.array(weight, np.float32) for name, weight in weights.items()}
-        for name, array in arrays.items():
-            if array.shape != self._shapes[name]:
-                raise RequestError(f"{name} is of shape {self._shapes[name]}, not {array.shape}")
-        self._tuned = {name: (array, self._memory.value(array)) for name, array in arrays.items()}
-        self.unbind()
-        for stretch in self.stretches:
-            stretch.cut(0)
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Add a column for each of ``tokens`` to a trimmed LM head that is tied to the embedding."""
@@ -289,8 +267,6 @@ class OwnModel(_GraphModel):
         binding = self._session.io_binding()
         inputs = self.feed(binding, pass_)
         self.states.bind(binding)
-        for name, (_, value) in self._tuned.items():
-            binding.bind_ortvalue_input(name, value)
         # With a single part equal numbers of rows are the same rows.
         changing = [
             entry for entry in inputs if entry[0] in CHANGING and (entry[0] != ROWS or len(pass_.parts) > 1)

@@ -1,7 +1,7 @@
 """Loaded models, whatever device they run on, and sessions: the sequences of tokens that they read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -57,14 +57,12 @@ class LoadedModel(ABC):
         stretches: the sessions' parts of it.
         states: states of all sessions; None without such layers.
         places: places from which sequences can go on.
-        tunable: weights that :meth:`tune` replaces, by their names in the graph.
         head_tokens: the token of every column of the logits, int32; None if column i is token i.
         row_exact: whether passes over one and over several tokens gave the same bits in the self-test.
         experts_read: the number of different experts that the last pass used, in all layers.
         prepared_s: seconds of the last pass that later passes of its shape do not take.
         prompt_key: a name for everything that decides the KV cache's bits, besides its tokens. Empty if other
-            processes may compute other bits. It does not cover weights of :meth:`tune`, so a tuned model's
-            caches stay off the disk.
+            processes may compute other bits.
     """
 
     most_rows: int
@@ -73,7 +71,6 @@ class LoadedModel(ABC):
     cache: KVBuffers | None = None
     states: States | None = None
     places = ANYWHERE
-    tunable: frozenset[str] = frozenset()
     head_tokens: npt.NDArray[np.int32] | None = None
     row_exact = False
     experts_read = 0
@@ -228,14 +225,6 @@ class LoadedModel(ABC):
             f"{tokens:,} tokens do not fit the model's context of {self.config.context_length:,}; "
             "shorten the prompt or ask for fewer new tokens"
         )
-
-    def tune(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Run with these weights from the next pass on; caches of other weights are emptied.
-
-        Raises:
-            RequestError: a weight is not in :attr:`tunable`, or has another shape.
-        """
-        raise RequestError("this graph does not let weights be replaced")
 
     def offer(self, tokens: Sequence[int]) -> None:
         """Let an LM head that is tied to the embedding write ``tokens`` too, in columns behind its own.

@@ -113,7 +113,7 @@ def filling_tokenizer() -> Tokenizer:
 
 def toy_bundle(name: str, context: int, tokenizer: Tokenizer | None = None) -> Bundle:
     """All that a model asks of its bundle; without a tokenizer it has the toys'."""
-    ends = SpecialTokens(None, (), add_bos=False, pad=None)
+    ends = SpecialTokens(None, (), add_bos=False)
     bundle = SimpleNamespace(
         manifest=SimpleNamespace(name=name, special_tokens=ends, kept_bytes=KV_BYTES.__mul__, sampling=None),
         config=SimpleNamespace(context_length=context, vocab_size=VOCAB, is_head=False),

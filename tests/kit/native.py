@@ -40,9 +40,9 @@ def tiny_native(
 ) -> TinyModel:
     """Build a random model of ``config``, every matrix in ``kind``, in the new directory ``folder``.
 
-    A drafter's gains are tunable, and its LM head may be trimmed to ``head_tokens``.
+    Its LM head may be trimmed to ``head_tokens``.
     """
-    plan = native_plan(config, kind, tunable=role == "drafter", head_tokens=head_tokens)
+    plan = native_plan(config, kind, head_tokens=head_tokens)
     model, rng = build_native(config, plan), np.random.default_rng(seed)
     arrays: dict[str, npt.NDArray[Any]] = {}
     table, embed = _random(rng, kind, (config.vocab_size, config.hidden_size))
@@ -89,9 +89,7 @@ def keep_weights_at(folder: Path, key: str, value: str) -> None:
     edit_graph(folder, edit)
 
 
-def native_plan(
-    config: ModelConfig, kind: str, *, tunable: bool = False, head_tokens: tuple[int, ...] | None = None
-) -> DecoderPlan:
+def native_plan(config: ModelConfig, kind: str, *, head_tokens: tuple[int, ...] | None = None) -> DecoderPlan:
     """Every matrix in ``kind``."""
     form, shapes = WeightFormat(8, 32, tiles=kind), tensor_shapes(config)
 
@@ -108,7 +106,7 @@ def native_plan(
     for layer in layers_of(config):
         at = f"{layer.name}."
         linears |= {at + product: linear(at, kinds) for product, kinds in products_of(config, layer).items()}
-    return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens, tunable=tunable)
+    return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens)
 
 
 def _random(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> tuple[npt.NDArray[np.uint8], F32]:

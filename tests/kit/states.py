@@ -4,7 +4,7 @@ A row depends on all tokens before, by a hash; so a state of another place, or a
 overwritten, shows in all that follows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -73,9 +73,6 @@ class StatesModel(LoadedModel):
         if self.raises is not None:
             raise self.raises
         return said
-
-    def tune(self, weights: Mapping[str, F32]) -> None:
-        raise AssertionError
 
     def close(self) -> None:
         self.cache.clear()

@@ -114,7 +114,7 @@ def scripted(source: str, script: str = ANSWER, kind: str = "added") -> Model:
 
 def speaking(source: str, session: ToySession, tokenizer: Tokenizer, eos: tuple[int, ...]) -> Model:
     """A model with this template."""
-    special = SpecialTokens(None, eos, add_bos=False, pad=None)
+    special = SpecialTokens(None, eos, add_bos=False)
 
     def bundle(name: str, context: int) -> Bundle:
         manifest = SimpleNamespace(name=name, special_tokens=special, sampling=None)

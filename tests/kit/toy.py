@@ -164,10 +164,6 @@ class ToyModel(LoadedModel):
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         pass
 
-    def tune(self, weights: Mapping[str, F32]) -> None:
-        for stretch in self.stretches:
-            stretch.cut(0)
-
     def close(self) -> None:
         self.closed = True
 
@@ -400,10 +396,9 @@ def tiny_bundle(
 ) -> TinyModel:
     """Build a random model of ``config``, every projection in ``form``, in the new directory ``folder``.
 
-    A drafter's gains are tunable, and its LM head may be trimmed to ``head_tokens``.
+    Its LM head may be trimmed to ``head_tokens``.
     """
     plan = tiny_plan(config, form, precision=precision, head_tokens=head_tokens)
-    plan = replace(plan, tunable=role == "drafter")
     model = build_decoder(config, plan)
     weights = filled(model, config, plan, np.random.default_rng(seed))
     facts = {
@@ -443,7 +438,7 @@ def write_bundle(
         config=config,
         bytes_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
         parameters_by_class=dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 1000),
-        special_tokens=SpecialTokens(None, () if eos is None else (eos,), add_bos=False, pad=None),
+        special_tokens=SpecialTokens(None, () if eos is None else (eos,), add_bos=False),
         provenance={"source": "random"},
         head_rows=None if head_tokens is None else len(head_tokens),
         files={file.name: FileRecord.of(file) for file in sorted(folder.iterdir())},

@@ -69,15 +69,13 @@ def plan_decoder(
     quantization: Quantization | None = None,
     *,
     native: bool = False,
-    tunable: bool = False,
     head_tokens: tuple[int, ...] | None = None,
     precision: Precision = FULL,
 ) -> DecoderPlan:
     """Assign formats; for ONNX Runtime, neighbours with one format become one matrix.
 
     Without a ``quantization`` each matrix keeps its format, or gets the nearest one in :data:`PORTABLE`.
-    ``native`` is for edgespec's own kernels. With ``tunable``, gains may be replaced at run time.
-    ``head_tokens`` are the tokens of a trimmed LM head.
+    ``native`` is for edgespec's own kernels. ``head_tokens`` are the tokens of a trimmed LM head.
 
     Raises:
         UnsupportedModelError: a width without whole blocks, for edgespec's kernels.
@@ -114,7 +112,7 @@ def plan_decoder(
     context = head_tokens is not None and checkpoint.tied_head and "chain_out" not in linears
     of_head = checkpoint.head_tokens
     columns = None if of_head is None else tuple(of_head.tolist())
-    plan = DecoderPlan(embedding, linears, head_tokens, context, tunable, columns)
+    plan = DecoderPlan(embedding, linears, head_tokens, context, columns)
     return plan if precision == FULL else _with_precision(plan, precision)
 
 

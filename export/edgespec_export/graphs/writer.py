@@ -23,7 +23,7 @@ from edgespec_export.formats.encode import Arrays
 from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
 from edgespec_export.journal import DATA_FILE, Journal
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.bundle import GRAPH, Role
+from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.bundles.layers import gain_names, graph_name, layers_of, rotary_tables
 from edgespec_models.errors import ModelFileError
@@ -108,7 +108,7 @@ def _layout(plan: DecoderPlan, parameters: Mapping[str, ir.Value]) -> str:
     return sha256(repr((plan, places)).encode()).hexdigest()
 
 
-def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tuple[dict[str, int], int]:
+def weight_bytes(checkpoint: Checkpoint, weights: str | None) -> tuple[dict[str, int], int]:
     """Bytes by class, and of the file, that an export for the CPU would write.
 
     Drafters keep their whole LM head here, and heads with their target's LM head their default rows.
@@ -116,9 +116,7 @@ def weight_bytes(checkpoint: Checkpoint, role: Role, weights: str | None) -> tup
     config = checkpoint.config
     is_trimmed = config.is_head and not checkpoint.keeps_rows
     kept = tuple(range(min(MTP_ROWS, config.vocab_size))) if is_trimmed else None
-    plan = plan_decoder(
-        checkpoint, native=weights in (None, "exact"), tunable=role == "drafter", head_tokens=kept
-    )
+    plan = plan_decoder(checkpoint, native=weights in (None, "exact"), head_tokens=kept)
     parameters, size = allocate(_build(checkpoint, plan), Path())
     return bytes_by_class(parameters, tied=plan.tied), size
 

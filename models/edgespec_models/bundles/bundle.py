@@ -47,7 +47,7 @@ MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS = FILE, "report.json", "head_tokens.npy"
 GENAI, HF_CONFIG = "genai_config.json", "config.json"
 """Files that mark directories of other exporters."""
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Role = Literal["target", "drafter"]
 Operators = Literal["edgespec", "standard"]
@@ -295,7 +295,7 @@ class Bundle:
         except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path} is not a bundle: cannot read {MANIFEST} ({error})") from error
         self.manifest = Manifest.from_json(value, where)
-        if verify_digests and value.get(_DIGEST, _digest(value)) != _digest(value):  # older ones have none
+        if verify_digests and value.get(_DIGEST) != _digest(value):
             raise BundleError(
                 f"{where} has changed since the export (sha256 differs); export the model again"
             )

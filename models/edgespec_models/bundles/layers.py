@@ -2,9 +2,9 @@
 
 In :class:`Decoder` is the order of operations, in :func:`layers_of` the facts of each layer, in
 :func:`layer_shapes` its tensors. A backend adds the operations of its medium: ONNX Runtime's operators,
-edgespec's own and those of fixed shapes (:mod:`edgespec_models.graphs`), NumPy
-(:mod:`edgespec.learning.decoder`), PyTorch (:mod:`edgespec_export.align.decoder`). A new architecture is
-facts in :class:`ModelConfig` and their consequences here.
+edgespec's own and those of fixed shapes (:mod:`edgespec_models.graphs`), PyTorch
+(:mod:`edgespec_export.align.decoder`). A new architecture is facts in :class:`ModelConfig` and their
+consequences here.
 
 Tensors have edgespec's own names: the names in :func:`outer_shapes`, and the names in :func:`layer_shapes`
 behind ``layers.3.``. Graphs also name the sublayer (:func:`graph_name`).

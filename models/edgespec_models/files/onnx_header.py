@@ -70,13 +70,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An operator: its type, inputs and outputs, and its attributes with whole numbers and texts."""
+    """An operator: its type, inputs and outputs, and its attributes with whole numbers."""
 
     op_type: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, int]
-    texts: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -118,13 +117,11 @@ def _model(data: memoryview) -> Graph:
 
 
 def _node(node: _Message) -> Node:
-    attributes, texts = dict[str, int](), dict[str, str]()
+    attributes = dict[str, int]()
     for attribute in _parts(node, 5):
         if 3 in attribute:
             attributes[_text(attribute, 1)] = _numbers(attribute, 3)[-1]
-        elif 4 in attribute:
-            texts[_text(attribute, 1)] = _text(attribute, 4)
-    return Node(_text(node, 4), tuple(_texts(node, 1)), tuple(_texts(node, 2)), attributes, texts)
+    return Node(_text(node, 4), tuple(_texts(node, 1)), tuple(_texts(node, 2)), attributes)
 
 
 def _weight(tensor: _Message) -> Tensor:

@@ -71,7 +71,7 @@ class _StandardDecoder(GraphDecoder):
         columns = "columns" if plan.context else plan.linears["lm_head"].out_features
         choices = choose(op, logits, self.input("column_order", FLOAT, [columns])) if plan.choices else ()
         self.write_outputs(logits, columns, choices)
-        return self.model(tunable=plan.tunable)
+        return self.model()
 
     def scope(self, name: str, kind: str) -> AbstractContextManager[None]:
         return scoped(self.builder, name, f"_{kind}")

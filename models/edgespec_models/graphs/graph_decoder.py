@@ -6,9 +6,7 @@ length. They return ``logits`` float32 (1, r, columns) and the cache, ``present.
 choice beside the logits: ``best_columns`` int64 (1, r) is the most likely column of each row, the lowest of
 equals, and ``best_probabilities`` float32 (1, r) its probability, NaN where a row has NaN or its largest
 logit is not finite. Trimmed drafters with tied embeddings also take ``context_tokens`` int64 (m): m more
-columns of the logits. The gains of a drafter's normalizations, such as ``layers.3.attn_norm.weight``, are
-inputs with a
-default: a session may run with others (:mod:`edgespec.learning`).
+columns of the logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -96,11 +94,8 @@ class GraphDecoder(Decoder):
                 x = self.layer(layer, x)
         return x
 
-    def model(self, *, tunable: bool = False) -> ir.Model:
-        """The finished graph; ``tunable`` lists gains as inputs too, whose stored values are defaults."""
-        if tunable:
-            gains = (value for name, value in self.graph.initializers.items() if name.endswith("norm.weight"))
-            self.graph.inputs.extend(gains)
+    def model(self) -> ir.Model:
+        """The finished graph."""
         return ir.Model(self.graph, ir_version=_IR_VERSION, producer_name="edgespec")
 
 

@@ -84,7 +84,7 @@ class _NativeDecoder(GraphDecoder):
         if self.config.is_head and self.config.block is None:
             states, width = self.new_states(x)
             self.output(states, NEW_STATES, FLOAT, [1, "r", width])
-        return self.model(tunable=self.plan.tunable)
+        return self.model()
 
     def new_states(self, x: ir.Value) -> tuple[ir.Value, int]:
         """What a head reads behind its own drafts, of rows of its last stream; and how wide it is."""

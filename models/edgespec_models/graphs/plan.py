@@ -78,14 +78,12 @@ class DecoderPlan:
     ``head_tokens`` names the tokens, ascending, whose rows a trimmed LM head keeps; None keeps all.
     ``context`` gives such a graph the input ``context_tokens``: further tokens that it can write, with the
     token embedding as LM head. ``columns`` are the tokens of an LM head that has not all in its file.
-    ``tunable`` lets the gains of normalizations be replaced at run time.
     """
 
     embedding: EmbeddingSpec
     linears: Mapping[str, LinearSpec]
     head_tokens: tuple[int, ...] | None = None
     context: bool = False
-    tunable: bool = False
     columns: tuple[int, ...] | None = None
     precision: Precision = FULL
 

@@ -46,13 +46,12 @@ class SpecialTokens:
 
     ``eos`` holds every token that ends generation. ``add_bos`` says whether a prompt starts with ``bos``.
     ``suppressed`` are never written, ``suppressed_first`` never first in an answer, and the sequences in
-    ``bad_words`` are never completed. ``pad`` is in older manifests; nothing reads it.
+    ``bad_words`` are never completed.
     """
 
     bos: _Id | None
     eos: tuple[_Id, ...]
     add_bos: bool
-    pad: _Id | None = None
     suppressed: tuple[_Id, ...] = ()
     suppressed_first: tuple[_Id, ...] = ()
     bad_words: tuple[tuple[_Id, ...], ...] = ()
