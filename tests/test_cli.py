@@ -243,6 +243,8 @@ def test_demo_writes_its_report_and_says_what_to_try(use: Use, tmp_path: Path) -
     assert result.exit_code == 0 and page.exists()
     assert loaded == [("qwen2.5-coder-1.5b-instruct", "smollm2-135m-qwen2.5-coder", 0)]
     assert "edgespec chat" in result.stdout and str(page) in result.stderr
+    # Six prompts in four turns, each both ways.
+    assert "At most 48 answers of 64 tokens" in " ".join(result.stderr.split())
 
 
 def test_export_with_quantization_options(tmp_path: Path) -> None:

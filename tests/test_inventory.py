@@ -60,6 +60,22 @@ def test_a_shared_file_stays_while_another_name_has_bundles(make: Make) -> None:
     assert not file.exists() and not other.exists()
 
 
+def test_a_file_goes_with_all_the_names_that_share_it_and_counts_once(make: Make) -> None:
+    file = make("models", model_path(find(NAME)).name, size=1000)
+    for name in (NAME, SHARING):
+        bundle(make, name, find(name).mark)
+    old = bundle(make, NAME, "0" * 8, recipe=1)
+    result = CliRunner().invoke(app, ["rm", NAME, SHARING, "--outdated", "--json"])
+    removed = json.loads(result.stdout)
+    assert removed["bytes"] == 1300 and len(removed["removed"]) == len({*removed["removed"]})
+    assert not file.exists() and not old.exists()
+
+
+def test_a_name_with_that_of_a_device_is_no_bundle_for_it(make: Make) -> None:
+    bundle(make, "model-cuda", "0" * 8)
+    assert outdated() == []
+
+
 def test_files_of_the_user_stay_and_what_was_made_of_them_goes(make: Make, tmp_path: Path) -> None:
     source, twin = tmp_path / "a" / "model.gguf", tmp_path / "b" / "model.gguf"
     for path in (source, twin):

@@ -70,6 +70,9 @@ def test_lines_of_spec_bench_are_read_and_selected(tmp_path: Path) -> None:
     ids = tmp_path / "ids.txt"
     ids.write_text("9\n81\n")
     assert [prompt.id for prompt in named(prompts, ids)] == ["81", "9"]
+    spaced = [Prompt("edit 1", "a", ("t",)), Prompt("edit", "a", ("t",))]
+    ids.write_text(" edit 1 \n\n")
+    assert [prompt.id for prompt in named(spaced, ids)] == ["edit 1"]
     for text, says in (("9\n7\n", "names 7; 1 of its 2 ids"), ("\n", "names no id")):
         ids.write_text(text)
         with pytest.raises(RequestError, match=says):

@@ -128,7 +128,7 @@ def _run(
             check_writable(file)
     pairs, others, complete = [], OtherPrograms(), False
     with progress_bars() as progress, options.load_model(context, progress, **models) as model:
-        options.note_duration(model, 2 * min(turns, 2) * len(prompts), answers.max_new_tokens)
+        options.note_duration(model, 2 * turns * len(prompts), answers.max_new_tokens)
         try:
             for pair in measure(model, prompts, answers, turns=turns, progress=progress):
                 pairs.append(pair)

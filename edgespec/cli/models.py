@@ -80,8 +80,8 @@ def rm(
 
     if not names and not outdated:
         raise typer.BadParameter("name a model; 'edgespec models' lists them", param_hint="NAME...")
-    parts = [part for name in names or () for part in inventory.removable(name)]
-    parts += inventory.outdated() if outdated else []
+    named = inventory.removable(*(names or ()))
+    parts = [*dict.fromkeys([*named, *(inventory.outdated() if outdated else ())])]
     inventory.remove(parts)
     freed = sum(part.size_bytes for part in parts)
     value = {"removed": [str(path) for part in parts for path in part.paths], "bytes": freed}
@@ -97,8 +97,7 @@ def _count(parts: "Sequence[Holding]") -> str:
 def _show_holdings(names: "Sequence[str]", as_json: bool) -> None:
     from edgespec.loading.inventory import holdings
 
-    # Names may share a part, which counts once.
-    parts = {part.paths: part for name in names for part in holdings(name)}.values()
+    parts = holdings(*names)
     total = sum(part.size_bytes for part in parts)
     if as_json:
         values = [asdict(part) | {"paths": [str(path) for path in part.paths]} for part in parts]

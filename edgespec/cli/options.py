@@ -211,10 +211,10 @@ def prompts_to_run(file: Path | None, limit: int | None, ids: Path | None = None
 
 
 def note_duration(model: "Model", answers: int, max_new_tokens: int) -> None:
-    """Say how long so many answers may take: as long as plain decoding of their most tokens."""
+    """Say how long so many answers take at most: as long as plain decoding of their most tokens."""
     seconds = answers * max_new_tokens * model.cost_curve.seconds(1)
     time = f"{seconds:.0f} s" if seconds < _MINUTE_S else f"{seconds / 60:.0f} minutes"
-    note(f"{answers} answers of at most {max_new_tokens} tokens: at most {time} of decoding.")
+    note(f"At most {answers} answers of {max_new_tokens} tokens: at most {time} of decoding.")
 
 
 def request_options(context: typer.Context) -> "RequestOptions":

@@ -30,16 +30,16 @@ _IDLE: Final[Mapping[str, Sequence[object]]] = {
     **dict.fromkeys(("uniqueItems", "not"), (False,)),
 }
 """Keywords that no grammar holds, each with the values that have no effect."""
-_KEYWORDS: Final = {
-    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "components", "x-guidance"),
+_RULES: Final = {
     *("allOf", "anyOf", "oneOf"),
     *("type", "enum", "const", "format", "pattern", "minLength", "maxLength", "multipleOf", "minimum"),
     *("maximum", "exclusiveMinimum", "exclusiveMaximum", "properties", "patternProperties", "required"),
     *("additionalProperties", "minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
-    *("minItems", "maxItems", *_IDLE),
+    *("minItems", "maxItems"),
 }
-_RULES: Final = _KEYWORDS - {
-    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "components", "x-guidance", *_IDLE)
+_KEYWORDS: Final = {
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "components", "x-guidance"),
+    *(*_RULES, *_IDLE),
 }
 _COUNTS: Final = ("minProperties", "maxProperties")
 _WHOLE: Final = (*_COUNTS, "minItems", "maxItems", "minLength", "maxLength")
@@ -107,9 +107,8 @@ class PreparedSchema:
         self.unheld, self._has_beside, self._is_alone = list[Unheld](), False, False
         is_short = len(text) <= LONGEST  # longer ones are refused anyway
         held = rewritten(self._schema, "#", self._held) if is_short else self._schema
-        if (
-            self._has_beside and root == "#" and not _takes(held)
-        ):  # perhaps for rules beside circular references
+        # A schema is refused for rules beside a circular reference, among others.
+        if self._has_beside and root == "#" and not _takes(held):
             self.unheld, self._is_alone = [], True
             held = rewritten(self._schema, "#", self._held)
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
@@ -412,7 +411,8 @@ def _broken(schema: Schema, value: object, unsure: Collection[str], sure: set[st
                 continue
             if wanted is False:
                 yield ValidationError("not allowed")
-            yield from validator.descend(value[name], wanted, path=name) if wanted is not False else ()
+            else:
+                yield from validator.descend(value[name], wanted, path=name)
 
     matches, lost = _matcher(), {*unsure, "$dynamicRef"}
     if "patternProperties" in lost:

@@ -265,13 +265,6 @@ def _export(
     return bundle
 
 
-def is_outdated(folder: Path) -> bool:
-    """Whether a bundle of the cache was made by a recipe that is not today's."""
-    stem, _, recipe = folder.name.rpartition(_RECIPE_MARK)
-    device = next((device for device in RECIPES if device is not None and f"-{device}" in stem), None)
-    return recipe != str(RECIPES[device])
-
-
 def _by_other_recipes(folder: Path) -> list[Path]:
     """Bundles like ``folder`` of other recipes."""
     stem = folder.name.rpartition(_RECIPE_MARK)[0]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from edgespec.loading.first_use import is_outdated, mark_of, name_of
+from edgespec.loading.first_use import mark_of, name_of
+from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import HF_CONFIG
 from edgespec_models.bundles.foreign import is_model
 from edgespec_models.downloads.catalog import entries
@@ -17,7 +18,10 @@ from edgespec_models.errors import RequestError
 from edgespec_models.files.gguf_parts import parts_of
 from edgespec_models.storage import bundles_dir, prompts_dir, prompts_name, writing
 
-_BUNDLE = re.compile(r"(?P<name>.+?)(?P<marks>(?:-[0-9a-f]{8})+)-(?:target|drafter)-.+-r\d+")
+_Kind = Literal["file", "bundle", "prompts"]
+_BUNDLE = re.compile(
+    r"(?P<name>.+?)(?P<marks>(?:-[0-9a-f]{8})+)-(?:target|drafter)-(?P<form>.+)-r(?P<recipe>\d+)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +35,33 @@ class Holding:
         shared_with: names of the catalogue that use the same file.
     """
 
-    kind: Literal["file", "bundle", "prompts"]
+    kind: _Kind
     paths: tuple[Path, ...]
     size_bytes: int
     shared_with: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, kind: Literal["file", "bundle", "prompts"], *paths: Path, shared_with: tuple[str, ...] = ()
-    ) -> "Holding":
+    def of(cls, kind: _Kind, *paths: Path, shared_with: tuple[str, ...] = ()) -> "Holding":
         """The holding at ``paths``."""
         return cls(kind, paths, sum(map(_size, paths)), shared_with)
 
 
-def holdings(name: str) -> list[Holding]:
-    """The parts of a model: of a name of the catalogue or the hub, or of a file or folder of the user's.
+def holdings(*names: str) -> list[Holding]:
+    """The parts of models: of names of the catalogue or the hub, or of files or folders of the user's.
 
-    The user's own files are no part: only what edgespec made of them is.
+    The user's own files are no part: only what edgespec made of them is. A part of several names is listed
+    once.
 
     Raises:
-        RequestError: nothing on this machine belongs to the name.
+        RequestError: nothing on this machine belongs to a name.
     """
-    parts = [*_pulled(name), *_made_of(name)]
-    if not parts:
-        raise RequestError(f"nothing on this machine belongs to {name!r}; 'edgespec models' lists names")
-    return parts
+    parts: dict[tuple[Path, ...], Holding] = {}
+    for name in names:
+        own = [*_pulled(name), *_made_of(name)]
+        if not own:
+            raise RequestError(f"nothing on this machine belongs to {name!r}; 'edgespec models' lists names")
+        parts |= {part.paths: part for part in own}
+    return [*parts.values()]
 
 
 def bundle_of(reference: str) -> Path:
@@ -68,7 +74,7 @@ def bundle_of(reference: str) -> Path:
     if is_model(path) or (path.is_dir() and not (path / HF_CONFIG).is_file()):
         return path
     made = [part.paths[0] for part in _made_of(reference) if part.kind == "bundle"]
-    current = [bundle for bundle in made if not is_outdated(bundle)]
+    current = [bundle for bundle in made if not _is_outdated(bundle)]
     if not current:
         raise RequestError(
             f"no bundle {reference!r} is here. Give a bundle's directory, or load or export the model first: "
@@ -77,19 +83,20 @@ def bundle_of(reference: str) -> Path:
     return max(current, key=lambda bundle: bundle.stat().st_mtime)
 
 
-def removable(name: str) -> list[Holding]:
-    """The :func:`holdings` of ``name``, less a file that another name with bundles uses."""
-    in_use = {path.name for path in _bundles()}
+def removable(*names: str) -> list[Holding]:
+    """The :func:`holdings` of ``names``, less files that other names with bundles use."""
+    parts = holdings(*names)
+    others = {*_bundles()} - {path for part in parts for path in part.paths}
 
-    def is_used(other: str) -> bool:
-        return any(_belongs(Path(bundle), other, "") for bundle in in_use)
+    def is_used(name: str) -> bool:
+        return any(_belongs(bundle, name, "") for bundle in others)
 
-    return [part for part in holdings(name) if not any(map(is_used, part.shared_with))]
+    return [part for part in parts if not any(map(is_used, part.shared_with))]
 
 
 def outdated() -> list[Holding]:
     """All bundles that another version of edgespec made."""
-    return [Holding.of("bundle", path) for path in _bundles() if is_outdated(path)]
+    return [Holding.of("bundle", path) for path in _bundles() if _is_outdated(path)]
 
 
 def remove(parts: Iterable[Holding]) -> None:
@@ -137,6 +144,14 @@ def _made_of(name: str) -> Iterator[Holding]:
 
 def _bundles() -> list[Path]:
     return sorted(path for path in bundles_dir().glob("*") if _BUNDLE.fullmatch(path.name))
+
+
+def _is_outdated(bundle: Path) -> bool:
+    """Whether a bundle was made by a recipe that is not today's."""
+    match = _BUNDLE.fullmatch(bundle.name)
+    assert match is not None  # of _bundles
+    devices = (device for device in RECIPES if device is not None and match["form"].startswith(device))
+    return int(match["recipe"]) != RECIPES[next(devices, None)]
 
 
 def _belongs(bundle: Path, name: str, mark: str) -> bool:

@@ -107,23 +107,23 @@ def typical(pairs: Iterable[Pair]) -> list[Pair]:
     for pair in pairs:
         by_prompt.setdefault(pair.prompt, []).append(pair)
     return [
-        Pair(prompt, *(_sorted(side)[(len(side) - 1) // 2] for side in _sides(measured)))
+        Pair(prompt, *(side[(len(side) - 1) // 2] for side in _by_time(measured)))
         for prompt, measured in by_prompt.items()
     ]
 
 
-def _sides(pairs: Sequence[Pair]) -> tuple[list[Generation], list[Generation]]:
-    return [pair.plain for pair in pairs], [pair.speculative for pair in pairs]
-
-
-def _sorted(answers: Iterable[Generation]) -> list[Generation]:
-    return sorted(answers, key=lambda answer: answer.stats.tpot_s)
+def _by_time(pairs: Sequence[Pair]) -> list[list[Generation]]:
+    """The plain answers and the speculative ones, the quickest first."""
+    sides = zip(*((pair.plain, pair.speculative) for pair in pairs), strict=True)
+    return [sorted(side, key=lambda answer: answer.stats.tpot_s) for side in sides]
 
 
 def _differ(pairs: Sequence[Pair]) -> bool:
     """Whether no two answers of a side are near each other."""
-    times = [[answer.stats.tpot_s for answer in _sorted(side)] for side in _sides(pairs)]
-    return any(all(more > _AGREE * less for less, more in pairwise(side)) for side in times)
+    return any(
+        all(slow.stats.tpot_s > _AGREE * quick.stats.tpot_s for quick, slow in pairwise(side))
+        for side in _by_time(pairs)
+    )
 
 
 def _pair(model: "Model", prompt: Prompt, options: BenchOptions, *, plain_first: bool) -> Pair:

@@ -79,15 +79,17 @@ def named(prompts: Sequence[Prompt], file: Path) -> tuple[Prompt, ...]:
     Raises:
         RequestError: the file cannot be read, or a prompt is missing.
     """
-    ids = set(read_text(file, RequestError, "Write one id on each line").split())
-    missing = sorted(ids - {prompt.id for prompt in prompts})
-    if missing or not ids:
-        names = ", ".join(missing[:3]) or "no id"
+    lines = read_text(file, RequestError, "Write one id on each line").splitlines()
+    ids = {line.strip() for line in lines} - {""}
+    if not ids:
+        raise RequestError(f"{file} names no id. Write ids of prompts, one on each line.")
+    missing = sorted(ids - {prompt.id.strip() for prompt in prompts})
+    if missing:
         raise RequestError(
-            f"{file} names {names}; {len(missing)} of its {len(ids)} ids belong to no prompt. Write ids of "
-            "prompts, one on each line."
+            f"{file} names {', '.join(missing[:3])}; {len(missing)} of its {len(ids)} ids belong to no "
+            "prompt. Write ids of prompts, one on each line."
         )
-    return tuple(prompt for prompt in prompts if prompt.id in ids)
+    return tuple(prompt for prompt in prompts if prompt.id.strip() in ids)
 
 
 def select(prompts: Sequence[Prompt], limit: int | None) -> tuple[Prompt, ...]:

@@ -37,14 +37,14 @@ class Limits:
         self.seconds, self.most = seconds, handles() // 2
         self._quiet_until = 0.0
 
-    def make_room(self, connections: Iterable["Connection"], what: str, count: int = 1) -> None:
-        """End the connections that have been waiting longest for a client. ``what`` runs out, for the log."""
+    def make_room(self, connections: Iterable["Connection"], reason: str, count: int = 1) -> None:
+        """End the connections that have been waiting longest for a client. The log gets the ``reason``."""
         waiting = sorted((c for c in connections if c.waits), key=lambda connection: connection.heard)
         for connection in waiting[:count]:
             connection.end()
         if monotonic() >= self._quiet_until:  # no flood of lines
             self._quiet_until = monotonic() + _QUIET_S
-            _LOG.warning("%s; those that wait longest for their client are closed", what)
+            _LOG.warning("%s; those that wait longest for their client are closed", reason)
 
     def on_error(
         self, connections: Iterable["Connection"], loop: asyncio.AbstractEventLoop, context: dict[str, Any]
