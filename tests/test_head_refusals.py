@@ -222,7 +222,7 @@ def test_a_head_and_its_target_belong_together(tmp_path: Path, target: Path) -> 
         with pytest.raises(RequestError, match=r"is no head and has no MTP layer.*Leave out --target"):
             export(source, target, out)
     export_model(target, tmp_path / "bundle")
-    with pytest.raises(ModelFileError, match="As a head's target give the bundle's source"):
+    with pytest.raises(ModelFileError, match="as a head's target give the source that it was made of"):
         export(head, tmp_path / "bundle", out)
     with pytest.raises(ModelFileError, match="does not exist"):
         export(head, tmp_path / "nowhere", out)

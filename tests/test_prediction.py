@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, RequestOptions
-from edgespec.decoding.draft import Step
+from edgespec.decoding.draft import Draft, Step
 from edgespec.drafting.ngram import NgramDrafter
-from edgespec.drafting.prediction import PredictedText
+from edgespec.drafting.prediction import PredictedText, PredictionFinder
 from edgespec_models.errors import RequestError
 from tests.kit.native import tiny_native
 from tests.kit.toy import LLAMA
@@ -21,8 +21,13 @@ TEXT = [*range(10, 40)]
 TOKENS = st.lists(st.integers(0, 5), max_size=40)
 
 
+def drafter_of(text: Sequence[int], stop_below: float = 0.0) -> NgramDrafter:
+    finder = PredictionFinder(PredictedText(text), len(PROMPT))
+    return NgramDrafter(finder, source="prediction", stop_below=stop_below)
+
+
 def proposed(text: Sequence[int], answer: Sequence[int], limit: int = 4) -> tuple[int, ...]:
-    drafter = NgramDrafter(PredictedText(text, len(PROMPT)), source="prediction", stop_below=0.0)
+    drafter = drafter_of(text)
     draft = drafter.propose([*PROMPT, *answer], limit)
     assert set(draft.sources) <= {"prediction"}
     return draft.tokens
@@ -64,18 +69,27 @@ def test_proposals_are_a_function_of_the_tokens_and_stand_in_the_text(
     text: list[int], answer: list[int], limit: int
 ) -> None:
     tokens = [*PROMPT, *answer]
-    drafter = NgramDrafter(PredictedText(text, len(PROMPT)), stop_below=0.0)
+    drafter = drafter_of(text)
     whole = drafter.propose(tokens, limit)
     assert whole == drafter.propose(tokens, limit)
     assert len(whole.tokens) <= limit and set(whole.tokens) <= set(text)
-    in_steps = NgramDrafter(PredictedText(text, len(PROMPT)), stop_below=0.0)
+    in_steps = drafter_of(text)
     for end in range(len(PROMPT), len(tokens)):
         in_steps.propose(tokens[:end], limit)
     assert in_steps.propose(tokens, limit).tokens == whole.tokens
 
 
+def test_what_extends_a_draft_depends_on_no_earlier_call() -> None:
+    tokens, before = [*PROMPT, *TEXT[:5], 99], Draft((16, 17), ("other",) * 2, (0.9,) * 2)
+    for earlier in (0, 1, 8):
+        drafter = drafter_of(TEXT)
+        drafter.propose(tokens, earlier)
+        assert drafter.extend(tokens, before, 5).tokens == (16, 17, 18, 19, 20)
+        assert drafter.extend(tokens, Draft((99,), ("other",), (0.9,)), 5).tokens == (99,)
+
+
 def test_wrong_proposals_are_soon_trusted_less() -> None:
-    drafter = NgramDrafter(PredictedText([5] * 400, len(PROMPT)))
+    drafter = drafter_of([5] * 400, stop_below=0.15)
     lengths = []
     for wrong in range(30):
         lengths.append(len(drafter.propose([*PROMPT, *[9, 5] * wrong], 8).tokens))

@@ -10,6 +10,7 @@ import pytest
 
 from edgespec_models.bundles.kept import BLOCK, KeptTensor
 from edgespec_models.errors import DeviceError, RequestError
+from edgespec_runtimes.cuda import DeviceCache
 from edgespec_runtimes.kv_cache import GrowingCache, SharedCache
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.ort import ort, ort_state
@@ -53,8 +54,12 @@ def session(request: pytest.FixtureRequest, fresh: Open) -> Iterator[AnySession]
 
 
 def same(session: AnySession) -> Callable[..., None]:
-    """Passes of other sizes have the same bits only where rows are exact."""
-    if session.model.row_exact:
+    """Passes of other sizes have the same bits only where rows are exact.
+
+    Of float16 for CUDA, run on this processor, a session's short test says little: with AVX2 alone ONNX
+    Runtime's products of more rows differ.
+    """
+    if session.model.row_exact and not isinstance(session.model.cache, DeviceCache):
         return np.testing.assert_array_equal
     return partial(np.testing.assert_allclose, atol=5e-2)
 

@@ -104,7 +104,7 @@ def test_what_contradicts_itself_is_refused() -> None:
         assert model.chat(ASK, thinking=5, template_args={"enable_thinking": True}).text == "Three."
         with pytest.raises(RequestError, match="template_args and thinking are for conversations"):
             model.generate("a", thinking=True)
-        with pytest.raises(RequestError, match="thinking is -1; allowed: True or False or 'low'"):
+        with pytest.raises(RequestError, match="thinking is -1; allowed: True or False or 'minimal'"):
             model.chat(ASK, thinking=-1)
 
 

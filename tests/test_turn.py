@@ -134,6 +134,7 @@ class Turns(RuleBasedStateMachine):
         cast(Any, made).manifest = SimpleNamespace(
             name=manifest.name,
             special_tokens=manifest.special_tokens,
+            sampling=manifest.sampling,
             kept_bytes=lambda tokens: tokens * self.kept_bytes,
         )
         return made

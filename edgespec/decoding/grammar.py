@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MAX_LEXER_STATES: Final = 50_000  # of one or two kilobytes
 _MAX_GRAMMAR_SIZE: Final = 20_000  # symbols; an object of many optional properties takes their square in time
 
-_NAMING: Final = {"properties", "items", "prefixItems", "$ref", "allOf", "anyOf", "oneOf"}
+_NAMING: Final = {"properties", "items", "prefixItems", "$ref", "allOf", "anyOf", "oneOf", "enum", "const"}
 _ONE_SPACE: Final = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
 """The spacing where a schema names no properties. Models that want a space behind a brace, and may not write
 it, choose another token with the name's beginning, and so another name."""

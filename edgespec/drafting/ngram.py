@@ -14,7 +14,7 @@ from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Step
 from edgespec_runtimes.kv_cache import shared_length
 
 _OLDEST, _LATEST = 0, -1
-_LONGEST: Final = 32  # longer matches tell no more about acceptance
+LONGEST: Final = 32  # longer matches tell no more about acceptance
 _PRIOR_STRENGTH: Final = 8.0  # judged proposals
 _MEMORY: Final = 64.0  # judged proposals until an observation has lost 1 - 1/e of its weight
 
@@ -77,8 +77,8 @@ class Match:
         return (self.support - 0.5) / (self.count + 1.0)
 
 
-class Found(Protocol):
-    """A proposed token, the class that it is judged in, and the probability before anything was learned."""
+class Proposal(Protocol):
+    """A token, the class that it is judged in, and the probability before anything was learned."""
 
     @property
     def token(self) -> int: ...
@@ -96,8 +96,8 @@ class Finder(Protocol):
     def follow(self, tokens: Sequence[int]) -> int:
         """Take over ``tokens``, the prompt and the answer, and return how many were known already."""
 
-    def find(self, context: Sequence[int]) -> Found | None:
-        """The proposal behind ``context``, the end of these tokens and a draft; None without one."""
+    def find(self, context: Sequence[int], ahead: int) -> Proposal | None:
+        """The proposal behind ``context``, which ends with ``ahead`` tokens of a draft; None without one."""
 
 
 class ContextTree:
@@ -130,7 +130,7 @@ class ContextTree:
             self._append(token)
         return shared
 
-    def find(self, context: Sequence[int]) -> Match | None:
+    def find(self, context: Sequence[int], ahead: int = 0) -> Match | None:
         """What followed the longest context in the tree with which ``context`` ends; None without one.
 
         If the two latest occurrences disagree, the more frequent follower is taken, else the latest.
@@ -161,7 +161,7 @@ class ContextTree:
         return latest, len(node.positions), node.counts[token]
 
     def _shared_length(self, position: int, context: Sequence[int]) -> int:
-        longest = min(position, len(context), _LONGEST)
+        longest = min(position, len(context), LONGEST)
         for length in range(longest):
             if self._tokens[position - 1 - length] != context[-1 - length]:
                 return length
@@ -237,7 +237,7 @@ class NgramDrafter(Extending):
         self._fared: dict[Hashable, tuple[float, float]] = {}  # by class: right, judged
         # The last call's proposals and the match at which it stopped. That one is judged too, or else a
         # class of matches that once fell out of favour would never be tried again.
-        self._considered: list[Found] = []
+        self._considered: list[Proposal] = []
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """Propose a continuation. It is a function of the tokens."""
@@ -260,15 +260,18 @@ class NgramDrafter(Extending):
             if not is_right:
                 break  # what follows a rejected token was never judged
 
-    def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Found], Draft]:
+    def _draft(self, tokens: Sequence[int], before: Draft, limit: int) -> tuple[list[Proposal], Draft]:
         """The matches considered behind ``tokens`` and ``before``, and their proposals."""
-        context = [*tokens[-_LONGEST:], *before.tokens]
-        considered: list[Found] = []
+        context = [*tokens[-LONGEST:], *before.tokens]
+        considered: list[Proposal] = []
         drafted: list[int] = []
         confidence: list[float] = []
         reached = prod(before.confidence)
         room = limit - len(before.tokens)
-        while len(drafted) < room and (match := self._finder.find(context)) is not None:
+        while len(drafted) < room:
+            match = self._finder.find(context, len(before.tokens) + len(drafted))
+            if match is None:
+                break
             considered.append(match)
             estimate = self._estimate(match)
             reached *= estimate
@@ -282,7 +285,7 @@ class NgramDrafter(Extending):
         sources = (self._source,) * len(drafted)
         return considered, Draft(tuple(drafted), sources=sources, confidence=tuple(confidence))
 
-    def _estimate(self, match: Found) -> float:
+    def _estimate(self, match: Proposal) -> float:
         """The posterior mean of the probability that ``match`` is right."""
         right, judged = self._fared.get(match.kind, (0.0, 0.0))
         return (right + _PRIOR_STRENGTH * match.prior) / (judged + _PRIOR_STRENGTH)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from edgespec_runtimes.kv_cache import shared_length
+from edgespec.drafting.ngram import LONGEST
 
-_LONGEST: Final = 32  # longer matches tell no more about acceptance
 _SURE: Final = 8  # tokens of a match, from which on no other place is looked for
 _NEAREST: Final = 64  # places of the same two tokens that are compared
 _MOST_LOST: Final = 3  # replaced tokens, behind which nothing is proposed
@@ -46,53 +45,19 @@ class Place:
 
 
 class PredictedText:
-    """The predicted text, and the place in it that the answer has reached.
+    """A predicted text, and the places in it. Threads may share it.
 
     Args:
         tokens: the text's ids in the target's vocabulary.
-        start: tokens of the prompt, behind which the answer begins.
     """
 
-    def __init__(self, tokens: Sequence[int], start: int) -> None:
-        self._predicted, self._start = tokens, start
-        self._text: list[int] = []  # prompt and answer
-        self._next = self._replaced = 0  # place of the token to come, tokens since the last match
-        self._ahead = 0  # the same place behind the draft
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
         self._places: dict[tuple[int, int], list[int]] = {}  # behind each two tokens, ascending
         for place, pair in enumerate(pairwise(tokens), start=2):
             self._places.setdefault(pair, []).append(place)
 
-    def follow(self, tokens: Sequence[int]) -> int:
-        """Follow the answer in ``tokens``, and return how many first tokens were known already."""
-        shared = shared_length(self._text, tokens)
-        if shared < len(self._text):  # never behind the loop's own rounds
-            self._text, self._next, self._replaced, shared = [], 0, 0, 0
-        new = max(len(self._text), self._start)
-        self._text = [*tokens]
-        for end in range(new + 1, len(tokens) + 1):
-            self._commit(tokens[max(0, end - _LONGEST) : end])
-        self._ahead = self._next + self._replaced
-        return shared
-
-    def find(self, context: Sequence[int]) -> Place | None:
-        """The proposal behind ``context``, the answer's end and a draft; None without one."""
-        begins = len(self._text) == self._start and not self._ahead
-        place, length = (0, 0) if begins else self._locate(context, self._ahead)
-        is_lost = not length and not begins
-        if place >= len(self._predicted) or (is_lost and not 0 < self._replaced <= _MOST_LOST):
-            return None
-        self._ahead = place + 1
-        return Place(self._predicted[place], length, self._replaced if is_lost else 0)
-
-    def _commit(self, context: Sequence[int]) -> None:
-        """Move on by the last token of ``context``."""
-        place, length = self._locate(context, self._next + self._replaced + 1)
-        if length:
-            self._next, self._replaced = place, 0
-        else:
-            self._replaced += 1
-
-    def _locate(self, context: Sequence[int], expected: int) -> tuple[int, int]:
+    def locate(self, context: Sequence[int], expected: int) -> tuple[int, int]:
         """The place of the token behind ``context``, and the length of the match before it.
 
         It is the one with the longest match, of several the nearest to the ``expected`` one.
@@ -110,10 +75,44 @@ class PredictedText:
         return best, longest
 
     def _shared(self, place: int, context: Sequence[int]) -> int:
-        if place > len(self._predicted):
+        if place > len(self.tokens):
             return 0
-        most = min(place, len(context), _LONGEST)
+        most = min(place, len(context), LONGEST)
         for length in range(most):
-            if self._predicted[place - 1 - length] != context[-1 - length]:
+            if self.tokens[place - 1 - length] != context[-1 - length]:
                 return length
         return most
+
+
+class PredictionFinder:
+    """Follows an answer, behind a prompt of ``start`` tokens, through a predicted text."""
+
+    def __init__(self, text: PredictedText, start: int) -> None:
+        self._text, self._start = text, start
+        self._read = start  # tokens of prompt and answer that were followed
+        self._next = self._replaced = 0  # place of the token to come, tokens since the last match
+
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Follow the answer in ``tokens``, of which earlier calls had the beginning; returns its length."""
+        known = self._read
+        for end in range(known + 1, len(tokens) + 1):
+            context = tokens[max(0, end - LONGEST) : end]
+            place, length = self._text.locate(context, self._next + self._replaced + 1)
+            if length:
+                self._next, self._replaced = place, 0
+            else:
+                self._replaced += 1
+        self._read = max(known, len(tokens))
+        return known
+
+    def find(self, context: Sequence[int], ahead: int) -> Place | None:
+        """The proposal behind ``context``, which ends with ``ahead`` tokens of a draft; None without one."""
+        begins = self._read == self._start and not ahead
+        expected = self._next + self._replaced + ahead
+        place, length = (0, 0) if begins else self._text.locate(context, expected)
+        is_lost = not length and not begins
+        if is_lost and (ahead or not 0 < self._replaced <= _MOST_LOST):
+            return None
+        if place >= len(self._text.tokens):
+            return None
+        return Place(self._text.tokens[place], length, self._replaced if is_lost else 0)

@@ -24,6 +24,7 @@ from edgespec_models.schema import (
 )
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
+    from edgespec.drafting.prediction import PredictedText
     from edgespec.requests.call_reading import CallReader
     from edgespec.requests.tool_calls import Form
     from edgespec_models.text.chat_template import ChatTemplate
@@ -104,7 +105,8 @@ class Request:
         speculate: False decodes without drafts. The answer is the same.
         drafter: An :class:`edgespec.Drafter` that drafts in this request, in place of the model's drafter.
         prediction: A text that the answer probably repeats, whole or in parts, such as the file that it
-            edits. Drafts are copied from it. A wrong prediction costs little, and never changes the answer.
+            edits. Drafts are copied from it, also by a model that was loaded without a drafter. A wrong
+            prediction costs little, and never changes the answer.
         prompt_cache: False neither writes this request's text to disk nor looks for it there.
         cancelled: A function that is called between passes, in the thread that runs them. The request ends
             when it returns True.
@@ -314,14 +316,14 @@ class Prompt(NamedTuple):
     """A prompt for the target and for the drafter; the second is empty without a drafter model.
 
     ``place`` says whether the answer begins with thoughts; None if the model has none. ``hole`` is the place
-    that the answer fills, or None. ``prediction`` has the tokens of a predicted answer.
+    that the answer fills, or None. ``prediction`` is the predicted answer, or None.
     """
 
     target: list[int]
     drafter: list[int]
     place: "Place | None"
     hole: Hole | None = None
-    prediction: Sequence[int] = ()
+    prediction: "PredictedText | None" = None
 
 
 def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:

@@ -131,7 +131,11 @@ class Runner:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
         drafters = side.prompt(tokens, lambda bundle: drafter_tokens(bundle, prompt, request)) if side else []
-        predicted = self.target.tokenizer.encode(request.prediction) if request.speculate else []
+        predicted = None
+        if request.prediction and request.speculate:
+            from edgespec.drafting.prediction import PredictedText
+
+            predicted = PredictedText(self.target.tokenizer.encode(request.prediction))
         return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole, predicted)
 
     def begin(self, ticket: Ticket) -> RequestDecoding | None:
@@ -296,19 +300,20 @@ class Runner:
         remarks = Remarks(placement=self._where)
         remarks.prompt_cache_problem = self.caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
-        if not request.speculate or not (self.drafts or request.drafter):
+        has_source = self.drafts or request.drafter or prompt.prediction is not None
+        if not request.speculate or not has_source:
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
             return policy()
         free: Extending = NgramDrafter()
         if self.history is not None:
             free = BestOf(free, self.history.begin(self.history_guard, remarks))
         opening = None
-        if prompt.prediction:
-            from edgespec.drafting.prediction import PredictedText
+        if prompt.prediction is not None:
+            from edgespec.drafting.prediction import PredictionFinder
 
-            predicted = PredictedText(prompt.prediction, len(prompt.target))
-            free = BestOf(free, NgramDrafter(predicted, source="prediction"))
-            opening = NO_DRAFT
+            finder = PredictionFinder(prompt.prediction, len(prompt.target))
+            predicted = NgramDrafter(finder, source="prediction")
+            free, opening = BestOf(free, predicted) if self.drafts else predicted, NO_DRAFT
         if prompt.hole is not None:  # a cut word of the prompt may be written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
