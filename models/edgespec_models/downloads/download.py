@@ -80,7 +80,7 @@ def pull(
             # Another process may have pulled it meanwhile; or the user put the file there.
             if not is_pulled(entry) and not _certify(job):
                 _fetch(job, entry.sources)
-                _writerecord_of(job)
+                _write_record(job)
             job.tidy()  # leftovers of a killed pull
     return job.path
 
@@ -110,7 +110,7 @@ def _fetch(job: Job, sources: Sequence[Source]) -> None:
 def _certify(job: Job) -> bool:
     """Whether the right file is in place; write or remove its record accordingly."""
     if job.is_right():
-        _writerecord_of(job)
+        _write_record(job)
         return True
     record_of(job.path).unlink(missing_ok=True)
     if job.path.exists():
@@ -123,6 +123,6 @@ def record_of(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def _writerecord_of(job: Job) -> None:
+def _write_record(job: Job) -> None:
     with replacing(record_of(job.path)) as file:
         file.write(f"{job.digest}  {job.path.name}\n".encode())
