@@ -40,43 +40,12 @@ _SECONDS_OF_PAIR: Final = 20e-6  # Gemma 4's template compares each message with
 _MOST_SECONDS: Final = 60.0
 _LEFT_OUT: Final = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap")
 _METHODS: Final = frozenset(
-    (
-        *(
-            "capitalize",
-            "casefold",
-            "copy",
-            "count",
-            "endswith",
-            "find",
-            "format",
-            "format_map",
-            "get",
-            "index",
-        ),
-        *(
-            "isalnum",
-            "isalpha",
-            "isascii",
-            "isdecimal",
-            "isdigit",
-            "islower",
-            "isnumeric",
-            "isspace",
-            "istitle",
-        ),
-        *("isupper", "items", "join", "keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix"),
-        *(
-            "replace",
-            "rfind",
-            "rindex",
-            "rpartition",
-            "rsplit",
-            "rstrip",
-            "split",
-            "splitlines",
-            "startswith",
-        ),
-        *("strip", "swapcase", "title", "upper", "values"),
+    re.findall(
+        r"\w+",
+        "capitalize casefold copy count endswith find format format_map get index isalnum isalpha isascii "
+        "isdecimal isdigit islower isnumeric isspace istitle isupper items join keys lower lstrip partition "
+        "removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith "
+        "strip swapcase title upper values",
     )
 )
 """Attributes of Python's own values that templates may read."""
@@ -209,7 +178,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.take(dict(_with_keys(pairs)))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Subscribe an object for the template; a filter's ``attribute`` may be a path of many subscripts."""
+        """Subscript an object for the template; a filter's ``attribute`` may be a path of many subscripts."""
         self.step()
         return super().getitem(obj, argument)
 

@@ -118,7 +118,7 @@ class TokenizerFiles:
         add_bos = bos is not None and self.config.boolean(
             "add_bos_token", default=self._begins_with(bos, tokenizer)
         )
-        words = dict.fromkeys(self._words("bad_words_ids"))
+        words = dict.fromkeys(self._words(_BAD_WORDS))
         return SpecialTokens(
             bos=bos,
             eos=tuple(dict.fromkeys(eos)),
@@ -196,9 +196,11 @@ class TokenizerFiles:
         for facts in self._id_sources:
             value: Any = facts.value(key)
             for item in value if isinstance(value, list) else [] if value is None else [value]:
-                word: list[Any] = item if isinstance(item, list) else [item]
+                nests = isinstance(item, list) and key == _BAD_WORDS
+                word: list[Any] = item if nests else [item]
                 if not word or any(type(id_) is not int for id_ in word):
-                    raise ModelFileError(f"{facts.where}: {key} has {item!r}, but must be an id")
+                    allowed = "lists of ids" if key == _BAD_WORDS else "ids"
+                    raise ModelFileError(f"{facts.where}: {key} has {item!r}; allowed: {allowed}")
                 if all(0 <= id_ < self._vocab_size for id_ in word):
                     yield tuple(word)
                 elif key.endswith("_token_id"):  # others name tokens of larger vocabularies
