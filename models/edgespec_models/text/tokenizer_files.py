@@ -30,6 +30,7 @@ END_OF_GENERATION = (
 
 _CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
+_BAD_WORDS = "bad_words_ids"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BEGINS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|turn>")
 _KNOWN = frozenset(END_OF_GENERATION) - {"</s>"}  # a tag of HTML, where a file does not say otherwise
