@@ -154,7 +154,7 @@ def test_attacks_take_little_memory(source: str) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 48e6  # the longest source takes 37 to compile, and other tests' threads some
+    assert peak < 64e6  # the longest source takes some 50 to compile, and other tests' threads some
 
 
 @pytest.mark.parametrize("number", [45, 52, 64])
