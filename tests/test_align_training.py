@@ -27,7 +27,7 @@ from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import Progress, ignore_progress
 from tests.kit.fake_model import FakeModel
 from tests.kit.gguf import ARCHITECTURES, HIDDEN, reference_weights, tiny_gguf
-from tests.kit.hf import PORTABLE, ROWS, TOKENS
+from tests.kit.hf import PLAIN, ROWS, TOKENS
 from tests.kit.toy import TinyModel
 from tests.test_graphs import reference_logits
 from tests.test_hf_export import checkpoint, distance
@@ -65,7 +65,7 @@ def _logits(decoder: TorchDecoder, tokens: list[int]) -> np.ndarray:
     return logits
 
 
-@pytest.mark.parametrize("case", PORTABLE)
+@pytest.mark.parametrize("case", PLAIN)
 def test_the_decoder_computes_what_transformers_computes(tmp_path: Path, case: str) -> None:
     with open_checkpoint(checkpoint(tmp_path / "m", case)) as opened:
         logits = _logits(TorchDecoder(opened), list(TOKENS))

@@ -142,7 +142,7 @@ def test_block_sums_are_padded_to_whole_words(width: int) -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 20, "com.microsoft": 1}, name="linear")
     builder = GraphBuilder(graph)
     value = builder.input("x", ir.DataType.FLOAT16, [1, "n", width])
-    output = linear(builder.op, value, LinearSpec(width, (LinearPart(("w",), 48, COLUMNS),)), "m", "float16")
+    output = linear(builder.op, value, LinearSpec(width, (LinearPart(("w",), 48, COLUMNS),), "m"), "float16")
     output.type, output.shape = ir.TensorType(ir.DataType.FLOAT16), ir.Shape([1, "n", None])
     builder.add_output(output, "y")
     for name, parameter in graph.initializers.items():

@@ -13,8 +13,8 @@ from onnxscript import GraphBuilder
 
 from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import layers_of
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import BundleError
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
@@ -148,7 +148,7 @@ def test_a_linear_is_its_matrix(form: WeightFormat, width: int) -> None:
     source = random_blocks(rng, (48, width), form)
     encoded = encode_linear(source, form)
     x = rng.normal(1.0, 1.0, (1, 5, width)).astype(np.float32)  # sums of blocks matter
-    spec = LinearSpec(width, (LinearPart(("w",), 48, form),))
+    spec = LinearSpec(width, (LinearPart(("w",), 48, form),), "m")
     actual = _run_linear(spec, [encoded], x)[0]
     assert _relative_error(actual, x[0] @ decode_linear(encoded, form, width).T) < 8e-3
 
@@ -163,7 +163,7 @@ def test_parts_of_different_formats_are_concatenated() -> None:
     x = rng.normal(size=(1, 3, 96)).astype(np.float32)
     expected = [x[0] @ decode_linear(e, p.format, 96).T for e, p in zip(encoded, parts, strict=True)]
     expected[0] = expected[0] + arrays[0]["bias"]
-    actual = _run_linear(LinearSpec(96, parts), arrays, x)[0]
+    actual = _run_linear(LinearSpec(96, parts, "m"), arrays, x)[0]
     assert _relative_error(actual, np.concatenate(expected, axis=-1)) < 8e-3
 
 
@@ -171,7 +171,7 @@ def _run_linear(spec: LinearSpec, parts: list[dict[str, npt.NDArray[np.generic]]
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23, "com.microsoft": 1}, name="linear")
     builder = GraphBuilder(graph)
     value = builder.input("x", ir.DataType.FLOAT, [1, "n", spec.in_features])
-    output = linear(builder.op, value, spec, "m")
+    output = linear(builder.op, value, spec)
     output.type, output.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, "n", None])
     builder.add_output(output, "y")
     for name, parameter in graph.initializers.items():
@@ -200,10 +200,12 @@ def test_facts_survive_json_and_nonsense_is_refused() -> None:
 def test_layers_have_their_own_windows_and_rotations() -> None:
     config = replace(GEMMA, num_layers=6, global_every=3, unrotated_layers=(1,))
     local, whole = ("rope_local", 6), ("rope", None)
-    assert attention_of(config) == [local, (None, 6), whole, local, local, whole]
-    assert attention_of(replace(config, rope_local_theta=None))[0] == ("rope", 6)
-    assert attention_of(LLAMA) == [whole, whole]
+    assert seen_in(config) == [local, (None, 6), whole, local, local, whole]
+    assert seen_in(replace(config, rope_local_theta=None))[0] == ("rope", 6)
+    assert seen_in(LLAMA) == [whole, whole]
 
 
-def attention_of(config: ModelConfig) -> list[tuple[str | None, int | None]]:
-    return [(layer.rope, layer.window) for layer in layers_of(config)]
+def seen_in(config: ModelConfig) -> list[tuple[str | None, int | None]]:
+    """By layer the rotary embedding, and the window."""
+    facts = record(config).attentions.values()
+    return [(layer.rope.name if layer.rope else None, layer.window) for layer in facts]

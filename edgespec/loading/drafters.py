@@ -15,7 +15,7 @@ from edgespec.loading import first_use
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import MTP_ROWS, DecoderShape, ModelConfig
-from edgespec_models.bundles.layers import tensor_shapes
+from edgespec_models.decoders.record import record
 from edgespec_models.downloads.catalog import entries, find, hub_heads, hub_names
 from edgespec_models.downloads.download import pulled_place
 
@@ -104,7 +104,7 @@ def mtp_price(target: ModelConfig) -> float:
     """The price of a step of the target's MTP layer, as a share of the weights that a target's pass reads."""
 
     def weights(config: ModelConfig, rows: int) -> int:
-        sizes = {name: prod(shape) for name, shape in tensor_shapes(config).items() if name != "embed"}
+        sizes = {name: prod(shape) for name, shape in record(config).tensors.items() if name != "embed"}
         of_experts = sum(size for name, size in sizes.items() if ".experts_" in name)
         unread = (config.vocab_size - rows) * config.hidden_size
         if config.experts is not None:

@@ -17,8 +17,8 @@ from typing import Annotated
 from edgespec.loading.measurements import Conditions, Measurement, recall, remember
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import read_by
 from edgespec_models.bundles.static_graphs import ExportDevice
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, one_of, shown
@@ -153,7 +153,7 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
     last, whole = max(head.feature_layers), head.architecture in ("mtp", "assistant")
     reads = last == made.num_layers if whole else last <= made.num_layers
     if isinstance(head, ModelConfig):
-        reads &= {*read_by(head, "float16")} <= {*target.manifest.kept}
+        reads &= {*record(head).read_in("float16")} <= {*target.manifest.kept}
     wanted = head.vocab_size, head.feature_width, reads
     if wanted != (made.vocab_size, made.hidden_size, True):
         raise RequestError(

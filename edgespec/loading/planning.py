@@ -21,7 +21,7 @@ from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.kept import BLOCK, KeptTensor, KeptType, keys_and_values
-from edgespec_models.bundles.layers import kept_by
+from edgespec_models.decoders.record import record
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
 from edgespec_models.downloads.hub import on_hub, pulled_hub
@@ -152,7 +152,7 @@ def _of_checkpoint(
     with open_checkpoint(source, target if is_draft else None) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, weights)
         config = checkpoint.config
-    kept = kept_by(config, _kept_type(weights))
+    kept = record(config).kept_in(_kept_type(weights))
     return _planned(name, (config, kept), (role, weights), by_class, (0, file_bytes))
 
 

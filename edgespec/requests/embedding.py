@@ -11,7 +11,6 @@ from edgespec.requests.request import Request, encode_text
 from edgespec.requests.results import FinishReason, nothing
 from edgespec.requests.ticket import Ticket
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import graph_name
 from edgespec_models.errors import Cancelled, Closed, DoesNotFit, EdgespecError, RequestError, too_long
 from edgespec_models.schema import checked, length
 from edgespec_runtimes.session import LoadedModel, Rows, Session
@@ -109,7 +108,7 @@ class Embedder:
 
         self._bundle, self._model, self._readers, self._end = bundle, model, readers, made.end
         self._late = isinstance(bundle.config, ModelConfig) and bool(bundle.config.late_streams)
-        self._gain = stored_vector(bundle, f"{graph_name('final_norm')}.weight")
+        self._gain = stored_vector(bundle, "final_norm.weight")
 
     @checked
     def ticket(

@@ -33,7 +33,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, Bundle, Manifest
 from edgespec_models.bundles.config import MTP_ROWS
-from edgespec_models.bundles.layers import kept_by
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
 from edgespec_models.graphs.plan import FULL, DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -135,7 +135,7 @@ def _write(
             bytes_by_class=by_class,
             parameters_by_class=parameters_by_class(checkpoint, config.hidden_size * rows),
             head_rows=None if kept is None else rows,
-            kept=kept_by(config, "float16" if options.native else activations),
+            kept=record(config).kept_in("float16" if options.native else activations),
             activations=activations,
             device="cuda" if options.device == "cuda" else None,
             choices=plan.choices,

@@ -26,7 +26,7 @@ from edgespec_models.bundles.graph_contract import (
     stream_name,
 )
 from edgespec_models.bundles.kept import KeptTensor
-from edgespec_models.bundles.layers import read_by
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import GrowingCache, KVBuffers, Memory, Stretch, ort_value
@@ -177,7 +177,8 @@ class OwnModel(_GraphModel):
         self.most_rows = bundle.config.context_length
         self.passes: dict[tuple[int, ...], _Bound] = {}
         kept, has_slots = bundle.manifest.kept, "places" in self._inputs
-        target_tensors = read_by(bundle.config, "float16") if isinstance(bundle.config, ModelConfig) else ()
+        config = bundle.config
+        target_tensors = record(config).read_in("float16") if isinstance(config, ModelConfig) else ()
         self.lent = tuple(tensor.input for tensor in target_tensors)
         layout = target_tensors or [tensor for tensor in kept if tensor.per != "sequence" or not has_slots]
         self.cache = BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)

@@ -22,6 +22,7 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import Part, StaticInputs
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
@@ -98,7 +99,7 @@ class StaticModel(LoadedModel):
         self._options, self._path, self._kept = options or CpuOptions(), bundle.path, bundle.manifest.kept
         self._contexts = static.contexts if static.device == device.kind.export else None
         self._refusal = None if self._contexts is None else _misfit(self._contexts, device)
-        self._host = StaticInputs(config, static.masked)
+        self._host = StaticInputs(config, record(config).tables(config.context_length), static.masked)
         self._passes: dict[int, _Pass] = {}
         self._cache: list[_Array] = []
         self._capacity = 0

@@ -326,10 +326,12 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 NATIVE = tuple(
     case
     for case in CASES
-    if case.startswith(("ministral3_long", "qwen35", "lfm2", "gpt", "gemma2", "gemma4")) or "_moe" in case
+    if case.startswith(("ministral3_long", "qwen35", "lfm2", "gpt")) or "_moe" in case or case == "gemma4"
 )
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
+PLAIN = tuple(case for case in PORTABLE if case not in ("gemma2", "gemma4_tied"))
+"""Those that graphs of fixed shapes and PyTorch compute too."""
 
 
 def config_of(case: str) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from gguf.quants import dequantize
 
 from edgespec_models.bundles.bundle import GRAPH, MANIFEST
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import graph_name, kept_by, layers_of, products_of, tensor_shapes
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.record import record
 from edgespec_models.files.tensors import GGMLType
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
@@ -51,7 +51,7 @@ def tiny_native(
         values = []
         for index, part in enumerate(spec.parts):
             packed, value = _random(rng, kind, (part.out_features, spec.in_features))
-            arrays[f"{graph_name(linear)}.parts.{index}.weight"] = packed
+            arrays[f"{spec.path}.parts.{index}.weight"] = packed
             values.append(value)
         weights[linear] = np.concatenate(values)
     fill_others(model, config, rng, arrays, weights, positions=config.context_length)
@@ -61,7 +61,7 @@ def tiny_native(
         bias = weights.pop(f"{prefix}.bias")  # under the names of standard graphs
         weights |= {f"{prefix}.parts.0.bias": bias[:cut], f"{prefix}.parts.1.bias": bias[cut:]}
     facts: dict[str, Any] = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True}
-    facts |= {"kept": kept_by(config, "float16"), "operators": "edgespec"}
+    facts |= {"kept": record(config).kept_in("float16"), "operators": "edgespec"}
     write_bundle(folder, model, config, head_tokens, tokenizer_json, facts, template)
     return TinyModel(folder, config, weights)
 
@@ -91,21 +91,17 @@ def keep_weights_at(folder: Path, key: str, value: str) -> None:
 
 def native_plan(config: ModelConfig, kind: str, *, head_tokens: tuple[int, ...] | None = None) -> DecoderPlan:
     """Every matrix in ``kind``."""
-    form, shapes = WeightFormat(8, 32, tiles=kind), tensor_shapes(config)
+    form, made = WeightFormat(8, 32, tiles=kind), record(config)
 
-    def linear(prefix: str, kinds: tuple[str, ...]) -> LinearSpec:
-        biased = kinds[0] == "q" and config.architecture == "qwen2"
-        parts = (
-            LinearPart((prefix + name,), shapes[prefix + name][0], form, (f"{prefix}{name}_bias",) * biased)
-            for name in kinds
-        )
-        return LinearSpec(shapes[prefix + kinds[0]][1], tuple(parts))
+    def part(name: str) -> LinearPart:
+        rows, biased = made.tensors[name][0], config.architecture == "qwen2" and f"{name}_bias" in made.biases
+        kept = len(head_tokens) if name == "lm_head" and head_tokens is not None else rows
+        return LinearPart((name,), kept, form, (f"{name}_bias",) * biased)
 
-    rows = config.vocab_size if head_tokens is None else len(head_tokens)
-    linears = {"lm_head": LinearSpec(config.hidden_size, (LinearPart(("lm_head",), rows, form),))}
-    for layer in layers_of(config):
-        at = f"{layer.name}."
-        linears |= {at + product: linear(at, kinds) for product, kinds in products_of(config, layer).items()}
+    linears = dict[str, LinearSpec]()
+    for name, product in made.products.items():
+        columns = made.tensors[product.matrices[0]][1]
+        linears[name] = LinearSpec(columns, tuple(map(part, product.matrices)), product.path)
     return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens)
 
 

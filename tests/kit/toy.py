@@ -28,8 +28,8 @@ from edgespec_models.bundles.bundle import (
 from edgespec_models.bundles.config import DecoderShape, ModelConfig
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.bundles.kept import BLOCK
-from edgespec_models.bundles.layers import kept_by
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.record import record
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -404,7 +404,7 @@ def tiny_bundle(
     facts = {
         "weights": "portable",
         "formats": {form.name: 1},
-        "kept": kept_by(config, precision.activations),
+        "kept": record(config).kept_in(precision.activations),
         "activations": precision.activations,
         "device": None if precision == FULL else "cuda",
         "choices": plan.choices,

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
 from edgespec_models.bundles.config import AGAIN, ModelConfig
-from edgespec_models.bundles.layers import graph_name, rotary_tables
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import BundleError
 from edgespec_models.files.blocks import Blocks
 from edgespec_models.graphs.decoder import rotary_rows
@@ -30,7 +30,12 @@ def tiny_plan(
 
     hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
     head_rows = config.vocab_size if head_tokens is None else len(head_tokens)
-    linears = {"lm_head": LinearSpec(hidden, (LinearPart(("lm_head",), head_rows, form),))}
+    head, made = (LinearPart(("lm_head",), head_rows, form),), record(config).products
+    linears = {"lm_head": LinearSpec(hidden, head, "lm_head")}
+
+    def add(name: str, width: int, *parts: LinearPart) -> None:
+        linears[name] = LinearSpec(width, parts, made[name].path)
+
     for i in range(config.num_layers):
         biases = ("q_bias", "k_bias", "v_bias") if config.architecture == "qwen2" else ()
         qk = LinearPart(("q", "k"), query + kv, form, biases[:2])
@@ -38,11 +43,12 @@ def tiny_plan(
         both = LinearPart(("gate", "up"), 2 * config.intermediate_size, form)
         apart = LinearPart(("q",), query, form), LinearPart(("k",), kv, form), v
         stacked = {part.sources[0]: (part,) for part in apart} if config.wide_qk_norm else {"qkv": (qk, v)}
-        linears |= {f"layers.{i}.{name}": LinearSpec(hidden, parts) for name, parts in stacked.items()}
-        linears[f"layers.{i}.o"] = LinearSpec(query, (LinearPart(("o",), hidden, form),))
-        linears[f"layers.{i}.gate_up"] = LinearSpec(hidden, (both,))
-        down = (LinearPart(("down",), hidden, form),)
-        linears[f"layers.{i}.down"] = LinearSpec(config.intermediate_size, down)
+        if made.keys() >= {f"layers.{i}.{name}" for name in (*stacked, "o", "gate_up")}:
+            for name, parts in stacked.items():
+                add(f"layers.{i}.{name}", hidden, *parts)
+            add(f"layers.{i}.o", query, LinearPart(("o",), hidden, form))
+            add(f"layers.{i}.gate_up", hidden, both)
+            add(f"layers.{i}.down", config.intermediate_size, LinearPart(("down",), hidden, form))
     embedding = EmbeddingSpec(WeightFormat(form.bits, 32), offsets=form.bits == 4)
     return DecoderPlan(embedding, linears, head_tokens=head_tokens, precision=precision)
 
@@ -76,7 +82,7 @@ def filled(
     arrays: dict[str, npt.NDArray[Any]] = {}
     weights: dict[str, F32] = {}
     for name, spec in plan.linears.items():
-        prefix = graph_name(name)
+        prefix = spec.path
         decoded = []
         for index, part in enumerate(spec.parts):
             source = random_blocks(rng, (part.out_features, spec.in_features), part.format)
@@ -102,7 +108,7 @@ def fill_others(
     positions: int,
 ) -> None:
     """Give parameters their ``arrays``, and random ones to norms and biases, which join ``weights``."""
-    arrays |= rotary_tables(config, positions)
+    arrays |= record(config).tables(positions)
     for name, value in model.graph.initializers.items():
         if value.const_value is not None:
             continue

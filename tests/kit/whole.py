@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from edgespec_models.graphs.static_decoder import build_static_decoder
 from tests.kit import assistants, block_heads, golden_heads, mtp
 from tests.kit.gguf import BLOCKS_OF_256, FORMATS, TinyGGUF, random_raw, tiny_gguf
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
-from tests.kit.hf import CASES, PORTABLE, VOCAB, config_of, weights, write_directory
+from tests.kit.hf import CASES, PLAIN, PORTABLE, VOCAB, config_of, weights, write_directory
 from tests.kit.tokenizers import gguf_metadata
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\n"
@@ -307,9 +306,10 @@ def _families() -> dict[str, Whole]:
         bundles[f"{case}/file"] = Whole(partial(_file, partial(gguf_of, case, "Q8_0")))
     for case in PORTABLE:
         bundles[f"{case}/directory/portable"] = Whole(partial(_directory, case), PORTABLE_WEIGHTS)
-    first = {config_of(case)["model_type"]: case for case in reversed(PORTABLE)}  # of each family
-    for case, device in product(sorted(first.values()), ("cuda", "npu-openvino")):
-        bundles[f"{case}/directory/{device}"] = Whole(partial(_directory, case), DEVICES[device])
+    for device, cases in (("cuda", PORTABLE), ("npu-openvino", PLAIN)):
+        first = {config_of(case)["model_type"]: case for case in reversed(cases)}  # of each family
+        for case in sorted(first.values()):
+            bundles[f"{case}/directory/{device}"] = Whole(partial(_directory, case), DEVICES[device])
     every_width = replace(bundles["llama/directory/npu-openvino"], verify=VERIFY_ROWS)
     bundles["llama/directory/npu-openvino"] = every_width
     file = partial(_file, partial(gguf_of, "qwen2", "Q8_0"))

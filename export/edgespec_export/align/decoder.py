@@ -1,13 +1,13 @@
 """A drafter in PyTorch: its losses on the answers in a batch of texts, as a function of the trained
 parameters.
 
-The layers of :class:`edgespec_models.bundles.layers.Decoder`, over a checkpoint's weights in float32.
+It computes the operations of :mod:`edgespec_models.decoders`, over a checkpoint's weights in float32.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Text
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.layers import PRODUCTS, Decoder, Layer, rotary_tables
+from edgespec_models.decoders.heads import decode
+from edgespec_models.decoders.operations import Activation, Attention, Backend, Rope, Rows
+from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import fields
 from edgespec_models.files.tensors import FLOATS
 
-_PROJECTIONS: Final = frozenset(name for names in PRODUCTS.values() for name in names)
 _ROWS: Final = 256  # answer tokens with logits in memory at a time: a row may have 262,144 logits
 
 
@@ -41,7 +42,7 @@ class Batch:
         return self.ids[:, 1:][self.answer]
 
 
-class TorchDecoder(Decoder):
+class TorchDecoder(Backend):
     """Reads texts.
 
     ``source`` is read as long as this object lives. ``parameters`` are the trained ones, by the names of
@@ -51,6 +52,13 @@ class TorchDecoder(Decoder):
     """
 
     medium = "PyTorch"
+    lacks = frozenset(
+        f"attention.{fact}"
+        for fact in (
+            *("normed_values", "cap", "sinks", "gates", "growth", "keys_of_another_layer"),
+            *("values_from_keys", "known_rows", "unturned_pairs"),
+        )
+    ) | {"logits.cap"}
 
     def __init__(
         self,
@@ -60,17 +68,21 @@ class TorchDecoder(Decoder):
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        super().__init__(source.config)
+        super().__init__()
+        self.config, self._record = source.config, record(source.config)
+        self._record.refuse(type(self), self.config.architecture)
         self._source, self._device = source, device
         self._weights = {name: self._load(name) for name in source.tensors}
         self.parameters: dict[str, Tensor] = {}
         self._minimums: dict[str, Tensor] = {}  # of quantized matrices: (rows, blocks of their codes)
+        products = self._record.products.values()
+        projections = {name for made in products if made.part for name in made.matrices}
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self._weights.items():
             stored = source.tensor(name).type
             if name.endswith("norm"):
                 self.parameters[name] = weight
-            elif name.rpartition(".")[2] not in _PROJECTIONS:
+            elif name not in projections:
                 continue
             elif stored in FLOATS:
                 rows, columns = weight.shape
@@ -87,12 +99,10 @@ class TorchDecoder(Decoder):
 
     def rows(self, batch: Batch) -> Tensor:
         """The last layer's row before every answer token, normalized: ``(answer tokens, hidden)``."""
-        ids = batch.ids[:, :-1]
-        self._reach(ids.shape[1])
-        x = F.embedding(ids, self._weights["embed"]) * self.config.embedding_scale
-        for layer in self.all_layers:
-            x = self.layer(layer, x)
-        return self.norm(x[batch.answer], "final_norm")
+        self._batch = batch
+        self._reach(batch.ids.shape[1] - 1)
+        decode(self, self.config)
+        return self._rows
 
     def losses(self, batch: Batch) -> Tensor:
         """``-log q(token)`` of every answer token: ``(answer tokens,)``."""
@@ -144,11 +154,33 @@ class TorchDecoder(Decoder):
             self._minimums[name] = torch.from_numpy(minimums).to(self._device)
         return torch.zeros(raw.shape[1] * kind.factors, raw.shape[0])
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self._weights[name], self.config.norm_epsilon)
+    def embed(self, rows: int, width: int, scale: float = 1.0) -> Tensor:
+        return F.embedding(self._batch.ids[:, :-1], self._weights["embed"]) * scale
 
-    def add(self, x: Tensor, y: Tensor, name: str) -> Tensor:
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self._weights[self.name(name)], self.config.norm_epsilon)
+
+    def post_norm(self, y: Tensor, name: str) -> Tensor:
+        return self.norm(y, name)
+
+    def add(self, x: Tensor, y: Tensor, name: str = "") -> Tensor:
         return x + y
+
+    def wanted(self, x: Tensor) -> Tensor:
+        return x[self._batch.answer]
+
+    def logits(self, x: Tensor, rows: int, cap: float | None = None) -> Tensor:
+        """The rows, normalized: their logits would take too much memory at a time."""
+        return self.norm(x, "final_norm")
+
+    def write(self, logits: Tensor, choices: object = None) -> None:
+        self._rows = logits
+
+    def linear(self, x: Tensor, name: str, rows: Rows, *, biases: bool | None = False, part: str = "") -> Any:
+        """A value for each matrix."""
+        names = [name] if isinstance(rows, int) else [*rows]
+        values = [self.product(self.name(matrix), x) for matrix in names]
+        return values if len(values) > 1 else values[0]
 
     def product(self, name: str, x: Tensor) -> Tensor:
         """A product with the matrix ``name`` and its trained change."""
@@ -173,36 +205,39 @@ class TorchDecoder(Decoder):
         more = (minimums.unflatten(1, (len(grown[0]), -1)) * (scales - grown[..., 1:])).flatten(1)
         return y + F.linear(x.unflatten(-1, (more.shape[1], -1)).sum(-1), more)
 
-    def gated(self, layer: Layer, x: Tensor) -> Tensor:
-        gate = self.product(f"{layer.name}.gate", x)
-        active = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return active * self.product(f"{layer.name}.up", x)
+    def gated(
+        self, x: Tensor, name: str, names: tuple[str, str], rows: int, activation: Activation
+    ) -> Tensor:
+        gate, up = self.linear(x, name, dict.fromkeys(names, rows))
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def projected(self, layer: Layer, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """``(texts, tokens, heads * head_dim)`` each."""
-        yield from ((which, self.product(f"{layer.name}.{which}", x)) for which in "qkv")
-
-    def apart(self, flat: Tensor, name: str) -> Tensor:
-        """``(texts, heads, tokens, head_dim)``."""
-        return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        group = self.config.num_heads // self.config.num_kv_heads
+    def attention(self, qkv: Sequence[Tensor], facts: Attention, known: Any = None) -> Tensor:
+        """Of ``(texts, tokens, heads * width)`` each."""
+        query, key, value = (self._heads(*part, facts) for part in zip("qkv", qkv, strict=True))
+        group = facts.heads // facts.kv_heads
         key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
-        mask, scale = self._mask(layer.window, query.shape[2]), self.config.attention_scale
+        mask = self._mask(facts.window, query.shape[2])
         attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=facts.scale
         )
         return attended.transpose(1, 2).flatten(-2)
 
-    def rotate(self, layer: Layer, heads: Tensor, which: str) -> Tensor:
-        """Rotary embedding of the leading elements of ``(texts, heads, tokens, head_dim)``."""
-        cos, sin = (self._tables[f"{layer.rope}_{part}"][: heads.shape[2]] for part in ("cos", "sin"))
-        width, interleaved = self.config.rotary_width, self.config.rope_interleaved
-        turned, rest = heads[..., :width], heads[..., width:]
-        first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    def _heads(self, which: str, flat: Tensor, facts: Attention) -> Tensor:
+        """``(texts, heads, tokens, width)``."""
+        normed = which != "v" and facts.norms
+        if normed == "wide":
+            flat = self.norm(flat, f"{which}_norm")
+        heads = flat.unflatten(-1, (-1, facts.width)).transpose(1, 2)
+        if normed == "head":
+            heads = self.norm(heads, f"{which}_norm")
+        return heads if which == "v" or facts.rope is None else self._rotated(heads, facts.rope)
+
+    def _rotated(self, heads: Tensor, rope: Rope) -> Tensor:
+        cos, sin = (self._tables[f"{rope.name}_{part}"][: heads.shape[2]] for part in ("cos", "sin"))
+        turned, rest = heads[..., : rope.width], heads[..., rope.width :]
+        first, second = (turned[..., ::2], turned[..., 1::2]) if rope.interleaved else turned.chunk(2, dim=-1)
         both = first * cos - second * sin, second * cos + first * sin
-        joined = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, -1)
+        joined = torch.stack(both, dim=-1).flatten(-2) if rope.interleaved else torch.cat(both, -1)
         return torch.cat([joined, rest], dim=-1)
 
     def _mask(self, window: int | None, tokens: int) -> Tensor | None:
@@ -216,7 +251,7 @@ class TorchDecoder(Decoder):
     def _reach(self, positions: int) -> None:
         """Make rotary tables for this many positions."""
         if positions > self._positions:
-            tables = rotary_tables(self.config, positions)
+            tables = self._record.tables(positions)
             self._tables = {name: torch.from_numpy(table).to(self._device) for name, table in tables.items()}
             self._positions = positions
 

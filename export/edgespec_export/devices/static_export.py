@@ -26,6 +26,7 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import StaticInputs
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
+from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -106,7 +107,8 @@ class StaticPieces:
             BundleError: ONNX Runtime cannot load a piece.
         """
         carried: list[_Values] = [{} for _ in texts]
-        host = StaticInputs(self.config, self.masked)
+        tables = record(self.config).tables(self.config.context_length)
+        host = StaticInputs(self.config, tables, self.masked)
         for parts in self.pieces:
             session = self._open(parts)
             inputs = {value.name: np.zeros(value.shape, TYPES[value.type]) for value in session.get_inputs()}

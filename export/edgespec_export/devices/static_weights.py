@@ -18,9 +18,9 @@ from edgespec_export.graphs.writer import allocate, bytes_by_class, row_writer
 from edgespec_export.journal import DATA_FILE
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import Layer, graph_name, layer_shapes, layers_of
+from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import F32
-from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding
+from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding, matrix_path
 from edgespec_models.progress import Progress, ProgressCallback
 
 _Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
@@ -92,7 +92,7 @@ def _stored(checkpoint: Checkpoint, int8: bool, parts: range) -> _Tensors:
         if part == 0:
             yield from _embedding(checkpoint, int8)
         if part < layers:
-            yield from _layer(checkpoint, layers_of(checkpoint.config)[part], matrix)
+            yield from _layer(checkpoint, part, matrix)
         else:
             yield "final_norm.weight", checkpoint.values("final_norm")
             yield from _head(checkpoint, matrix)
@@ -128,21 +128,23 @@ def _spans(checkpoint: Checkpoint, name: str) -> Iterator[F32]:
         yield checkpoint.values(name, start, min(start + _SPAN_ROWS, count))
 
 
-def _layer(checkpoint: Checkpoint, layer: Layer, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
-    config, prefix = checkpoint.config, f"{layer.name}."
+def _layer(checkpoint: Checkpoint, index: int, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
+    config, prefix, made = checkpoint.config, f"layers.{index}.", record(checkpoint.config)
     order, scale = _head_order(config), np.float32(config.attention_scale)
     scaled = "q_norm" if config.qk_norm else "q"
-    for kind in layer_shapes(config, layer, biases=checkpoint.has_biases):
+    for kind in made.layer_tensors(index, biases=checkpoint.has_biases):
         name, values = kind.removesuffix("_bias"), checkpoint.values(prefix + kind)
         if order is not None and name in ("q", "k", "q_norm", "k_norm"):
             heads = values.reshape(-1, config.head_dim, *values.shape[1:])
             values = heads[:, order].reshape(values.shape)
         if name == scaled:
             values = values * scale
-        if values.ndim == 2:
-            yield from matrix(graph_name(prefix + name), values)
+        if prefix + kind in made.parameters:
+            yield made.parameters[prefix + kind].path, values
+        elif name != kind:
+            yield f"{matrix_path(made, prefix + name)}.bias", values
         else:
-            yield f"{graph_name(prefix + name)}.{'weight' if name == kind else 'bias'}", values
+            yield from matrix(matrix_path(made, prefix + name), values)
 
 
 def _head_order(config: ModelConfig) -> npt.NDArray[np.int64] | None:

@@ -19,9 +19,9 @@ from edgespec_export.formats.encode import Arrays, decode_linear, encode_embeddi
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.rounding import round_matrix
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.layers import graph_name, layers_of, outer_shapes, products_of
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
+from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import F32, WITHIN, Blocks, unpack
 from edgespec_models.files.tensors import FLOATS, U8, GGMLType
 from edgespec_models.graphs.plan import (
@@ -50,7 +50,7 @@ PORTABLE: Final[Mapping[GGMLType, WeightFormat]] = MappingProxyType(
 """The stored form of multiplied matrices, by their format in the source."""
 
 _EXACT = ("delta_decay", "delta_strength")  # small, and every later token depends on them
-_OUTER = frozenset(("fuse", "embed_fuse", "next_state", "centroids", "inputs", "inputs_in", "chain_in"))
+_COLUMNS = frozenset(("lm_head", "chain_out"))  # which have a row for each column of the logits
 _TABLES = ("embed", "inputs", "chain_in")  # a pass reads some of their rows
 _LARGE = 1_000_000_000  # weights; smaller models lose too much by 4 bits that no user chose, and so
 # do matrices that a quantized file keeps in floating point
@@ -80,7 +80,6 @@ def plan_decoder(
     Raises:
         UnsupportedModelError: a width without whole blocks, for edgespec's kernels.
     """
-    config = checkpoint.config
     largest = 64 if precision == FULL else _GPU_BLOCK
 
     def form(source: str) -> WeightFormat:
@@ -88,24 +87,19 @@ def plan_decoder(
             return _tiles(checkpoint, source, quantization)
         return _portable(checkpoint, source, quantization, largest)
 
-    def linear(sources: tuple[str, ...]) -> LinearSpec:
+    def linear(sources: tuple[str, ...], path: str) -> LinearSpec:
         alone = ((form(source), [source]) for source in sources)
         groups = alone if native else groupby(sources, form)
         parts = tuple(_part(checkpoint, tuple(group), chosen) for chosen, group in groups)
-        return LinearSpec(checkpoint.tensor(sources[0]).shape[-1], parts)
+        return LinearSpec(checkpoint.tensor(sources[0]).shape[-1], parts, path)
 
-    outer = outer_shapes(config)
-    linears = {name: linear((name,)) for name in sorted(_OUTER & outer.keys())}
-    for name in [name for name in outer if name in ("lm_head", "chain_out")]:  # a row for each column
-        linears[name] = linear((name,))
-        if head_tokens is not None:
-            kept = replace(linears[name].parts[0], out_features=len(head_tokens))
-            linears[name] = replace(linears[name], parts=(kept,))
-    for layer in layers_of(config):
-        for name, sources in products_of(config, layer).items():
-            linears[f"{layer.name}.{name}"] = linear(tuple(f"{layer.name}.{source}" for source in sources))
+    products = record(checkpoint.config).products
+    linears = {name: linear(product.matrices, product.path) for name, product in products.items()}
+    for name in _COLUMNS & linears.keys() if head_tokens is not None else ():
+        kept = replace(linears[name].parts[0], out_features=len(head_tokens or ()))
+        linears[name] = replace(linears[name], parts=(kept,))
     if native:
-        (table,) = linear(("embed",)).parts
+        (table,) = linear(("embed",), "embedding").parts
         embedding = EmbeddingSpec(table.format)
     else:
         embedding = _embedding(checkpoint, quantized=quantization is not None)
@@ -185,13 +179,13 @@ def _embedding(checkpoint: Checkpoint, *, quantized: bool) -> EmbeddingSpec:
 
 def biases_of(plan: DecoderPlan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Parameters that hold biases, and the tensors in each."""
-    for linear, spec in plan.linears.items():
+    for spec in plan.linears.values():
         if plan.native and spec.parts[0].biases:  # one for all parts
-            yield f"{graph_name(linear)}.bias", tuple(name for part in spec.parts for name in part.biases)
+            yield f"{spec.path}.bias", tuple(name for part in spec.parts for name in part.biases)
         elif not plan.native:
             for index, part in enumerate(spec.parts):
                 if part.biases:
-                    yield f"{graph_name(linear)}.parts.{index}.bias", part.biases
+                    yield f"{spec.path}.parts.{index}.bias", part.biases
 
 
 @dataclass(frozen=True, slots=True)

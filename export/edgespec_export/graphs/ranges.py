@@ -23,7 +23,7 @@ from edgespec_export.graphs.writer import write_graph
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.bundles.config import FloatType
-from edgespec_models.bundles.layers import kept_by
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.plan import Precision
@@ -96,7 +96,7 @@ def measure_ranges(
 
         pieces = cut(graph, watched=largest.keys())
         done = 0
-        for step in walk(pieces, kept_by(checkpoint.config, "float32"), tokens):
+        for step in walk(pieces, record(checkpoint.config).kept_in("float32"), tokens):
             for name in step.left.keys() & largest.keys():
                 # Unlike max, np.maximum takes NaN for the largest.
                 value = _largest(step.left[name][0], sums=name in inputs)

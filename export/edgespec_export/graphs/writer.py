@@ -25,9 +25,9 @@ from edgespec_export.journal import DATA_FILE, Journal
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.bundles.config import MTP_ROWS
-from edgespec_models.bundles.layers import gain_names, graph_name, layers_of, rotary_tables
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError
-from edgespec_models.files.blocks import F32, largest, unpack
+from edgespec_models.files.blocks import largest, unpack
 from edgespec_models.files.tensors import U8, Tensor
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.native import build_native
@@ -210,47 +210,18 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
 def _small_tensors(
     checkpoint: Checkpoint, plan: DecoderPlan
 ) -> Iterator[tuple[str, npt.NDArray[np.float32 | np.int64]]]:
-    """Norms, biases, convolutions, decays, sinks, routers, rotary tables, tokens of clusters.
-
-    They go by their names in the graph.
-    """
+    """All but the products' matrices, by their names in the graph."""
     config = checkpoint.config
+    made = record(config)
     if checkpoint.clustered is not None:
         yield "lm_head.tokens", checkpoint.clustered
-    for gain in gain_names(config):
-        yield f"{graph_name(gain)}.weight", checkpoint.values(gain)
-    for parameter, names in biases_of(plan):
-        yield parameter, np.concatenate([checkpoint.values(name) for name in names])
-    if config.block is not None and config.block.confident:
-        yield "confidence", checkpoint.values("confidence")
-        yield "confidence_bias", checkpoint.values("confidence_bias").ravel()
-    for layer in layers_of(config):
-        if config.scaled_layers:
-            yield f"{layer.name}.scale", checkpoint.values(f"{layer.name}.scale")
-        if layer.mixer != "attention":
-            conv = f"{layer.name}.conv"
-            yield graph_name(conv), checkpoint.values(conv).T
-        if layer.mixer == "delta_net":
-            heads = (f"{layer.name}.{kind}" for kind in ("delta_a", "delta_bias"))
-            yield from ((graph_name(name), checkpoint.values(name).ravel()) for name in heads)
-        if config.sinks:
-            sinks = f"{layer.name}.sinks"
-            yield graph_name(sinks), checkpoint.values(sinks)
-        if layer.mlp == "experts":
-            yield from _routers(checkpoint, layer.name)
-    yield from rotary_tables(config, config.context_length if plan.native else rotary_rows(config)).items()
-
-
-def _routers(checkpoint: Checkpoint, layer: str) -> Iterator[tuple[str, F32]]:
-    """The routers, and below them the score of the shared expert."""
-    tensors, router = checkpoint.tensors, f"{layer}.router"
-    below = [name for name in (router, f"{layer}.shared_router") if name in tensors]
-    yield f"{graph_name(router)}.weight", np.concatenate([checkpoint.values(name) for name in below])
-    biases = {f"{router}_bias": f"{graph_name(router)}.bias"}
-    others = {name: graph_name(name) for name in (f"{layer}.selection_bias", f"{layer}.expert_scale")}
-    for name, parameter in (biases | others).items():
-        if name in tensors:
-            yield parameter, checkpoint.values(name)
+    for parameter in made.parameters.values():
+        values = np.concatenate([checkpoint.values(name) for name in parameter.sources])
+        yield parameter.path, values.T if parameter.transposed else values
+    for name, names in biases_of(plan):
+        yield name, np.concatenate([checkpoint.values(bias) for bias in names])
+    rows = config.context_length if plan.native else rotary_rows(config)
+    yield from made.tables(rows, whole=not plan.native).items()
 
 
 def _encoded(

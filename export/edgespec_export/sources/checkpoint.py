@@ -1,6 +1,6 @@
 """The interface of checkpoints for exports, for any kind of file.
 
-Tensors have edgespec's own names (:mod:`edgespec_models.bundles.layers`).
+Tensors have edgespec's own names (:mod:`edgespec_models.decoders.transformer`).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import PRODUCTS, layer_shapes, layers_of, outer_shapes, tensor_shapes
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import GGMLType, Tensor
@@ -194,14 +194,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             UnsupportedModelError: experts of a layer have different formats.
         """
         self.tensors = one_below_the_other(self.tensors, self.config, self.path.name)
-        shapes, tensors = tensor_shapes(self.config), dict(self.tensors)
+        made, tensors = record(self.config), dict(self.tensors)
         for name, stacked in self.tensors.items():
-            layer, _, kind = name.rpartition(".")
-            shared = "shared_" * kind.startswith("shared_")
-            names = [f"{layer}.{shared}{part}" for part in PRODUCTS.get(kind.removeprefix(shared), ())]
-            parts = {part: shapes[part][0] for part in names if part in shapes}
-            if len(parts) < 2:
+            product = made.products.get(name)
+            if product is None or len(product.matrices) < 2:
                 continue
+            parts = {part: made.tensors[part][0] for part in product.matrices}
             for twice in sorted(tensors.keys() & parts.keys()):
                 raise ModelFileError(
                     f"{self.path.name} has the rows of {stacked.name!r} in {tensors[twice].name!r} too; "
@@ -220,19 +218,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             ModelFileError: a tensor is missing or has another shape.
             UnsupportedModelError: there are more.
         """
-        config, expected = self.config, outer_shapes(self.config)
+        config, made = self.config, record(self.config)
         shared = range(config.num_layers - config.shared_layers, config.num_layers)
         unread = {f"layers.{n}.{kind}" for n in shared for kind in ("k", "v", "k_norm")}
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in unread}
+        shapes = made.tensors | (made.biases if self.has_biases else {})
+        expected = {name: shapes[name] for name in sorted(shapes, key=lambda name: "layers." in name)}
         if self.tied_head:
             del expected["lm_head"]
         elif self.head_tokens is not None:
             expected["lm_head"] = len(self.head_tokens), config.hidden_size
             if "chain_out" in expected:
                 expected["chain_out"] = len(self.head_tokens), expected["chain_out"][1]
-        for layer in layers_of(config)[: len(self.tensors) + 1]:  # a damaged count may be huge
-            shapes = layer_shapes(config, layer, biases=self.has_biases)
-            expected |= {f"{layer.name}.{name}": shape for name, shape in shapes.items()}
         for name, shape in expected.items():
             if name not in self.tensors:
                 raise ModelFileError(

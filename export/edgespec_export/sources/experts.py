@@ -14,7 +14,7 @@ from typing import Any, Final
 from edgespec_export.sources.architectures import Family
 from edgespec_export.sources.safetensors_file import Raw, SafetensorsFile
 from edgespec_models.bundles.config import Experts, ModelConfig
-from edgespec_models.bundles.layers import tensor_shapes
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
 from edgespec_models.files.blocks import Blocks, unpack
 from edgespec_models.files.facts import Facts
@@ -113,7 +113,7 @@ def one_below_the_other(tensors: Mapping[str, Tensor], config: ModelConfig, wher
     experts = config.experts
     if experts is None:
         return dict(tensors)
-    shapes = tensor_shapes(config)
+    shapes = record(config).tensors
     joined, apart = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
 
     def add(name: str, tensor: Tensor) -> None:

@@ -22,7 +22,7 @@ from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
 from edgespec_export.sources.hf_config import config_of, trained_facts
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.layers import outer_shapes
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import GGMLType, Tensor
@@ -79,7 +79,7 @@ class Head(Checkpoint):
         """
         both = tensors.pop("both", None)
         if both is not None:
-            rows, width = outer_shapes(self.config)["fuse"]
+            rows, width = record(self.config).tensors["fuse"]
             check_shape(both, (rows, 2 * width), self.path.name)
             tensors |= {"embed_fuse": both.columns(0, width), "fuse": both.columns(width, 2 * width)}
         self.tensors = one_below_the_other(tensors, self.config, self.path.name)

@@ -159,12 +159,11 @@ class GraphTensors:
 class StaticInputs:
     """Fills the inputs of graphs of fixed shapes (``graphs.static``), but for the KV cache."""
 
-    def __init__(self, config: ModelConfig, masked: float) -> None:
-        """Make the rotary tables."""
-        from edgespec_models.bundles.layers import rotary_tables  # graphs of any shape have their own
-
-        self._config, self._masked = config, masked
-        self._tables: dict[str, npt.NDArray[np.float32]] = rotary_tables(config, config.context_length)
+    def __init__(
+        self, config: ModelConfig, tables: Mapping[str, npt.NDArray[np.float32]], masked: float
+    ) -> None:
+        """``tables`` are the rotary tables of the whole context, by the names of their inputs."""
+        self._config, self._tables, self._masked = config, tables, masked
 
     def fill(self, inputs: Mapping[str, _Array], tokens: Sequence[int], start: int) -> None:
         """Write all inputs but the cache, for a pass over ``tokens`` behind ``start`` cached ones.

@@ -9,16 +9,19 @@ columns, so that logits need not leave the GPU, and take ``column_order`` float3
 -2 and so on.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
 from edgespec_models.bundles.config import FloatType, ModelConfig
-from edgespec_models.bundles.layers import Layer, graph_name, rotary_thetas
+from edgespec_models.decoders.heads import decode
+from edgespec_models.decoders.operations import Activation, Attention, Rows
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, scoped
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, embedding, linear
 from edgespec_models.graphs.plan import DecoderPlan
@@ -42,8 +45,18 @@ class _Stream:
     branch: ir.Value | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """The output of a sublayer in the residual stream's type."""
+
+    value: ir.Value
+
+
 class _StandardDecoder(GraphDecoder):
     medium = "ONNX Runtime's operators"
+    lacks = frozenset(
+        f"attention.{fact}" for fact in ("gates", "growth", "keys_of_another_layer", "known_rows")
+    )
 
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         self.plan, self.precision = plan, plan.precision
@@ -51,143 +64,180 @@ class _StandardDecoder(GraphDecoder):
         self.builder = GraphBuilder(self.graph)
         self.op = self.builder.op
         self.floats, self.residual = FLOATS[self.precision.activations], FLOATS[self.precision.residual]
+        self.index = 0
 
     def build(self) -> ir.Model:
-        config, plan, op = self.config, self.plan, self.op
-        ids = self.input("input_ids", INT64, [1, "n"])
+        config, plan = self.config, self.plan
+        self.ids = self.input("input_ids", INT64, [1, "n"])
         lengths: dict[str, list[int | str]] = {"seqlens_k": [1], "total_sequence_length": []}
         self.lengths = [self.input(name, _INT32, shape) for name, shape in lengths.items()]
-        rows = self.input("logits_rows", INT64, ["r"])
+        self.rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache(plan.precision.activations)
-        context = self.input("context_tokens", INT64, ["m"]) if plan.context else None
-        with self.scope("", "Decoder"):
-            shape = [rotary_rows(config), config.rotary_width // 2]
+        self.context = self.input("context_tokens", INT64, ["m"]) if plan.context else None
+        with scoped(self.builder, "", "_Decoder"):
             self.tables = {
-                rope: [self.parameter(f"{rope}_{part}", shape, self.floats) for part in ("cos", "sin")]
-                for rope in rotary_thetas(config)
+                name: [
+                    self.parameter(f"{name}_{part}", [rotary_rows(config), rope.width // 2], self.floats)
+                    for part in ("cos", "sin")
+                ]
+                for name, rope in self.record.ropes.items()
             }
-            x = self.through_layers(self.embed(ids))
-            logits = self.lm_head(op.Gather(self.norm(x, "final_norm"), rows, axis=1), context)
-        columns = "columns" if plan.context else plan.linears["lm_head"].out_features
-        choices = choose(op, logits, self.input("column_order", FLOAT, [columns])) if plan.choices else ()
-        self.write_outputs(logits, columns, choices)
+            decode(self, config)
         return self.model()
 
-    def scope(self, name: str, kind: str) -> AbstractContextManager[None]:
-        return scoped(self.builder, name, f"_{kind}")
+    @contextmanager
+    def layer(self, index: int, x: _Stream) -> Iterator[_Stream]:
+        self.index = index
+        with scoped(self.builder, f"layers.{index}", "_Layer"), super().layer(index, x) as stream:
+            yield stream
 
-    def embedded(self, ids: ir.Value) -> ir.Value:
-        shape = self.config.vocab_size, self.config.hidden_size
-        return embedding(self.op, ids, self.plan.embedding, shape, self.precision.residual)
-
-    def embed(self, ids: ir.Value) -> _Stream:
-        x, scale = self.embedded(ids), self.config.embedding_scale
+    def embed(self, rows: int, width: int, scale: float = 1.0) -> _Stream:
+        self.shape_of_table = rows, width
+        x = self.embedded(self.ids)
         return _Stream(x if scale == 1.0 else self.op.Mul(x, float(scale)))
 
-    def add(self, x: _Stream, y: ir.Value, name: str) -> _Stream:
-        return _Stream(x.value, y)
+    def embedded(self, ids: ir.Value) -> ir.Value:
+        return embedding(self.op, ids, self.plan.embedding, self.shape_of_table, self.precision.residual)
+
+    def add(self, x: _Stream, y: ir.Value | _Output, name: str = "") -> _Stream:
+        return _Stream(x.value, self.to_stream(y))
+
+    def to_stream(self, y: ir.Value | _Output) -> ir.Value:
+        if isinstance(y, _Output):
+            return y.value
+        return self.op.Cast(y, to=self.residual) if self.precision.mixed else y
 
     def norm(self, x: _Stream, name: str) -> ir.Value:
-        with self.scope(name.rpartition(".")[2], "StreamNorm"):
+        with scoped(self.builder, name, "_StreamNorm"):
             if x.branch is None:
                 y = self.rms(x.value, name, self.residual)
             else:
-                weight, epsilon = self.gain(name, self.residual), self.config.norm_epsilon
+                weight, epsilon = self.stored(name, self.residual), self.config.norm_epsilon
                 y, _, _, x.value = self.op.SkipSimplifiedLayerNormalization(
                     x.branch, x.value, weight, epsilon=epsilon, _outputs=4, **MICROSOFT
                 )
             return self.op.Cast(y, to=self.floats) if self.precision.mixed else y
 
-    def bare(self, x: _Stream, name: str) -> ir.Value:
-        """The sum, by the operator behind which graphs are cut and watched; its other result is unused."""
-        if x.branch is not None:
-            *_, x.value = self.op.SkipSimplifiedLayerNormalization(
-                x.branch, x.value, self.gain("final_norm", self.residual), _outputs=4, **MICROSOFT
-            )
-        return self.op.Cast(x.value, to=self.floats) if self.precision.mixed else x.value
+    def read(self, x: ir.Value | _Stream) -> ir.Value:
+        """A product's input."""
+        if not isinstance(x, _Stream):
+            return x
+        return self.op.Cast(self.whole(x), to=self.floats) if self.precision.mixed else self.whole(x)
 
-    def post_norm(self, y: ir.Value, name: str) -> ir.Value:
-        with self.scope(name.rpartition(".")[2], "Norm"):
-            return self.rms(y, name, self.residual)
+    def whole(self, x: _Stream) -> ir.Value:
+        """A stream that nothing normalizes: a sum by the operator behind which graphs are cut and watched,
+        whose other result is unused.
+        """
+        if x.branch is not None:
+            gain = self.parameter("final_norm.weight", [self.config.hidden_size], self.residual)
+            *_, x.value = self.op.SkipSimplifiedLayerNormalization(
+                x.branch, x.value, gain, _outputs=4, **MICROSOFT
+            )
+            x.branch = None
+        return x.value
+
+    def scale(self, x: _Stream, name: str) -> _Stream:
+        return _Stream(self.op.Mul(self.whole(x), self.stored(name, self.residual)))
+
+    def post_norm(self, y: ir.Value, name: str) -> _Output:
+        value = self.to_stream(y)
+        with scoped(self.builder, name, "_Norm"):
+            return _Output(self.rms(value, name, self.residual))
 
     def rms(self, x: ir.Value, name: str, kind: ir.DataType) -> ir.Value:
-        weight, epsilon = self.gain(name, kind), self.config.norm_epsilon
+        weight, epsilon = self.stored(name, kind), self.config.norm_epsilon
         return self.op.SimplifiedLayerNormalization(x, weight, axis=-1, epsilon=epsilon, stash_type=1)
 
-    def attention(self, layer: Layer, x: ir.Value) -> ir.Value:
-        return self.to_stream(super().attention(layer, x))
-
-    def gated_mlp(self, layer: Layer, x: ir.Value) -> ir.Value:
-        return self.to_stream(super().gated_mlp(layer, x))
-
-    def to_stream(self, y: ir.Value) -> ir.Value:
-        """The output of a sublayer, in the residual stream's type."""
-        return self.op.Cast(y, to=self.residual) if self.precision.mixed else y
-
-    def attended(self, layer: Layer, x: ir.Value) -> ir.Value:
-        config = self.config
+    def attention(self, qkv: Any, facts: Attention, known: Any = None) -> ir.Value:
+        more = [] if facts.rope is None else list[ir.Value | None](self.tables[facts.rope.name])
+        if facts.sinks:
+            more = [*(more or (None, None)), None, None, self.stored("sinks", self.floats)]
         y, *new = self.op.GroupQueryAttention(
-            *self.attention_inputs(layer.name, x),
-            *self.past[layer.index],
+            *self.heads(qkv, facts),
+            *self.past[facts.layer],
             *self.lengths,
-            *(() if layer.rope is None else self.tables[layer.rope]),
-            num_heads=config.num_heads,
-            kv_num_heads=config.num_kv_heads,
-            scale=config.attention_scale,
-            do_rotary=int(layer.rope is not None),
-            rotary_interleaved=int(config.rope_interleaved),
+            *more,
+            num_heads=facts.heads,
+            kv_num_heads=facts.kv_heads,
+            scale=facts.scale,
+            do_rotary=int(facts.rope is not None),
+            rotary_interleaved=int(self.config.rope_interleaved),
             # The attribute counts the current token (since microsoft/onnxruntime#25927).
-            local_window_size=layer.window or -1,
+            local_window_size=facts.window or -1,
             _outputs=3,
+            **({} if facts.cap is None else {"softcap": facts.cap}),
             **MICROSOFT,
         )
         self.present += new
         return y
 
-    def attention_inputs(self, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+    def heads(self, qkv: Any, facts: Attention) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
         """Queries, keys and values, packed if nothing stands between."""
-        if self.config.wide_qk_norm:
-            query, key, value = (self.product(f"{name}.{which}", x) for which in "qkv")
-            return self.head_norm(query, f"{name}.q_norm"), self.head_norm(key, f"{name}.k_norm"), value
-        packed = self.product(f"{name}.qkv", x)
-        return self.normed_heads(name, packed) if self.config.qk_norm else (packed, None, None)
+        if facts.norms == "wide":
+            query, key, value = qkv
+            return self.head_norm(query, "q_norm"), self.head_norm(key, "k_norm"), value
+        if not facts.norms and not facts.normed_values and facts.projections == "qkv":
+            return qkv, None, None
+        widths, kv_heads = [*facts.products.values()], facts.kv_heads
+        query, key, *values = self.op.Split(qkv, widths, axis=-1, _outputs=len(widths))
+        value = values[0] if values else key
+        if facts.norms:
+            query = self.normed_heads(query, "q_norm", facts.heads, facts.width)
+            key = self.normed_heads(key, "k_norm", kv_heads, facts.width)
+        if facts.normed_values:
+            value = self.normed_heads(value, "", kv_heads, facts.width)
+        return query, key, value
 
     def head_norm(self, heads: ir.Value, name: str) -> ir.Value:
-        with self.scope(name.rpartition(".")[2], "Norm"):
+        with scoped(self.builder, name, "_Norm"):
             return self.rms(heads, name, self.floats)
 
-    def normed_heads(self, name: str, packed: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Queries, keys and values; the first two normalized head by head."""
-        config, op = self.config, self.op
-        widths = [config.query_width, config.kv_width, config.kv_width]
-        query, key, value = op.Split(packed, widths, axis=-1, _outputs=3)
-        normed = []
-        for which, x, width in (("q_norm", query, widths[0]), ("k_norm", key, widths[1])):
-            apart = op.Reshape(x, [1, -1, width // config.head_dim, config.head_dim])
-            normed.append(op.Reshape(self.head_norm(apart, f"{name}.{which}"), [1, -1, width]))
-        return normed[0], normed[1], value
+    def normed_heads(self, x: ir.Value, name: str, heads: int, width: int) -> ir.Value:
+        """Each of the heads normalized; without a gain if ``name`` is empty."""
+        op, apart = self.op, self.op.Reshape(x, [1, -1, heads, width])
+        if name:
+            normed = self.head_norm(apart, name)
+        else:
+            gain = op.Constant(value=ir.tensor(np.ones(width, self.floats.numpy())))
+            epsilon = self.config.norm_epsilon
+            normed = op.SimplifiedLayerNormalization(apart, gain, axis=-1, epsilon=epsilon, stash_type=1)
+        return op.Reshape(normed, [1, -1, heads * width])
 
-    def gated(self, layer: Layer, x: ir.Value) -> ir.Value:
-        op, width = self.op, self.config.intermediate_size
-        both = self.product(f"{layer.name}.gate_up", x)
-        gate, up = op.Split(both, [width, width], axis=-1, _outputs=2)
-        if self.config.activation == "silu":
+    def linear(
+        self, x: Any, name: str, rows: Rows, *, biases: bool | None = False, part: str = ""
+    ) -> ir.Value:
+        spec = self.plan.linears[self.name(name)]
+        return linear(self.op, self.read(x), spec, self.precision.activations)
+
+    def gated(self, x: Any, name: str, names: tuple[str, str], rows: int, activation: Activation) -> ir.Value:
+        op, both = self.op, self.linear(x, name, dict.fromkeys(names, rows))
+        gate, up = op.Split(both, [rows, rows], axis=-1, _outputs=2)
+        if activation == "silu":
             gate = op.QuickGelu(gate, alpha=1.0, **MICROSOFT)
         else:
             gate = op.Gelu(gate, approximate="tanh")
         return op.Mul(gate, up)
 
-    def product(self, name: str, x: ir.Value) -> ir.Value:
-        return linear(self.op, x, self.plan.linears[name], graph_name(name), self.precision.activations)
+    def wanted(self, x: _Stream) -> _Stream:
+        return x  # the normalization before the LM head also adds
 
-    def lm_head(self, x: ir.Value, context: ir.Value | None) -> ir.Value:
-        op, logits = self.op, self.product("lm_head", x)
-        if context is not None:
-            rows = self.embedded(op.Unsqueeze(context, [0]))
+    def logits(self, x: _Stream, rows: int, cap: float | None = None) -> ir.Value:
+        op, x_rows = self.op, self.op.Gather(self.norm(x, "final_norm"), self.rows, axis=1)
+        logits = self.linear(x_rows, "lm_head", rows)
+        if self.context is not None:
+            offered = self.embedded(op.Unsqueeze(self.context, [0]))
             if self.precision.mixed:
-                rows = op.Cast(rows, to=self.floats)
-            logits = op.Concat(logits, op.MatMul(x, op.Transpose(rows, perm=[0, 2, 1])), axis=-1)
-        return logits if self.floats == FLOAT else op.Cast(logits, to=FLOAT)
+                offered = op.Cast(offered, to=self.floats)
+            logits = op.Concat(logits, op.MatMul(x_rows, op.Transpose(offered, perm=[0, 2, 1])), axis=-1)
+        logits = logits if self.floats == FLOAT else op.Cast(logits, to=FLOAT)
+        return logits if cap is None else op.Mul(op.Tanh(op.Div(logits, float(cap))), float(cap))
+
+    def write(self, logits: ir.Value, choices: Any = None) -> None:
+        plan = self.plan
+        columns = "columns" if plan.context else plan.linears["lm_head"].out_features
+        if plan.choices:
+            choices = choose(self.op, logits, self.input("column_order", FLOAT, [columns]))
+        self.write_outputs(logits, columns, choices or ())
 
 
 def choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -11,21 +11,22 @@ columns of the logits.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, KeptType
-from edgespec_models.bundles.layers import Decoder, graph_name, kept_by
+from edgespec_models.decoders.operations import Backend
+from edgespec_models.decoders.record import record
 
 FLOAT: Final = ir.DataType.FLOAT
 INT64: Final = ir.DataType.INT64
 _IR_VERSION = 10
 
 
-class GraphDecoder(Decoder):
+class GraphDecoder(Backend):
     """A decoder as a graph, whose weights are parameters without data, for the exporter to fill.
 
     ``past`` has the kept tensors of each layer before the pass, ``present`` all of them after it.
@@ -34,7 +35,9 @@ class GraphDecoder(Decoder):
     reads_blocks = False  # of the cache, by a table; else it is one buffer a tensor
 
     def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.config, self.record = config, record(config)
+        self.record.refuse(type(self), config.architecture)
         self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name="decoder")
         self.weights = self.graph  # the graph that has parameters
         self.past: dict[int, list[ir.Value]] = {}
@@ -50,9 +53,10 @@ class GraphDecoder(Decoder):
         """A weight; the same value for the same name."""
         return parameter(self.weights, name, shape, kind)
 
-    def gain(self, name: str, kind: ir.DataType = FLOAT) -> ir.Value:
-        """The gain of a normalization."""
-        return self.parameter(f"{graph_name(name)}.weight", self.shapes[name], kind)
+    def stored(self, name: str, kind: ir.DataType = FLOAT) -> ir.Value:
+        """The small parameter that begins with the tensor ``name``, such as a gain."""
+        parameter = self.record.parameters[self.name(name)]
+        return self.parameter(parameter.path, parameter.shape, kind)
 
     def output(
         self, value: ir.Value, name: str, kind: ir.DataType, shape: Sequence[int | str] | None
@@ -64,8 +68,8 @@ class GraphDecoder(Decoder):
 
     def read_cache(self, kind: KeptType) -> None:
         """Give every layer its kept tensors, in a cache that is written in place."""
-        self.kept = kept_by(self.config, kind)
-        for tensor in self.kept:
+        self.kept = self.record.kept_in(kind)
+        for tensor in (*self.kept, *self.record.read_in(kind)):
             self.past.setdefault(tensor.layer, []).append(self.input(tensor.input, *self.type_of(tensor)))
 
     def write_outputs(self, logits: ir.Value, columns: int | str, choices: Sequence[ir.Value]) -> None:
@@ -86,13 +90,6 @@ class GraphDecoder(Decoder):
             if not self.reads_blocks:
                 shape = [*tensor.of_tokens(0)[:2], "capacity", tensor.shape[1]]
         return ir.DataType.from_numpy(tensor.dtype), shape
-
-    def through_layers(self, x: Any) -> Any:
-        """The residual stream behind the graph's layers."""
-        for layer in self.all_layers:
-            if layer.kv_layer in self.past:
-                x = self.layer(layer, x)
-        return x
 
     def model(self) -> ir.Model:
         """The finished graph."""

@@ -31,10 +31,9 @@ _ACCURACY: Mapping[FloatType, int] = MappingProxyType({"float32": 4, "float16": 
 _ALIGNED = 8  # columns; CUDA's kernels for few rows take no other widths
 
 
-def linear(
-    op: OpBuilder, x: ir.Value, spec: LinearSpec, path: str, floats: FloatType = "float32"
-) -> ir.Value:
+def linear(op: OpBuilder, x: ir.Value, spec: LinearSpec, floats: FloatType = "float32") -> ir.Value:
     """``(1, n, in_features) -> (1, n, sum of out_features)``; weights are called ``PATH.parts.0.weight``."""
+    path = spec.path
     with scoped(op.builder, path.rpartition(".")[2], "Linear"):
         sums: dict[int, ir.Value] = {}
         for block in {part.format.block for part in spec.parts if part.format.minimums}:

@@ -26,107 +26,89 @@ A head that drafts blocks (:class:`~edgespec_models.bundles.config.Block`) takes
 Where layers have experts, ``experts_read`` int64 (layers with some) says how many of each a pass used.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
 
-from edgespec_models.bundles.config import Block, ModelConfig
+from edgespec_models.bundles.config import Block, DeltaNet, Experts, ModelConfig
 from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
-from edgespec_models.bundles.kept import KeptType
-from edgespec_models.bundles.layers import Layer, graph_name, read_by
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
+from edgespec_models.decoders.heads import decode
+from edgespec_models.decoders.operations import Activation, Attention, Rows
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
 
 DOMAIN: Final = "edgespec"
 _OPSET = 23
-_Product = partial[ir.Value]
-"""A call of :meth:`_NativeDecoder.linear` that lacks the operator's further work yet."""
+_GATES: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Normed:
+    """A stream that the product which reads it normalizes."""
+
+    x: ir.Value
+    gain: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product that may still get a normalization of its result, and a stream to which it is added.
+
+    ``first`` is the first of its matrices that is multiplied by.
+    """
+
+    x: Any
+    name: str
+    post_gain: str = ""
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """A mixture of experts that may still get the same."""
+
+    x: Any
+    experts: Experts
+    gate: str
+    shared: ir.Value | None
+    post_gain: str = ""
 
 
 class _NativeDecoder(GraphDecoder):
-    """An operator normalizes its input and adds the residual stream to its product. So a normalized stream is
-    a product that lacks its matrix, and the output of a sublayer one that lacks the stream.
+    """Normalizations of what a product reads, and of what it returns, and its addition to the stream, become
+    inputs of the product's operator: a product waits until its result is read or added.
     """
 
-    medium, lacks, reads_blocks = "edgespec's kernels", (), True
+    medium, reads_blocks = "edgespec's kernels", True
 
     def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
         super().__init__(config, {"": _OPSET, DOMAIN: 1})
         self.plan, self.epsilon = plan, float(config.norm_epsilon)
-        self.gate = "silu" if config.activation == "silu" else "gelu"
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
         self.caches = dict[int, list[ir.Value]]()  # keys and values behind the pass, by layer
+        self.index, self.rows_alone = 0, False
 
     def build(self) -> ir.Model:
-        ids = self.input("input_ids", INT64, [1, "n"])
+        self.ids = self.input("input_ids", INT64, [1, "n"])
         self.sequences = self.input("sequences", INT64, ["s", 2])
         self.blocks = self.input(BLOCKS, INT64, ["b"])
-        if self.config.mixers:
+        if any(tensor.per != "token" for tensor in self.record.kept):
             self.places = self.input("places", INT64, ["s", 2])
         self.rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache("float16")
-        x = self.through_layers(self.stream(ids))
-        x.name = stream_name(self.config.num_layers)
-        if not self.config.shared_layers:
-            x = self.op("Gather", x, self.rows, axis=1)
-        logits, columns = self.lm_head(x)
-        if self.config.logit_cap is not None:
-            (logits,) = self.node("Cap", logits, most=float(self.config.logit_cap))
-        self.write_outputs(logits, columns, self.choices(logits, x, ids))
-        if self.experts_read:
-            self.output(
-                self.op("Concat", *self.experts_read, axis=0), EXPERTS_READ, INT64, [len(self.experts_read)]
-            )
-        if self.config.is_head and self.config.block is None:
-            states, width = self.new_states(x)
-            self.output(states, NEW_STATES, FLOAT, [1, "r", width])
+        decode(self, self.config)
         return self.model()
 
-    def new_states(self, x: ir.Value) -> tuple[ir.Value, int]:
-        """What a head reads behind its own drafts, of rows of its last stream; and how wide it is."""
-        return x, self.config.hidden_size
-
-    def choices(self, logits: ir.Value, x: ir.Value, ids: ir.Value) -> Sequence[ir.Value]:
-        """The best column of each row, and its probability; ``x`` is their stream."""
-        return self.node("Choose", logits, outputs=2)
-
-    def stream(self, ids: ir.Value) -> ir.Value:
-        """The residual stream that enters the first layer."""
-        config, x = self.config, self.embed(ids, float(self.config.embedding_scale))
-        if config.layer_inputs:
-            self.inputs = self.layer_inputs(ids, x)
-        return x
-
-    def layer_inputs(self, ids: ir.Value, x: ir.Value) -> ir.Value:
-        """The inputs of layers from the tokens: rows of a table, and a product of the first layer's input."""
-        config, path = self.config, graph_name("inputs")
-        (table,), width = self.plan.linears["inputs"].parts, self.shapes["inputs"][1]
-        return self.node(
-            "LayerInputs",
-            ids,
-            self.matrix(f"{path}.parts.0.weight", table.format, table.out_features, width),
-            self.linear(x, "inputs_in"),
-            self.gain("inputs_norm"),
-            format=table.format.tiles,
-            rows=table.out_features,
-            width=width,
-            part=config.layer_inputs,
-            factor=config.layer_inputs**0.5,
-            epsilon=self.epsilon * config.hidden_size,  # of the product over the root of its inputs
-        )[0]
-
-    def layer(self, layer: Layer, x: ir.Value) -> ir.Value:
-        if layer.index == self.config.whole_layers:  # nothing reads the other rows behind here
-            x = self.op("Gather", x, self.rows, axis=1)
-            if self.config.layer_inputs:
-                self.inputs = self.op("Gather", self.inputs, self.rows, axis=1)
-            self.sequences = self.input("wanted_sequences", INT64, ["s", 2])
-        x.name = stream_name(layer.index)
-        return super().layer(layer, x)
+    @contextmanager
+    def layer(self, index: int, x: ir.Value) -> Iterator[ir.Value]:
+        self.index, x.name = index, stream_name(index)
+        with super().layer(index, x) as stream:
+            yield stream
 
     def node(
         self, kind: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = DOMAIN, **attributes: Any
@@ -139,15 +121,19 @@ class _NativeDecoder(GraphDecoder):
         """A standard operator with one output."""
         return self.node(kind, *inputs, domain="", **attributes)[0]
 
+    def constant(self, values: Sequence[Any]) -> ir.Value:
+        """Whole numbers, int64."""
+        return self.op("Constant", value=ir.tensor(np.array(values, np.int64)))
+
     def matrix(self, name: str, form: WeightFormat, rows: int, columns: int) -> ir.Value:
         return self.parameter(name, [tile_bytes(form.tiles, rows, columns)], ir.DataType.UINT8)
 
     def matrices(self, name: str) -> list[ir.Value]:
-        """The matrices of a product, part by part."""
+        """The matrices of a product, by its whole name, part by part."""
         spec, tied = self.plan.linears[name], name == "lm_head" and self.plan.tied
         return [
             self.matrix(
-                "embedding.weight" if tied else f"{graph_name(name)}.parts.{index}.weight",
+                "embedding.weight" if tied else f"{spec.path}.parts.{index}.weight",
                 part.format,
                 part.out_features,
                 spec.in_features,
@@ -155,107 +141,158 @@ class _NativeDecoder(GraphDecoder):
             for index, part in enumerate(spec.parts)
         ]
 
-    def embed(self, ids: ir.Value, factor: float) -> ir.Value:
-        form, (rows, width) = self.plan.embedding.format, self.shapes["embed"]
-        return self.rows_of("embedding.weight", form, (rows, width), ids, factor)
+    # ---- What waits, and what ends the waiting -------------------------------------------------------------
+
+    def value(self, y: Any, residual: ir.Value | None = None) -> ir.Value:
+        """``y`` as a value, plus ``residual``."""
+        if isinstance(y, _Product):
+            return self.multiplied(y, residual)
+        if isinstance(y, _Mixture):
+            assert residual is not None  # a mixture is always added
+            return self.mixture(y, residual)
+        return y if residual is None else self.op("Add", residual, y)
+
+    def read(self, x: Any) -> tuple[ir.Value, ir.Value | None]:
+        """What an operator reads, and the gain by which it normalizes that."""
+        if isinstance(x, _Normed):
+            return x.x, self.parameter_of(x.gain)
+        return self.value(x), None
+
+    def parameter_of(self, name: str) -> ir.Value:
+        """A gain by its whole name."""
+        parameter = self.record.parameters[name]
+        return self.parameter(parameter.path, parameter.shape)
+
+    def norm(self, x: ir.Value, name: str) -> _Normed:
+        return _Normed(x, self.name(name))
+
+    def post_norm(self, y: Any, name: str) -> Any:
+        normed = replace(y, post_gain=self.name(name))
+        return normed if self.prefix else self.value(normed)  # outside of layers nothing is added to it
+
+    def linear(
+        self, x: Any, name: str, rows: Rows, *, biases: bool | None = False, part: str = ""
+    ) -> _Product:
+        return _Product(x, self.name(name))
+
+    def gated(self, x: Any, name: str, names: tuple[str, str], rows: int, activation: Activation) -> ir.Value:
+        return self.multiplied(_Product(x, self.name(name)), gate=_GATES[activation])
+
+    def add(self, x: Any, y: Any, name: str = "") -> ir.Value:
+        return self.value(y, self.value(x))
+
+    def multiplied(self, y: _Product, residual: ir.Value | None = None, gate: str = "") -> ir.Value:
+        """``[residual +] [norm of] gate(norm(x) W + bias)``."""
+        spec, bias = self.plan.linears[y.name], None
+        x = y.x if isinstance(y.x, _Normed) else self.value(y.x)
+        if spec.parts[0].biases:
+            bias = self.parameter(f"{spec.path}.bias", [spec.out_features])
+        weights, parts = self.matrices(y.name)[y.first :], spec.parts[y.first :]
+        x, gain = self.read(x)
+        return self.node(
+            "Linear",
+            *(x, gain, bias, self.parameter_of(y.post_gain) if y.post_gain else None, residual, *weights),
+            inputs=spec.in_features,
+            epsilon=self.epsilon,
+            gate=gate,
+            parts=",".join(f"{part.format.tiles}:{part.out_features}" for part in parts),
+        )[0]
+
+    # ---- Operations ----------------------------------------------------------------------------------------
+
+    def embed(self, rows: int, width: int, scale: float = 1.0) -> ir.Value:
+        self.shape_of_table = rows, width
+        return self.embedded(self.ids, float(scale))
+
+    def embedded(self, ids: ir.Value, factor: float) -> ir.Value:
+        return self.rows_of("embedding.weight", self.plan.embedding.format, self.shape_of_table, ids, factor)
 
     def rows_of(
-        self, name: str, form: WeightFormat, shape: tuple[int, ...], ids: ir.Value, factor: float
+        self, name: str, form: WeightFormat, shape: tuple[int, int], ids: ir.Value, factor: float
     ) -> ir.Value:
         """Rows of a table with one for each token."""
         table = self.matrix(name, form, *shape)
         facts: dict[str, Any] = {"rows": shape[0], "width": shape[1], "factor": factor}
         return self.node("Embedding", ids, table, format=form.tiles, **facts)[0]
 
-    def constant(self, values: Sequence[Any]) -> ir.Value:
-        """Whole numbers, int64."""
-        return self.op("Constant", value=ir.tensor(np.array(values, np.int64)))
+    def scale(self, x: ir.Value, name: str) -> ir.Value:
+        return self.op("Mul", x, self.stored(name))
 
-    def norm(self, x: ir.Value, name: str) -> _Product:
-        return partial(self.linear, x, gain=name)
-
-    def bare(self, x: ir.Value, name: str) -> _Product:
-        return partial(self.linear, x)
-
-    def post_norm(self, y: _Product, name: str) -> _Product:
-        return partial(y, post_gain=name)
-
-    def add(self, x: ir.Value, y: _Product, name: str) -> ir.Value:
-        return y(residual=x)
-
-    def product(self, name: str, x: ir.Value) -> _Product:
-        return partial(self.linear, x, name)
-
-    def attended(self, layer: Layer, x: _Product) -> ir.Value:
-        config, packed = self.config, self.packed(layer, x)
+    def attention(self, qkv: Any, facts: Attention, known: Any = None) -> ir.Value:
+        if facts.norms == "wide":
+            query, key, value = qkv
+            query, key = (replace(y, post_gain=self.name(f"{n}_norm")) for y, n in ((query, "q"), (key, "k")))
+            packed = self.op("Concat", *map(self.value, (query, key, value)), axis=-1)
+        else:
+            packed = self.value(qkv)
+        rope, own = facts.rope, facts.projections != "q"
         tables: list[ir.Value | None] = [None, None]
-        if layer.rope is not None:
-            pairs = config.turning_pairs if layer.rope == "rope" else layer.head_dim // 2
-            shape = [config.context_length, pairs]
-            tables = [self.parameter(f"{layer.rope}_{part}", shape) for part in ("cos", "sin")]
+        if rope is not None:
+            shape = [self.config.context_length, rope.pairs]
+            tables = [self.parameter(f"{rope.name}_{part}", shape) for part in ("cos", "sin")]
         gains: list[ir.Value | None] = [None, None]
-        if config.qk_norm and not config.wide_qk_norm:
-            of_keys = "k_norm" if "k" in layer.projections else "q_norm"  # no keys, no matter
-            gains = [self.gain(f"{layer.name}.{norm}") for norm in ("q_norm", of_keys)]
-        own, sinks = layer.projections != "q", f"{layer.name}.sinks"
-        more: list[ir.Value | None] = [
-            self.parameter(graph_name(sinks), self.shapes[sinks]) if config.sinks else None,
-            *self.injected(layer),
-        ]
+        if facts.norms == "head":
+            gains = [self.stored("q_norm"), self.stored("k_norm" if own else "q_norm")]  # no keys, no matter
+        more: list[ir.Value | None] = [self.stored("sinks") if facts.sinks else None]
+        if known is not None:
+            more += [self.value(replace(qkv, x=known, first=1)), self.counts]
         while more and more[-1] is None:
             more.pop()
+        others: dict[str, Any] = {"normed_values": 1} if facts.normed_values else {}
+        if facts.cap is not None:
+            others |= {"cap": float(facts.cap)}
+        if facts.growth_step:
+            others |= {"growth": float(facts.growth), "growth_step": facts.growth_step}
+        if rope is not None and rope.pairs < rope.width // 2:
+            others |= {"pair_distance": rope.width // 2}
+        others |= {"bidirectional": 1} if facts.bidirectional else {}
         y, *new = self.node(
             "Attention",
             packed,
-            *self.caches.get(layer.kv_layer, self.past[layer.kv_layer]),
+            *self.caches.get(facts.layer, self.past[facts.layer]),
             self.sequences,
             self.blocks,
             *tables,
             *gains,
             *more,
             outputs=3 if own else 1,
-            heads=config.num_heads,
-            kv_heads=layer.kv_heads,
-            head_dim=layer.head_dim,
-            window=layer.window or 0,
-            interleaved=int(config.rope_interleaved),
-            scale=float(config.attention_scale),
+            heads=facts.heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.width,
+            window=facts.window or 0,
+            interleaved=int(self.config.rope_interleaved),
+            scale=float(facts.scale),
             epsilon=self.epsilon,
-            **self.more_of_attention(layer),
+            **others,
         )
-        self.caches |= {layer.index: new} if own else {}
+        self.caches |= {self.index: new} if own else {}
         self.present += new
         return y
 
-    def injected(self, layer: Layer) -> Sequence[ir.Value]:
-        """Keys and values of rows without queries, and how many of each sequence."""
-        return ()
+    def short_conv(self, x: Any, channels: int, taps: int) -> ir.Value:
+        y, *new = self.node(
+            "ShortConv",
+            self.value(x),
+            *self.past[self.index],
+            self.sequences,
+            self.blocks,
+            self.places,
+            self.stored("conv"),
+            outputs=3,
+            channels=channels,
+            taps=taps,
+        )
+        self.present += new
+        return y
 
-    def more_of_attention(self, layer: Layer) -> dict[str, Any]:
-        """Attributes that most graphs do not need."""
-        config = self.config
-        more: dict[str, Any] = {"normed_values": 1} if config.normed_values else {}
-        if config.attention_cap is not None:
-            more |= {"cap": float(config.attention_cap)}
-        if config.query_step:
-            more |= {"growth": float(config.query_growth), "growth_step": config.query_step}
-        apart = layer.rope == "rope" and config.rotary_pairs is not None
-        return more | ({"pair_distance": config.rotary_width // 2} if apart else {})
-
-    def delta_net(self, layer: Layer, x: _Product) -> _Product:
-        """The output of a gated delta net, which is added to the stream."""
-        net, name, shapes = self.config.delta, layer.name, self.shapes
-        assert net is not None  # which a config with such a layer has
-        conv, a, bias = (f"{name}.{kind}" for kind in ("conv", "delta_a", "delta_bias"))
+    def delta_net(self, x: Any, net: DeltaNet, taps: int) -> ir.Value:
         y, *new = self.node(
             "Delta",
-            x(f"{name}.delta_in"),
-            *self.past[layer.index],
+            self.value(x),
+            *self.past[self.index],
             self.sequences,
             self.places,
-            self.parameter(graph_name(conv), shapes[conv][::-1]),
-            *(self.parameter(graph_name(name), shapes[name]) for name in (a, bias)),
-            self.gain(f"{name}.delta_norm"),
+            *(self.stored(name) for name in ("conv", "delta_a", "delta_bias", "delta_norm")),
             outputs=4,
             key_heads=net.key_heads,
             value_heads=net.value_heads,
@@ -265,71 +302,43 @@ class _NativeDecoder(GraphDecoder):
             epsilon=self.epsilon,
         )
         self.present += new
-        return self.product(f"{name}.delta_out", y)
+        return y
 
-    def short_conv(self, layer: Layer, x: _Product) -> _Product:
-        """The output of a short convolution, which is added to the stream."""
-        taps, width = self.shapes[f"{layer.name}.conv"][1], self.config.hidden_size
-        y, *new = self.node(
-            "ShortConv",
-            x(f"{layer.name}.conv_in"),
-            *self.past[layer.index],
-            self.sequences,
-            self.blocks,
-            self.places,
-            self.parameter(graph_name(f"{layer.name}.conv"), [taps, width]),
-            outputs=3,
-            channels=width,
-            taps=taps,
-        )
-        self.present += new
-        return self.product(f"{layer.name}.conv_out", y)
+    def experts(
+        self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None, post_norm: str = ""
+    ) -> _Mixture:
+        gate = "clamped" if experts.clamped else _GATES[activation]
+        return _Mixture(x, experts, gate, None if shared is None else self.value(shared))
 
-    def experts(self, layer: Layer, x: _Product) -> _Product:
-        """The output of a mixture of experts, which is added to the stream."""
-        experts, name, shared = self.config.experts, layer.name, None
-        assert experts is not None  # which a config with such a layer has
-        if experts.beside_mlp:
-            shared = self.post_norm(self.gated_mlp(layer, x), f"{name}.post_dense_norm")()
-            x = self.norm(x.args[0], f"{name}.pre_experts_norm")
-        elif experts.shared_width:
-            shared = self.linear(x(f"{name}.shared_gate_up", gate=self.gate), f"{name}.shared_down")
-        return partial(self.mixture, x, name, shared)
-
-    def mixture(
-        self,
-        x: _Product,
-        name: str,
-        shared: ir.Value | None,
-        *,
-        residual: ir.Value,
-        post_gain: str | None = None,
-    ) -> ir.Value:
-        """``residual`` plus the outputs of the experts and ``shared``, an output that all tokens have."""
-        experts, gain = self.config.experts, x.keywords.get("gain")
-        assert experts is not None  # which a config with such a layer has
-        count, width, path = experts.count, self.config.hidden_size, graph_name(f"{name}.router")
-        names = [f"{name}.experts_gate_up", f"{name}.experts_down"]
+    def mixture(self, y: _Mixture, residual: ir.Value) -> ir.Value:
+        experts, count = y.experts, y.experts.count
+        names = [self.name(f"experts_{name}") for name in ("gate_up", "down")]
+        specs = [self.plan.linears[name] for name in names]
+        width = specs[0].in_features
         biases: list[ir.Value | None] = [None, None, None]
         if experts.biases:
-            paths, shapes = map(graph_name, names), ([2, count, experts.width], [count, width])
-            biases = [self.parameter(f"{path}.bias", [count])]
-            biases += [self.parameter(f"{path}.bias", s) for path, s in zip(paths, shapes, strict=True)]
-        chosen, scale = (graph_name(f"{name}.{kind}") for kind in ("selection_bias", "expert_scale"))
-        behind: list[ir.Value | None] = [] if post_gain is None else [None, None, None, self.gain(post_gain)]
+            shapes = [2, count, experts.width], [count, width]
+            biases = [self.stored("router_bias")]
+            biases += [
+                self.parameter(f"{s.path}.bias", shape) for s, shape in zip(specs, shapes, strict=True)
+            ]
+        behind: list[ir.Value | None] = []
+        if y.post_gain:
+            behind = [None, None, None, self.parameter_of(y.post_gain)]
         if experts.beside_mlp:
-            own = [self.gain(f"{name}.{kind}") for kind in ("router_norm", "post_experts_norm")]
-            behind[:3] = own[0], self.parameter(scale, [count]), own[1]
-        y, different = self.node(
+            gain = self.stored("router_norm"), self.stored("post_experts_norm")
+            behind[:3] = gain[0], self.stored("expert_scale"), gain[1]
+        x, gain_of_x = self.read(y.x)
+        result, different = self.node(
             "Experts",
-            *x.args,
-            None if gain is None else self.gain(gain),
+            x,
+            gain_of_x,
             residual,
-            shared,
-            self.parameter(f"{path}.weight", [count + experts.shared_gate, width]),
+            y.shared,
+            self.stored("router"),
             *biases,
-            self.parameter(chosen, [count]) if experts.selection_bias else None,
-            *(weights for product in names for weights in self.matrices(product)),
+            self.stored("selection_bias") if experts.selection_bias else None,
+            *(weights for name in names for weights in self.matrices(name)),
             *behind,
             outputs=2,
             inputs=width,
@@ -340,200 +349,115 @@ class _NativeDecoder(GraphDecoder):
             normalized=int(experts.normalized),
             scale=float(experts.scale),
             epsilon=self.epsilon,
-            gate="clamped" if experts.clamped else self.gate,
-            formats=",".join(
-                part.format.tiles for product in names for part in self.plan.linears[product].parts
-            ),
+            gate=y.gate,
+            formats=",".join(part.format.tiles for spec in specs for part in spec.parts),
         )
         self.experts_read.append(different)
-        return y
+        return result
 
-    def packed(self, layer: Layer, x: _Product) -> ir.Value:
-        """Queries, keys and values; a product that is normalized as a whole is one of its own."""
-        name = layer.name
-        if not self.config.wide_qk_norm:
-            return x(f"{name}.qkv")
-        normed = [x(f"{name}.{which}", post_gain=f"{name}.{which}_norm") for which in "qk"]
-        return self.op("Concat", *normed, x(f"{name}.v"), axis=-1)
-
-    def layer_input(self, layer: Layer, x: ir.Value) -> _Product:
-        y = self.linear(x, f"{layer.name}.input_gate")
-        (y,) = self.node("InputGate", y, self.inputs, layer=layer.index, gate=self.gate)
-        return self.product(f"{layer.name}.input_out", y)
-
-    def scaled(self, x: ir.Value, name: str) -> ir.Value:
-        """The stream times a number of the layer."""
-        return self.op("Mul", x, self.parameter(graph_name(name), self.shapes[name]))
-
-    def gated(self, layer: Layer, x: _Product) -> ir.Value:
-        return x(f"{layer.name}.gate_up", gate=self.gate)
-
-    def linear(
-        self,
-        x: ir.Value,
-        name: str,
-        *,
-        gain: str | None = None,
-        post_gain: str | None = None,
-        residual: ir.Value | None = None,
-        gate: str = "",
-        first: int = 0,
-    ) -> ir.Value:
-        """``[residual +] [norm of] gate(norm(x) W + bias)``; ``first``: of the parts to multiply by."""
-        spec, bias = self.plan.linears[name], None
-        if spec.parts[0].biases:
-            bias = self.parameter(f"{graph_name(name)}.bias", [spec.out_features])
-        weights = self.matrices(name)[first:]
-        gains = [None if name is None else self.gain(name) for name in (gain, post_gain)]
+    def layer_inputs(self, x: ir.Value, rows: int, layers: int, width: int) -> ir.Value:
+        spec = self.plan.linears["inputs"]
+        (table,) = spec.parts
         return self.node(
-            "Linear",
-            *(x, gains[0], bias, gains[1], residual, *weights),
-            inputs=spec.in_features,
-            epsilon=self.epsilon,
-            gate=gate,
-            parts=",".join(f"{part.format.tiles}:{part.out_features}" for part in spec.parts[first:]),
+            "LayerInputs",
+            self.ids,
+            self.matrix(f"{spec.path}.parts.0.weight", table.format, table.out_features, layers * width),
+            self.multiplied(_Product(x, "inputs_in")),
+            self.stored("inputs_norm"),
+            format=table.format.tiles,
+            rows=table.out_features,
+            width=layers * width,
+            part=width,
+            factor=width**0.5,
+            epsilon=self.epsilon * self.config.hidden_size,  # of the product over the root of its inputs
         )[0]
 
-    def normalized(self, x: ir.Value, name: str) -> ir.Value:
-        """The normalized stream as a value."""
-        facts = {"axis": -1, "epsilon": self.epsilon, "stash_type": 1}
-        return self.op("SimplifiedLayerNormalization", x, self.gain(name), **facts)
+    def input_gate(self, y: Any, inputs: ir.Value, activation: Activation) -> ir.Value:
+        facts: dict[str, Any] = {"layer": self.index, "gate": _GATES[activation]}
+        return self.node("InputGate", self.value(y), inputs, **facts)[0]
 
-    def lm_head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
-        """Logits, and how many columns they have."""
+    def alone(self, *streams: ir.Value | None) -> Sequence[ir.Value | None]:
+        self.rows_alone = True
+        alone = [x if x is None else self.op("Gather", x, self.rows, axis=1) for x in streams]
+        self.sequences = self.input("wanted_sequences", INT64, ["s", 2])
+        return alone
+
+    def wanted(self, x: ir.Value) -> ir.Value:
+        x.name = stream_name(self.config.num_layers)
+        return x if self.rows_alone else self.op("Gather", x, self.rows, axis=1)
+
+    def logits(self, x: ir.Value, rows: int, cap: float | None = None) -> ir.Value:
+        self.columns: int | str = self.plan.linears["lm_head"].out_features
         if not self.plan.context:
-            return self.linear(x, "lm_head", gain="final_norm"), self.plan.linears["lm_head"].out_features
-        normed = self.normalized(x, "final_norm")
-        offered = self.embed(self.input("context_tokens", INT64, ["m"]), 1.0)
-        products = self.op("MatMul", normed, self.op("Transpose", offered))
-        return self.op("Concat", self.linear(normed, "lm_head"), products, axis=-1), "columns"
+            logits = self.multiplied(_Product(_Normed(x, "final_norm"), "lm_head"))
+        else:
+            normed = self.normalized(x, "final_norm")
+            offered = self.embedded(self.input("context_tokens", INT64, ["m"]), 1.0)
+            products = self.op("MatMul", normed, self.op("Transpose", offered))
+            logits = self.op("Concat", self.multiplied(_Product(normed, "lm_head")), products, axis=-1)
+            self.columns = "columns"
+        return logits if cap is None else self.node("Cap", logits, most=float(cap))[0]
 
+    def write(self, logits: ir.Value, choices: Any = None) -> None:
+        self.write_outputs(logits, self.columns, choices or self.node("Choose", logits, outputs=2))
+        if self.experts_read:
+            read = self.op("Concat", *self.experts_read, axis=0)
+            self.output(read, EXPERTS_READ, INT64, [len(self.experts_read)])
 
-class _NativeHead(_NativeDecoder):
-    """An EAGLE-3 head (arXiv 2503.01840). Its product of embedding and state side by side is a sum of two."""
+    # ---- Heads ---------------------------------------------------------------------------------------------
 
-    def stream(self, ids: ir.Value) -> ir.Value:
-        config, fuse_norm = self.config, "fuse_norm" if self.config.normed_features else None
-        features = self.input("features", FLOAT, [1, "m", self.shapes["fuse"][1]])
-        states = self.input("states", FLOAT, [1, "k", config.hidden_size])
-        self.embedding = self.embed(ids, 1.0)
-        x = self.op("Concat", self.linear(features, "fuse", gain=fuse_norm), states, axis=1)
-        return self.normalized(x, "layers.0.attn_norm") if config.normed_residual else x
-
-    def norm(self, x: ir.Value, name: str) -> _Product:
-        done = self.config.normed_residual and name.endswith("attn_norm")
-        return self.bare(x, name) if done else super().norm(x, name)
-
-    def packed(self, layer: Layer, x: _Product) -> ir.Value:
-        gain = f"{layer.name}.embed_norm"
-        embedded = self.linear(self.embedding, f"{layer.name}.embed_qkv", gain=gain)
-        return x(f"{layer.name}.qkv", residual=embedded)
-
-
-class _NativeMTP(_NativeDecoder):
-    """An MTP layer (arXiv 2412.19437); its product of embedding and state side by side is a sum of two.
-
-    The state of the token before is normalized as for an LM head: the target's stream by the target's norm,
-    the layer's own by its own.
-    """
-
-    def stream(self, ids: ir.Value) -> ir.Value:
-        width = self.config.hidden_size
+    def features(self, width: int) -> ir.Value:
         features = self.input("features", FLOAT, [1, "m", width])
-        states = self.input("states", FLOAT, [1, "k", width])
-        normed = self.normalized(features, "target_norm"), self.normalized(states, "final_norm")
-        embedded = self.linear(super().stream(ids), "embed_fuse", gain="embed_norm")
-        known = self.op("Concat", *normed, axis=1)
-        return self.linear(known, "fuse", gain="fuse_norm", residual=embedded)
+        if self.config.block is not None:
+            self.counts = self.input("injected_rows", INT64, ["s"])
+        return features
 
+    def states(self, width: int) -> ir.Value:
+        return self.input("states", FLOAT, [1, "k", width])
 
-class _NativeAssistant(_NativeDecoder):
-    """One of Gemma 4's assistants, whose layers have queries alone.
+    def normalized(self, x: ir.Value, name: str) -> ir.Value:
+        facts = {"axis": -1, "epsilon": self.epsilon, "stash_type": 1}
+        return self.op("SimplifiedLayerNormalization", x, self.stored(name), **facts)
 
-    Its product of embedding and state side by side is a sum of two, as in an MTP layer. The target's stream
-    is normalized as for the target's LM head; the states that it writes are as such a one.
-    """
+    def joined(self, first: Any, second: ir.Value) -> ir.Value:
+        return self.op("Concat", self.value(first), second, axis=1)
 
-    def read_cache(self, kind: KeptType) -> None:
-        """Read the target's."""
-        super().read_cache(kind)
-        for tensor in read_by(self.config, kind):
-            value = self.input(tensor.input, *self.type_of(tensor))
-            self.past.setdefault(tensor.layer, []).append(value)
+    def write_states(self, x: Any, width: int) -> None:
+        self.output(self.value(x), NEW_STATES, FLOAT, [1, "r", width])
 
-    def stream(self, ids: ir.Value) -> ir.Value:
-        width = self.config.feature_width
-        features = self.input("features", FLOAT, [1, "m", width])
-        states = self.input("states", FLOAT, [1, "k", width])
-        known = self.op("Concat", self.normalized(features, "target_norm"), states, axis=1)
-        return self.linear(known, "fuse", residual=self.linear(super().stream(ids), "embed_fuse"))
-
-    def new_states(self, x: ir.Value) -> tuple[ir.Value, int]:
-        return self.linear(x, "next_state", gain="final_norm"), self.config.feature_width
-
-    def lm_head(self, x: ir.Value) -> tuple[ir.Value, int | str]:
-        """Logits of the tokens of a few clusters. Other tokens have the lowest possible logit."""
-        config, (part,) = self.config, self.plan.linears["lm_head"].parts
-        assistant = config.assistant
-        if assistant is None or not assistant.clusters:
-            return super().lm_head(x)
-        logits = self.node(
+    def clusters(self, x: ir.Value, rows: int, clusters: int, read: int) -> ir.Value:
+        spec = self.plan.linears["lm_head"]
+        self.columns = rows
+        return self.node(
             "Clusters",
             self.normalized(x, "final_norm"),
-            self.linear(x, "centroids", gain="final_norm"),
-            self.parameter("lm_head.tokens", [config.vocab_size], INT64),
+            self.multiplied(_Product(_Normed(x, "final_norm"), "centroids")),
+            self.parameter("lm_head.tokens", [rows], INT64),
             *self.matrices("lm_head"),
-            inputs=config.hidden_size,
-            clusters=assistant.clusters,
-            read=assistant.clusters_read,
-            format=part.format.tiles,
-        )
-        return logits[0], config.vocab_size
+            inputs=spec.in_features,
+            clusters=clusters,
+            read=read,
+            format=spec.parts[0].format.tiles,
+        )[0]
 
-
-class _NativeBlocks(_NativeDecoder):
-    """DFlash's head (arXiv 2602.06036): its layers see what features of the target give them, and a block."""
-
-    def stream(self, ids: ir.Value) -> ir.Value:
-        features = self.input("features", FLOAT, [1, "m", self.shapes["fuse"][1]])
-        self.counts = self.input("injected_rows", INT64, ["s"])
-        self.known = self.linear(features, "fuse", post_gain="fuse_norm")
-        return super().stream(ids)
-
-    def injected(self, layer: Layer) -> Sequence[ir.Value]:
-        return self.linear(self.known, f"{layer.name}.qkv", first=1), self.counts
-
-    def more_of_attention(self, layer: Layer) -> dict[str, Any]:
-        windowed = self.block.causal_windows and not self.config.is_global(layer.index)
-        sees_itself = {} if self.block.causal or windowed else {"bidirectional": 1}
-        return super().more_of_attention(layer) | sees_itself
-
-    @property
-    def block(self) -> Block:
-        assert self.config.block is not None  # which a config of this architecture has
-        return self.config.block
-
-    def choices(self, logits: ir.Value, x: ir.Value, ids: ir.Value) -> Sequence[ir.Value]:
-        """With a chain (DSpark, arXiv 2607.05147) a bias that follows from the token before changes them.
-
-        Where that is a mask, it is the token that the row before chose. So rows are chosen one by one. With
-        confidences these stand for the probabilities.
+    def chain(self, logits: ir.Value, x: ir.Value, rows: int, block: Block) -> Sequence[ir.Value]:
+        """Where the token before is a mask, it is the token that the row before chose. So rows are chosen one
+        by one. With confidences these stand for the probabilities.
         """
-        if not self.block.rank:
-            return super().choices(logits, x, ids)
         single = self.constant([1])
-        places = self.rows if self.block.anchored else self.op("Sub", self.rows, single)
-        before = self.op("Gather", ids, places, axis=1)
-        scores = self.scores(x) if self.block.confident else None
+        places = self.rows if block.anchored else self.op("Sub", self.rows, single)
+        before = self.op("Gather", self.ids, places, axis=1)
+        scores = self.scores(x) if block.confident else None
         outer, self.graph = self.graph, ir.Graph([], [], nodes=[], name="chain")
         step = self.input("step", INT64, [])
         goes_on, last = self.input("goes_on", ir.DataType.BOOL, []), self.input("last", INT64, [1, 1])
         row = self.op("Reshape", step, single)
         token = self.op("Gather", before, row, axis=1)
-        token = self.op("Where", self.op("Equal", token, self.constant([self.block.mask])), last, token)
+        token = self.op("Where", self.op("Equal", token, self.constant([block.mask])), last, token)
         (table,) = self.plan.linears["chain_in"].parts
-        chained = self.rows_of("chain_in.parts.0.weight", table.format, self.shapes["chain_in"], token, 1.0)
-        biased = self.linear(chained, "chain_out", residual=self.op("Gather", logits, row, axis=1))
+        shape = rows, block.rank
+        chained = self.rows_of("chain_in.parts.0.weight", table.format, shape, token, 1.0)
+        biased = self.value(_Product(chained, "chain_out"), self.op("Gather", logits, row, axis=1))
         best, probability = self.node("Choose", biased, outputs=2)
         if scores is not None:
             of_state, weights = self.op("Gather", scores, row, axis=1), self.confidence(end=True)
@@ -546,20 +470,20 @@ class _NativeBlocks(_NativeDecoder):
             for value in node.outputs:
                 value.name = f"chain.{at}.{value.name}"
         chain, self.graph = self.graph, outer
-        count, first = self.op("Squeeze", self.op("Shape", self.rows)), self.constant([[self.block.mask]])
+        count, first = self.op("Squeeze", self.op("Shape", self.rows)), self.constant([[block.mask]])
         _, *chosen = self.node("Loop", count, None, first, outputs=3, domain="", body=chain)
         return [self.op("Reshape", value, self.constant([1, -1])) for value in chosen]
 
     def scores(self, x: ir.Value) -> ir.Value:
         """The part of the confidences' scores that follows from the stream."""
         of_state = self.op("MatMul", self.normalized(x, "final_norm"), self.confidence(end=False))
-        return self.op("Add", of_state, self.parameter("confidence_bias", [1]))
+        return self.op("Add", of_state, self.stored("confidence_bias"))
 
     def confidence(self, *, end: bool) -> ir.Value:
         """The weights of scores, of the stream or, at their end, of the chain."""
-        shape, width = self.shapes["confidence"], self.config.hidden_size
-        begin, stop = (width, shape[1]) if end else (0, width)
-        whole = self.op("Transpose", self.parameter("confidence", shape))
+        width, last = self.config.hidden_size, self.record.tensors["confidence"][1]
+        begin, stop = (width, last) if end else (0, width)
+        whole = self.op("Transpose", self.stored("confidence"))
         return self.op("Slice", whole, self.constant([begin]), self.constant([stop]))
 
 
@@ -568,6 +492,4 @@ def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
 
     Parameters are named as :meth:`DecoderPlan.parts` says.
     """
-    kinds = {"eagle3": _NativeHead, "mtp": _NativeMTP}
-    kinds |= {"assistant": _NativeAssistant, "dflash": _NativeBlocks}
-    return kinds.get(config.architecture, _NativeDecoder)(config, plan).build()
+    return _NativeDecoder(config, plan).build()

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from edgespec_models.bundles.config import FloatType
-from edgespec_models.bundles.layers import graph_name
 from edgespec_models.bundles.weight_format import WeightFormat
 
 
@@ -23,10 +22,11 @@ class LinearPart:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A projection of ``in_features``: its parts' outputs, concatenated."""
+    """A projection of ``in_features``, called ``path`` in graphs: its parts' outputs, concatenated."""
 
     in_features: int
     parts: tuple[LinearPart, ...]
+    path: str
 
     @property
     def out_features(self) -> int:
@@ -109,7 +109,7 @@ class DecoderPlan:
         for name, spec in self.linears.items():
             if name != "lm_head" or not self.tied:
                 for index, part in enumerate(spec.parts):
-                    yield f"{graph_name(name)}.parts.{index}", part
+                    yield f"{spec.path}.parts.{index}", part
 
     @property
     def choices(self) -> bool:

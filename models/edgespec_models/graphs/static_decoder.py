@@ -21,8 +21,8 @@ Queries arrive scaled and, like keys, with the halves of a rotation apart: see
 :mod:`edgespec_export.devices.static_weights`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, cast
@@ -33,7 +33,9 @@ from onnxscript import GraphBuilder
 
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, KeptType
-from edgespec_models.bundles.layers import Layer, graph_name, kept_by, rotary_thetas
+from edgespec_models.decoders.heads import decode
+from edgespec_models.decoders.operations import Activation, Attention, Rows
+from edgespec_models.decoders.record import Record, record
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
 
 _OPSET = 23
@@ -70,7 +72,8 @@ class StaticPlan:
 
     def kept(self, config: ModelConfig) -> tuple[KeptTensor, ...]:
         """The tensors that a sequence keeps."""
-        points = [(t, t.input.replace("past_key_values", "layers")) for t in kept_by(config, "float32")]
+        kept = record(config).kept_in("float32")
+        points = [(tensor, tensor.input.replace("past_key_values", "layers")) for tensor in kept]
         return tuple(
             replace(tensor, type=cast(KeptType, self.type_at(point).__name__)) for tensor, point in points
         )
@@ -95,6 +98,13 @@ class _StaticDecoder(GraphDecoder):
     """Every value has the name of its point."""
 
     medium = "graphs of fixed shapes"
+    lacks = frozenset(
+        f"attention.{fact}"
+        for fact in (
+            *("normed_values", "cap", "sinks", "gates", "growth", "keys_of_another_layer"),
+            *("values_from_keys", "known_rows", "unturned_pairs"),
+        )
+    ) | {"logits.cap"}
 
     def __init__(self, config: ModelConfig, plan: StaticPlan) -> None:
         super().__init__(config, {"": _OPSET})
@@ -106,32 +116,26 @@ class _StaticDecoder(GraphDecoder):
 
     def build(self) -> ir.Model:
         config, plan = self.config, self.plan
-        start = self.input("input_ids", ir.DataType.INT32, [1, plan.rows])
+        self.start = self.input("input_ids", ir.DataType.INT32, [1, plan.rows])
         self.masks, self.ropes = self.mask_inputs(), self.rope_inputs()
-        wanted = None
+        self.picked: ir.Value | None = None
         if not plan.all_logits:
-            wanted = self.point(self.input("wanted_rows", FLOAT, [1, 1, plan.rows]), "probabilities")
-        heads, width = config.num_kv_heads, config.head_dim
-        self.past_inputs({"key": [1, heads, width, plan.capacity], "value": [1, heads, plan.capacity, width]})
-        stream = [1, plan.rows, config.hidden_size]
+            self.picked = self.point(self.input("wanted_rows", FLOAT, [1, 1, plan.rows]), "probabilities")
+        self.past_inputs()
         if 0 not in self.parts:
-            start = self.input("residual_in", FLOAT, stream)
-        with self.scope("", "Decoder"):
-            x = self.through_layers(self.embed(start))
-            whole = config.num_layers in self.parts
-            end = self.lm_head(x, wanted) if whole else x
-        logits = [1, plan.rows if plan.all_logits else 1, config.vocab_size]
-        self.output(end, *(("logits", FLOAT, logits) if whole else ("residual_out", FLOAT, stream)))
-        kinds = ("key", [width, plan.rows]), ("value", [plan.rows, width])
-        for (layer, (kind, shape)), value in zip(product(self.past, kinds), self.present, strict=True):
-            self.output(value, f"present.{layer}.{kind}", self.cache_type(layer, kind), [1, heads, *shape])
+            self.start = self.input("residual_in", FLOAT, [1, plan.rows, config.hidden_size])
+        with scoped(self.builder, "", "_StaticDecoder"):
+            decode(self, config)
         for value in self.watched:
             assert value.name is not None
             self.output(value, value.name, FLOAT, None)
         return self.model()
 
-    def scope(self, name: str, kind: str) -> AbstractContextManager[None]:
-        return scoped(self.builder, name, f"_Static{kind}")
+    @contextmanager
+    def layer(self, index: int, x: ir.Value) -> Iterator[ir.Value | None]:
+        self.index = index
+        with scoped(self.builder, f"layers.{index}", "_StaticLayer"), super().layer(index, x):
+            yield x if index in self.parts else None
 
     def point(self, value: ir.Value, name: str) -> ir.Value:
         """``value`` behind the point ``name``; several values may share a point."""
@@ -174,62 +178,88 @@ class _StaticDecoder(GraphDecoder):
     def mask_inputs(self) -> dict[bool, ir.Value]:
         """The masks of layers that see all, and of layers with a window."""
         shape, masks = [1, 1, self.plan.rows, self.plan.capacity + self.plan.rows], {}
-        for windowed in sorted({layer.window is not None for layer in self.all_layers}, reverse=True):
+        attentions = self.record.attentions.values()
+        for windowed in sorted({facts.window is not None for facts in attentions}, reverse=True):
             name = "sliding_mask" if windowed else "attention_mask"
             masks[windowed] = self.point(self.input(name, FLOAT, shape), "mask")
         return masks
 
     def rope_inputs(self) -> dict[str, list[ir.Value]]:
-        shape = [1, 1, self.plan.rows, self.config.rotary_width // 2]
         inputs = {}
-        for rope in rotary_thetas(self.config):
+        for rope, facts in self.record.ropes.items():
+            shape = [1, 1, self.plan.rows, facts.pairs]
             tables = [self.input(f"{rope}_{part}", FLOAT, shape) for part in ("cos", "sin")]
             inputs[rope] = [self.point(table, "rope") for table in tables]
         return inputs
 
-    def past_inputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+    def past_inputs(self) -> None:
         """The caches of the graph's layers."""
-        for layer in self.parts:
-            if layer < self.config.num_layers:
+        capacity = self.plan.capacity
+        for layer, facts in self.record.attentions.items():
+            shapes = {"key": [facts.width, capacity], "value": [capacity, facts.width]}
+            if layer in self.parts:
                 self.past[layer] = [
-                    self.input(f"past_key_values.{layer}.{kind}", self.cache_type(layer, kind), shape)
+                    self.input(
+                        f"past_key_values.{layer}.{kind}",
+                        self.cache_type(layer, kind),
+                        [1, facts.kv_heads, *shape],
+                    )
                     for kind, shape in shapes.items()
                 ]
 
     def cache_type(self, layer: int, kind: str) -> ir.DataType:
         return ir.DataType.from_numpy(np.dtype(self.plan.type_at(f"layers.{layer}.{kind}")))
 
-    def embed(self, start: ir.Value) -> ir.Value:
+    def embed(self, rows: int, width: int, scale: float = 1.0) -> ir.Value:
         """The residual stream: from token ids, or from the piece before."""
-        config, op, kind = self.config, self.op, ir.DataType.UINT16 if self.plan.int8 else FLOAT
+        op, kind = self.op, ir.DataType.UINT16 if self.plan.int8 else FLOAT
         if 0 not in self.parts:
-            return self.point(start, f"layers.{self.parts.start - 1}.residual")
-        table = self.parameter("embedding", [config.vocab_size, config.hidden_size], kind)
+            return self.point(self.start, f"layers.{self.parts.start - 1}.residual")
+        table = self.parameter("embedding", [rows, width], kind)
         if self.plan.int8:
             stored = self.parameter("embedding_scale", []), self.parameter("embedding_zero", [], kind)
-            x = op.Gather(op.DequantizeLinear(table, *stored), start, axis=0)
+            x = op.Gather(op.DequantizeLinear(table, *stored), self.start, axis=0)
             if self.plan.ranges is not None:  # Qualcomm's compiler wants rows with the table's own encoding
                 x = op.DequantizeLinear(op.QuantizeLinear(x, *stored), *stored)
         else:
-            x = op.Gather(table, start, axis=0)
-        if config.embedding_scale == 1.0:
+            x = op.Gather(table, self.start, axis=0)
+        if scale == 1.0:
             return x
-        factor = op.Constant(value_float=float(config.embedding_scale))
+        factor = op.Constant(value_float=float(scale))
         return self.point(op.Mul(x, self.rounded(factor, "embedding_scale")), "embedded")
 
-    def lm_head(self, x: ir.Value, wanted: ir.Value | None) -> ir.Value:
+    def wanted(self, x: ir.Value) -> ir.Value:
+        return x  # they are picked behind the last normalization
+
+    def logits(self, x: ir.Value, rows: int, cap: float | None = None) -> ir.Value:
+        """Of one row or of all; without the last part, the residual stream."""
+        if self.config.num_layers not in self.parts:
+            return x
         x = self.norm(x, "final_norm")
-        if wanted is not None:
+        if self.picked is not None:
             # This is a product, because Qualcomm's compiler fails on a Gather of rows.
-            x = self.point(self.op.MatMul(wanted, x), "final_norm")
+            x = self.point(self.op.MatMul(self.picked, x), "final_norm")
         return self.product("lm_head", x, "logits")
 
+    def write(self, logits: ir.Value, choices: Any = None) -> None:
+        config, rows = self.config, self.plan.rows
+        if config.num_layers in self.parts:
+            shape = [1, rows if self.plan.all_logits else 1, config.vocab_size]
+            self.output(logits, "logits", FLOAT, shape)
+        else:
+            self.output(logits, "residual_out", FLOAT, [1, rows, config.hidden_size])
+        for (layer, kind), value in zip(product(self.past, ("key", "value")), self.present, strict=True):
+            facts = self.record.attentions[layer]
+            shape = [facts.width, rows] if kind == "key" else [rows, facts.width]
+            heads = [1, facts.kv_heads, *shape]
+            self.output(value, f"present.{layer}.{kind}", self.cache_type(layer, kind), heads)
+
     def product(self, name: str, x: ir.Value, point: str = "", *, bias: bool = False) -> ir.Value:
-        """A product with a matrix stored (inputs, outputs)."""
-        op, int8, path, point = self.op, self.plan.int8, graph_name(name), point or name
-        kind = name.rpartition(".")[2]
-        outputs, inputs = self.shapes[name]
-        with scoped(self.builder, kind, "_Matrix"):
+        """A product with the matrix ``name``, by its whole name, which is stored (inputs, outputs)."""
+        op, int8, point = self.op, self.plan.int8, point or name
+        outputs, inputs = self.record.tensors[name]
+        path = matrix_path(self.record, name)
+        with scoped(self.builder, name.rpartition(".")[2], "_StaticMatrix"):
             weight = self.parameter(f"{path}.weight", [inputs, outputs], ir.DataType.INT8 if int8 else FLOAT)
             if int8:
                 scale = self.parameter(f"{path}.scale", [outputs])
@@ -242,10 +272,26 @@ class _StaticDecoder(GraphDecoder):
                 return y
             return self.point(op.Add(y, self.rounded(added, f"{point}.bias")), point)
 
-    def norm(self, x: ir.Value, name: str, point: str = "") -> ir.Value:
-        op, epsilon, point = self.op, self.config.norm_epsilon, point or name
-        with self.scope(name.rpartition(".")[2], "Norm"):
-            weight = self.gain(name)
+    def linear(
+        self, x: ir.Value, name: str, rows: Rows, *, biases: bool | None = False, part: str = ""
+    ) -> Any:
+        """One value a matrix; several are made one by one, as they are read."""
+        if isinstance(rows, int):
+            with scoped(self.builder, part, "_StaticPart") if part else nullcontext():
+                return self.product(self.name(name), x)
+        bias = biases is None and self.plan.biases
+        return (self.product(self.name(matrix), x, bias=bias) for matrix in rows)
+
+    def norm(self, x: ir.Value, name: str) -> ir.Value:
+        return self.rms(x, name, self.name(name))
+
+    def post_norm(self, y: ir.Value, name: str) -> ir.Value:
+        return self.norm(y, name)
+
+    def rms(self, x: ir.Value, name: str, point: str) -> ir.Value:
+        op, epsilon = self.op, self.config.norm_epsilon
+        with scoped(self.builder, name, "_StaticNorm"):
+            weight = self.stored(name)
             if self.plan.ranges is not None:  # taken apart, the squares would need more than 16 bits
                 weight = self.rounded(weight, f"{point}.weight")
                 return self.point(op.RMSNormalization(x, weight, axis=-1, epsilon=epsilon), point)
@@ -253,83 +299,102 @@ class _StaticDecoder(GraphDecoder):
             scaled = op.Div(x, op.Sqrt(op.Add(mean, float(epsilon))))
             return self.point(op.Mul(scaled, weight), point)
 
-    def add(self, x: ir.Value, y: ir.Value, name: str) -> ir.Value:
-        return self.point(self.op.Add(x, y), name)
+    def add(self, x: ir.Value, y: ir.Value, name: str = "") -> ir.Value:
+        return self.point(self.op.Add(x, y), self.name(name))
 
-    def gated(self, layer: Layer, x: ir.Value) -> ir.Value:
-        op, name = self.op, layer.name
-        gate = self.product(f"{name}.gate", x)
-        if self.config.activation == "silu":
-            gate = op.Mul(gate, self.point(op.Sigmoid(gate), "probabilities"))
-        else:
-            gate = op.Gelu(gate, approximate="tanh")
-        gate = self.point(gate, f"{name}.gated")
-        return self.point(op.Mul(gate, self.product(f"{name}.up", x)), f"{name}.mlp")
+    def gated(
+        self, x: ir.Value, name: str, names: tuple[str, str], rows: int, activation: Activation
+    ) -> ir.Value:
+        op, (of_gate, of_up) = self.op, names
+        with scoped(self.builder, "mlp", "_StaticPart"):
+            gate = self.product(self.name(of_gate), x)
+            if activation == "silu":
+                gate = op.Mul(gate, self.point(op.Sigmoid(gate), "probabilities"))
+            else:
+                gate = op.Gelu(gate, approximate="tanh")
+            gate = self.point(gate, self.name("gated"))
+            return self.point(op.Mul(gate, self.product(self.name(of_up), x)), self.name("mlp"))
 
-    def projected(self, layer: Layer, x: ir.Value) -> Iterator[tuple[str, ir.Value]]:
-        for which in "qkv":
-            yield which, self.product(f"{layer.name}.{which}", x, bias=self.plan.biases)
+    def attention(self, qkv: Iterable[ir.Value], facts: Attention, known: Any = None) -> ir.Value:
+        with scoped(self.builder, "attention", "_StaticPart"):
+            return self.attend(facts, *self.heads(qkv, facts))
 
-    def apart(self, flat: ir.Value, name: str) -> ir.Value:
-        """``(1, heads, rows, head_dim)``."""
-        point = f"{name}.norm" if self.config.wide_qk_norm and not name.endswith(".v") else name
-        shaped = self.op.Reshape(flat, [1, self.plan.rows, -1, self.config.head_dim])
+    def heads(self, qkv: Iterable[ir.Value], facts: Attention) -> Iterator[ir.Value]:
+        """Queries, keys and values, normalized and turned."""
+        for which, flat in zip("qkv", qkv, strict=True):
+            point, normed = self.name(which), bool(facts.norms) and which != "v"
+            if normed and facts.norms == "wide":
+                point = f"{point}.norm"
+                part = self.apart(self.rms(flat, f"{which}_norm", point), facts, point)
+            else:
+                part = self.apart(flat, facts, point)
+            if normed and facts.norms == "head":
+                part = self.head_norm(part, facts, which)
+            if which != "v" and facts.rope is not None:
+                part = self.rotate(part, facts, f"{self.name(which)}.norm" if normed else point)
+            yield part
+
+    def apart(self, flat: ir.Value, facts: Attention, point: str) -> ir.Value:
+        """``(1, heads, rows, width)``."""
+        shaped = self.op.Reshape(flat, [1, self.plan.rows, -1, facts.width])
         return self.point(self.op.Transpose(self.point(shaped, point), perm=[0, 2, 1, 3]), point)
 
-    def head_norm(self, heads: ir.Value, name: str) -> ir.Value:
-        if self.config.wide_qk_norm:
-            return self.norm(heads, name, f"{name.removesuffix('_norm')}.norm")
+    def head_norm(self, heads: ir.Value, facts: Attention, which: str) -> ir.Value:
         # In three dimensions: of four, the emulated Hexagon processor normalizes the wrong one at times.
-        op, rows, width = self.op, self.plan.rows, self.config.head_dim
-        name_of_heads = name.removesuffix("_norm")
-        count = self.shapes[name_of_heads][0] // width
-        flat = self.point(op.Reshape(heads, [1, count * rows, width]), name_of_heads)
-        normed = self.norm(flat, name, f"{name_of_heads}.norm")
-        return self.point(op.Reshape(normed, [1, count, rows, width]), f"{name_of_heads}.norm")
+        op, rows, width, point = self.op, self.plan.rows, facts.width, self.name(which)
+        count = facts.products[which] // width
+        flat = self.point(op.Reshape(heads, [1, count * rows, width]), point)
+        normed = self.rms(flat, f"{which}_norm", f"{point}.norm")
+        return self.point(op.Reshape(normed, [1, count, rows, width]), f"{point}.norm")
 
-    def rotate(self, layer: Layer, heads: ir.Value, which: str) -> ir.Value:
-        assert layer.rope is not None
-        op, config, name = self.op, self.config, f"{layer.name}.{which}"
-        half = config.rotary_width // 2
-        sizes = [half, half, rest] if (rest := config.head_dim - 2 * half) else [half, half]
+    def rotate(self, heads: ir.Value, facts: Attention, entered: str) -> ir.Value:
+        assert facts.rope is not None
+        op, half = self.op, facts.rope.pairs
+        sizes = [half, half, rest] if (rest := facts.width - 2 * half) else [half, half]
         split = op.Split(heads, sizes, axis=-1, _outputs=len(sizes))
-        entered = f"{name}.norm" if config.qk_norm else name
         first, second, *others = (self.point(part, entered) for part in split)
         products, turned = f"{entered}.products", f"{entered}.rotated"
-        terms = [self.point(op.Mul(a, b), products) for a in (first, second) for b in self.ropes[layer.rope]]
+        tables = self.ropes[facts.rope.name]
+        terms = [self.point(op.Mul(a, b), products) for a in (first, second) for b in tables]
         left = self.point(op.Sub(terms[0], terms[3]), turned)
         right = self.point(op.Add(terms[2], terms[1]), turned)
         return self.point(op.Concat(left, right, *others, axis=-1), turned)
 
-    def attend(self, layer: Layer, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
-        op, name, joined = self.op, layer.name, []
+    def attend(self, facts: Attention, query: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+        op, joined = self.op, []
         turned = op.Transpose(key, perm=[0, 1, 3, 2])
-        pairs = zip((turned, value), self.past[layer.index], (("key", 3), ("value", 2)), strict=True)
+        pairs = zip((turned, value), self.past[self.index], (("key", 3), ("value", 2)), strict=True)
         for new, old, (kind, axis) in pairs:
-            point = f"{name}.{kind}"
+            point = self.name(kind)
             self.present.append(self.quantize(new, point))
             self.watch(new, point)
             both = [self.dequantize(part, point) for part in (old, self.present[-1])]
             whole = op.Concat(*both, axis=axis)
             joined.append(self.dequantize(self.quantize(whole, point), point))
-        attended = self.mixed(layer, query, *joined)
-        back = self.point(op.Transpose(attended, perm=[0, 2, 1, 3]), f"{name}.attended")
-        flat = op.Reshape(back, [1, self.plan.rows, self.config.query_width])
-        return self.point(flat, f"{name}.attended")
+        attended = self.mixed(facts, query, *joined)
+        back = self.point(op.Transpose(attended, perm=[0, 2, 1, 3]), self.name("attended"))
+        flat = op.Reshape(back, [1, self.plan.rows, facts.outputs])
+        return self.point(flat, self.name("attended"))
 
-    def mixed(self, layer: Layer, query: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
-        op, config, plan, name = self.op, self.config, self.plan, layer.name
-        length, kv, width = plan.capacity + plan.rows, config.num_kv_heads, config.head_dim
-        group, mask = config.num_heads // kv * plan.rows, self.masks[layer.window is not None]
-        query = self.point(op.Reshape(query, [1, kv, group, width]), f"{name}.q.queries")
-        scores = self.point(op.MatMul(query, keys), f"{name}.scores")
-        scores = op.Reshape(scores, [1, config.num_heads, plan.rows, length])
-        scores = self.point(op.Add(self.point(scores, f"{name}.scores"), mask), f"{name}.masked")
+    def mixed(self, facts: Attention, query: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
+        op, plan, kv, width = self.op, self.plan, facts.kv_heads, facts.width
+        length, rows = plan.capacity + plan.rows, plan.rows
+        group, mask = facts.heads // kv * rows, self.masks[facts.window is not None]
+        query = self.point(op.Reshape(query, [1, kv, group, width]), self.name("q.queries"))
+        scores = self.point(op.MatMul(query, keys), self.name("scores"))
+        scores = op.Reshape(scores, [1, facts.heads, rows, length])
+        scores = self.point(op.Add(self.point(scores, self.name("scores")), mask), self.name("masked"))
         shares = self.point(op.Softmax(scores, axis=-1), "probabilities")
         shares = self.point(op.Reshape(shares, [1, kv, group, length]), "probabilities")
-        attended = self.point(op.MatMul(shares, values), f"{name}.attended")
-        attended = op.Reshape(attended, [1, config.num_heads, plan.rows, width])
-        return self.point(attended, f"{name}.attended")
+        attended = self.point(op.MatMul(shares, values), self.name("attended"))
+        attended = op.Reshape(attended, [1, facts.heads, rows, width])
+        return self.point(attended, self.name("attended"))
+
+
+def matrix_path(made: Record, name: str) -> str:
+    """The name of the single matrix ``name`` in graphs of fixed shapes."""
+    product = next(product for product in made.products.values() if name in product.matrices)
+    return f"{product.path.rpartition('.')[0]}.{name.rpartition('.')[2]}".lstrip(".")
 
 
 def build_static_decoder(config: ModelConfig, plan: StaticPlan) -> ir.Model:
