@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,7 @@ from edgespec_export.journal import JOURNAL
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileRecord, Manifest
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError
 from edgespec_models.text.chat_template import read_template
 from edgespec_models.text.template_files import DEFAULT, file_of
@@ -49,20 +51,14 @@ def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
     Models with experts also have ``experts``.
     """
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
-    classes = {"embed": "embedding", "inputs": "embedding", "lm_head": "lm_head"}
-    classes |= dict.fromkeys((*"qkvo", *(f"embed_{name}" for name in "qkv")), "attention")
-    classes |= dict.fromkeys(("fuse", "embed_fuse", "next_state"), "attention") | {"centroids": "mlp"}
-    nets = (f"delta_{part}" for part in ("qkv", "gate", "decay", "strength", "out"))
-    classes |= dict.fromkeys(("conv_in", "conv_out", *nets), "attention")
-    classes |= dict.fromkeys(("input_gate", "input_out", "inputs_in"), "mlp")
-    for prefix, kind in (("", "mlp"), ("shared_", "mlp"), ("experts_", "experts")):
-        classes |= {f"{prefix}{part}": kind for part in ("gate", "up", "down")}
+    classes = {"embed": "embedding", "centroids": "mlp"}
+    classes |= dict.fromkeys(("fuse", "embed_fuse", "next_state"), "attention")
+    for product in record(checkpoint.config).products.values():
+        kind = "attention" if product.part == "mixer" else product.part
+        classes |= {name: "experts" if ".experts_" in name else kind for name in product.matrices if kind}
     for name in checkpoint.tensors:
-        size = 1
-        for dim in checkpoint.tensor(name).shape:
-            size *= dim
-        kind = classes.get(name.rpartition(".")[2], "other")
-        counts[kind] = counts.get(kind, 0) + size
+        kind = classes.get(name, "other")
+        counts[kind] = counts.get(kind, 0) + prod(checkpoint.tensor(name).shape)
     return counts | {"lm_head": lm_head}
 
 
