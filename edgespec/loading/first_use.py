@@ -199,7 +199,7 @@ def pull_checked(
 
 
 def _check_config(folder: Path) -> None:
-    from edgespec_export.sources.hf_config import read_config
+    from edgespec_models.families import read_config
 
     read_config(Facts.read(folder / HF_CONFIG))
 

@@ -1,0 +1,117 @@
+"""Families of models: a file a family, what they share, and how one is recognized.
+
+A file has a family's names, its keys with their defaults, its tensors' names, and what is its own in reading
+them, in one :class:`~edgespec_models.families.family.Family` or a few. May import ``bundles`` and ``files``.
+"""
+
+from typing import Final
+
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.families import (
+    dflash,
+    eagle3,
+    exaone4,
+    gemma2,
+    gemma3,
+    gemma4,
+    gemma4_assistant,
+    gpt_oss,
+    granite,
+    lfm2,
+    llama,
+    ministral3,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen35,
+    smollm3,
+)
+from edgespec_models.families.family import Family
+from edgespec_models.families.heads import describes, refuse_others
+from edgespec_models.families.lacking import unknown
+from edgespec_models.families.reading import config_of
+from edgespec_models.files.facts import Facts
+
+_MODULES = (
+    *(llama, smollm3, qwen2, qwen3, qwen35, gemma2, gemma3, gemma4, phi3, granite, exaone4, gpt_oss),
+    *(olmo2, lfm2, ministral3, dflash, eagle3, gemma4_assistant),
+)
+_ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)
+MODELS: Final = tuple(family for family in _ALL if family.kind == "model")
+HEADS: Final = tuple(family for family in _ALL if family.kind != "model")
+"""Families with a target."""
+NEEDS_TARGET: Final = (
+    "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
+    "target's source"
+)
+
+
+def head_of(facts: Facts) -> tuple[Family, Facts] | None:
+    """The family of the head in a ``config.json``, and its usual facts; None for other models.
+
+    UnsupportedModelError names a head of another kind.
+    """
+    refuse_others(facts, HEADS)
+    head = next((family for family in HEADS if describes(facts, family)), None)
+    return None if head is None else (head, head.usual(facts))
+
+
+def model_of(facts: Facts) -> tuple[Family, Facts]:
+    """The family of the model in a ``config.json``, and its usual facts with defaults.
+
+    In multimodal models the facts of the text model are in ``text_config``. Of a head it is the family of its
+    layers.
+
+    Raises:
+        ModelFileError: ``text_config`` or ``model_type`` is malformed.
+        UnsupportedModelError: another family.
+    """
+    head = head_of(facts)
+    if head is not None:
+        return _of_type(head[1]), head[1]
+    text = facts.section("text_config")
+    if text.keys:
+        facts = text.over({key: facts.value(key) for key in facts.keys})
+    family = _of_type(facts)
+    facts = family.usual(facts).over({"rms_norm_eps": 1e-6, **family.defaults})
+    if family.dense is not None and facts.integer("num_local_experts") == 0:
+        family = family.dense
+    return family, facts
+
+
+def read_config(facts: Facts) -> ModelConfig:
+    """The config of a checkpoint with this ``config.json``.
+
+    Raises:
+        ModelFileError: facts are missing or malformed.
+        UnsupportedModelError: another family, or a feature that edgespec lacks.
+    """
+    family, facts = model_of(facts)
+    return config_of(facts, family)
+
+
+def in_gguf(architecture: object, where: str) -> Family:
+    """The family of this name in GGUF files, also of a head; UnsupportedModelError for others."""
+    known = {family.gguf: family for family in _ALL if family.gguf}
+    if isinstance(architecture, str) and architecture in known:
+        return known[architecture]
+    names = ", ".join(family.gguf for family in MODELS if family.gguf)
+    raise unknown(where, str(architecture), f"edgespec exports these architectures from GGUF: {names}.")
+
+
+def named(name: str) -> Family | None:
+    """The first family that manifests call ``name``; None without one."""
+    return next((family for family in MODELS if family.name == name), None)
+
+
+def _of_type(facts: Facts) -> Family:
+    model_type = facts.text("model_type", "")
+    known = {name: family for family in MODELS for name in family.hub}
+    if model_type not in known:
+        how = (
+            f"edgespec exports these model types from Hugging Face checkpoints: {', '.join(known)}. Other "
+            "decoders go through Optimum: edgespec export SOURCE -o OUT --via optimum."
+        )
+        raise unknown(facts.where, model_type, how)
+    return known[model_type]
