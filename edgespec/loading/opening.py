@@ -150,7 +150,7 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
             f"{drafter.path.name} is a head, which reads states of the target's layers, and the bundle "
             f"{target.path.name} has no such outputs; export the target for the CPU, with --weights exact"
         )
-    last, whole = max(head.feature_layers), head.architecture in ("mtp", "assistant")
+    last, whole = max(head.feature_layers), len(head.feature_layers) == 1  # what leaves the last layer
     reads = last == made.num_layers if whole else last <= made.num_layers
     if isinstance(head, ModelConfig):
         reads &= {*read_by(head, "float16")} <= {*target.manifest.kept}

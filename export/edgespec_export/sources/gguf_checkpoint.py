@@ -79,8 +79,11 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         with ExitStack() as stack:
             file = self._open_file(path, stack)
-            self.family = family = family_of(file)
+            family = family_of(file)
             own = file.facts(family.gguf)
+            if family.dense is not None and not own.get("expert_count"):
+                family = family.dense
+            self.family = family
             drafter = tuple(f"blk.{block}." for block in take_mtp(file, own))
             if any(".nextn." in name for name in file.tensors):
                 if not has_trunk(file):

@@ -14,7 +14,7 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
-from edgespec_models.bundles.layers import outer_shapes
+from edgespec_models.bundles.layers import outer_shapes, tensor_shapes
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.families import head_of, in_gguf
 from edgespec_models.families.heads import OTHER, Target
@@ -105,9 +105,10 @@ class _Trained(Head):
         if "confidence" in own:  # which may have no bias
             zero = Tensor("confidence_bias", (1,), GGMLType.F32, BytesIO(bytes(4)), 0)
             own.setdefault("confidence_bias", zero)
-        for name in "qkv" if self.family.side_by_side else "":
+        shapes = tensor_shapes(self.config)
+        for name in "qkv":
             both = own.get(f"layers.0.{name}")
-            if both is not None and len(both.shape) == 2:
+            if f"layers.0.embed_{name}" in shapes and both is not None and len(both.shape) == 2:
                 half, whole = both.shape[1] // 2, both.shape[1]
                 own[f"layers.0.embed_{name}"] = both.columns(0, half)
                 own[f"layers.0.{name}"] = both.columns(half, whole)

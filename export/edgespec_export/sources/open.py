@@ -12,7 +12,7 @@ from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
 from edgespec_export.sources.mtp import GGUFLayer, HFLayer, is_layer
 from edgespec_models.bundles.foreign import is_model, what_instead
 from edgespec_models.errors import ModelFileError
-from edgespec_models.families import HEADS, head_of
+from edgespec_models.families import head_of, of_gguf
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of
 
@@ -62,8 +62,8 @@ def _class_of(source: Path) -> _Opens:
     """The class that opens ``source`` as a head. The class of MTP layers opens everything that is no head."""
     if source.is_file():
         with GGUFFile(parts_of(source)[0]) as file:
-            architecture = file.metadata.get("general.architecture")
-        kind = next((head.kind for head in HEADS if head.gguf == architecture), "model")
+            family = of_gguf(file.metadata.get("general.architecture"))
+        kind = "model" if family is None else family.kind
         return {"head": GGUFHead, "assistant": GGUFAssistant, "model": GGUFLayer}[kind]
     head = head_of(Facts.read(source / CONFIG))
     kind = "model" if head is None else head[0].kind

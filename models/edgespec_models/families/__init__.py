@@ -7,39 +7,37 @@ them, in one :class:`~edgespec_models.families.family.Family` or a few. May impo
 from typing import Final
 
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.families import (
-    dflash,
-    eagle3,
-    exaone4,
-    gemma2,
-    gemma3,
-    gemma4,
-    gemma4_assistant,
-    gpt_oss,
-    granite,
-    lfm2,
-    llama,
-    ministral3,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen35,
-    smollm3,
-)
+from edgespec_models.families.dflash import DFLASH
+from edgespec_models.families.eagle3 import EAGLE3
+from edgespec_models.families.exaone4 import EXAONE4
 from edgespec_models.families.family import Family
+from edgespec_models.families.gemma2 import GEMMA2
+from edgespec_models.families.gemma3 import GEMMA3
+from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from edgespec_models.families.gemma4_assistant import GEMMA4_ASSISTANT
+from edgespec_models.families.gpt_oss import GPT_OSS
+from edgespec_models.families.granite import GRANITE, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
 from edgespec_models.families.lacking import unknown
+from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
+from edgespec_models.families.llama import LLAMA, MISTRAL
+from edgespec_models.families.ministral3 import MINISTRAL3
+from edgespec_models.families.olmo2 import OLMO2, OLMO3
+from edgespec_models.families.phi3 import PHI3
+from edgespec_models.families.qwen2 import QWEN2
+from edgespec_models.families.qwen3 import QWEN3, QWEN3_MOE
+from edgespec_models.families.qwen35 import QWEN35, QWEN35_MOE
 from edgespec_models.families.reading import config_of
+from edgespec_models.families.smollm3 import SMOLLM3
 from edgespec_models.files.facts import Facts
 
-_MODULES = (
-    *(llama, smollm3, qwen2, qwen3, qwen35, gemma2, gemma3, gemma4, phi3, granite, exaone4, gpt_oss),
-    *(olmo2, lfm2, ministral3, dflash, eagle3, gemma4_assistant),
+MODELS: Final = (
+    *(LLAMA, MISTRAL, SMOLLM3, MINISTRAL3, PHI3),
+    *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
+    *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
+    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE),
 )
-_ALL: Final[tuple[Family, ...]] = tuple(family for module in _MODULES for family in module.FAMILIES)
-MODELS: Final = tuple(family for family in _ALL if family.kind == "model")
-HEADS: Final = tuple(family for family in _ALL if family.kind != "model")
+HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
 NEEDS_TARGET: Final = (
     "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
@@ -93,11 +91,16 @@ def read_config(facts: Facts) -> ModelConfig:
 
 def in_gguf(architecture: object, where: str) -> Family:
     """The family of this name in GGUF files, also of a head; UnsupportedModelError for others."""
-    known = {family.gguf: family for family in _ALL if family.gguf}
-    if isinstance(architecture, str) and architecture in known:
-        return known[architecture]
+    family = of_gguf(architecture)
+    if family is not None:
+        return family
     names = ", ".join(family.gguf for family in MODELS if family.gguf)
     raise unknown(where, str(architecture), f"edgespec exports these architectures from GGUF: {names}.")
+
+
+def of_gguf(architecture: object) -> Family | None:
+    """The same, but None for others."""
+    return next((family for family in (*MODELS, *HEADS) if family.gguf and family.gguf == architecture), None)
 
 
 def named(name: str) -> Family | None:

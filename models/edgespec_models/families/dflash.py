@@ -108,4 +108,3 @@ DFLASH = Family(
     from_gguf=_from_gguf,
     read=_read,
 )
-FAMILIES = (DFLASH,)

@@ -50,7 +50,6 @@ EAGLE3 = Family(
     sign="draft_vocab_size",
     neighbours=True,
     keeps_rows=True,
-    side_by_side=True,
     keys={_IDS: "target_layers"},
     outer={
         **OUTER,
@@ -67,4 +66,3 @@ EAGLE3 = Family(
     usual=of_decoder,
     read=_read,
 )
-FAMILIES = (EAGLE3,)

@@ -34,4 +34,3 @@ EXAONE4 = Family(
     layer={**LAYER, **POST_NORMS},
     read=_read,
 )
-FAMILIES = (EXAONE4,)

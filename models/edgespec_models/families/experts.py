@@ -1,7 +1,6 @@
 """The facts of experts."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from edgespec_models.bundles.config import Experts
@@ -9,14 +8,12 @@ from edgespec_models.errors import UnsupportedModelError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.files.facts import Facts
 
-_GATINGS: Final[Mapping[int, dict[str, Any]]] = MappingProxyType(
-    {
-        0: {},
-        1: {"gating": "softmax"},
-        2: {"gating": "sigmoid"},
-        3: {"gating": "softmax", "normalized": True},  # over the logits of the chosen ones
-    }
-)
+_GATINGS: Final[Mapping[int, dict[str, Any]]] = {
+    0: {},
+    1: {"gating": "softmax"},
+    2: {"gating": "sigmoid"},
+    3: {"gating": "softmax", "normalized": True},  # over the logits of the chosen ones
+}
 """By ``expert_gating_func`` in GGUF files; 0 leaves it to the family."""
 _CLAMPED: Final = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 COUNTS: Final = ("expert_count", "num_experts", "num_local_experts")

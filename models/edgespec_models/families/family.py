@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from edgespec_models.bundles.config import Architecture, ModelConfig
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.families.names import LAYER, OUTER, Names
 from edgespec_models.files.facts import Facts
 
@@ -46,14 +46,15 @@ class Family(NamedTuple):
         experts: fields of :class:`Experts` that no file states; None where layers have none. With
             ``beside_mlp`` some models have none.
         dense: the family of its models without experts, if there are some.
-        alternating: whether directories have the experts' gates and their factors in alternating rows.
-        quantizations: the method (``quant_method``) in which directories may be quantized.
+        alternating: whether directories have the experts' gates and their factors in alternating rows, in
+            floats or MXFP4.
+        cut: the name of its cut of texts, where files of ollama call it ``default``.
+        takes_space: whether tokens of SentencePiece's kind that were added take the whitespace behind them.
         one_vocabulary: whether all its models have the same tokens.
         kind: heads and assistants draft for a target.
         classes: parts of the names of a head's classes.
         sign: a key that only its ``config.json`` has.
         keeps_rows: whether the rows of a head's LM head were chosen when it was trained.
-        side_by_side: whether a head multiplies embedding and state side by side.
         usual: from the facts of a ``config.json`` to the same facts under the usual keys.
         from_gguf: from a GGUF file's keys and its tensors' names to keys that change.
         read: from the usual facts to the config; None for
@@ -61,7 +62,7 @@ class Family(NamedTuple):
             shapes of their tensors, and ``target``.
     """
 
-    name: Architecture
+    name: str
     hub: tuple[str, ...] = ()
     gguf: str = ""
     defaults: Mapping[str, Any] = _NOTHING
@@ -82,13 +83,13 @@ class Family(NamedTuple):
     experts: Mapping[str, Any] | None = None
     dense: "Family | None" = None
     alternating: bool = False
-    quantizations: tuple[str, ...] = ()
+    cut: str = "default"
+    takes_space: bool = False
     one_vocabulary: bool = False
     kind: Literal["model", "head", "assistant"] = "model"
     classes: tuple[str, ...] = ()
     sign: str = ""
     keeps_rows: bool = False
-    side_by_side: bool = False
     usual: Callable[[Facts], Facts] = _as_stated
     from_gguf: Callable[[Facts, Collection[str]], Mapping[str, object]] = _unchanged
     read: Callable[..., ModelConfig] | None = None

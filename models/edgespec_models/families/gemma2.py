@@ -48,4 +48,3 @@ GEMMA2 = Family(
     layer={**LAYER, **POST_NORMS},
     from_gguf=_from_gguf,
 )
-FAMILIES = (GEMMA2,)

@@ -44,4 +44,3 @@ GEMMA3 = Family(
     layer={**LAYER, **POST_NORMS},
     from_gguf=_from_gguf,
 )
-FAMILIES = (GEMMA3,)

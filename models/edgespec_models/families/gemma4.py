@@ -216,4 +216,3 @@ GEMMA4_UNIFIED = GEMMA4._replace(
         "sliding_window": 1024,
     },
 )
-FAMILIES = (GEMMA4, GEMMA4_UNIFIED)

@@ -92,4 +92,3 @@ GEMMA4_ASSISTANT = GEMMA4._replace(
     usual=_usual,
     from_gguf=_from_gguf,
 )
-FAMILIES = (GEMMA4_ASSISTANT,)

@@ -13,7 +13,6 @@ GPT_OSS = Family(
     fixed={"sinks": True},
     experts={"biases": True, "clamped": True},
     alternating=True,
-    quantizations=("mxfp4",),
     defaults={
         "rms_norm_eps": 1e-5,
         "head_dim": 64,
@@ -42,4 +41,3 @@ GPT_OSS = Family(
         "experts_down_bias": ("", "ffn_down_exps.bias"),
     },
 )
-FAMILIES = (GPT_OSS,)

@@ -60,4 +60,3 @@ GRANITE_MOE = GRANITE._replace(
     ),
     usual=_usual,
 )
-FAMILIES = (GRANITE, GRANITE_MOE)

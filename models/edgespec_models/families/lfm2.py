@@ -8,7 +8,7 @@ from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS, LAYER, OUTER
 from edgespec_models.families.reading import trunk
-from edgespec_models.families.windows import last_layers, layer_count
+from edgespec_models.families.windows import last_layers, layer_kinds
 from edgespec_models.files.facts import Facts
 
 _MAX_LAYERS = 4096  # there is a list with an entry for each; a damaged count may be huge
@@ -47,25 +47,13 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 
 def _read(facts: Facts, family: Family) -> ModelConfig:
-    return trunk(facts, family, sliding=last_layers(facts, family), **_mixers(facts))
-
-
-def _mixers(facts: Facts) -> dict[str, Any]:
-    """The layers that are short convolutions, and the number of tokens that they see."""
-    layers, types = layer_count(facts), facts.value("layer_types")
-    if types is None:
-        return {}
-    if not isinstance(types, list) or len(types) != layers or not _MIXERS.keys() >= {*map(str, types)}:
-        raise UnsupportedModelError(
-            f"{facts.where}: layer_types, or heads of keys and values, must say attention or convolution for "
-            f"each of {layers} layers"
-        )
-    mixers = tuple(_MIXERS[kind] for kind in types)
-    if "short_conv" not in mixers:
-        return {}
-    if facts.boolean("conv_bias", default=False):
-        raise UnsupportedModelError(f"{facts.where}: conv_bias is true; allowed: false")
-    return {"mixers": mixers, "conv_taps": facts.integer("conv_L_cache")}
+    fields, what = dict[str, Any](), "layer_types, or heads of keys and values,"
+    mixers = layer_kinds(facts, _MIXERS, what) or []
+    if "short_conv" in mixers:
+        if facts.boolean("conv_bias", default=False):
+            raise UnsupportedModelError(f"{facts.where}: conv_bias is true; allowed: false")
+        fields = {"mixers": tuple(mixers), "conv_taps": facts.integer("conv_L_cache")}
+    return trunk(facts, family, sliding=last_layers(facts, family), **fields)
 
 
 LFM2 = Family(
@@ -74,6 +62,7 @@ LFM2 = Family(
     gguf="lfm2",
     theta=1e6,
     windowed=True,
+    cut="lfm2",
     fixed={"qk_norm": True},
     defaults={
         "vocab_size": 65_536,
@@ -131,4 +120,3 @@ LFM2_MOE = LFM2._replace(
         ),
     },
 )
-FAMILIES = (LFM2, LFM2_MOE)

@@ -4,4 +4,3 @@ from edgespec_models.families.family import Family
 
 LLAMA = Family(name="llama", hub=("llama",), gguf="llama", neighbours=True)
 MISTRAL = Family(name="mistral", hub=("mistral",), windowed=True)
-FAMILIES = (LLAMA, MISTRAL)

@@ -8,6 +8,7 @@ MINISTRAL3 = Family(
     gguf="mistral3",
     windowed=True,
     neighbours=True,
+    cut="tekken",
     defaults={
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
@@ -22,4 +23,3 @@ MINISTRAL3 = Family(
         },
     },
 )
-FAMILIES = (MINISTRAL3,)

@@ -17,4 +17,3 @@ OLMO2 = Family(
 OLMO3 = OLMO2._replace(
     hub=("olmo3",), gguf="", theta=5e5, defaults={**OLMO2.defaults, "sliding_window": 4096}
 )
-FAMILIES = (OLMO2, OLMO3)

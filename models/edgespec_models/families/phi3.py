@@ -9,7 +9,7 @@ PHI3 = Family(
     gguf="phi3",
     windowed=True,
     partial=True,
+    takes_space=True,
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     layer={**LAYER, "gate_up": ("mlp.gate_up_proj.weight", "ffn_up.weight")},
 )
-FAMILIES = (PHI3,)

@@ -2,4 +2,4 @@
 
 from edgespec_models.families.family import Family
 
-FAMILIES = (Family(name="qwen2", hub=("qwen2",), gguf="qwen2"),)
+QWEN2 = Family(name="qwen2", hub=("qwen2",), gguf="qwen2")

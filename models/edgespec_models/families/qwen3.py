@@ -19,4 +19,3 @@ QWEN3_MOE = QWEN3._replace(
         "norm_topk_prob": False,
     },
 )
-FAMILIES = (QWEN3, QWEN3_MOE)

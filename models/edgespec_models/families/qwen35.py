@@ -7,20 +7,20 @@ from collections.abc import Collection
 from typing import Any
 
 from edgespec_models.bundles.config import DeltaNet, ModelConfig
-from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
+from edgespec_models.errors import ModelFileError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS, LAYER
 from edgespec_models.families.reading import trunk
-from edgespec_models.families.windows import last_layers, layer_count
+from edgespec_models.families.windows import every_nth_sees_all, last_layers, layer_count, layer_kinds
 from edgespec_models.files.facts import Facts
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_MIXERS = {"linear_attention": "delta_net", "full_attention": "attention"}
 
 
 def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
     changed, recurrent = dict[str, object](), keys.value("attention.recurrent_layers")
     if isinstance(recurrent, list):
-        kinds: list[object] = [_LINEAR if is_linear else _FULL for is_linear in recurrent]
+        kinds = [f"{'linear' if is_linear else 'full'}_attention" for is_linear in recurrent]
         changed["layer_types"] = kinds[: keys.integer("block_count")]
     inner, heads = keys.integer("ssm.inner_size"), keys.integer("ssm.time_step_rank")
     if heads < 1 or inner % heads:
@@ -33,33 +33,26 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 
 def _read(facts: Facts, family: Family) -> ModelConfig:
-    return trunk(facts, family, sliding=last_layers(facts, family), **_mixers(facts))
-
-
-def _mixers(facts: Facts) -> dict[str, Any]:
-    """The layers that are delta nets, by a list or else the interval of attention layers, and their heads."""
-    layers, types = layer_count(facts), facts.value("layer_types")
-    if types is None:
+    """The layers that are delta nets are listed, or attention layers have an interval."""
+    fields, mixers = dict[str, Any](), layer_kinds(facts, _MIXERS)
+    if mixers is None:
         interval = facts.integer("full_attention_interval", 4)
         if interval < 1:
             raise ModelFileError(f"{facts.where}: full_attention_interval is {interval}; allowed: above 0")
-        types = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {_LINEAR, _FULL}:
-        raise UnsupportedModelError(
-            f"{facts.where}: layer_types must say {_LINEAR} or {_FULL} for each of {layers} layers"
-        )
-    if _LINEAR not in types:
-        return {}
-    with naming(facts.where):
-        net = DeltaNet(
-            key_heads=facts.integer("linear_num_key_heads"),
-            value_heads=facts.integer("linear_num_value_heads"),
-            key_width=facts.integer("linear_key_head_dim"),
-            value_width=facts.integer("linear_value_head_dim"),
-            tiled=facts.boolean("linear_tiled", default=False),
-        )
-    mixers = tuple("delta_net" if kind == _LINEAR else "attention" for kind in types)
-    return {"mixers": mixers, "conv_taps": facts.integer("linear_conv_kernel_dim"), "delta": net}
+        linear = every_nth_sees_all(layer_count(facts), interval)
+        mixers = ["delta_net" if is_linear else "attention" for is_linear in linear]
+    if "delta_net" in mixers:
+        with naming(facts.where):
+            net = DeltaNet(
+                key_heads=facts.integer("linear_num_key_heads"),
+                value_heads=facts.integer("linear_num_value_heads"),
+                key_width=facts.integer("linear_key_head_dim"),
+                value_width=facts.integer("linear_value_head_dim"),
+                tiled=facts.boolean("linear_tiled", default=False),
+            )
+        taps = facts.integer("linear_conv_kernel_dim")
+        fields = {"mixers": tuple(mixers), "conv_taps": taps, "delta": net}
+    return trunk(facts, family, sliding=last_layers(facts, family), **fields)
 
 
 QWEN35 = Family(
@@ -133,4 +126,3 @@ QWEN35_MOE = QWEN35._replace(
         "shared_down": ("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight"),
     },
 )
-FAMILIES = (QWEN35, QWEN35_MOE)

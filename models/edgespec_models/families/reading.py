@@ -125,8 +125,8 @@ def _check_features(facts: Facts, family: Family) -> None:
     """Refuse features that a plain model of ``family`` lacks."""
     keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
     method = facts.section("quantization_config").text("quant_method", "an unknown method")
-    read = is_nvfp4(facts) or method in family.quantizations
-    if not read and any(facts.value(key) is not None for key in keys):
+    is_read = is_nvfp4(facts) or (family.alternating and method == "mxfp4")
+    if not is_read and any(facts.value(key) is not None for key in keys):
         raise UnsupportedModelError(
             f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
             "itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
@@ -134,16 +134,13 @@ def _check_features(facts: Facts, family: Family) -> None:
     if "Classification" in str(facts.value("architectures")):
         raise UnsupportedModelError(f"{facts.where} says that the model {CLASSIFIES}")
     gelu = family.fixed.get("activation") == "gelu_tanh"
-    key, expected = ("hidden_activation", "gelu_pytorch_tanh") if gelu else ("hidden_act", "silu")
-    activation = facts.text(key, expected)
-    if activation != expected:
-        raise UnsupportedModelError(
-            f"{facts.where}: {key} is {activation!r}; {family.name} is supported with {expected!r}"
-        )
-    if family.fixed.get("gated_attention") and not facts.boolean("attn_output_gate", default=True):
-        raise UnsupportedModelError(
-            f"{facts.where}: attn_output_gate is False; {family.name} is supported with True"
-        )
+    plain: dict[str, object] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
+    plain |= {"attn_output_gate": True} if family.fixed.get("gated_attention") else {}
+    for key, expected in plain.items():
+        if facts.value(key) not in (None, expected):
+            raise UnsupportedModelError(
+                f"{facts.where}: {key} is {facts.value(key)!r}; {family.name} is supported with {expected!r}"
+            )
     for key in _CHANGES_LOGITS:
         vision = (key, facts.value(key)) == ("use_bidirectional_attention", "vision")
         if facts.value(key) and key not in family.defaults and not vision:

@@ -34,4 +34,3 @@ SMOLLM3 = Family(
     defaults={"tie_word_embeddings": True},
     read=_read,
 )
-FAMILIES = (SMOLLM3,)

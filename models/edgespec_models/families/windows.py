@@ -1,11 +1,13 @@
 """Sliding windows: which layers have one, and how wide it is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.files.facts import Facts
 
+T = TypeVar("T")
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
 
 
@@ -21,19 +23,29 @@ def layer_count(facts: Facts) -> int:
     return counted(facts, "layers", facts.integer("num_hidden_layers"))
 
 
+def layer_kinds(facts: Facts, kinds: Mapping[str, T], what: str = "layer_types") -> list[T] | None:
+    """What ``layer_types`` says of each layer, as one of ``kinds``; None if it is missing.
+
+    UnsupportedModelError says that ``what`` must say one of these.
+    """
+    layers, types = layer_count(facts), facts.value("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers or not kinds.keys() >= {*map(str, types)}:
+        raise UnsupportedModelError(
+            f"{facts.where}: {what} must say {' or '.join(kinds)} for each of {layers} layers"
+        )
+    return [kinds[kind] for kind in types]
+
+
 def sliding_layers(facts: Facts, family: Family) -> list[bool]:
     """Whether each layer has a sliding window, if there is one."""
-    layers, types = layer_count(facts), facts.value("layer_types")
-    if types is not None:
-        known = {"full_attention": False, "sliding_attention": True}
-        if not isinstance(types, list) or len(types) != layers or not known.keys() >= {*map(str, types)}:
-            raise UnsupportedModelError(
-                f"{facts.where}: layer_types must say full_attention or sliding_attention for each of "
-                f"{layers} layers"
-            )
-        return [known[kind] for kind in types]
+    stated = layer_kinds(facts, {"full_attention": False, "sliding_attention": True})
+    if stated is not None:
+        return stated
     if family.pattern:
-        return every_nth_sees_all(layers, facts.integer("sliding_window_pattern", family.pattern))
+        every = facts.integer("sliding_window_pattern", family.pattern)
+        return every_nth_sees_all(layer_count(facts), every)
     return last_layers(facts, family)
 
 
