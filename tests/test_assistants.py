@@ -18,10 +18,10 @@ from edgespec.drafting.heads import AssistantReader
 from edgespec.loading import drafters
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import Assistant, ModelConfig
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.families import read_config
 from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu

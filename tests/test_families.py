@@ -8,9 +8,13 @@ import pytest
 import edgespec
 from edgespec import LoadOptions
 from edgespec_export.export import ExportOptions, export_model
+from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.downloads.catalog import hub_names
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.families import HEADS, MODELS, named
 from tests.kit.drafters import draft_eagerly
-from tests.kit.gguf_cases import gguf_of
+from tests.kit.gguf_cases import converted, gguf_of
+from tests.kit.hf import config_of, weights
 from tests.kit.native import tiny_native
 
 CASES = ("gemma2", "gemma4", "gemma4_tied", "gemma4_moe", "gpt_oss", "qwen35", "qwen35_moe")
@@ -124,3 +128,30 @@ def test_a_conversation_that_goes_on_or_turns_back_is_as_if_read_alone(bundle: P
     for prompt, answer in {*zip(prompts, answers, strict=True)}:
         with edgespec.load(bundle, None, options=LoadOptions(threads=1)) as model:
             assert model.generate(prompt, max_new_tokens=12, stop_at_eos=False).text == answer
+
+
+def test_every_name_belongs_to_one_family() -> None:
+    families = (*MODELS, *HEADS)
+    for names in (
+        [name for family in families for name in family.hub],
+        [family.gguf for family in families if family.gguf],
+    ):
+        assert len(names) == len({*names})
+    for family in families:
+        assert {"embed", "final_norm", "lm_head"} <= family.outer.keys()
+    assert {model.architecture for model in hub_names().values()} <= {family.name for family in MODELS}
+    assert named("a family that nobody has") is None
+
+
+@pytest.mark.parametrize("stated", [{"granitemoe.expert_count": 0}, {}])
+def test_a_dense_granite_may_bear_the_name_of_those_with_experts(
+    stated: dict[str, int], tmp_path: Path
+) -> None:
+    config = config_of("granite")
+    model = converted("granitemoe", config, weights(config), "F32")
+    model.metadata |= stated
+    with (
+        open_checkpoint(model.write(tmp_path / "m.gguf")) as file,
+        open_checkpoint(gguf_of("granite").write(tmp_path / "n.gguf")) as plain,
+    ):
+        assert file.config == plain.config and file.tensors.keys() == plain.tensors.keys()

@@ -20,9 +20,9 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.families import read_config
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of

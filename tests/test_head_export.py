@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from edgespec.cli import app
 from edgespec_export.export import export_model
-from edgespec_export.sources.hf_config import read_config
-from edgespec_export.sources.rope import scaled
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import types_of
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
+from edgespec_models.families import read_config
+from edgespec_models.families.rope import scaled
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.onnx_header import read_header
 from tests.kit import heads as heads

@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_export.sources.hf_config import read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Bundle
@@ -25,6 +24,7 @@ from edgespec_models.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from edgespec_models.families import read_config
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_models.text.tokenizer_files import TokenizerFiles

@@ -20,10 +20,10 @@ from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_export.sources.hf_config import model_facts, read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.families import model_of, read_config
 from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session
@@ -284,7 +284,7 @@ def test_the_width_of_an_lfm2_is_adjusted_once(tmp_path: Path, key: str) -> None
     facts = {name: value for name, value in facts.items() if value is not None}
     with HFCheckpoint(write_checkpoint(tmp_path / "m", facts)) as opened:
         assert opened.config.intermediate_size == 256
-    named = model_facts(Facts(facts, "config.json"))
+    _, named = model_of(Facts(facts, "config.json"))
     assert read_config(named) == read_config(Facts(facts, "config.json"))
 
 

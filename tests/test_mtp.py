@@ -17,11 +17,11 @@ from edgespec.drafting.heads import HeadReader
 from edgespec.loading.drafters import expected_speed, mtp_price
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
-from edgespec_export.sources.hf_config import read_config
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.families import read_config
 from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu

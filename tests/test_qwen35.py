@@ -17,10 +17,10 @@ from edgespec import LoadOptions
 from edgespec_export.export import export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_export.sources.hf_config import read_config
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
 from edgespec_models.errors import EdgespecError
+from edgespec_models.families import read_config
 from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session

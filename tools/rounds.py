@@ -31,7 +31,7 @@ def round_of(target: Session, head: Session, drafted: int, committed: int) -> li
     head.rewind(BEHIND)
     assert predictions.hidden is not None
     features, block = predictions.hidden, head.model.config.block
-    other = target if head.model.config.architecture == "assistant" else None
+    other = target if head.model.config.reads_cache else None
     committed = committed if other is None else 1
     rows = Rows(head, [9] * committed, 1, features=features[:committed], target=other)
     if block is not None:

@@ -131,7 +131,7 @@ class DrafterSide:
         config, block = self.bundle.config, session.model.config.block
         pricing, calibration = self.pricing, self.calibration
         reader: Chain
-        if config.architecture == "assistant":  # which has no KV cache of its own
+        if config.reads_cache:
             reader = AssistantReader(session, self.curve, length, target)
         else:
             session.reserve(min(MOST_READ + room, session.model.longest))

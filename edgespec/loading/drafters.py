@@ -15,9 +15,10 @@ from edgespec.loading import first_use
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.config import MTP_ROWS, DecoderShape, ModelConfig
-from edgespec_models.decoders.record import record
 from edgespec_models.downloads.catalog import entries, find, hub_heads, hub_names
 from edgespec_models.downloads.download import pulled_place
+from edgespec_models.families import named
+from edgespec_models.graphs.record import record
 
 _FAMILY, _OTHER = 0.84, 0.71
 """Right first guesses on Spec-Bench: of Qwen2.5-Coder-0.5B for the 1.5B, and of SmolLM2-135M for the same."""
@@ -80,10 +81,12 @@ def recommended(
         for name, model in hub_names().items()
         if model.drafts and (model.architecture, model.vocabulary) == (shape.architecture, shape.vocab_size)
     }
+    of_shape = named(shape.architecture)
+    one_vocabulary = of_shape is not None and of_shape.one_vocabulary
     promised, n_bytes = {NGRAM: _WORTH}, max(n_bytes, 1)
     for entry in catalogue:
         if entry.role == "drafter" and entry.alignment is None:
-            if entry.architecture == shape.architecture == "gemma3":  # the only family of one vocabulary
+            if entry.architecture == shape.architecture and one_vocabulary:
                 family[entry.name] = entry.size_bytes
             promised[entry.name] = expected_speed(_OTHER, entry.size_bytes / n_bytes)
     promised |= {name: expected_speed(_FAMILY, size / n_bytes) for name, size in family.items()}

@@ -18,6 +18,7 @@ from edgespec_models.downloads.catalog import CatalogueEntry, find
 from edgespec_models.downloads.download import pull, pulled_place
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
 from edgespec_models.errors import BundleError, ModelFileError, RequestError
+from edgespec_models.families import named, read_config
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.progress import ProgressCallback
@@ -126,7 +127,8 @@ def mtp_layer(target: DecoderShape, left_out: object, reference: str | Path) -> 
     That is the target's own file if its export has ``left_out`` the layer (:attr:`Manifest.provenance`), or a
     file beside it.
     """
-    source = checkpoint_of(reference) if target.architecture == "qwen35" else None
+    family = named(target.architecture)
+    source = checkpoint_of(reference) if family is not None and family.mtp else None
     if source is None or left_out == "mtp" or source.is_dir():
         return source if left_out == "mtp" else None
     from edgespec_export.sources.mtp import beside
@@ -199,8 +201,6 @@ def pull_checked(
 
 
 def _check_config(folder: Path) -> None:
-    from edgespec_export.sources.hf_config import read_config
-
     read_config(Facts.read(folder / HF_CONFIG))
 
 

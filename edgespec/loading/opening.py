@@ -18,8 +18,8 @@ from edgespec.loading.measurements import Conditions, Measurement, recall, remem
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import ExportDevice
-from edgespec_models.decoders.record import record
 from edgespec_models.errors import DeviceError, RequestError
+from edgespec_models.graphs.record import record
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_runtimes.cost import (
@@ -150,7 +150,7 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
             f"{drafter.path.name} is a head, which reads states of the target's layers, and the bundle "
             f"{target.path.name} has no such outputs; export the target for the CPU, with --weights exact"
         )
-    last, whole = max(head.feature_layers), head.architecture in ("mtp", "assistant")
+    last, whole = max(head.feature_layers), len(head.feature_layers) == 1  # what leaves the last layer
     reads = last == made.num_layers if whole else last <= made.num_layers
     if isinstance(head, ModelConfig):
         reads &= {*record(head).read_in("float16")} <= {*target.manifest.kept}

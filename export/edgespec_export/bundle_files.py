@@ -12,8 +12,8 @@ from edgespec_export.journal import JOURNAL
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileRecord, Manifest
-from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError
+from edgespec_models.graphs.record import record
 from edgespec_models.text.chat_template import read_template
 from edgespec_models.text.template_files import DEFAULT, file_of
 from edgespec_models.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
     Models with experts also have ``experts``.
     """
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
-    classes = {"embed": "embedding", "centroids": "mlp"}
+    classes = {"embed": "embedding", "lm_head": "lm_head", "centroids": "mlp"}
     classes |= dict.fromkeys(("fuse", "embed_fuse", "next_state"), "attention")
     for product in record(checkpoint.config).products.values():
         kind = "attention" if product.part == "mixer" else product.part

@@ -26,8 +26,8 @@ from edgespec_models.bundles.graph_contract import (
     stream_name,
 )
 from edgespec_models.bundles.kept import KeptTensor
-from edgespec_models.decoders.record import record
 from edgespec_models.errors import BundleError, DeviceError
+from edgespec_models.graphs.record import record
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import GrowingCache, KVBuffers, Memory, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort

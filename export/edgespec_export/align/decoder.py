@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Text
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.decoders.heads import decode
 from edgespec_models.decoders.operations import Activation, Attention, Backend, Rope, Rows
-from edgespec_models.decoders.record import record
+from edgespec_models.families import decode
 from edgespec_models.files.blocks import fields
 from edgespec_models.files.tensors import FLOATS
+from edgespec_models.graphs.record import record
 
 _ROWS: Final = 256  # answer tokens with logits in memory at a time: a row may have 262,144 logits
 

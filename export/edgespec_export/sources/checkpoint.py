@@ -18,10 +18,11 @@ import numpy.typing as npt
 from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.families.family import Family
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import GGMLType, Tensor
+from edgespec_models.graphs.record import record
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.storage import read_text
 from edgespec_models.text.tokenizer import SpecialTokens
@@ -41,6 +42,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         path: the file or directory.
         files: all files of the model in a fixed order, which its digest covers.
         model_name: the model's name if the user gives none.
+        family: what is known of its family.
         config: facts of the graph.
         logits_factor: the factor on the logits, which the gain of the normalization before takes up.
         tensors: the tensors by edgespec's names.
@@ -57,6 +59,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     path: Path
     files: tuple[Path, ...]
     model_name: str
+    family: Family
     config: ModelConfig
     logits_factor: float = 1.0
     tensors: Mapping[str, Tensor]
@@ -114,8 +117,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     @property
     def keeps_rows(self) -> bool:
         """Whether the rows of the LM head are settled: trained for a part of the tokens, or in clusters."""
-        trained = self.head_tokens is not None or self.config.architecture == "eagle3"
-        return trained or self.clustered is not None
+        return self.family.keeps_rows or self.head_tokens is not None or self.clustered is not None
 
     def tensor(self, name: str) -> Tensor:
         """The tensor called ``name``; ``lm_head`` of a tied model is its embedding."""

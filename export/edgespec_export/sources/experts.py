@@ -1,4 +1,4 @@
-"""Experts in files: their facts, and their matrices, brought one below the other.
+"""Experts in files: their matrices, brought one below the other.
 
 GGUF files hold a tensor of three dimensions for a layer's experts, gates and their factors apart or fused.
 Directories hold the same, or a tensor for each expert, or gpt-oss's codes and exponents.
@@ -8,99 +8,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from io import BytesIO
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-from edgespec_export.sources.architectures import Family
 from edgespec_export.sources.safetensors_file import Raw, SafetensorsFile
-from edgespec_models.bundles.config import Experts, ModelConfig
-from edgespec_models.decoders.record import record
-from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.errors import ModelFileError
 from edgespec_models.files.blocks import Blocks, unpack
-from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import Columns, GGMLType, SplitBlocks, Stack, Tensor
+from edgespec_models.graphs.record import record
 
-_GATINGS: Final[Mapping[int, dict[str, Any]]] = MappingProxyType(
-    {
-        0: {},
-        1: {"gating": "softmax"},
-        2: {"gating": "sigmoid"},
-        3: {"gating": "softmax", "normalized": True},  # over the logits of the chosen ones
-    }
-)
-"""By ``expert_gating_func`` in GGUF files; 0 leaves it to the family."""
-_GPT_OSS: Final = re.compile(
+_ALTERNATING: Final = re.compile(
     r"model\.(layers\.\d+\.)mlp\.experts\.(gate_up|down)_proj(?:_(blocks|scales|bias))?"
 )
 _ONE: Final = re.compile(r"(layers\.\d+\.experts_\w+)\.(\d+)")
-_CLAMPED: Final = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 _AGAIN: Final = "download or convert it again"
-
-
-def experts_of(facts: Facts, family: Family) -> dict[str, Any]:
-    """The experts of a model of ``family``, as fields of :class:`ModelConfig`.
-
-    Raises:
-        ModelFileError: facts are missing or contradict each other.
-        UnsupportedModelError: edgespec lacks the experts' choice or layout.
-    """
-    if family.experts is None:
-        return {}
-    count = facts.integer("num_experts", facts.integer("num_local_experts", 0))
-    if count == 0 and family.name == "granite":
-        return {}  # a dense one, of the same architecture
-    beside = family.experts.get("beside_mlp", False)
-    if not facts.boolean("enable_moe_block", default=not beside):
-        return {}
-    _refuse_others(facts, family)
-    shared = facts.integer("shared_expert_intermediate_size", 0) if "shared_gate" in family.experts else 0
-    scale = facts.number("routed_scaling_factor", 1.0)
-    own = {
-        "normalized": facts.boolean("norm_topk_prob", default=True),
-        "selection_bias": family.experts.get("gating") == "sigmoid"
-        and facts.boolean("use_expert_bias", default=True),
-        "shared_width": shared,
-        **family.experts,
-        **_gating(facts),
-    }
-    with naming(facts.where):
-        experts = Experts(
-            count=count,
-            used=facts.integer("top_k_experts" if beside else "num_experts_per_tok"),
-            width=facts.integer("moe_intermediate_size", facts.integer("intermediate_size", 0)),
-            dense_layers=facts.integer("num_dense_layers", 0),
-            scale=scale or 1.0,  # 0 stands for none in GGUF files
-            **own,
-        )
-    return {"experts": experts, "intermediate_size": facts.integer("intermediate_size", experts.width)}
-
-
-def _gating(facts: Facts) -> dict[str, Any]:
-    number = facts.integer("expert_gating_func", 0)
-    if number not in _GATINGS:
-        raise UnsupportedModelError(
-            f"{facts.where}: expert_gating_func is {number}; allowed: 1 (softmax), 2 (sigmoid) and 3 "
-            "(softmax of the used experts)"
-        )
-    return _GATINGS[number]
-
-
-def _refuse_others(facts: Facts, family: Family) -> None:
-    """Refuse layouts and choices of experts that edgespec lacks."""
-    plain: dict[str, float] = {"decoder_sparse_step": 1, "n_group": 1, "expert_group_count": 1}
-    if family.experts and family.experts.get("clamped"):
-        plain |= _CLAMPED
-    for key, value in plain.items():
-        if facts.value(key) not in (None, 0, value):
-            raise UnsupportedModelError(
-                f"{facts.where}: {key} is {facts.value(key)!r}; {family.name} with experts is supported with "
-                f"{value}"
-            )
-    if facts.value("mlp_only_layers"):
-        raise UnsupportedModelError(
-            f"{facts.where}: mlp_only_layers is {facts.value('mlp_only_layers')!r:.80}; layers without "
-            "experts are supported at a model's beginning only"
-        )
 
 
 def one_below_the_other(tensors: Mapping[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
@@ -163,7 +84,7 @@ def check_shape(tensor: Tensor, shape: tuple[int, ...], where: str) -> None:
         )
 
 
-def gpt_oss_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Tensor], set[str]]:
+def alternating_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Tensor], set[str]]:
     """The experts of gpt-oss's directories by edgespec's names, and the names of the files' tensors.
 
     Weights are MXFP4 in two tensors, or floats whose rows are columns; gates and their factors alternate, as
@@ -174,7 +95,7 @@ def gpt_oss_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Te
     """
     named, taken = dict[str, Tensor](), set[str]()
     for name, file in stored.items():
-        parts = _GPT_OSS.fullmatch(name)
+        parts = _ALTERNATING.fullmatch(name)
         if parts is None:
             continue
         layer, product, kind = parts.groups()

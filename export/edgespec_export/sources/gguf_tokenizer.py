@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from edgespec_export.sources.pre_tokenizers import ADD_BOS, CUTS, SAMPLES, WHOLE_PIECES
 from edgespec_models.errors import ModelFileError, TokenizerError, UnsupportedModelError
+from edgespec_models.families import of_gguf
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import shown
 from edgespec_models.text.template_files import DEFAULT, NAMED, templates
@@ -46,7 +47,6 @@ class TokenType(IntEnum):
 
 _UNUSED = (TokenType.UNUSED, TokenType.UNDEFINED)
 _KINDS = ("gpt2", "llama", "gemma4")
-_CUT_BY_DEFAULT = {"lfm2": "lfm2", "mistral3": "tekken"}  # what ollama's files call "default"
 _ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 _TO_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 # Tokens behind which Phi-3's published tokenizer takes the whitespace, too.
@@ -72,7 +72,8 @@ def tokenizer_json(metadata: Mapping[str, object], rows: int | None = None) -> s
         _warn_of_repeats([vocabulary.texts[id_] for id_ in vocabulary.repeated], "token")
     spec = _byte_level(metadata, vocabulary) if kind == "gpt2" else _sentencepiece(metadata, vocabulary)
     frame: Json = {"version": "1.0", "truncation": None, "padding": None}
-    strip = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    family = of_gguf(metadata.get("general.architecture"))
+    strip = kind == "llama" and family is not None and family.takes_space
     body = {"added_tokens": vocabulary.added_tokens(strip_right=strip), "post_processor": None}
     return json.dumps(frame | body | spec, ensure_ascii=False, separators=(",", ":"))
 
@@ -160,8 +161,9 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json
             "than in training. Take a newer conversion, or the model's Hugging Face directory."
         )
     name, tokens = _facts(metadata).text("pre", "default"), vocabulary.used()
-    if name == "default":
-        name = _CUT_BY_DEFAULT.get(str(metadata.get("general.architecture")), name)
+    family = of_gguf(metadata.get("general.architecture"))
+    if name == "default" and family is not None:
+        name = family.cut
     cuts = byte_level_cuts(name)
     model = _bpe(tokens, _merges(metadata, tokens)) | {"ignore_merges": name in WHOLE_PIECES}
     return {"normalizer": None, "pre_tokenizer": cuts, "decoder": _TO_BYTES, "model": model}

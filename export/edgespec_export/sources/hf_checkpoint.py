@@ -12,15 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec_export.sources.architectures import NEEDS_TARGET
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
-from edgespec_export.sources.experts import gpt_oss_tensors
-from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
+from edgespec_export.sources.experts import alternating_tensors
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.nvfp4 import nvfp4_tensors
 from edgespec_export.sources.safetensors_file import SafetensorsFile
 from edgespec_models.bundles.bundle import Embedding, Sampling
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
+from edgespec_models.families import NEEDS_TARGET, head_of, model_of
+from edgespec_models.families.names import own_names
+from edgespec_models.families.reading import config_of, logits_factor
 from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import Tensor
@@ -29,116 +30,11 @@ from edgespec_models.storage import is_file, model_name, read_text
 CONFIG = "config.json"
 _POOLING, _MODULES = "1_Pooling/config.json", "modules.json"
 _POOLED = {"Transformer", "Pooling", "Normalize"}
-_BARE = (
-    "embed_tokens.",
-    "embed_tokens_per_layer.",
-    "per_layer_",
-    "layers.",
-    "norm.",
-    "embedding_norm.",
-)  # of models saved without their LM head
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PACKED = "is quantized already (GPTQ or AWQ); use the unquantized checkpoint, or a GGUF file"
 _ROWS = 1024  # rows that are compared at once
 _LOG = logging.getLogger("edgespec")
 
-GLOBAL = {
-    "model.embed_tokens.weight": "embed",
-    "model.embed_tokens_per_layer.weight": "inputs",
-    "model.per_layer_model_projection.weight": "inputs_in",
-    "model.per_layer_projection_norm.weight": "inputs_norm",
-    "model.norm.weight": "final_norm",
-    "model.embedding_norm.weight": "final_norm",
-    "lm_head.weight": "lm_head",
-}
-LAYER = {
-    "input_layernorm.weight": "attn_norm",
-    "self_attn.q_proj.weight": "q",
-    "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "self_attn.qkv_proj.weight": "qkv",
-    "self_attn.o_proj.weight": "o",
-    "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias",
-    "self_attn.v_proj.bias": "v_bias",
-    "self_attn.q_norm.weight": "q_norm",
-    "self_attn.k_norm.weight": "k_norm",
-    "post_attention_layernorm.weight": "mlp_norm",
-    "linear_attn.in_proj_qkv.weight": "delta_qkv",
-    "linear_attn.in_proj_z.weight": "delta_gate",
-    "linear_attn.in_proj_a.weight": "delta_decay",
-    "linear_attn.in_proj_b.weight": "delta_strength",
-    "linear_attn.conv1d.weight": "conv",
-    "linear_attn.A_log": "delta_a",
-    "linear_attn.dt_bias": "delta_bias",
-    "linear_attn.norm.weight": "delta_norm",
-    "linear_attn.out_proj.weight": "delta_out",
-    "mlp.gate_proj.weight": "gate",
-    "mlp.up_proj.weight": "up",
-    "mlp.gate_up_proj.weight": "gate_up",
-    "mlp.down_proj.weight": "down",
-    "shared_mlp.input_linear.weight": "gate_up",
-    "shared_mlp.output_linear.weight": "down",
-    "mlp.gate.weight": "router",
-    "mlp.experts.*.gate_proj.weight": "experts_gate",
-    "mlp.experts.*.up_proj.weight": "experts_up",
-    "mlp.experts.*.down_proj.weight": "experts_down",
-    "mlp.experts.gate_up_proj": "experts_gate_up",
-    "mlp.experts.down_proj": "experts_down",
-    "mlp.shared_expert_gate.weight": "shared_router",
-    "mlp.shared_expert.gate_proj.weight": "shared_gate",
-    "mlp.shared_expert.up_proj.weight": "shared_up",
-    "mlp.shared_expert.down_proj.weight": "shared_down",
-    "block_sparse_moe.router.layer.weight": "router",
-    "block_sparse_moe.input_linear.weight": "experts_gate_up",
-    "block_sparse_moe.output_linear.weight": "experts_down",
-    "mlp.router.weight": "router",
-    "mlp.router.bias": "router_bias",
-    "self_attn.sinks": "sinks",
-    "self_attn.o_proj.bias": "o_bias",
-    "operator_norm.weight": "attn_norm",
-    "self_attn.out_proj.weight": "o",
-    "self_attn.q_layernorm.weight": "q_norm",
-    "self_attn.k_layernorm.weight": "k_norm",
-    "conv.in_proj.weight": "conv_in",
-    "conv.conv.weight": "conv",
-    "conv.out_proj.weight": "conv_out",
-    "ffn_norm.weight": "mlp_norm",
-    "feed_forward.w1.weight": "gate",
-    "feed_forward.w3.weight": "up",
-    "feed_forward.w2.weight": "down",
-    "feed_forward.gate.weight": "router",
-    "feed_forward.expert_bias": "selection_bias",
-    "feed_forward.experts.*.w1.weight": "experts_gate",
-    "feed_forward.experts.*.w3.weight": "experts_up",
-    "feed_forward.experts.*.w2.weight": "experts_down",
-    "feed_forward.experts.gate_up_proj": "experts_gate_up",
-    "feed_forward.experts.down_proj": "experts_down",
-}
-POST_NORMED_LAYER = LAYER | {
-    "post_attention_layernorm.weight": "post_attn_norm",
-    "pre_feedforward_layernorm.weight": "mlp_norm",
-    "post_feedforward_layernorm.weight": "post_mlp_norm",
-    "per_layer_input_gate.weight": "input_gate",
-    "per_layer_projection.weight": "input_out",
-    "post_per_layer_input_norm.weight": "post_input_norm",
-    "layer_scalar": "scale",
-    "router.proj.weight": "router",
-    "router.scale": "router_norm",
-    "router.per_expert_scale": "expert_scale",
-    "post_feedforward_layernorm_1.weight": "post_dense_norm",
-    "pre_feedforward_layernorm_2.weight": "pre_experts_norm",
-    "post_feedforward_layernorm_2.weight": "post_experts_norm",
-    "experts.*.gate_proj.weight": "experts_gate",
-    "experts.*.up_proj.weight": "experts_up",
-    "experts.*.down_proj.weight": "experts_down",
-    "experts.gate_up_proj": "experts_gate_up",
-    "experts.down_proj": "experts_down",
-}
-_BESIDE_EXPERTS = {
-    "shared_mlp.input_linear.weight": "shared_gate_up",
-    "shared_mlp.output_linear.weight": "shared_down",
-}
 _WITH_EYES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 """Prefixes of the text model's tensors in multimodal models, and its prefixes alone."""
 _EYES = re.compile(
@@ -147,7 +43,6 @@ _EYES = re.compile(
 )
 _MTP = re.compile(r"(model\.)?mtp\..*")
 COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says
-_LESS_ONE = ("gemma2", "gemma3", "qwen35", "mtp")  # whose norms' weights are stored so
 _NOT_EXPORTED = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
 
@@ -159,10 +54,10 @@ class HFCheckpoint(Checkpoint):
         self._shards: dict[str, SafetensorsFile] = {}
         self._listed: Collection[str] = ()
         stated = Facts.read(path / CONFIG)
-        if head_facts(stated) is not None:
+        if head_of(stated) is not None:
             raise RequestError(f"{path} {NEEDS_TARGET}")
-        facts = model_facts(stated)
-        self.config, self._eyes = read_config(stated), bool(facts.section("text_config").keys)
+        self.family, facts = model_of(stated)
+        self.config, self._eyes = config_of(facts, self.family), bool(facts.section("text_config").keys)
         self.logits_factor = logits_factor(facts)
         self.warn_if_shorter(self.config, facts.integer("max_position_embeddings"))
         self._tied = facts.boolean("tie_word_embeddings", default=False)
@@ -179,11 +74,11 @@ class HFCheckpoint(Checkpoint):
         self.files = self._files_with(path / _POOLING, path / _MODULES, *tokenizer.files)
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
-        """Rows of a tensor, as float32. Gemma and Qwen3.5 store their norms' weights less 1."""
+        """Rows of a tensor, as float32. Some families store their norms' weights less 1."""
         values, kind = super().values(name, start, stop), name.rpartition(".")[2]
         if kind == "delta_a":
             return -np.exp(values, dtype=np.float64).astype(np.float32)  # float32's bits differ by processor
-        less = self.config.architecture in _LESS_ONE and kind != "delta_norm"
+        less = self.family.less_one and kind != "delta_norm"
         return values + np.float32(1) if less and kind.endswith("norm") else values
 
     def embedding(self) -> Embedding | None:
@@ -240,18 +135,16 @@ class HFCheckpoint(Checkpoint):
 
     def _name(self, stored: Iterator[tuple[str, SafetensorsFile]]) -> dict[str, Tensor]:
         """Tensors by edgespec's names."""
-        layers = POST_NORMED_LAYER if self.config.post_norms else LAYER
-        layers = layers | (_BESIDE_EXPERTS if self.config.experts else {})
+        outer, layer = own_names(self.family.outer, "hub"), own_names(self.family.layer, "hub")
         files = dict(stored)
-        gpt_oss = self.config.architecture == "gpt-oss"
-        named, taken = gpt_oss_tensors(files) if gpt_oss else ({}, set[str]())
+        named, taken = alternating_tensors(files) if self.family.alternating else ({}, set[str]())
         scaled, parts = nvfp4_tensors(files)
         unknown, has_mtp = [], False
         for name in (*(name for name in files if name not in taken | parts), *scaled):
-            own = own_name(self.alone(name), r"model\.layers\.", GLOBAL, layers)
+            own = own_name(self.alone(name), r"model\.layers\.", outer, layer)
             if own is not None:
                 named[own] = scaled[name] if name in scaled else files[name].tensor(name)
-            elif self.config.delta is not None and _MTP.fullmatch(name):
+            elif self.family.mtp and _MTP.fullmatch(name):
                 has_mtp = True
             elif _EYES.fullmatch(name):
                 self._eyes = True
@@ -290,7 +183,8 @@ class HFCheckpoint(Checkpoint):
         for before, alone in _WITH_EYES.items():
             if name.startswith(before):
                 return alone + name.removeprefix(before)
-        return f"model.{name}" if name.startswith(_BARE) else name
+        bare = name.startswith("layers.") or f"model.{name}" in own_names(self.family.outer, "hub")
+        return f"model.{name}" if bare else name  # of models saved without their LM head
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

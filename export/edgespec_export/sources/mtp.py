@@ -1,43 +1,29 @@
 """MTP layers, which predict one token more (DeepSeek-AI 2024, arXiv 2412.19437), seen as heads.
 
-A checkpoint of Qwen3.5 and its successors has a layer behind its own layers; llama.cpp's converter writes it
-into the same file, or into a file ``mtp-*.gguf``. Its names are in ``src/llama-arch.cpp`` (``nextn``) and
+A checkpoint has the layer behind its own layers; llama.cpp's converter writes it into the same file, or into
+a file ``mtp-*.gguf``. Its names are in ``src/llama-arch.cpp`` (``nextn``) and
 ``conversion/qwen.py`` of github.com/ggml-org/llama.cpp, its computation in ``src/models/qwen35.cpp``.
 """
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
-from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
-from edgespec_export.sources.heads import OTHER, Head
+from edgespec_export.sources.heads import Head
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
+from edgespec_models.families.heads import OTHER
+from edgespec_models.families.names import own_names
 from edgespec_models.files.tensors import Tensor
 from edgespec_models.storage import model_name
 
 _NONE: Final = "is no head and has no MTP layer; only these have a target. Leave out --target"
 _GGUF = {"token_embd.weight": "embed", "output_norm.weight": "target_norm", "output.weight": "lm_head"}
-_GGUF_LAYER = {
-    "nextn.eh_proj.weight": "both",
-    "nextn.enorm.weight": "embed_norm",
-    "nextn.hnorm.weight": "fuse_norm",
-    "nextn.shared_head_norm.weight": "final_norm",
-    "nextn.shared_head_head.weight": "own_lm_head",
-    "nextn.embed_tokens.weight": "own_embed",
-}
-_HF = {
-    "mtp.fc.weight": "both",
-    "mtp.pre_fc_norm_embedding.weight": "embed_norm",
-    "mtp.pre_fc_norm_hidden.weight": "fuse_norm",
-    "mtp.norm.weight": "final_norm",
-}
 
 
 class _Layer(Head):
@@ -60,9 +46,9 @@ class _Layer(Head):
             del tensors["lm_head"]
         self.fit(tensors | named)
 
-    def _of_block(self, name: str, kind: str, layer: Mapping[str, str]) -> str:
+    def _of_block(self, name: str, kind: str, source: Literal["hub", "gguf"]) -> str:
         """edgespec's name of the tensor ``name``, whose name in its layer is ``kind``."""
-        own = own_name(f"layers.0.{kind}", r"layers\.", {}, layer)
+        own = own_name(f"layers.0.{kind}", r"layers\.", {}, own_names(self.family.layer, source))
         if own is None:
             raise UnsupportedModelError(
                 f"{self.path.name} has a tensor that is unknown in MTP layers: {name!r}"
@@ -87,13 +73,13 @@ class GGUFLayer(_Layer, GGUFCheckpoint):
                     f"{target.path.name} is {target.config.architecture} of {target.config.num_layers}. "
                     f"{OTHER}"
                 )
-            layer = gguf_checkpoint.LAYER | dict(family_of(file).tensors)
+            self.family, names = target.family, own_names(target.family.mtp, "gguf")
             named = dict[str, Tensor]()
             for name, tensor in file.tensors.items():
                 kind = name.removeprefix(f"blk.{place[1]}.")
-                own = _GGUF_LAYER.get(kind) if kind != name else _GGUF.get(name)
+                own = names.get(kind) if kind != name else _GGUF.get(name)
                 if own is None and kind != name:
-                    own = self._of_block(name, kind, layer)
+                    own = self._of_block(name, kind, "gguf")
                 if own is not None:
                     named[own] = tensor
             if "target_norm" in named:
@@ -107,13 +93,14 @@ class HFLayer(_Layer, HFCheckpoint):
     def __init__(self, path: Path, target: Checkpoint) -> None:
         self.model_name, self._shards = f"{model_name(path)}-mtp", {}
         with self.opening(path, target):
+            self.family, names = target.family, own_names(target.family.mtp, "hub")
             named = dict[str, Tensor]()
             for name, file in self.stored():
                 alone = self.alone(name).replace("model.mtp.", "mtp.", 1)
                 kind = alone.removeprefix("mtp.layers.0.")
-                own = _HF.get(alone)
+                own = names.get(alone)
                 if own is None and alone.startswith("mtp."):
-                    own = self._of_block(name, kind, hf_checkpoint.LAYER)
+                    own = self._of_block(name, kind, "hub")
                 if own is not None:
                     named[own] = file.tensor(name)
             if not any(own.startswith("layers.") for own in named):

@@ -4,20 +4,10 @@ from collections.abc import Mapping
 
 from edgespec_export.sources.safetensors_file import Raw, SafetensorsFile
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import MOST_SCALE, GGMLType, SplitScaledBlocks, Tensor
 
 _AGAIN = "download or convert it again"
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_proj.k_scale", "v_proj.v_scale")
-
-
-def is_nvfp4(facts: Facts) -> bool:
-    """Whether a ``config.json`` says that weights are in this format."""
-    config = facts.section("quantization_config")
-    method, form = (config.text(key, "") for key in ("quant_method", "format"))
-    if method == "compressed-tensors":
-        return form == "nvfp4-pack-quantized"
-    return method == "modelopt" and config.text("quant_algo", "") in ("NVFP4", "W4A16_NVFP4")
 
 
 def nvfp4_tensors(stored: Mapping[str, SafetensorsFile]) -> tuple[dict[str, Tensor], set[str]]:

@@ -3,18 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from edgespec_export.sources.architectures import ASSISTANT, BLOCKS, HEAD
 from edgespec_export.sources.assistants import GGUFAssistant, HFAssistant
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_export.sources.dflash import GGUFBlocks, HFBlocks
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.heads import GGUFHead, HFHead
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
-from edgespec_export.sources.hf_config import assistant_facts, drafts_blocks, trained_facts
 from edgespec_export.sources.mtp import GGUFLayer, HFLayer, is_layer
 from edgespec_models.bundles.foreign import is_model, what_instead
 from edgespec_models.errors import ModelFileError
+from edgespec_models.families import head_of, of_gguf
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of
 
@@ -64,16 +62,9 @@ def _class_of(source: Path) -> _Opens:
     """The class that opens ``source`` as a head. The class of MTP layers opens everything that is no head."""
     if source.is_file():
         with GGUFFile(parts_of(source)[0]) as file:
-            architecture = file.metadata.get("general.architecture")
-        heads: dict[str, _Opens] = {
-            ASSISTANT.gguf: GGUFAssistant,
-            HEAD.gguf: GGUFHead,
-            BLOCKS.gguf: GGUFBlocks,
-        }
-        return heads.get(str(architecture), GGUFLayer)
-    facts = Facts.read(source / CONFIG)
-    if assistant_facts(facts) is not None:
-        return HFAssistant
-    if trained_facts(facts) is None:
-        return HFLayer
-    return HFBlocks if drafts_blocks(facts) else HFHead
+            family = of_gguf(file.metadata.get("general.architecture"))
+        kind = "model" if family is None else family.kind
+        return {"head": GGUFHead, "assistant": GGUFAssistant, "model": GGUFLayer}[kind]
+    head = head_of(Facts.read(source / CONFIG))
+    kind = "model" if head is None else head[0].kind
+    return {"head": HFHead, "assistant": HFAssistant, "model": HFLayer}[kind]

@@ -193,7 +193,7 @@ class Manifest:
         for name, ids in (named | {"embedding.end": (end or 0,)}).items():
             if any(id_ >= size for id_ in ids):
                 raise BundleError(f"{name} is {shown(ids)}; allowed: ids from 0 to {size - 1}")
-        if not self.kept and self.config.architecture != "assistant":
+        if not self.kept and not self.config.reads_cache:
             raise BundleError("kept is empty; an assistant alone keeps nothing of its own")
 
     @property

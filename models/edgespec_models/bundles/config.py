@@ -8,28 +8,6 @@ from edgespec_models.schema import check_fields, length, within
 
 FloatType = Literal["float32", "float16"]
 """The number types that a graph of any shape computes in."""
-Architecture = Literal[
-    "llama",
-    "mistral",
-    "smollm3",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "exaone4",
-    "phi3",
-    "granite",
-    "ministral3",
-    "olmo2",
-    "lfm2",
-    "qwen35",
-    "gpt-oss",
-    "eagle3",
-    "mtp",
-    "assistant",
-    "dflash",
-]
 Mixer = Literal["attention", "short_conv", "delta_net"]
 """The part of a layer in which tokens see each other."""
 MLP = Literal["gated_mlp", "experts"]
@@ -109,6 +87,11 @@ class DecoderShape:
         assistants of Gemma 4.
         """
         return bool(self.feature_layers)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it attends to keys and values of its target, and has none of its own."""
+        return False
 
     def attended(self, tokens: int) -> float:
         """Tokens that a layer attends to with ``tokens`` in the KV cache, the mean of all layers."""
@@ -301,7 +284,6 @@ class ModelConfig(DecoderShape):
         assistant: facts of a head that attends to its target's keys and values; None for other models.
     """
 
-    architecture: Architecture
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count
@@ -449,6 +431,11 @@ class ModelConfig(DecoderShape):
             feature_layers=(self.num_layers,),
             feature_width=self.hidden_size,
         )
+
+    @property
+    def reads_cache(self) -> bool:
+        """As an assistant does."""
+        return self.assistant is not None
 
     @property
     def whole_layers(self) -> int:

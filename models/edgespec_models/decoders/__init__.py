@@ -1,5 +1,5 @@
-"""Decoders as functions over operations.
+"""What decoders are made of: operations, which backends compute, and the layers that most families share.
 
-A decoder (:mod:`.transformer`, :mod:`.heads`) is written once, from the tokens to the logits. A backend
-(:mod:`.operations`) computes its operations in a medium; :mod:`.record` writes down what they need.
+A family's decoder (:attr:`edgespec_models.families.family.Family.decode`) is written once, from the tokens to
+the logits. Backends are in :mod:`edgespec_models.graphs`; one of them only records what a decoder needs.
 """

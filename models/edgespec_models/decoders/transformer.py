@@ -1,4 +1,4 @@
-"""Decoders that write by themselves: from the tokens through the layers to the logits.
+"""The decoder of most families, from the tokens through the layers to the logits, and its parts.
 
 Tensors are named here, once; graphs also name the part of a layer that a product belongs to.
 """
@@ -10,7 +10,7 @@ from edgespec_models.decoders.operations import Attention, Backend, Rope
 
 
 def decode(b: Backend, f: ModelConfig) -> None:
-    """A pass of a decoder without a target, with the facts ``f``, in the medium of ``b``."""
+    """A pass of a decoder with the facts ``f``, in the medium of ``b``."""
     x = b.embed(f.vocab_size, f.hidden_size, f.embedding_scale)
     x = b.wanted(through_layers(b, f, x))
     b.write(b.logits(x, f.vocab_size, f.logit_cap))

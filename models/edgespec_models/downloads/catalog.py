@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from edgespec_models.bundles.config import Architecture, Context, Count
+from edgespec_models.bundles.config import Context, Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import length, matching, read, shown, within
 
@@ -163,7 +163,7 @@ class HubName:
 
     title: _Title
     reference: Annotated[str, matching(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
-    architecture: Architecture
+    architecture: Annotated[str, matching(r"[a-z0-9_-]+")]
     vocabulary: Count
     size_bytes: _Amount
     licence: _Title

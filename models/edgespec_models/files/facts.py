@@ -58,6 +58,10 @@ class Facts:
         stated = {key: value for key, value in self._values.items() if value is not None}
         return Facts({**others, **stated}, self.where, self._names)
 
+    def changed(self, others: Mapping[str, object]) -> Self:
+        """These facts with the values of ``others`` in place of their own."""
+        return type(self)({**self._values, **others}, self.where, self._names)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number."""
         return self._taken(key, default, int, "a whole number", _is_small)

@@ -20,8 +20,8 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
 from edgespec_models.bundles.config import FloatType, ModelConfig
-from edgespec_models.decoders.heads import decode
 from edgespec_models.decoders.operations import Activation, Attention, Rows
+from edgespec_models.families import decode
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, scoped
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, embedding, linear
 from edgespec_models.graphs.plan import DecoderPlan

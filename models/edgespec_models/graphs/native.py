@@ -37,8 +37,8 @@ import onnx_ir as ir
 from edgespec_models.bundles.config import Block, DeltaNet, Experts, ModelConfig
 from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
-from edgespec_models.decoders.heads import decode
 from edgespec_models.decoders.operations import Activation, Attention, Rows
+from edgespec_models.families import decode
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
 

@@ -33,10 +33,10 @@ from onnxscript import GraphBuilder
 
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, KeptType
-from edgespec_models.decoders.heads import decode
 from edgespec_models.decoders.operations import Activation, Attention, Rows
-from edgespec_models.decoders.record import Record, record
+from edgespec_models.families import decode
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
+from edgespec_models.graphs.record import Record, record
 
 _OPSET = 23
 _KV = (".key", ".value")

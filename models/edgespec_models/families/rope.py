@@ -1,4 +1,4 @@
-"""Rotary embeddings with an extended context: every kind is a divisor for each frequency and a factor on the
+"""Rotary embeddings. Every kind of extended context is a divisor for each frequency and a factor on the
 tables (``modeling_rope_utils.py`` of github.com/huggingface/transformers).
 """
 
@@ -6,9 +6,62 @@ from math import ceil, floor, log, pi, sqrt
 from typing import Any
 
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.families.family import Family
 from edgespec_models.files.facts import Facts
 
 _ORIGINAL = "original_max_position_embeddings"
+_STILL = 1e20  # a frequency that is divided by more does not turn
+
+
+def rope_of(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
+    """The rotary embedding, as fields of :class:`ModelConfig`.
+
+    Both spellings are read: ``rope_theta`` with ``rope_scaling``, and the ``rope_parameters`` that
+    transformers 5 writes.
+    """
+    parameters = facts.section("rope_parameters")
+    local = parameters.section("sliding_attention")
+    if kind_of(local) != "default":
+        raise UnsupportedModelError(
+            f"{local.where} scales the local rotary embedding by {kind_of(local)!r}; allowed: 'default'"
+        )
+    if "full_attention" in parameters.keys:
+        parameters = parameters.section("full_attention")
+    proportional = kind_of(parameters) == "proportional"
+    share = 1.0
+    if proportional or family.partial:
+        share = parameters.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", share))
+    if share > 1:
+        raise ModelFileError(f"{facts.where}: partial_rotary_factor is {share}; allowed: above 0 to 1")
+    width = facts.integer("rotary_dim", head_dim if proportional else int(head_dim * share))
+    context = facts.integer("max_position_embeddings")
+    theta = parameters.positive("rope_theta", facts.positive("rope_theta", family.theta))
+    local_theta = facts.positive("rope_local_base_freq", family.local_theta or theta)
+    fields = {
+        "rope_theta": theta,
+        "rotary_dim": None if width == head_dim else width,
+        "rotary_pairs": int(head_dim * share // 2) if proportional else None,
+        "context_length": context,
+        "rope_local_theta": None if family.local_theta is None else local.positive("rope_theta", local_theta),
+    }
+    if proportional:
+        return fields
+    old_style = facts.section("rope_scaling")
+    scaling = old_style if kind_of(old_style) != "default" else parameters
+    original = facts.value(_ORIGINAL)
+    return fields | scaled(scaling, theta, width, context, original if isinstance(original, int) else context)
+
+
+def turning(factors: tuple[float, ...]) -> dict[str, Any]:
+    """Fields for divisors of frequencies; large ones mean that a pair does not turn."""
+    pairs = sum(factor < _STILL for factor in factors)
+    rest = factors[:pairs]
+    if any(factor >= _STILL for factor in rest):
+        raise UnsupportedModelError("rope_freqs.weight has pairs that turn behind some that do not")
+    return {
+        "rotary_pairs": None if pairs == len(factors) else pairs,
+        "rope_factors": () if set(rest) <= {1.0} else rest,
+    }
 
 
 def kind_of(scaling: Facts) -> str:

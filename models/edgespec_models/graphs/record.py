@@ -18,9 +18,9 @@ from edgespec_models.bundles.kept import (
     keys_and_values,
     last_inputs,
 )
-from edgespec_models.decoders.heads import decode
 from edgespec_models.decoders.operations import Activation, Attention, Backend, Rope, Rows
 from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.families import decode
 
 _Shape = tuple[int, ...]
 _LANES: Final = 16  # of a delta net's states, which lie as its kernel reads them

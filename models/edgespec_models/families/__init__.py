@@ -1,0 +1,129 @@
+"""Families of models: a file a family, what they share, and how one is recognized.
+
+A file has a family's names, its keys with their defaults, its tensors' names, and what is its own in reading
+them, in one :class:`~edgespec_models.families.family.Family` or a few. May import ``decoders``, ``bundles``
+and ``files``.
+"""
+
+from typing import Final
+
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.operations import Backend
+from edgespec_models.families.dflash import DFLASH
+from edgespec_models.families.eagle3 import EAGLE3
+from edgespec_models.families.exaone4 import EXAONE4
+from edgespec_models.families.family import Family
+from edgespec_models.families.gemma2 import GEMMA2
+from edgespec_models.families.gemma3 import GEMMA3
+from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from edgespec_models.families.gemma4_assistant import ASSISTANT, GEMMA4_ASSISTANT
+from edgespec_models.families.gpt_oss import GPT_OSS
+from edgespec_models.families.granite import GRANITE, GRANITE_MOE
+from edgespec_models.families.heads import describes, refuse_others
+from edgespec_models.families.lacking import unknown
+from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
+from edgespec_models.families.llama import LLAMA, MISTRAL
+from edgespec_models.families.ministral3 import MINISTRAL3
+from edgespec_models.families.mtp import MTP
+from edgespec_models.families.olmo2 import OLMO2, OLMO3
+from edgespec_models.families.phi3 import PHI3
+from edgespec_models.families.qwen2 import QWEN2
+from edgespec_models.families.qwen3 import QWEN3, QWEN3_MOE
+from edgespec_models.families.qwen35 import QWEN35, QWEN35_MOE
+from edgespec_models.families.reading import config_of
+from edgespec_models.families.smollm3 import SMOLLM3
+from edgespec_models.files.facts import Facts
+
+MODELS: Final = (
+    *(LLAMA, MISTRAL, SMOLLM3, MINISTRAL3, PHI3),
+    *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
+    *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
+    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE),
+)
+HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
+"""Families with a target."""
+NEEDS_TARGET: Final = (
+    "is a head, which drafts for one target: give it as the drafter, or export it with --target and its "
+    "target's source"
+)
+
+
+def head_of(facts: Facts) -> tuple[Family, Facts] | None:
+    """The family of the head in a ``config.json``, and its usual facts; None for other models.
+
+    UnsupportedModelError names a head of another kind.
+    """
+    refuse_others(facts, HEADS)
+    head = next((family for family in HEADS if describes(facts, family)), None)
+    return None if head is None else (head, head.usual(facts))
+
+
+def model_of(facts: Facts) -> tuple[Family, Facts]:
+    """The family of the model in a ``config.json``, and its usual facts with defaults.
+
+    In multimodal models the facts of the text model are in ``text_config``. Of a head it is the family of its
+    layers.
+
+    Raises:
+        ModelFileError: ``text_config`` or ``model_type`` is malformed.
+        UnsupportedModelError: another family.
+    """
+    head = head_of(facts)
+    if head is not None:
+        return _of_type(head[1]), head[1]
+    text = facts.section("text_config")
+    if text.keys:
+        facts = text.over({key: facts.value(key) for key in facts.keys})
+    family = _of_type(facts)
+    facts = family.usual(facts).over({"rms_norm_eps": 1e-6, **family.defaults})
+    if family.dense is not None and facts.integer("num_local_experts") == 0:
+        family = family.dense
+    return family, facts
+
+
+def read_config(facts: Facts) -> ModelConfig:
+    """The config of a checkpoint with this ``config.json``.
+
+    Raises:
+        ModelFileError: facts are missing or malformed.
+        UnsupportedModelError: another family, or a feature that edgespec lacks.
+    """
+    family, facts = model_of(facts)
+    return config_of(facts, family)
+
+
+def in_gguf(architecture: object, where: str) -> Family:
+    """The family of this name in GGUF files, also of a head; UnsupportedModelError for others."""
+    family = of_gguf(architecture)
+    if family is not None:
+        return family
+    names = ", ".join(family.gguf for family in MODELS if family.gguf)
+    raise unknown(where, str(architecture), f"edgespec exports these architectures from GGUF: {names}.")
+
+
+def of_gguf(architecture: object) -> Family | None:
+    """The same, but None for others."""
+    return next((family for family in (*MODELS, *HEADS) if family.gguf and family.gguf == architecture), None)
+
+
+def named(name: str) -> Family | None:
+    """The first family that manifests call ``name``; None without one."""
+    return next((family for family in MODELS if family.name == name), None)
+
+
+def decode(backend: Backend, config: ModelConfig) -> None:
+    """A pass of the decoder with these facts, in the medium of ``backend``."""
+    families = (*MODELS, *HEADS, ASSISTANT, MTP)
+    next(family for family in families if family.name == config.architecture).decode(backend, config)
+
+
+def _of_type(facts: Facts) -> Family:
+    model_type = facts.text("model_type", "")
+    known = {name: family for family in MODELS for name in family.hub}
+    if model_type not in known:
+        how = (
+            f"edgespec exports these model types from Hugging Face checkpoints: {', '.join(known)}. Other "
+            "decoders go through Optimum: edgespec export SOURCE -o OUT --via optimum."
+        )
+        raise unknown(facts.where, model_type, how)
+    return known[model_type]

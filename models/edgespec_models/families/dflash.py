@@ -1,0 +1,128 @@
+"""Heads that draft a block of tokens in one pass: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark.
+
+DSpark (arXiv 2607.05147) adds a bias that chains drafted tokens, and confidences.
+
+Directories have the forms of z-lab, DeepSeek and the ``speculators`` package. GGUF files have llama.cpp's
+form (``conversion/qwen.py``, ``src/models/dflash.cpp``).
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from edgespec_models.bundles.config import Block, ModelConfig
+from edgespec_models.decoders.operations import Backend
+from edgespec_models.decoders.transformer import through_layers
+from edgespec_models.errors import RequestError, UnsupportedModelError, naming
+from edgespec_models.families.family import Family
+from edgespec_models.families.heads import OTHER, Shapes, Target, fitting, of_decoder
+from edgespec_models.families.names import OUTER
+from edgespec_models.families.reading import multiplier, trunk
+from edgespec_models.files.facts import Facts
+
+
+def _usual(facts: Facts) -> Facts:
+    usual = of_decoder(facts)
+    causal = usual.value("causal") if usual.value("is_causal") is None else usual.value("is_causal")
+    trained = usual.value("aux_hidden_state_layer_ids") or usual.value("transformer_layer_config")
+    anchored = "dspark" in _classes(usual) and trained is None
+    changed = usual.changed({"model_type": "qwen3", "is_causal": None, "sees_behind": not causal})
+    return changed.over({"sample_from_anchor": anchored, "input_embedding_scale": "target"})
+
+
+def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
+    for key, plain in {"hidden_activation": "silu", "attention.value_scale": 1.0}.items():
+        if keys.value(key) not in (None, plain):
+            raise UnsupportedModelError(f"{keys.where}: {key} is {keys.value(key)!r}; supported is {plain!r}")
+    causal = keys.value("is_causal")
+    changed: dict[str, object] = {"attention.causal": None, "sees_behind": not causal, "logit_scale": None}
+    return changed | {"use_sliding_window": True, "max_window_layers": 0}
+
+
+def _classes(facts: Facts) -> str:
+    return str(facts.value("architectures")).lower()
+
+
+def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> ModelConfig:
+    where, config = facts.where, target.config
+    if "dflash2" in _classes(facts) or facts.value("selector_rank") is not None:
+        raise UnsupportedModelError(
+            f"{where} is a head of DFlash 2 (convolutions in the block, a selector of paths); edgespec has "
+            "those of DFlash and DSpark"
+        )
+    if facts.text("markov_head_type", "vanilla") != "vanilla":
+        raise UnsupportedModelError(
+            f"{where}: markov_head_type is {facts.value('markov_head_type')!r}; supported is 'vanilla'"
+        )
+    ids = facts.value("target_layer_ids")
+    if isinstance(ids, list) and all(type(layer) is int for layer in ids):
+        ids = [layer + 1 for layer in ids]  # what leaves these
+    if facts.value("aux_hidden_state_layer_ids") is not None:
+        ids = facts.value("aux_hidden_state_layer_ids")
+    layers, count = fitting(facts, target, ids), config.num_layers
+    if facts.integer("num_target_layers", count) != count:
+        raise RequestError(
+            f"{where} reads a target of {facts.value('num_target_layers')} layers; {target.name} has "
+            f"{count}. {OTHER}"
+        )
+    fields: dict[str, Any] = {"feature_layers": layers, "feature_width": config.hidden_size}
+    if not facts.boolean("rope_is_neox_style", default=True):
+        fields["rope_interleaved"] = True
+    scale: Any = facts.value("input_embedding_scale")
+    if scale is not None:
+        grown = config.embedding_scale if scale == "target" else scale
+        fields["embedding_scale"] = multiplier(facts, "embedding_multiplier", grown)
+    return trunk(facts, family, block=_block(facts, shapes), **fields)
+
+
+def _block(facts: Facts, shapes: Shapes) -> Block:
+    rank = shapes.get("chain_in", (0,))[-1]
+    with naming(facts.where):
+        return Block(
+            size=facts.integer("block_size", 16),
+            mask=facts.integer("mask_token_id"),
+            anchored=rank > 0 and facts.boolean("sample_from_anchor", default=True),
+            causal=not facts.boolean("sees_behind", default=True),
+            causal_windows=not facts.boolean("sliding_window_non_causal", default=True),
+            rank=rank,
+            confident="confidence" in shapes and rank > 0,
+        )
+
+
+def _decode(b: Backend, f: ModelConfig) -> None:
+    """DFlash (arXiv 2602.06036): its layers see what features of the target give them, and a block.
+
+    With a chain (DSpark, arXiv 2607.05147) a bias that follows from the token before changes the logits.
+    """
+    block = f.block
+    assert block is not None  # which facts of this architecture have
+    features = b.features(len(f.feature_layers) * f.feature_width)
+    known = b.post_norm(b.linear(features, "fuse", f.hidden_size), "fuse_norm")
+    x = b.embed(f.vocab_size, f.hidden_size, f.embedding_scale)
+    x = b.wanted(through_layers(b, f, x, known))
+    logits = b.logits(x, f.vocab_size, f.logit_cap)
+    b.write(logits, b.chain(logits, x, f.vocab_size, block) if block.rank else None)
+
+
+DFLASH = Family(
+    name="dflash",
+    gguf="dflash",
+    kind="head",
+    classes=("dflash", "dspark"),
+    fixed={"qk_norm": True},
+    keys={"aux_hidden_state_layer_ids": "target_layers"},
+    outer={
+        **OUTER,
+        "embed": ("embed_tokens.weight", "token_embd.weight"),
+        "final_norm": ("norm.weight", "output_norm.weight"),
+        "fuse": ("fc.weight", "fc.weight"),
+        "fuse_norm": ("hidden_norm.weight", "enc.output_norm.weight"),
+        "chain_in": ("markov_head.markov_w1.weight", "markov_w1.weight"),
+        "chain_out": ("markov_head.markov_w2.weight", "markov_w2.weight"),
+        "confidence": ("confidence_head.proj.weight", "conf_proj.weight"),
+        "confidence_bias": ("confidence_head.proj.bias", "conf_proj.bias"),
+    },
+    usual=_usual,
+    from_gguf=_from_gguf,
+    read=_read,
+    decode=_decode,
+)

@@ -1,0 +1,99 @@
+"""What edgespec knows of a family of models. The defaults are a Llama's."""
+
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
+
+from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.operations import Backend
+from edgespec_models.decoders.transformer import decode
+from edgespec_models.families.names import LAYER, OUTER, Names
+from edgespec_models.files.facts import Facts
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+def _as_stated(facts: Facts) -> Facts:
+    return facts
+
+
+def _unchanged(keys: Facts, tensors: Collection[str]) -> Mapping[str, object]:
+    return _NOTHING
+
+
+class Family(NamedTuple):
+    """A family: its names, its keys, its facts, and what is its own in reading them.
+
+    Attributes:
+        name: the family in manifests.
+        hub: its names on the hub: ``model_type`` in ``config.json``.
+        gguf: its name in GGUF files (``general.architecture``); empty if it has none of its own.
+        defaults: transformers' defaults of a ``config.json``.
+        keys: its keys in GGUF files, by those of a ``config.json``, beyond ``KEYS``.
+        unstated: values of keys that some GGUF files lack.
+        outer: the names of tensors outside of layers.
+        layer: the names of tensors in a layer.
+        mtp: the names of an MTP layer's other tensors; empty where a model has no such layer.
+        fixed: fields of :class:`ModelConfig` that no file states.
+        theta: default base of the rotary embedding.
+        partial: whether ``partial_rotary_factor`` counts; others have it of a model that they came from.
+        neighbours: whether GGUF files have the rows of queries and keys in the order for rotations of
+            neighbouring elements.
+        windowed: whether a sliding window needs no switch.
+        pattern: with a sliding window, by default every n-th layer sees the whole context; 0 for no pattern.
+        local_theta: default base of the rotary embedding in windowed layers, which is never scaled; 0 for the
+            base of the other layers, None if all layers rotate alike.
+        grows: whether token embeddings are multiplied by the root of their width.
+        less_one: whether directories store the weights of norms less 1.
+        experts: fields of :class:`Experts` that no file states; None where layers have none. With
+            ``beside_mlp`` some models have none.
+        dense: the family of its models without experts, if there are some.
+        alternating: whether directories have the experts' gates and their factors in alternating rows, in
+            floats or MXFP4.
+        cut: the name of its cut of texts, where files of ollama call it ``default``.
+        takes_space: whether tokens of SentencePiece's kind that were added take the whitespace behind them.
+        one_vocabulary: whether all its models have the same tokens.
+        kind: heads and assistants draft for a target.
+        classes: parts of the names of a head's classes.
+        sign: a key that only its ``config.json`` has.
+        keeps_rows: whether the rows of a head's LM head were chosen when it was trained.
+        usual: from the facts of a ``config.json`` to the same facts under the usual keys.
+        from_gguf: from a GGUF file's keys and its tensors' names to keys that change.
+        read: from the usual facts to the config; None for
+            :func:`~edgespec_models.families.reading.trunk`. Families with a target also take ``shapes``, the
+            shapes of their tensors, and ``target``.
+        decode: a pass from the tokens to the logits, over the operations of a backend.
+    """
+
+    name: str
+    hub: tuple[str, ...] = ()
+    gguf: str = ""
+    defaults: Mapping[str, Any] = _NOTHING
+    keys: Mapping[str, str] = _NOTHING
+    unstated: Mapping[str, Any] = _NOTHING
+    outer: Names = OUTER
+    layer: Names = LAYER
+    mtp: Names = _NOTHING
+    fixed: Mapping[str, Any] = _NOTHING
+    theta: float = 1e4
+    partial: bool = False
+    neighbours: bool = False
+    windowed: bool = False
+    pattern: int = 0
+    local_theta: float | None = None
+    grows: bool = False
+    less_one: bool = False
+    experts: Mapping[str, Any] | None = None
+    dense: "Family | None" = None
+    alternating: bool = False
+    cut: str = "default"
+    takes_space: bool = False
+    one_vocabulary: bool = False
+    kind: Literal["model", "head", "assistant"] = "model"
+    classes: tuple[str, ...] = ()
+    sign: str = ""
+    keeps_rows: bool = False
+    usual: Callable[[Facts], Facts] = _as_stated
+    from_gguf: Callable[[Facts, Collection[str]], Mapping[str, object]] = _unchanged
+    read: Callable[..., ModelConfig] | None = None
+    decode: Callable[[Backend, ModelConfig], None] = decode

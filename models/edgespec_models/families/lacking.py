@@ -1,0 +1,39 @@
+"""Families that edgespec lacks, and what to use instead."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from edgespec_models.errors import UnsupportedModelError
+
+_EXPERTS = "experts in this family's form"
+_LATENT = "latent attention"
+_MAMBA = "Mamba layers"
+_VISION = "images (M-RoPE, vision layers)"
+_LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "Qwen3-30B-A3B": (_EXPERTS, ("qwen2moe", "qwen2_moe", "olmoe")),
+    "Qwen3-30B-A3B or gpt-oss-20b": (_LATENT, ("deepseek2", "deepseek_v2", "deepseek_v3")),
+    "gpt-oss-20b or a dense Llama or Mistral": (_EXPERTS, ("mixtral", "llama4", "llama4_text")),
+    "Phi-4-mini": (_EXPERTS, ("phimoe",)),
+    "llama.cpp's file of gpt-oss": ("experts in ollama's own form", ("gptoss",)),
+    "Qwen3.6-35B-A3B": ("delta nets in this family's form", ("qwen3next", "qwen3_next")),
+    "Qwen3.5 of its size": (_MAMBA, ("mamba", "mamba2", "falcon-h1", "falcon_h1", "jamba")),
+    "Qwen3.6-35B-A3B or Qwen3.5 of its size": (_MAMBA, ("nemotron_h", "nemotron_h_moe")),
+    "LFM2 of its size": ("RWKV layers", ("rwkv7",)),
+    "a Granite 4 without them, such as Granite-4.0-Micro,": (_MAMBA, ("granitehybrid",)),
+    "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
+    "a dense EXAONE 4": (_EXPERTS, ("exaone-moe", "exaone_moe")),
+    "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),
+    "Phi-4-mini-instruct": ("parallel sublayers", ("phi2", "phi")),
+    "a Llama of its size": ("parallel sublayers", ("command-r", "cohere", "cohere2", "falcon")),
+}
+"""By a model that works: the lacking features of similar models, under their names in GGUF and on the hub."""
+
+
+def unknown(where: str, name: str, known: str) -> UnsupportedModelError:
+    """The error for an architecture outside the table; ``known`` says how it may be exported instead."""
+    near = "; ".join(
+        f"it needs {missing}, which edgespec lacks; use {model} instead"
+        for model, (missing, names) in _LACKING.items()
+        if name in names
+    )
+    return UnsupportedModelError(f"{where} is of the architecture {name!r}{near and f': {near}'}. {known}")

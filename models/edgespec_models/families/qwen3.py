@@ -1,0 +1,21 @@
+"""Qwen3, dense and with experts."""
+
+from edgespec_models.families.family import Family
+from edgespec_models.families.names import EXPERTS
+
+QWEN3 = Family(
+    name="qwen3", hub=("qwen3",), gguf="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128}
+)
+QWEN3_MOE = QWEN3._replace(
+    hub=("qwen3_moe",),
+    gguf="qwen3moe",
+    layer={**QWEN3.layer, **EXPERTS},
+    experts={},
+    defaults={
+        **QWEN3.defaults,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+)

@@ -1,0 +1,80 @@
+"""Sliding windows: which layers have one, and how wide it is."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.families.family import Family
+from edgespec_models.files.facts import Facts
+
+T = TypeVar("T")
+_MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
+
+
+def counted(facts: Facts, what: str, count: int) -> int:
+    """``count`` of ``what`` a model has; UnsupportedModelError if it is out of range."""
+    if not 0 < count <= _MAX_COUNT:
+        raise UnsupportedModelError(f"{facts.where} says {count} {what}; 1 to {_MAX_COUNT} are supported")
+    return count
+
+
+def layer_count(facts: Facts) -> int:
+    """The number of layers."""
+    return counted(facts, "layers", facts.integer("num_hidden_layers"))
+
+
+def layer_kinds(facts: Facts, kinds: Mapping[str, T], what: str = "layer_types") -> list[T] | None:
+    """What ``layer_types`` says of each layer, as one of ``kinds``; None if it is missing.
+
+    UnsupportedModelError says that ``what`` must say one of these.
+    """
+    layers, types = layer_count(facts), facts.value("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers or not kinds.keys() >= {*map(str, types)}:
+        raise UnsupportedModelError(
+            f"{facts.where}: {what} must say {' or '.join(kinds)} for each of {layers} layers"
+        )
+    return [kinds[kind] for kind in types]
+
+
+def sliding_layers(facts: Facts, family: Family) -> list[bool]:
+    """Whether each layer has a sliding window, if there is one."""
+    stated = layer_kinds(facts, {"full_attention": False, "sliding_attention": True})
+    if stated is not None:
+        return stated
+    if family.pattern:
+        every = facts.integer("sliding_window_pattern", family.pattern)
+        return every_nth_sees_all(layer_count(facts), every)
+    return last_layers(facts, family)
+
+
+def every_nth_sees_all(layers: int, every: int) -> list[bool]:
+    """With 0 none does."""
+    return [every == 0 or (layer + 1) % every != 0 for layer in range(layers)]
+
+
+def last_layers(facts: Facts, family: Family) -> list[bool]:
+    """All layers of families whose window needs no switch, else those from ``max_window_layers`` on."""
+    first = 0 if family.windowed else facts.integer("max_window_layers", 28)
+    return [layer >= first for layer in range(layer_count(facts))]
+
+
+def window_of(facts: Facts, family: Family, sliding: Sequence[bool]) -> tuple[int, int | None]:
+    """The interval of layers that see the whole context, and the number of tokens that the others see."""
+    if facts.value("sliding_window") is None or not (
+        family.windowed or facts.boolean("use_sliding_window", default=False)
+    ):
+        return 1, None
+    window = facts.integer("sliding_window")
+    if True not in sliding:
+        return 1, None
+    if False not in sliding:
+        return 0, window
+    every = sliding.index(False) + 1
+    if [*sliding] != every_nth_sees_all(len(sliding), every):
+        raise UnsupportedModelError(
+            f"{facts.where} mixes layers with and without a sliding window in no regular order; allowed: "
+            "every n-th layer without"
+        )
+    return every, window
