@@ -81,7 +81,7 @@ class _Head(_Target):
 def _bundle(name: str, context: int) -> Bundle:
     bundle = toy_bundle(name, context)
     config = cast(Any, bundle.config)
-    config.is_head, config.architecture = name == "small", "eagle3"
+    config.is_head = name == "small"
     return bundle
 
 

@@ -16,7 +16,7 @@ from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.families import head_of, in_gguf
-from edgespec_models.families.heads import OTHER, Target
+from edgespec_models.families.heads import OTHER, Target, check_target
 from edgespec_models.families.names import own_names
 from edgespec_models.families.reading import config_of
 from edgespec_models.files.facts import Facts
@@ -123,6 +123,7 @@ class GGUFHead(_Trained, GGUFCheckpoint):
             file = self._open_file(path, stack)
             self.family = in_gguf(self.metadata["general.architecture"], path.name)
             own = file.facts(self.family.gguf)
+            check_target(Facts(own, path.name), self.target)
             own["mask_token_id"] = self.metadata.get("tokenizer.ggml.mask_token_id")
             tokens = file.integers.pop("d2t", None)
             self.tensors = {"embed": target.tensor("embed"), **gguf_checkpoint.named(file, self.family)}
@@ -140,6 +141,7 @@ class HFHead(_Trained, HFCheckpoint):
             assert head is not None  # whoever opens it has looked
             self.family, facts = head
             facts = facts.over({"vocab_size": target.config.vocab_size})
+            check_target(facts, self.target)
             if (path / "mask_embedding.pt").is_file():
                 raise UnsupportedModelError(
                     f"{facts.where} has a mask of its own (mask_embedding.pt); not supported"

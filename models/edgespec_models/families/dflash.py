@@ -26,6 +26,7 @@ def _usual(facts: Facts) -> Facts:
     trained = usual.value("aux_hidden_state_layer_ids") or usual.value("transformer_layer_config")
     anchored = "dspark" in _classes(usual) and trained is None
     changed = usual.changed({"model_type": "qwen3", "is_causal": None, "sees_behind": not causal})
+    # Directories scale embeddings as the target does, where they state nothing; GGUF files do not scale them.
     return changed.over({"sample_from_anchor": anchored, "input_embedding_scale": "target"})
 
 

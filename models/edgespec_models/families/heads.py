@@ -67,14 +67,19 @@ def of_decoder(facts: Facts) -> Facts:
     return Facts(stated, facts.where).over({"model_type": "llama", "rms_norm_eps": 1e-6})
 
 
-def fitting(facts: Facts, target: Target, ids: object) -> tuple[int, ...]:
-    """The layers of ``target`` whose input a head reads, ``ids``, where the head fits it as ``facts`` say."""
-    config, count = target.config, target.config.num_layers
+def check_target(facts: Facts, target: Target) -> None:
+    """RequestError if the head of these ``facts`` states another vocabulary or width of its target."""
+    config = target.config
     for what, has in {"vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}.items():
         if facts.integer(what, has) != has:
             raise RequestError(
                 f"{facts.where}: {what} is {facts.integer(what)}, of {target.name} it is {has}. {OTHER}"
             )
+
+
+def fitting(facts: Facts, target: Target, ids: object) -> tuple[int, ...]:
+    """The layers of ``target`` whose input a head reads, ``ids``; RequestError if it has others."""
+    count = target.config.num_layers
     known = isinstance(ids, list) and all(type(i) is int and 0 <= i <= count for i in ids)
     if not isinstance(ids, list) or not known or len(set(ids)) < max(2, len(ids)):
         raise RequestError(

@@ -47,8 +47,8 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 
 def _read(facts: Facts, family: Family) -> ModelConfig:
-    fields, what = dict[str, Any](), "layer_types, or heads of keys and values,"
-    mixers = layer_kinds(facts, _MIXERS, what) or []
+    need = "layer_types, or heads of keys and values, must say attention or convolution"
+    fields, mixers = dict[str, Any](), layer_kinds(facts, _MIXERS, need) or []
     if "short_conv" in mixers:
         if facts.boolean("conv_bias", default=False):
             raise UnsupportedModelError(f"{facts.where}: conv_bias is true; allowed: false")

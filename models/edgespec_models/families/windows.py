@@ -23,18 +23,17 @@ def layer_count(facts: Facts) -> int:
     return counted(facts, "layers", facts.integer("num_hidden_layers"))
 
 
-def layer_kinds(facts: Facts, kinds: Mapping[str, T], what: str = "layer_types") -> list[T] | None:
+def layer_kinds(facts: Facts, kinds: Mapping[str, T], need: str = "") -> list[T] | None:
     """What ``layer_types`` says of each layer, as one of ``kinds``; None if it is missing.
 
-    UnsupportedModelError says that ``what`` must say one of these.
+    UnsupportedModelError for others, with ``need`` as its message if that says more.
     """
     layers, types = layer_count(facts), facts.value("layer_types")
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != layers or not kinds.keys() >= {*map(str, types)}:
-        raise UnsupportedModelError(
-            f"{facts.where}: {what} must say {' or '.join(kinds)} for each of {layers} layers"
-        )
+        need = need or f"layer_types must say {' or '.join(kinds)}"
+        raise UnsupportedModelError(f"{facts.where}: {need} for each of {layers} layers")
     return [kinds[kind] for kind in types]
 
 
