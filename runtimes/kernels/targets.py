@@ -75,7 +75,6 @@ TARGETS = (
     Target("aarch64-linux", "aarch64-linux-gnu.2.28", "generic", ARM, "manylinux_2_28_aarch64", ".so"),
     Target("x86_64-windows", "x86_64-windows-gnu", "x86_64", X86, "win_amd64", ".dll"),
     Target("aarch64-windows", "aarch64-windows-gnu", "generic", ARM, "win_arm64", ".dll"),
-    Target("x86_64-macos", "x86_64-macos.11.0", "x86_64", X86, "macosx_11_0_x86_64", ".dylib"),
     Target("aarch64-macos", "aarch64-macos.11.0", "generic", ARM, "macosx_11_0_arm64", ".dylib"),
 )
 
