@@ -62,30 +62,6 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPart:
-    """A call in a stream. edgespec gives calls out whole; a part without ``id`` continues the one before.
-
-    Attributes:
-        index: the call's index in the answer.
-        arguments: the arguments' JSON.
-        id: the call's identifier.
-        name: the function's name.
-    """
-
-    index: int
-    arguments: str = ""
-    id: str | None = None
-    name: str | None = None
-
-    def to_message(self) -> dict[str, Any]:
-        """The part as an item of ``tool_calls`` in a delta."""
-        if self.id is None:
-            return {"index": self.index, "function": {"arguments": self.arguments}}
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"index": self.index, "id": self.id, "type": "function", "function": function}
-
-
-@dataclass(frozen=True, slots=True)
 class Record:
     """The addition of a round to an answer, or the progress in a long prompt.
 
@@ -109,7 +85,7 @@ class Record:
     finish_reason: FinishReason | None = None
     stop: str | None = None
     content: str = ""
-    calls: tuple[CallPart, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     thoughts: tuple[str, ...] = ()
     progress: Progress | None = None
     prompt: tuple[TokenRecord, ...] = ()

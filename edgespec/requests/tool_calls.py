@@ -91,12 +91,7 @@ class Calls(Compilable):
         for function in functions:
             schemas[function["name"]] = schema = _prepared(function)
             check_length(length := length + len(json.dumps(schema.grammar)))
-            if self.form.call is _in_xml:
-                schema.unheld += _unheld_in_xml(function)
-            if self.form.call is _in_python:
-                schema.unheld += _unheld_of_all(function)
-            if self.form.call is _in_marks:
-                schema.unheld += _unheld_in_marks(function)
+            schema.unheld += _unheld(self.form, function)
         before, between, after = (tag and _written(tag, self.tokenizer) for tag in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
         starts, rules = list[str](), [_FREE]
@@ -294,7 +289,8 @@ def _prepared(function: Function, root: str = "#") -> PreparedSchema:
     if "$ref" not in parameters:
         parameters = {"type": "object", **parameters}
     try:
-        return PreparedSchema(parameters, strict=function.get("strict") is True, root=root)
+        whole = PreparedSchema(parameters, strict=function.get("strict") is True)
+        return whole if root == "#" else PreparedSchema(parameters, root=root, is_alone=whole.is_alone)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
             f"the parameters of the tool {function['name']!r:.80} are no JSON ({error}); give a JSON schema"
@@ -317,14 +313,7 @@ def _in_args(function: Function) -> str:
 
 
 def _in_xml(function: Function) -> str:
-    required, text = (
-        required_of(table(function.get("parameters"))),
-        _quoted(f"<function={function['name']}>\n"),
-    )
-    for key, part in _xml_members(function).items():
-        text += f" {part}" if key in required else f" ({part})?"
-        check_length(len(text))
-    return f"{text} {_quoted('</function>')}"
+    return _in_turn(function, _xml_members(function), f"<function={function['name']}>\n", "", "</function>")
 
 
 def _xml_members(function: Function) -> dict[str, str]:
@@ -345,12 +334,9 @@ def _xml_members(function: Function) -> dict[str, str]:
 
 def _in_python(function: Function) -> str:
     """The arguments by their names; values are JSON, which these models read and write too."""
-    parameters, held = table(function.get("parameters")), _held_by(function)
-    written = {
-        key: f"{_quoted(key + '=')} {held(schema)}" for key, schema in properties_of(parameters).items()
-    }
-    arguments = _in_turn(written, required_of(parameters), _quoted(", "))
-    return f"{_quoted(function['name'] + '(')} {arguments} {_quoted(')')}"
+    held, properties = _held_by(function), properties_of(table(function.get("parameters")))
+    members = {key: f"{_quoted(key + '=')} {held(schema)}" for key, schema in properties.items()}
+    return _in_turn(function, members, f"{function['name']}(", ", ", ")")
 
 
 def _in_marks(function: Function) -> str:
@@ -361,9 +347,7 @@ def _in_marks(function: Function) -> str:
         values = [_marked(value) for value in allowed_values(own)] or sorted(kinds_of(own)) or ["value"]
         rule = held(schema) if _is_plain(own) else " | ".join("text" if v == "string" else v for v in values)
         written[key] = f"{_quoted(key + ':')} ({rule})"
-    arguments = _in_turn(written, required_of(parameters), _quoted(","))
-    begin = f"call:{function['name']}{{"
-    return f"{_quoted(begin)} {arguments} {_quoted('}')}"
+    return _in_turn(function, written, f"call:{function['name']}{{", ",", "}")
 
 
 def _is_plain(summed: Mapping[str, Any]) -> bool:
@@ -396,37 +380,38 @@ def _marked_values(tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def _in_turn(written: Mapping[str, str], required: Collection[str], comma: str) -> str:
-    """A sequence of arguments; only the ``required`` ones must be present."""
-    keys = [*written]
+def _in_turn(function: Function, members: Mapping[str, str], begin: str, comma: str, end: str) -> str:
+    """A call with its arguments in the order of ``members``; only the required ones must be present."""
+    keys, required = [*members], required_of(table(function.get("parameters")))
+    between = f"{_quoted(comma)} " if comma else ""
 
     def behind(at: int) -> str:
         return "".join(
-            f" {comma} {written[key]}" if key in required else f" ({comma} {written[key]})?"
+            f" {between}{members[key]}" if key in required else f" ({between}{members[key]})?"
             for key in keys[at + 1 :]
         )
 
     must = next((at for at, key in enumerate(keys) if key in required), None)
     if must is not None:
-        before = "".join(f"({written[key]} {comma})? " for key in keys[:must])
-        arguments = before + written[keys[must]] + behind(must)
+        before = "".join(f"({members[key]} {between})? " for key in keys[:must])
+        arguments = before + members[keys[must]] + behind(must)
     else:  # any of them may be the first
-        starts = " | ".join(written[key] + behind(at) for at, key in enumerate(keys))
+        starts = " | ".join(members[key] + behind(at) for at, key in enumerate(keys))
         arguments = f"({starts})?" if starts else ""
     check_length(len(arguments))
-    return arguments
+    return f"{_quoted(begin)} {arguments} {_quoted(end)}"
 
 
 def _held_by(function: Function) -> Callable[[Mapping[str, Any]], str]:
     """The function that makes a rule of an argument's schema, which may refer to the whole schema."""
     root = "#/$defs/parameters"
-    whole = _prepared(function, root).grammar
-    del whole["x-guidance"]
+    whole = _prepared(function, root)
+    del whole.grammar["x-guidance"]
 
     def held(schema: Mapping[str, Any]) -> str:
-        own = PreparedSchema(schema, root=root).grammar
+        own = PreparedSchema(schema, root=root, is_alone=whole.is_alone).grammar
         if '"$ref": ' in json.dumps(own):
-            own["$defs"] = {"parameters": whole}
+            own["$defs"] = {"parameters": whole.grammar}
         return _json(own)
 
     return held
@@ -437,31 +422,24 @@ def _is_free(summed: Mapping[str, Any]) -> bool:
     return not allowed_values(summed) and "string" in (kinds_of(summed) or {"string"})
 
 
-def _unheld_in_xml(function: Function) -> list[Unheld]:
-    """The parts of a schema that calls between tags ignore: bounds of texts, and rules for all arguments."""
-    parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
-    for name, schema in properties_of(parameters).items():
-        if _is_free(summary(parameters, schema)):
-            place = f"#/properties/{escaped(name)}"
-            bounds = keywords_of(parameters, schema, _OF_TEXTS)
-            unheld += [Unheld(place, key, value) for key, value in bounds.items()]
-    return unheld
+def _unheld(form: "Form", function: Function) -> list[Unheld]:
+    """The parts of a schema that rules of single arguments ignore.
 
-
-def _unheld_in_marks(function: Function) -> list[Unheld]:
-    """Calls with marks hold the types of arguments and the values that these list."""
-    parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
-    for name, schema in properties_of(parameters).items():
-        plain_ones = _is_plain(summary(parameters, schema))
-        more = {} if plain_ones else {k: value for k, value in schema.items() if k not in _HELD_IN_MARKS}
-        unheld += [Unheld(f"#/properties/{escaped(name)}", key, value) for key, value in more.items()]
-    return unheld
-
-
-def _unheld_of_all(function: Function) -> list[Unheld]:
-    """The parts of a schema that rules of single arguments ignore: those about all arguments."""
+    These are rules for all arguments, bounds of texts between tags, and between marks all but types and
+    listed values.
+    """
+    if form.call not in (_in_xml, _in_python, _in_marks):
+        return []
     parameters = table(function.get("parameters"))
-    return [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
+    unheld = [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
+    for name, schema in properties_of(parameters).items():
+        own, ignored = summary(parameters, schema), dict[str, Any]()
+        if form.call is _in_xml and _is_free(own):
+            ignored = keywords_of(parameters, schema, _OF_TEXTS)
+        elif form.call is _in_marks and not _is_plain(own):
+            ignored = {key: value for key, value in schema.items() if key not in _HELD_IN_MARKS}
+        unheld += [Unheld(f"#/properties/{escaped(name)}", *part) for part in ignored.items()]
+    return unheld
 
 
 @dataclass(frozen=True, slots=True)

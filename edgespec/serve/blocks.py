@@ -4,10 +4,9 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Literal
 
-from edgespec.requests.results import CallPart, Generation, Record
+from edgespec.requests.results import Generation, Record, ToolCall
 from edgespec.serve.bodies import response_format, without_foreign
 from edgespec.serve.replies import Json, Reply
 from edgespec_models.errors import RequestError
@@ -29,7 +28,7 @@ class Output:
 
 @dataclass(slots=True)
 class Block:
-    """Thoughts, a text, or a call of a tool, whose ``text`` are the arguments so far."""
+    """Thoughts, a text, or a call of a tool, whose ``text`` are the arguments."""
 
     kind: Kind
     index: int
@@ -54,29 +53,22 @@ class BlockReply(Reply):
     def _closed(self, block: Block) -> list[Json]: ...
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """The events of a piece. Parts of a call come before text, because text can only follow it."""
-        going_on = len([*takewhile(lambda part: part.id is None, record.calls)])
-        events = self._take("thinking", record.reasoning)
-        for part in record.calls[:going_on]:
-            events += self._take("call", part.arguments)
-        events += self._take("text", record.content)
-        for part in record.calls[going_on:]:
-            events += self._take("call", part.arguments, part if part.id else None)
+        """The events of a piece."""
+        events = self._take("thinking", record.reasoning) + self._take("text", record.content)
+        for call in record.calls:
+            events += self._take("call", json.dumps(call.arguments, ensure_ascii=False), call)
         return events
 
     def take_whole(self, answer: Generation) -> None:
         """Take a complete answer."""
-        calls = [
-            CallPart(at, json.dumps(call.arguments, ensure_ascii=False), call.id, call.name)
-            for at, call in enumerate(answer.tool_calls)
-        ]
-        self.chunk(Record("", (), content=answer.content, calls=(*calls,), thoughts=answer.thoughts), [])
+        whole = Record("", (), content=answer.content, calls=answer.tool_calls, thoughts=answer.thoughts)
+        self.chunk(whole, [])
 
     def close(self) -> list[Json]:
         """The events that end the last block, if there is one."""
         return self._closed(self.blocks[-1]) if self.blocks else []
 
-    def _take(self, kind: Kind, piece: str, call: CallPart | None = None) -> list[Json]:
+    def _take(self, kind: Kind, piece: str, call: ToolCall | None = None) -> list[Json]:
         events = list[Json]()
         goes_on = bool(self.blocks) and self.blocks[-1].kind == kind
         if call is not None or (piece and not goes_on):

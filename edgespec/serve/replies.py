@@ -215,25 +215,31 @@ class _Completion(Reply):
 
 @dataclass(slots=True)
 class ChatReply(_Completion):
-    """A ``chat.completion`` and its chunks. With ``is_old`` its call is a ``function_call``."""
+    """A ``chat.completion`` and its chunks. With ``is_old`` its call is a ``function_call``.
+
+    ``called`` counts the calls that were sent.
+    """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     is_old: bool = False
+    called: int = 0
 
     def begin(self) -> list[Json]:
         """The chunk with the role."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """A chunk for each piece of the thoughts, of the text, or of a call.
+        """A chunk for each piece of the thoughts, of the text, and for each call.
 
         Some clients read one field of a chunk, and one entry of its calls.
         """
-        parts = (replace(part, id=part.id and choice_id(part.id, self.index)) for part in record.calls)
         pieces = {"reasoning_content": record.reasoning, "content": record.content}
         deltas: list[Json] = [{name: piece} for name, piece in pieces.items() if piece]
-        deltas += [self._called([part.to_message()]) for part in parts]
+        for call in record.calls:
+            entry = replace(call, id=choice_id(call.id, self.index)).to_message()
+            deltas.append(self._called([{"index": self.called, **entry}]))
+            self.called += 1
         first, *others = deltas or [{}]
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
         chunks = self._chunk({"delta": first, "logprobs": logprobs, "edgespec": {"tokens": shown}})

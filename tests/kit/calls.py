@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from edgespec.requests.call_reading import CallReader
-from edgespec.requests.results import CallPart, ToolCall
+from edgespec.requests.results import ToolCall
 from edgespec.requests.tool_calls import format_of
 from tests.kit.templates import SHOWN
 
@@ -149,26 +149,14 @@ def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **optio
     return CallReader(form, given, [1, 2], **options)
 
 
-def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall], list[CallPart]]:
-    """What is text of an answer that comes in ``pieces``, its calls, and their parts as they came."""
-    reader, shown, parts = reader_of(SHOWN[form], **options), "", list[CallPart]()
+def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall]]:
+    """What is text of an answer that comes in ``pieces``, and its calls as they came."""
+    reader, shown, came = reader_of(SHOWN[form], **options), "", list[ToolCall]()
     for at, piece in enumerate([*pieces, ""]):
         more, new = reader.push(piece, final=at == len(pieces))
-        shown, parts = shown + more, parts + new
-    return shown, reader.calls, parts
-
-
-def joined(parts: Sequence[CallPart]) -> list[tuple[str, str, str]]:
-    """Id, name and arguments of each call as a client puts them together, which sees each begin once."""
-    found = list[tuple[str, str, str]]()
-    for part in parts:
-        if part.id is not None:
-            assert part.index == len(found) and part.name is not None
-            found.append((part.id, part.name, part.arguments))
-        else:
-            id_, name, arguments = found[part.index]
-            found[part.index] = (id_, name, arguments + part.arguments)
-    return found
+        shown, came = shown + more, came + new
+    assert came == reader.calls
+    return shown, came
 
 
 @st.composite
