@@ -280,9 +280,7 @@ class _Block:
         self._lenient, self._may_miss = lenient, 0
         # it may be other JSON, another program, or within a text
         self._is_bare = tag not in form.tags or tag == "<code>" or form.raw
-        self._values = ValueReader(
-            text, _start(tag), raw=form.raw, lenient=lenient, schemas_of=self._schemas
-        )
+        self._values = ValueReader(text, _start(tag), raw=form.raw, lenient=lenient, schemas_of=self._schemas)
 
     @property
     def at(self) -> int:

@@ -7,7 +7,7 @@ or with the answer. :mod:`edgespec.requests.call_reading` reads them.
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -123,7 +123,8 @@ _WS: Final = "WS: /[ \\t\\r\\n]{1,9}/"
 class BegunCalls(Compilable):
     """The calls that a mark of ``form`` begins, with the mark, spaced as the model likes.
 
-    With a ``name`` it is a call of this tool without a mark: JSON that has the name before the arguments.
+    With a ``name`` it is a call of this tool without a mark: JSON that has the name before the arguments, or
+    a tag with the name.
     """
 
     form: "Form"
@@ -133,82 +134,69 @@ class BegunCalls(Compilable):
 
     def grammar(self) -> Grammar:
         """The grammar as text for llguidance."""
+        form, tagged = self.form, self.form.call is _in_xml
         functions = [tool["function"] for tool in self.tools]
         functions = [function for function in functions if self.name in ("", function["name"])]
-        is_xml = self.form.call is _in_xml and not self.name
-        rules, calls, form = [_FREE, _WS, r'KEY: "\"arguments\"" | "\"parameters\""'], list[str](), self.form
+        rules, calls = [_FREE, _WS, r'KEY: "\"arguments\"" | "\"parameters\""'], list[str]()
         most = _MOST_REQUIRED if len(functions) <= _FEW else 0
         for at, function in enumerate(functions):
-            name, table_ = function["name"], f"args{at}"
-            if is_xml:
-                begin, comma, end = _quoted(f"<function={name}>\n"), "", _quoted("</function>")
-                members = _xml_members(function)
+            name, arguments = function["name"], f"args{at}"
+            rules += _in_any_order(function, arguments, most, tagged=tagged)
+            if tagged:
+                calls.append(arguments)
+            elif form.name == "harmony":
+                calls.append(f"WS? {arguments}")
+            elif form.call is _in_args and not self.name:
+                behind = _written(form.behind_name.strip(), self.tokenizer)
+                calls.append(f"{_quoted(name)} WS? {behind} WS? {arguments}")
             else:
-                begin, comma, end = '"{" WS?', '"," WS?', '"}"'
-                members = {key: f"{rule} WS?" for key, rule in _json_members(function).items()}
-            parameters = table(function.get("parameters"))
-            must = [key for key in members if key in required_of(parameters)][:most]
-            if parameters and parameters.get("additionalProperties") is not False:
-                known = "|".join(map(re.escape, members))
-                key = (r"<parameter=", r"[^>\n]+", r">\n") if is_xml else ('"', r'[^"\\]*', '"')
-                rules.append(f"OTHER{at}: /{key[0]}{key[1]}{key[2]}/ & ~/{key[0]}({known}){key[2]}/")
-                value = "FREE" if is_xml else f'WS? ":" WS? {_json({"x-guidance": _FREELY})} WS?'
-                members[""] = f"OTHER{at} {value}"
-            if not is_xml and parameters.keys() & _OPEN:
-                rules.append(f"{table_}: {_json(_prepared(_spaced(function)).grammar)}")
-            else:
-                rules += _in_any_order(table_, members, must, begin, comma, end)
-            if form.call is not _in_args and not is_xml:
-                words = ['"\\"name\\""', '":"', _quoted(_quoted(name)), '","', "KEY", '":"', table_]
+                words = ['"\\"name\\""', '":"', _quoted(_quoted(name)), '","', "KEY", '":"', arguments]
                 whole = f"WS? {' WS? '.join(words)} WS?"
                 calls.append(f'"{{" {whole} "}}" | "{{{{" {whole} "}}}}"')
-            elif form.name == "harmony":
-                calls.append(f"WS? {table_}")
-            elif self.name or is_xml:
-                calls.append(table_)
-            else:
-                behind = _written(form.behind_name.strip(), self.tokenizer)
-                calls.append(f"{_quoted(name)} WS? {behind} WS? {table_}")
-        rules.append(f"call: {' | '.join(calls)}")
-        if self.name:
-            rules += ["BEFORE: /[^{]+/", f"start: {'' if form.name == 'harmony' else 'BEFORE? '}call"]
-        else:
-            mark, between, after = form.around
+        mark, between, after = ("<" if tagged else "{", "", "") if self.name else form.around
+        start, end = "call", f" WS? {_written(after.strip(), self.tokenizer)}" if after else ""
+        if not self.name:
             bracket = '"[" WS?' if mark.endswith("[") else ""
-            more = '("," WS? call WS?)*' if between == ", " else ""
-            mark = mark.rstrip("[\n")
-            end = f"WS? {_written(after.strip(), self.tokenizer)}" if after else ""
-            rules.append(f"BEFORE: /[^{re.escape(mark[0])}]+/")
-            start = f"BEFORE? {_written(mark, self.tokenizer)} WS? {bracket} call WS? {more} {end}"
-            rules.append(f"start: {start if end else start.replace(' call WS?', ' call')}")
+            more = ' (WS? "," WS? call)*' if between == ", " else ""
+            start = f"{_written(mark.rstrip('[' + chr(10)), self.tokenizer)} WS? {bracket} call{more}{end}"
+        before = "" if form.name == "harmony" else "BEFORE? "
+        rules += [
+            f"call: {' | '.join(calls)}",
+            f"BEFORE: /[^{re.escape(mark[0])}]+/",
+            f"start: {before}{start}",
+        ]
         return Grammar([{"lark_grammar": "\n".join(rules)}])
 
 
-def _spaced(function: Function) -> Function:
-    """A function whose arguments may have any space between them."""
-    return {**function, "parameters": {"x-guidance": _FREELY, **table(function.get("parameters"))}}
+def _in_any_order(function: Function, rule: str, most: int, *, tagged: bool) -> list[str]:
+    """Rules of a call's arguments in the order that the model likes, between tags or in JSON.
 
-
-def _json_members(function: Function) -> dict[str, str]:
-    """Rules of the arguments in JSON, by their names."""
-    held = _held_by(function)
-    properties = properties_of(table(function.get("parameters")))
-    return {
-        key: f'{_quoted(_quoted(key))} WS? ":" WS? {held({"x-guidance": _FREELY, **schema})}'
-        for key, schema in properties.items()
-    }
-
-
-def _in_any_order(
-    rule: str, members: Mapping[str, str], must: Sequence[str], begin: str, comma: str, end: str
-) -> list[str]:
-    """Rules of members in the order that the model likes, each of ``must`` once.
-
-    A grammar of a schema has one order, and a model that wants another would have to leave members out. There
-    is a rule for what may follow each set of those that must be there.
+    A grammar of a schema has one order, and a model that wants another would have to leave members out. So
+    there is a rule for what may follow each set of the first ``most`` required ones, each of which must be
+    there once. A schema with rules for other arguments than the named ones has its own grammar.
     """
+    parameters = table(function.get("parameters"))
+    if tagged:
+        members, value = _xml_members(function), "FREE"
+        begin, comma, end = _quoted(f"<function={function['name']}>\n"), "", _quoted("</function>")
+    elif parameters.keys() & _OPEN:
+        spaced = {**function, "parameters": {"x-guidance": _FREELY, **parameters}}
+        return [f"{rule}: {_json(_prepared(spaced).grammar)}"]
+    else:
+        held, value = _held_by(function), f'WS? ":" WS? {_json({"x-guidance": _FREELY})} WS?'
+        begin, comma, end = '"{" WS?', '"," WS?', '"}"'
+        members = {
+            key: f'{_quoted(_quoted(key))} WS? ":" WS? {held({"x-guidance": _FREELY, **schema})} WS?'
+            for key, schema in properties_of(parameters).items()
+        }
+    must, rules = [key for key in members if key in required_of(parameters)][:most], list[str]()
+    if parameters and parameters.get("additionalProperties") is not False:
+        known = "|".join(map(re.escape, members))
+        key = (r"<parameter=", r"[^>\n]+", r">\n") if tagged else ('"', r'[^"\\]*', '"')
+        rules.append(f"{rule.upper()}: /{key[0]}{key[1]}{key[2]}/ & ~/{key[0]}({known}){key[2]}/")
+        members[""] = f"{rule.upper()} {value}"
     names = {key: f"{rule}m{at}" for at, key in enumerate(members)}
-    rules = [f"{names[key]}: {text}" for key, text in members.items()]
+    rules += [f"{names[key]}: {text}" for key, text in members.items()]
     for present in range(2 ** len(must)):
         following = [f"{names[key]} {rule}s{present}" for key in members if key not in must]
         following += [
@@ -226,16 +214,18 @@ def marks_of(form: "Form", names: Sequence[str], tokenizer: Tokenizer) -> re.Pat
 
     A mark that is no token of its own may be a mention of it, so there a bracket or tag has to follow.
     """
-    known = "|".join(map(re.escape, names))
+    name = f"(?P<name>{'|'.join(map(re.escape, names))})"
     if form.name == "harmony":
-        marks = rf"(?P<head>to=(?:functions\.)?(?P<name>{known})\b[^{{]*<\|message\|>)"
+        marks = rf"(?P<head>to=(?:functions\.)?{name}\b[^{{]*<\|message\|>)"
+    elif form.call is _in_xml:
+        marks = f"<function={name}>"
     else:
-        marks = rf"""\{{{{1,2}}\s*"name"\s*:\s*"(?P<name>{known})"\s*,\s*"(?:arguments|parameters)"\s*:"""
-        mark = form.around[0].rstrip("[\n")
-        if mark and form.call in (_in_json, _in_args, _in_xml):
-            is_token = tokenizer.special_id(mark) or tokenizer.id_of_bytes(mark.encode())
-            follows = "" if is_token else r"\s*[\[{<]"
-            marks = f"{re.escape(mark)}{follows}|{marks}"
+        marks = rf"""\{{{{1,2}}\s*"name"\s*:\s*"{name}"\s*,\s*"(?:arguments|parameters)"\s*:"""
+    mark = form.around[0].rstrip("[\n")
+    if mark and form.name != "harmony" and form.call not in (_in_python, _in_marks):
+        is_token = tokenizer.special_id(mark) or tokenizer.id_of_bytes(mark.encode())
+        follows = "" if is_token else r"\s*[\[{<]"
+        marks = f"{re.escape(mark)}{follows}|{marks}"
     return re.compile(marks.encode())
 
 
