@@ -153,19 +153,17 @@ class BegunCalls(Compilable):
                 words = ['"\\"name\\""', '":"', _quoted(_quoted(name)), '","', "KEY", '":"', arguments]
                 whole = f"WS? {' WS? '.join(words)} WS?"
                 calls.append(f'"{{" {whole} "}}" | "{{{{" {whole} "}}}}"')
-        mark, between, after = ("<" if tagged else "{", "", "") if self.name else form.around
-        start, end = "call", f" WS? {_written(after.strip(), self.tokenizer)}" if after else ""
+        first, start = "<" if tagged else "{", "call"
         if not self.name:
+            mark, between, after = form.around
             bracket = '"[" WS?' if mark.endswith("[") else ""
-            more = ' (WS? "," WS? call)*' if between == ", " else ""
-            start = f"{_written(mark.rstrip('[' + chr(10)), self.tokenizer)} WS? {bracket} call{more}{end}"
+            more = '(WS? "," WS? call)*' if between == ", " else ""
+            end = f"WS? {_written(after.strip(), self.tokenizer)}" if after else ""
+            written = _written(mark.rstrip("[\n"), self.tokenizer)
+            first, start = mark[0], f"{written} WS? {bracket} call {more} {end}"
         before = "" if form.name == "harmony" else "BEFORE? "
-        rules += [
-            f"call: {' | '.join(calls)}",
-            f"BEFORE: /[^{re.escape(mark[0])}]+/",
-            f"start: {before}{start}",
-        ]
-        return Grammar([{"lark_grammar": "\n".join(rules)}])
+        rules += [f"BEFORE: /[^{re.escape(first)}]+/", f"start: {before}{start}"]
+        return Grammar([{"lark_grammar": "\n".join([*rules, f"call: {' | '.join(calls)}"])}])
 
 
 def _in_any_order(function: Function, rule: str, most: int, *, tagged: bool) -> list[str]:
