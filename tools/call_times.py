@@ -52,7 +52,7 @@ def main() -> None:
             len(last.tokens),
             len(last.tool_calls),
             f"{1e3 * median(each.tpot_s for each in stats):.1f}",
-            f"{median(each.total_s for each in stats):.2f}",
+            f"{median(each.ttft_s + each.decode_s for each in stats):.2f}",
             last.stats.rounds,
             0 if forced is None else forced.accepted,
         ]
