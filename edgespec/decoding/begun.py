@@ -60,18 +60,19 @@ class BegunParts(Constraint):
         return self._other is not None and self._other.completes(drafted)
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
-        at = self._behind(drafted)
-        if at.grammar is not None:
-            return at.grammar.allowed(at.tokens)
-        return self._anything if self._other is None else self._other.allowed(drafted)
+        holder, tokens = self._holder(drafted)
+        return self._anything if holder is None else holder.allowed(tokens)
 
     def apply(self, row: npt.NDArray[np.float32], drafted: Sequence[int]) -> None:
         """Forbid what may not follow ``drafted``; see :class:`~edgespec.decoding.sampling.RowStep`."""
+        holder, tokens = self._holder(drafted)
+        if holder is not None:
+            holder.apply(row, tokens)
+
+    def _holder(self, drafted: Sequence[int]) -> tuple[Constraint | None, Sequence[int]]:
+        """What constrains the text behind ``drafted``, and the tokens that it wants."""
         at = self._behind(drafted)
-        if at.grammar is not None:
-            at.grammar.apply(row, at.tokens)
-        elif self._other is not None:
-            self._other.apply(row, drafted)
+        return (self._other, drafted) if at.grammar is None else (at.grammar, at.tokens)
 
     def _behind(self, tokens: Sequence[int]) -> _At:
         return reduce(self._next, tokens, self._at)

@@ -62,6 +62,28 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPart:
+    """A call in a stream, which gives it out whole.
+
+    Attributes:
+        index: the call's index in the answer.
+        id: the call's identifier.
+        name: the function's name.
+        arguments: the arguments' JSON.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    def to_message(self) -> dict[str, Any]:
+        """The call as an item of ``tool_calls`` in a delta."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """The addition of a round to an answer, or the progress in a long prompt.
 
@@ -85,7 +107,7 @@ class Record:
     finish_reason: FinishReason | None = None
     stop: str | None = None
     content: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallPart, ...] = ()
     thoughts: tuple[str, ...] = ()
     progress: Progress | None = None
     prompt: tuple[TokenRecord, ...] = ()

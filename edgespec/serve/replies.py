@@ -215,15 +215,11 @@ class _Completion(Reply):
 
 @dataclass(slots=True)
 class ChatReply(_Completion):
-    """A ``chat.completion`` and its chunks. With ``is_old`` its call is a ``function_call``.
-
-    ``called`` counts the calls that were sent.
-    """
+    """A ``chat.completion`` and its chunks. With ``is_old`` its call is a ``function_call``."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     is_old: bool = False
-    called: int = 0
 
     def begin(self) -> list[Json]:
         """The chunk with the role."""
@@ -236,10 +232,8 @@ class ChatReply(_Completion):
         """
         pieces = {"reasoning_content": record.reasoning, "content": record.content}
         deltas: list[Json] = [{name: piece} for name, piece in pieces.items() if piece]
-        for call in record.calls:
-            entry = replace(call, id=choice_id(call.id, self.index)).to_message()
-            deltas.append(self._called([{"index": self.called, **entry}]))
-            self.called += 1
+        calls = (replace(call, id=choice_id(call.id, self.index)) for call in record.calls)
+        deltas += [self._called([call.to_message()]) for call in calls]
         first, *others = deltas or [{}]
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
         chunks = self._chunk({"delta": first, "logprobs": logprobs, "edgespec": {"tokens": shown}})
