@@ -271,6 +271,14 @@ def test_text_is_held_only_where_a_call_may_begin() -> None:
     assert shown == ["see", " <b>", "", " <tool_box>", "", "", " <tool_call> is a mark", " on"]
 
 
+@pytest.mark.parametrize(
+    "text", ['{"name": "Ada", ', '```json\n{"name": "Ada", ', "```json\n[1, ", "So:\n[1, "]
+)
+def test_json_that_names_no_tool_is_shown_at_once(text: str) -> None:
+    reader = reader_of(HERMES)
+    assert (reader.push(text)[0] + reader.push("2")[0]).endswith(", 2")
+
+
 def test_behind_a_single_call_nothing_is_read() -> None:
     text = f"{called('{}')} {called('{}')} and"
     for pieces in ([text], list(text)):

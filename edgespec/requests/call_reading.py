@@ -55,6 +55,7 @@ _KEYS: Final = (*_NAMES, *_WRAPPERS, *_BESIDE, *ARGUMENTS)
 _NAMESPACE: Final = re.compile(r"[.:/]")
 _INNER: Final = ("</function>", "</parameter>")
 _MAY_CALL: Final = re.compile(r"""[\[{(\s]*(?:\Z|["'<]|[\w.:/$-]+\s*(?:\Z|[\[{(=]))""")  # behind a mark
+_NAMED: Final = re.compile(r"""\s*:\s*["']([^"']*)["']""")  # behind a name's key
 _FUNCTION, _PARAMETER = (
     re.compile(rf"""\s*<{tag}(?:=|\s+name=)\s*["']?([^>"'\n]+?)["']?\s*>""")
     for tag in ("function", "parameter")
@@ -186,7 +187,10 @@ class CallReader:
         """Whether ``text`` may be the beginning of a call without a tag."""
         head = text.lstrip("[{ \t\n")
         if head[:1] in ("", "'", '"'):
-            key, closed, _ = head[1:].partition(head[:1] or "'")
+            key, closed, rest = head[1:].partition(head[:1] or "'")
+            named = _NAMED.match(rest) if key in _NAMES else None
+            if named is not None and tool_named(named[1], self._tools) not in self._tools:
+                return False
             return key in _KEYS or not (closed or all(not known.startswith(key) for known in _KEYS))
         name, bracket, _ = head.partition("(")
         return name in self._tools or (not bracket and any(tool.startswith(name) for tool in self._tools))
@@ -216,8 +220,8 @@ class CallReader:
         """
         text, begins = self._text, len(tag)
         ends_answer = not tag.strip() and not self._is_beginning
-        may_call = _MAY_CALL.match(text, _start(tag)) if tag.strip() else self._may_call(text[begins:])
-        if not may_call:
+        is_mark = tag in self.tags
+        if not (_MAY_CALL.match(text, _start(tag)) if is_mark else self._may_call(text[begins:])):
             return 0, []
         with suppress(ValueError, RecursionError):
             if self._form.raw and "'" in text:
