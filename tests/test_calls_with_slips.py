@@ -12,7 +12,7 @@ from edgespec.decoding.begun import BegunParts
 from edgespec.decoding.draft import NO_DRAFT
 from edgespec.decoding.grammar import Grammars
 from edgespec.requests.call_reading import CallReader
-from edgespec.requests.tool_calls import FORMS, BegunCalls, Form, format_of, marks_of
+from edgespec.requests.tool_calls import FORMS, BegunCalls, Calls, Form, format_of, marks_of
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.templates import SHOWN
 from tests.kit.tokenizers import byte_level_json
@@ -198,17 +198,22 @@ MADE: dict[str, Any] = {"type": "function", "function": {"name": "make", "parame
 REST: dict[str, Any] = {"type": "function", "function": {"name": "rest"}}
 
 
-def held(form: str, text: str) -> tuple[str, str | None]:
-    """What the grammar holds of a text: the text before, and the text up to what it forbids, if anything."""
+def holding(form: str, *tools: dict[str, Any]) -> BegunParts:
     shown = format_of(SHOWN[form])
     assert shown is not None
-    grammars, tools = Grammars(TOKENIZER, [1]), [MADE, REST]
+    grammars, names = Grammars(TOKENIZER, [1]), [tool["function"]["name"] for tool in tools]
     constraint = BegunParts(
         TOKENIZER,
-        marks_of(shown, ["make", "rest"], TOKENIZER),
+        marks_of(shown, names, TOKENIZER),
         lambda name: grammars.constraint(BegunCalls(shown, tools, TOKENIZER, name)),
     )
     constraint.begin([5])
+    return constraint
+
+
+def held(form: str, text: str, *tools: dict[str, Any]) -> tuple[str, str | None]:
+    """What the grammar holds of a text: the text before, and the text up to what it forbids, if anything."""
+    constraint = holding(form, *(tools or (MADE, REST)))
     tokens, free = TOKENIZER.encode(text, special=True), None
     for at, token in enumerate(tokens):
         allowed = constraint.allowed(tokens[:at])
@@ -238,8 +243,10 @@ TAGGED = (
         ),
         ("hermes", '{{"name": "make", "arguments":', f"{ARGS}}}}}"),
         ("xml", "<tool_call>\n<", f"{TAGGED[13:]}</function>\n</tool_call>"),
+        ("xml", "<function=make>", f"{TAGGED[27:]}</function>"),
         ("mistral", "[TOOL_CALLS]", f" [{JSON}, {JSON % 2}]"),
         ("args", "[TOOL_CALLS]", f"make[ARGS]{ARGS}[TOOL_CALLS]make[ARGS]{ARGS % 1}"),
+        ("args", '{"name": "make", "arguments":', f"{ARGS}}}"),
         ("granite", "<|tool_call|>", f"[{JSON}]"),
         ("functools", "functools[", f"{JSON}]"),
         ("llama3", '{"name": "make", "parameters":', f"{ARGS}}}"),
@@ -266,14 +273,43 @@ def test_a_begun_call_has_all_that_is_required() -> None:
 
 
 def test_what_a_held_call_has_to_say_is_drafted() -> None:
-    shown = format_of(SHOWN["args"])
-    assert shown is not None
-    calls = Grammars(TOKENIZER, [1]).constraint(BegunCalls(shown, [MADE, REST], TOKENIZER))
-    constraint = BegunParts(TOKENIZER, marks_of(shown, ["make"], TOKENIZER), lambda _: calls)
-    constraint.begin([5])
+    constraint = holding("args", MADE, REST)
     constraint.begin([5, *TOKENIZER.encode("So. [TOOL_CALLS]m", special=True)])
     draft = constraint.fit(NO_DRAFT, NO_DRAFT, 9)
     assert TOKENIZER.decode(draft.tokens).startswith("ake") and {*draft.sources} == {"grammar"}
+
+
+def test_a_call_that_no_grammar_follows_to_its_end_is_free_from_there() -> None:
+    words = "^$|(^(?:\\S+\\s+){0,99}\\S+$)"  # of which llguidance makes too many expressions
+    long = {"type": "string", "maxLength": 5000, "pattern": words}
+    tool = {"type": "function", "function": {"name": "make", "parameters": table(text=long)}}
+    constraint, begun = holding("hermes", tool), '{"name": "make", "arguments": {"text": "'
+    tokens = [5, *TOKENIZER.encode(begun)]
+    constraint.begin(tokens)
+    assert 0 not in constraint.allowed(())
+    for _ in range(1000):
+        tokens += TOKENIZER.encode("a ")
+        constraint.begin(tokens)
+        if 0 in constraint.allowed(()):
+            break
+    assert 0 in constraint.allowed(()) and not constraint.ends(tokens)
+
+
+@pytest.mark.parametrize("form", ["hermes", "xml", "args", "harmony"])
+def test_rules_beside_a_circular_reference_do_not_free_a_call(form: str) -> None:
+    node = {"$ref": "#/$defs/Node", "type": "object", "title": "a node"}
+    nodes = {"Node": table(below={"type": "array", "items": node})}
+    parameters = {**table(tree=node, many={"type": "integer", "maximum": 9}), "$defs": nodes}
+    tool = {"type": "function", "function": {"name": "make", "parameters": parameters}}
+    begun = {
+        "hermes": '{"name": "make", "arguments": {"many": 3',
+        "xml": "<function=make>\n<parameter=many>\n3",
+        "args": '[TOOL_CALLS]make[ARGS]{"many": 3',
+        "harmony": 'commentary to=functions.make <|constrain|>json<|message|>{"many": 3',
+    }[form]
+    assert held(form, f"{begun}0", tool)[1] == begun
+    forced = Calls(BY_NAME[form], [tool], TOKENIZER)
+    assert 0 not in Grammars(TOKENIZER, [1]).constraint(forced).allowed(())
 
 
 def test_a_held_call_may_have_arguments_that_its_schema_does_not_name() -> None:

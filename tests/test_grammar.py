@@ -221,8 +221,8 @@ def test_masks(tokens: set[int], width: int) -> None:
     assert mask.only == (min(tokens) if len(tokens) == 1 else None)
     row = np.ones(width, np.float32)
     mask.forbid_others(row)
-    assert {at for at in range(width) if row[at] == 1.0} == {token for token in tokens if token < width}
-    assert all(row[at] == -np.inf for at in range(width) if at not in tokens)
+    left = {token for token in tokens if token < width} or {*range(width)}
+    assert row.tolist() == [1.0 if at in left else -np.inf for at in range(width)]
 
 
 def test_special_tokens_and_padding_are_never_allowed_but_the_end() -> None:
@@ -270,3 +270,14 @@ def test_masks_are_computed_once_where_nothing_changed() -> None:
         constraint.apply(row, tokens[:count])
     # The first is known since it was tried out.
     assert counting.compute_bitmask.call_count == len(tokens) - 1
+
+
+def test_a_row_without_any_allowed_token_stays() -> None:
+    """A model without an end is not made to write a token that its logits do not want."""
+    row = np.arange(BYTE.vocab_size, dtype=np.float32)
+    constraint = Grammars(BYTE, ()).constraint(Choice(["a"]))
+    constraint.begin(())
+    constraint.apply(row, BYTE.encode_bytes(b"a"))
+    assert row.tolist() == [*range(BYTE.vocab_size)]
+    constraint.apply(row, ())
+    assert row.argmax() == BYTE.encode_bytes(b"a")[0] and row.min() == -np.inf

@@ -19,7 +19,7 @@ from edgespec_runtimes import cpu
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
-from tests.kit.calls import joined
+from tests.kit.calls import whole
 from tests.kit.native import tiny_native
 from tests.kit.templates import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS, showing
 from tests.kit.tokenizers import byte_level_json
@@ -254,10 +254,10 @@ def test_calls_come_as_they_are_written(target: Path, write: Callable[..., None]
         answer = stream.result
         assert "".join(record.text for record in records) == f"See.\n{CALL}\n{CALL}"
         assert "".join(record.content for record in records) == answer.content == "See."
-        begun = [at for at, record in enumerate(records) for part in record.calls if part.id]
-        assert len(begun) == 2 and begun[0] < begun[1] < len(records) - 3
-        parts = joined([part for record in records for part in record.calls])
-        assert parts == [(c.id, c.name, '{"a": 1, "b": 2}') for c in answer.tool_calls]
+        places = [at for at, record in enumerate(records) for _ in record.calls]
+        assert len(places) == 2 and places[0] < places[1] < len(records) - 3
+        assert (*whole([part for record in records for part in record.calls]),) == answer.tool_calls
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", {"a": 1, "b": 2})] * 2
         short = model.chat(ASK, tools=TOOLS, max_tokens=len(answer.tokens) * 3 // 4)
         assert (short.finish_reason, len(short.tool_calls)) == ("length", 1)
         assert short.content.startswith("See.\n\n<tool_call>")

@@ -68,15 +68,15 @@ def test_an_answer_ends_at_the_contexts_end_unless_a_limit_is_set(model: ServedM
 
 def test_a_chunk_has_one_piece_of_one_kind() -> None:
     """Continue reads one field of a delta, llama-index the first entry of its calls."""
-    parts = (CallPart(0, "}"), CallPart(1, id="b", name="time"), CallPart(1, "{}"))
-    record = Record("", (TokenRecord(5, "target"),) * 2, content="so", calls=parts, thoughts=("hm",))
+    calls = CallPart(0, "a", "time", "{}"), CallPart(1, "b", "time", "{}")
+    record = Record("", (TokenRecord(5, "target"),) * 2, content="so", calls=calls, thoughts=("hm",))
     chunks = ChatReply("m", tokenizer(), 1.0).chunk(record, [{"text": "hm"}])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[:2] == [{"reasoning_content": "hm"}, {"content": "so"}]
     entries = [entry for delta in deltas[2:] for entry in delta["tool_calls"]]
-    assert [len(delta["tool_calls"]) for delta in deltas[2:]] == [1, 1, 1]
-    assert [entry["index"] for entry in entries] == [0, 1, 1]
-    assert [chunk["choices"][0].get("edgespec") for chunk in chunks[1:]] == [None] * 4
+    assert [len(delta["tool_calls"]) for delta in deltas[2:]] == [1, 1]
+    assert [(entry["index"], entry["id"]) for entry in entries] == [(0, "a"), (1, "b")]
+    assert [chunk["choices"][0].get("edgespec") for chunk in chunks[1:]] == [None] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -199,21 +199,23 @@ def test_thoughts_are_signed_before_their_block_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason", "status", "details"),
+    ("content", "reason", "status", "details"),
     [
-        ("{}", "tool_calls", "completed", None),
-        ('{"a": "x', "stop", "incomplete", {"reason": "invalid_tool_call"}),
-        ('{"a": "x', "length", "incomplete", {"reason": "max_output_tokens"}),
+        ("", "tool_calls", "completed", None),
+        ("", "length", "incomplete", {"reason": "max_output_tokens"}),
+        ("so", "length", "incomplete", {"reason": "max_output_tokens"}),
     ],
 )
-def test_a_response_is_completed_only_if_its_calls_are(
-    arguments: str, reason: Any, status: str, details: object
+def test_a_response_that_was_cut_is_incomplete_and_calls_are_whole(
+    content: str, reason: Any, status: str, details: object
 ) -> None:
     body = parse(ResponsesBody, {"model": "m", "input": "a"})
     reply = ResponseReply("m", tokenizer(), 1.0, body, [], Kept())
-    reply.chunk(Record("", (), calls=(CallPart(0, id="c", name="f"), CallPart(0, arguments))), [])
+    reply.chunk(Record("", (), calls=(CallPart(0, "c", "f", "{}"),)), [])
+    reply.chunk(Record("", (), content=content), [])
     *_, item, last = reply.end(Generation("", (), reason, GenerationStats()))
-    assert (item["type"], item["item"]["status"]) == ("response.output_item.done", status)
+    assert item["type"] == "response.output_item.done"
+    assert item["item"]["status"] == ("incomplete" if content else "completed")
     assert last["type"] == f"response.{status}" and last["response"]["incomplete_details"] == details
 
 

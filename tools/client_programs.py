@@ -262,7 +262,8 @@ def command(*words: str) -> str:
 
 def qwen() -> str:
     os.environ.update(OPENAI_API_KEY="none", OPENAI_BASE_URL=f"{URL}/v1", OPENAI_MODEL=MODEL)
-    return command("qwen", "--auth-type", "openai", "--yolo")
+    os.environ["QWEN_CODE_API_TIMEOUT_MS"] = "1200000"  # by itself it gives up while a slow machine reads
+    return command("qwen", "--auth-type", "openai", "--yolo", "--core-tools", "read_file")
 
 
 def pi() -> str:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -28,7 +29,8 @@ class BegunParts(Constraint):
 
     ``marks`` matches the bytes of a mark, and ``grammar_of`` gives the grammar for the match's group
     ``name``; None if there is none. The grammar's text begins with the mark, or behind the group ``head``. A
-    part that does not begin as its grammar wants is free.
+    part that does not begin as its grammar wants is free, and so is the rest of one that llguidance cannot
+    follow to its end.
     """
 
     def __init__(
@@ -58,18 +60,19 @@ class BegunParts(Constraint):
         return self._other is not None and self._other.completes(drafted)
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
-        at = self._behind(drafted)
-        if at.grammar is not None:
-            return at.grammar.allowed(at.tokens)
-        return self._anything if self._other is None else self._other.allowed(drafted)
+        holder, tokens = self._holder(drafted)
+        return self._anything if holder is None else holder.allowed(tokens)
 
     def apply(self, row: npt.NDArray[np.float32], drafted: Sequence[int]) -> None:
         """Forbid what may not follow ``drafted``; see :class:`~edgespec.decoding.sampling.RowStep`."""
+        holder, tokens = self._holder(drafted)
+        if holder is not None:
+            holder.apply(row, tokens)
+
+    def _holder(self, drafted: Sequence[int]) -> tuple[Constraint | None, Sequence[int]]:
+        """What constrains the text behind ``drafted``, and the tokens that it wants."""
         at = self._behind(drafted)
-        if at.grammar is not None:
-            at.grammar.apply(row, at.tokens)
-        elif self._other is not None:
-            self._other.apply(row, drafted)
+        return (self._other, drafted) if at.grammar is None else (at.grammar, at.tokens)
 
     def _behind(self, tokens: Sequence[int]) -> _At:
         return reduce(self._next, tokens, self._at)
@@ -77,7 +80,7 @@ class BegunParts(Constraint):
     def _next(self, at: _At, token: int) -> _At:
         tokens = (*at.tokens, token)
         if at.grammar is not None:
-            return _At() if at.grammar.completes(tokens) else _At(at.grammar, tokens)
+            return _within(at.grammar, tokens)
         tokens = tokens[-_LONGEST:]
         texts = [self._tokenizer.token_bytes(token) for token in tokens]
         match = self._marks.search(b"".join(texts))
@@ -87,8 +90,14 @@ class BegunParts(Constraint):
         start = match.end("head") if groups.get("head") else match.start()
         ends = accumulate(map(len, texts))
         begun = tuple(token for token, end in zip(tokens, ends, strict=True) if end > start)
-        try:
-            grammar = self._grammar_of((groups.get("name") or b"").decode())
-            return _At(grammar, begun) if grammar is not None and grammar.begins_with(begun) else _At()
-        except RequestError:  # llguidance cannot follow this schema
-            return _At()
+        grammar = self._grammar_of((groups.get("name") or b"").decode())
+        return _within(grammar, begun) if grammar is not None and grammar.begins_with(begun) else _At()
+
+
+def _within(grammar: GrammarConstraint, tokens: tuple[int, ...]) -> _At:
+    """The state behind a part's tokens."""
+    with suppress(RequestError):
+        if not grammar.completes(tokens):
+            grammar.allowed(tokens)
+            return _At(grammar, tokens)
+    return _At()

@@ -191,10 +191,14 @@ class Allowed:
         return 32 * int(at[0]) + int(self._words[at[0]]).bit_length() - 1
 
     def forbid_others(self, row: npt.NDArray[np.float32]) -> None:
-        """Set the logits of all other tokens, float32 ``(vocab,)``, to minus infinity."""
+        """Set the logits of all other tokens, float32 ``(vocab,)``, to minus infinity.
+
+        If the row has none of the tokens, it stays: only an end is allowed, and the model has none.
+        """
         bits = self._bits()[: len(row)]
-        np.copyto(row[: len(bits)], -np.inf, where=bits == 0)
-        row[len(bits) :] = -np.inf
+        if bits.any():
+            np.copyto(row[: len(bits)], -np.inf, where=bits == 0)
+            row[len(bits) :] = -np.inf
 
     def _bits(self) -> npt.NDArray[np.uint8]:
         return np.unpackbits(self._words.view(np.uint8), bitorder="little")
@@ -312,8 +316,10 @@ class GrammarConstraint(Constraint):
     def completes(self, drafted: Sequence[int]) -> bool:
         if drafted and drafted[-1] in self._ends:
             return True
-        self._move([*self._committed, *drafted])
-        return bool(self.broken) or self._complete[len(self._read)]
+        wanted = [*self._committed, *drafted]
+        if self._read[: len(wanted)] != wanted:
+            self._move(wanted)
+        return bool(self.broken) or self._complete[len(wanted)]
 
     def allowed(self, drafted: Sequence[int]) -> Allowed:
         wanted = [*self._committed, *drafted]

@@ -89,27 +89,31 @@ class Unheld(NamedTuple):
 class PreparedSchema:
     """A schema, prepared for llguidance.
 
-    ``root`` is its place in the schema that llguidance gets; its references are changed to lead there.
+    ``root`` is its place in the schema that llguidance gets; its references are changed to lead there. There
+    ``is_alone`` says whether rules beside references have to be left out.
 
     Attributes:
         grammar: the schema for llguidance.
         strict: whether a schema that is not enforced whole is refused.
+        is_alone: whether rules beside references are left out, because llguidance refuses them beside a
+            circular one.
         unheld: keywords that the grammar does not hold.
 
     Raises:
         TypeError, ValueError, RecursionError: the schema is not JSON.
     """
 
-    def __init__(self, schema: Mapping[str, Any], *, strict: bool = False, root: str = "#") -> None:
+    def __init__(
+        self, schema: Mapping[str, Any], *, strict: bool = False, root: str = "#", is_alone: bool = False
+    ) -> None:
         text = json.dumps(schema, allow_nan=False, default=_plain)
         self._schema: Schema = json.loads(text)
         self._root, self.strict, self._is_unsure = root, strict, bool(_UNSURE.search(text))
-        self.unheld, self._has_beside, self._is_alone = list[Unheld](), False, False
+        self.unheld, self._has_beside, self.is_alone = list[Unheld](), False, is_alone
         is_short = len(text) <= LONGEST  # longer ones are refused anyway
         held = rewritten(self._schema, "#", self._held) if is_short else self._schema
-        # A schema is refused for rules beside a circular reference, among others.
         if self._has_beside and root == "#" and not _takes(held):
-            self.unheld, self._is_alone = [], True
+            self.unheld, self.is_alone = [], True
             held = rewritten(self._schema, "#", self._held)
         self.grammar: Schema = held if isinstance(held, dict) else {"enum": []}
         options = self.grammar.get("x-guidance", SPACING)
@@ -149,7 +153,7 @@ class PreparedSchema:
             schema = {key: value for key, value in schema.items() if key in _KEYWORDS}
             beside = [key for key in schema if key in _RULES]
             self._has_beside |= bool(beside)
-            if self._is_alone:
+            if self.is_alone:
                 self.unheld += [Unheld(place, key, schema.pop(key)) for key in beside]
         if schema.get("unevaluatedProperties") is False and not _COMBINING & schema.keys():
             schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 from edgespec.requests.call_values import (
     ARGUMENTS,
     QUOTE,
-    MoreError,
     Schemas,
     ValueReader,
     dumped,
@@ -55,7 +54,8 @@ _BESIDE: Final = ("type", "id", "index", "call_id")  # what may stand beside a n
 _KEYS: Final = (*_NAMES, *_WRAPPERS, *_BESIDE, *ARGUMENTS)
 _NAMESPACE: Final = re.compile(r"[.:/]")
 _INNER: Final = ("</function>", "</parameter>")
-_HEAD: Final = 200  # characters that have the name of a call's function
+_MAY_CALL: Final = re.compile(r"""[\[{(\s]*(?:\Z|["'<]|[\w.:/$-]+\s*(?:\Z|[\[{(=]))""")  # behind a mark
+_NAMED: Final = re.compile(r"""\s*:\s*["']([^"']*)["']""")  # behind a name's key
 _FUNCTION, _PARAMETER = (
     re.compile(rf"""\s*<{tag}(?:=|\s+name=)\s*["']?([^>"'\n]+?)["']?\s*>""")
     for tag in ("function", "parameter")
@@ -187,7 +187,10 @@ class CallReader:
         """Whether ``text`` may be the beginning of a call without a tag."""
         head = text.lstrip("[{ \t\n")
         if head[:1] in ("", "'", '"'):
-            key, closed, _ = head[1:].partition(head[:1] or "'")
+            key, closed, rest = head[1:].partition(head[:1] or "'")
+            named = _NAMED.match(rest) if key in _NAMES else None
+            if named is not None and tool_named(named[1], self._tools) not in self._tools:
+                return False
             return key in _KEYS or not (closed or all(not known.startswith(key) for known in _KEYS))
         name, bracket, _ = head.partition("(")
         return name in self._tools or (not bracket and any(tool.startswith(name) for tool in self._tools))
@@ -207,29 +210,25 @@ class CallReader:
         seed.update(b"%d" % index)
         call = ToolCall(seed.hexdigest()[:_ID_LENGTH], json.loads(dumped(name)), json.loads(text))
         self.calls.append(call)
-        return CallPart(index, text, call.id, call.name)
+        return CallPart(index, call.id, call.name, text)
 
     def _block(self, tag: str, final: bool) -> tuple[int, list[Called]] | None:
         """The end of the calls behind the tag, and the calls, if any; None if further text may decide.
 
-        What is written without a slip is a call as soon as it is complete. Otherwise all text up to the mark
-        that ends the calls, or up to the next tag, is read leniently.
+        What is written without a slip is a call as soon as it is complete. The rest waits for the answer's
+        end: then all text up to the mark that ends the calls, or up to the next tag, is read leniently.
         """
         text, begins = self._text, len(tag)
         ends_answer = not tag.strip() and not self._is_beginning
-        if not (tag.strip() or self._may_call(text[begins:])):
+        is_mark = tag in self.tags
+        if not (_MAY_CALL.match(text, _start(tag)) if is_mark else self._may_call(text[begins:])):
             return 0, []
         with suppress(ValueError, RecursionError):
             if self._form.raw and "'" in text:
                 raise ValueError("a text may end later")
-            try:
-                end, calls = self._read(text, tag, is_whole=final)
-            except MoreError:
-                if not final:
-                    return None
-                raise ValueError("the text ends within a call") from None
+            end, calls = self._read(text, tag)
             behind = _rest_end(text, end, ())
-            if behind == len(text) and not final:
+            if not final and "<function".startswith(text[behind:]):  # another one may follow
                 return None
             if not text.startswith(('"', "'"), behind):
                 if not (ends_answer or self.thinks):
@@ -239,25 +238,27 @@ class CallReader:
                 if not final and any(mark.startswith(rest) for mark in marks):
                     return None
                 return end, calls * (not rest or (self.thinks and rest.startswith(self._form.tags)))
+        if not final:
+            return None
         within = re.compile(r"\s*<function[= ]").match(text, begins)
         following = _any(self.tags).search(text, begins if within is None else within.end())
-        if not (final or following or self._form.raw):
-            return None if any(name in text[: begins + _HEAD] for name in self._tools) else (0, [])
         stop = len(text) if following is None else following.start()
         closes = [mark for mark in self._closes_behind(tag) if mark not in _INNER]
         ends = [match.start() for match in _any(closes).finditer(text, begins, stop)]
         has_mark = bool(ends)
-        if not ends and (following or (final and not self.cut)):
+        if not ends and (following or not self.cut):
             ends = [stop]
         for end in ends if self._form.raw else reversed(ends):
-            with suppress(ValueError, RecursionError, MoreError):
-                at, calls = self._read(text[:end], tag, has_mark, is_whole=True, lenient=True)
+            with suppress(ValueError, RecursionError):
+                at, calls = self._read(text[:end], tag, has_mark, lenient=True)
                 if not text[at:end].strip(" \t\r\n]})") and not (ends_answer and text[end:].strip()):
                     return end, calls
-        return (0, []) if final or following else None
+        return 0, []
 
-    def _read(self, text: str, tag: str, has_mark: bool = True, **options: bool) -> tuple[int, list[Called]]:
-        block = _Block(text, tag, self._form, self._tools, has_mark, **options)
+    def _read(
+        self, text: str, tag: str, has_mark: bool = True, *, lenient: bool = False
+    ) -> tuple[int, list[Called]]:
+        block = _Block(text, tag, self._form, self._tools, has_mark, lenient)
         calls = block.read()
         if not calls or not block.is_sure:
             raise ValueError("no calls")
@@ -265,7 +266,7 @@ class CallReader:
 
 
 class _Block:
-    """Reads the calls behind ``tag``, with which ``text`` begins. Options are those of ValueReader.
+    """Reads the calls behind ``tag``, with which ``text`` begins, perhaps as a ``lenient`` ValueReader.
 
     Without a mark at the end (``has_mark``) arguments end with their own bracket or tag.
     """
@@ -277,14 +278,13 @@ class _Block:
         form: "Form",
         tools: Mapping[str, Any],
         has_mark: bool,
-        **options: bool,
+        lenient: bool,
     ) -> None:
         self._tag, self._tools, self._has_mark = tag, tools, has_mark
-        self._lenient, self._may_miss = options.get("lenient", False), 0
+        self._lenient, self._may_miss = lenient, 0
         # it may be other JSON, another program, or within a text
         self._is_bare = tag not in form.tags or tag == "<code>" or form.raw
-        start = 0 if tag.startswith("<function") and "_" not in tag else len(tag)
-        self._values = ValueReader(text, start, raw=form.raw, schemas_of=self._schemas, **options)
+        self._values = ValueReader(text, _start(tag), raw=form.raw, lenient=lenient, schemas_of=self._schemas)
 
     @property
     def at(self) -> int:
@@ -297,12 +297,7 @@ class _Block:
         return self._has_mark or self._values.missing <= self._may_miss
 
     def read(self) -> list[Called]:
-        """Read the calls.
-
-        Raises:
-            MoreError: the text ends within them.
-            ValueError: they are none.
-        """
+        """Read the calls. ValueError if there are none, or not whole."""
         values, calls = self._values, list[Called]()
         following = values.peek()
         if self._tag == "<code>":
@@ -343,7 +338,7 @@ class _Block:
         inner = next((key for key in ARGUMENTS if key in value), None)
         arguments = {} if inner is None else value[inner]
         if isinstance(arguments, str):
-            reader = ValueReader(arguments, is_whole=True)
+            reader = ValueReader(arguments)
             arguments = reader.table()
             if reader.peek():
                 raise ValueError("text behind arguments")
@@ -405,8 +400,6 @@ class _Block:
         """Read an opening tag, and return the name in it."""
         match = pattern.match(self._values.text, self._values.at)
         if match is None:
-            if ">" not in self._values.text[self._values.at :]:
-                raise MoreError
             raise ValueError("no tag")
         self._values.at = match.end()
         return match[1]
@@ -428,7 +421,7 @@ class _Block:
         text, start = self._values.text, self._values.at
         match = re.compile(end).search(text, start)
         if match is None:
-            raise MoreError
+            raise ValueError("no end")
         self._values.at = match.end()
         inside = text[start : match.start()]
         return inside[1:] if inside.startswith("\n") else inside.strip()
@@ -454,6 +447,11 @@ def tool_named(name: str, tools: Collection[str]) -> str:
     last = _NAMESPACE.split(name)[-1]
     meant = [tool for tool in tools if tool == last or _NAMESPACE.split(tool)[-1] == name]
     return meant[0] if len(meant) == 1 else name
+
+
+def _start(tag: str) -> int:
+    """Where the calls behind a tag begin: some tags are a part of a call."""
+    return 0 if tag.startswith(("<function=", "<function ")) else len(tag)
 
 
 def _any(marks: Sequence[str]) -> re.Pattern[str]:

@@ -46,10 +46,6 @@ _PATH: Final = re.compile(r"""\b[A-Za-z]:(?:\\[^\\/:*?"'<>|\s]+)+""")
 Schemas = Mapping[str, Mapping[str, Any]]
 
 
-class MoreError(Exception):
-    """The text ends too early to decide."""
-
-
 def kinds_of(schema: Mapping[str, Any]) -> set[str]:
     """The types that a JSON schema names."""
     named = schema.get("type")
@@ -130,12 +126,12 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     if not kinds or ("string" in kinds and (text != "null" or "null" not in kinds)):
         return text
     try:
-        reader = ValueReader(text, is_whole=True, is_python=True)
+        reader = ValueReader(text, is_python=True)
         value = reader.value()
         if kinds == {"integer"} and isinstance(value, float) and value.is_integer():
             value = int(value)
         return text if reader.peek() else value
-    except (ValueError, RecursionError, MoreError):
+    except (ValueError, RecursionError):
         return text
 
 
@@ -152,7 +148,7 @@ def dumped(value: object) -> str:
 class ValueReader:
     """Reads values out of ``text`` from ``at`` on, in any of the notations.
 
-    With ``is_whole`` no text follows. With ``is_python`` strings in double quotes have Python's escapes.
+    With ``is_python`` strings in double quotes have Python's escapes.
     ``schemas_of`` has the schemas of a function's arguments by its name; None for other names.
 
     These slips are read: line breaks in strings, backslashes that begin no escape, commas too many, commas
@@ -160,7 +156,7 @@ class ValueReader:
     too many, and quotes within the text of an argument: the text ends where another argument follows, or
     nothing but brackets. With ``raw`` such texts in single quotes have no escapes.
 
-    Methods raise MoreError if the text ends too early, and ValueError for what is no value.
+    Methods raise ValueError for what is no value, and for the beginning of one.
     """
 
     def __init__(
@@ -168,22 +164,20 @@ class ValueReader:
         text: str,
         at: int = 0,
         *,
-        is_whole: bool = False,
         is_python: bool = False,
         lenient: bool = False,
         raw: bool = False,
         schemas_of: Callable[[object], Schemas | None] = lambda _: None,
     ) -> None:
         self.text, self.at, self._schemas_of = text, at, schemas_of
-        self._is_whole, self.is_python, self._lenient, self._raw = is_whole, is_python, lenient, raw
+        self.is_python, self._lenient, self._raw = is_python, lenient, raw
         self.missing = 0  # brackets
         self._ends = list[str]()  # of the lists and tables around
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end of a whole text."""
+        """The next character that is no space; empty at the end."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
-        self._expect(self.at)
         return self.text[self.at : self.at + 1]
 
     def take(self, literal: str) -> bool:
@@ -192,8 +186,6 @@ class ValueReader:
         if self.text.startswith(literal, self.at):
             self.at += len(literal)
             return True
-        if literal.startswith(self.text[self.at :]):
-            self._expect(len(self.text))
         return False
 
     def need(self, literal: str) -> None:
@@ -296,25 +288,22 @@ class ValueReader:
     def _is_quoted(self) -> bool:
         """Whether a string comes next."""
         self.peek()
-        if QUOTE.startswith(self.text[self.at :]):
-            self._expect(len(self.text))
         return _QUOTED.match(self.text, self.at) is not None
 
     def _string(self) -> str:
         """Read a string. Python joins those that stand side by side."""
         quoted = _QUOTED.match(self.text, self.at)
         assert quoted is not None
-        self._expect(quoted.end() + 1)  # the quote may be one of three
         prefix, quote, start = (quoted[1] or "").lower(), quoted[2], quoted.end()
         if quoted[3]:
             end = self.text.find(QUOTE, start)
             if end < 0:
-                raise MoreError
+                raise ValueError("a text without an end")
             self.at = end + len(QUOTE)
             return self.text[start:end]
         whole = _ENDS[quote].match(self.text, start)
         if whole is None:
-            raise MoreError
+            raise ValueError("a text without an end")
         self.at, inside = whole.end(), whole[0].removesuffix(quote)
         if "f" in prefix and re.search("[{}]", inside):
             raise ValueError("a string with fields")
@@ -341,14 +330,8 @@ class ValueReader:
         match = pattern.match(self.text, self.at)
         if match is None:
             return None
-        self._expect(match.end())
         self.at = match.end()
         return match[0]
-
-    def _expect(self, at: int) -> None:
-        """Raise MoreError if there is no character at ``at`` and further text may have it."""
-        if at >= len(self.text) and not self._is_whole:
-            raise MoreError
 
 
 def unescaped(inside: str, *, is_json: bool) -> str:

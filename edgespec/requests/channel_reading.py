@@ -114,7 +114,7 @@ class ChannelReader(AnswerReader):
             self._content += piece
             self._has_text |= bool(piece)
 
-    def _take(self, content: str, parts: Sequence[CallPart]) -> None:
-        """Take the text of a call, and return its certain parts."""
+    def _take(self, content: str, calls: Sequence[CallPart]) -> None:
+        """Take what a reader of calls returned."""
         self._content += content
-        self._parts += parts
+        self._parts += calls

@@ -63,24 +63,22 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A call in a stream. edgespec gives calls out whole; a part without ``id`` continues the one before.
+    """A call in a stream, which gives it out whole.
 
     Attributes:
         index: the call's index in the answer.
-        arguments: the arguments' JSON.
         id: the call's identifier.
         name: the function's name.
+        arguments: the arguments' JSON.
     """
 
     index: int
-    arguments: str = ""
-    id: str | None = None
-    name: str | None = None
+    id: str
+    name: str
+    arguments: str
 
     def to_message(self) -> dict[str, Any]:
-        """The part as an item of ``tool_calls`` in a delta."""
-        if self.id is None:
-            return {"index": self.index, "function": {"arguments": self.arguments}}
+        """The call as an item of ``tool_calls`` in a delta."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"index": self.index, "id": self.id, "type": "function", "function": function}
 

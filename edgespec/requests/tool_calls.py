@@ -7,7 +7,7 @@ or with the answer. :mod:`edgespec.requests.call_reading` reads them.
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -91,12 +91,7 @@ class Calls(Compilable):
         for function in functions:
             schemas[function["name"]] = schema = _prepared(function)
             check_length(length := length + len(json.dumps(schema.grammar)))
-            if self.form.call is _in_xml:
-                schema.unheld += _unheld_in_xml(function)
-            if self.form.call is _in_python:
-                schema.unheld += _unheld_of_all(function)
-            if self.form.call is _in_marks:
-                schema.unheld += _unheld_in_marks(function)
+            schema.unheld += _unheld(self.form, function)
         before, between, after = (tag and _written(tag, self.tokenizer) for tag in self.form.around)
         more = f"({between} call)*" if self.several and between else ""
         starts, rules = list[str](), [_FREE]
@@ -128,7 +123,8 @@ _WS: Final = "WS: /[ \\t\\r\\n]{1,9}/"
 class BegunCalls(Compilable):
     """The calls that a mark of ``form`` begins, with the mark, spaced as the model likes.
 
-    With a ``name`` it is a call of this tool without a mark: JSON that has the name before the arguments.
+    With a ``name`` it is a call of this tool without a mark: JSON that has the name before the arguments, or
+    a tag with the name.
     """
 
     form: "Form"
@@ -138,82 +134,67 @@ class BegunCalls(Compilable):
 
     def grammar(self) -> Grammar:
         """The grammar as text for llguidance."""
+        form, tagged = self.form, self.form.call is _in_xml
         functions = [tool["function"] for tool in self.tools]
         functions = [function for function in functions if self.name in ("", function["name"])]
-        is_xml = self.form.call is _in_xml and not self.name
-        rules, calls, form = [_FREE, _WS, r'KEY: "\"arguments\"" | "\"parameters\""'], list[str](), self.form
+        rules, calls = [_FREE, _WS, r'KEY: "\"arguments\"" | "\"parameters\""'], list[str]()
         most = _MOST_REQUIRED if len(functions) <= _FEW else 0
         for at, function in enumerate(functions):
-            name, table_ = function["name"], f"args{at}"
-            if is_xml:
-                begin, comma, end = _quoted(f"<function={name}>\n"), "", _quoted("</function>")
-                members = _xml_members(function)
+            name, arguments = function["name"], f"args{at}"
+            rules += _in_any_order(function, arguments, most, tagged=tagged)
+            if tagged:
+                calls.append(arguments)
+            elif form.name == "harmony":
+                calls.append(f"WS? {arguments}")
+            elif form.call is _in_args and not self.name:
+                behind = _written(form.behind_name.strip(), self.tokenizer)
+                calls.append(f"{_quoted(name)} WS? {behind} WS? {arguments}")
             else:
-                begin, comma, end = '"{" WS?', '"," WS?', '"}"'
-                members = {key: f"{rule} WS?" for key, rule in _json_members(function).items()}
-            parameters = table(function.get("parameters"))
-            must = [key for key in members if key in required_of(parameters)][:most]
-            if parameters and parameters.get("additionalProperties") is not False:
-                known = "|".join(map(re.escape, members))
-                key = (r"<parameter=", r"[^>\n]+", r">\n") if is_xml else ('"', r'[^"\\]*', '"')
-                rules.append(f"OTHER{at}: /{key[0]}{key[1]}{key[2]}/ & ~/{key[0]}({known}){key[2]}/")
-                value = "FREE" if is_xml else f'WS? ":" WS? {_json({"x-guidance": _FREELY})} WS?'
-                members[""] = f"OTHER{at} {value}"
-            if not is_xml and parameters.keys() & _OPEN:
-                rules.append(f"{table_}: {_json(_prepared(_spaced(function)).grammar)}")
-            else:
-                rules += _in_any_order(table_, members, must, begin, comma, end)
-            if form.call is not _in_args and not is_xml:
-                words = ['"\\"name\\""', '":"', _quoted(_quoted(name)), '","', "KEY", '":"', table_]
+                words = ['"\\"name\\""', '":"', _quoted(_quoted(name)), '","', "KEY", '":"', arguments]
                 whole = f"WS? {' WS? '.join(words)} WS?"
                 calls.append(f'"{{" {whole} "}}" | "{{{{" {whole} "}}}}"')
-            elif form.name == "harmony":
-                calls.append(f"WS? {table_}")
-            elif self.name or is_xml:
-                calls.append(table_)
-            else:
-                behind = _written(form.behind_name.strip(), self.tokenizer)
-                calls.append(f"{_quoted(name)} WS? {behind} WS? {table_}")
-        rules.append(f"call: {' | '.join(calls)}")
-        if self.name:
-            rules += ["BEFORE: /[^{]+/", f"start: {'' if form.name == 'harmony' else 'BEFORE? '}call"]
-        else:
+        first, start = "<" if tagged else "{", "call"
+        if not self.name:
             mark, between, after = form.around
             bracket = '"[" WS?' if mark.endswith("[") else ""
-            more = '("," WS? call WS?)*' if between == ", " else ""
-            mark = mark.rstrip("[\n")
+            more = '(WS? "," WS? call)*' if between == ", " else ""
             end = f"WS? {_written(after.strip(), self.tokenizer)}" if after else ""
-            rules.append(f"BEFORE: /[^{re.escape(mark[0])}]+/")
-            start = f"BEFORE? {_written(mark, self.tokenizer)} WS? {bracket} call WS? {more} {end}"
-            rules.append(f"start: {start if end else start.replace(' call WS?', ' call')}")
-        return Grammar([{"lark_grammar": "\n".join(rules)}])
+            written = _written(mark.rstrip("[\n"), self.tokenizer)
+            first, start = mark[0], f"{written} WS? {bracket} call {more} {end}"
+        before = "" if form.name == "harmony" else "BEFORE? "
+        rules += [f"BEFORE: /[^{re.escape(first)}]+/", f"start: {before}{start}"]
+        return Grammar([{"lark_grammar": "\n".join([*rules, f"call: {' | '.join(calls)}"])}])
 
 
-def _spaced(function: Function) -> Function:
-    """A function whose arguments may have any space between them."""
-    return {**function, "parameters": {"x-guidance": _FREELY, **table(function.get("parameters"))}}
+def _in_any_order(function: Function, rule: str, most: int, *, tagged: bool) -> list[str]:
+    """Rules of a call's arguments in the order that the model likes, between tags or in JSON.
 
-
-def _json_members(function: Function) -> dict[str, str]:
-    """Rules of the arguments in JSON, by their names."""
-    held = _held_by(function)
-    properties = properties_of(table(function.get("parameters")))
-    return {
-        key: f'{_quoted(_quoted(key))} WS? ":" WS? {held({"x-guidance": _FREELY, **schema})}'
-        for key, schema in properties.items()
-    }
-
-
-def _in_any_order(
-    rule: str, members: Mapping[str, str], must: Sequence[str], begin: str, comma: str, end: str
-) -> list[str]:
-    """Rules of members in the order that the model likes, each of ``must`` once.
-
-    A grammar of a schema has one order, and a model that wants another would have to leave members out. There
-    is a rule for what may follow each set of those that must be there.
+    A grammar of a schema has one order, and a model that wants another would have to leave members out. So
+    there is a rule for what may follow each set of the first ``most`` required ones, each of which must be
+    there once. A schema with rules for other arguments than the named ones has its own grammar.
     """
+    parameters = table(function.get("parameters"))
+    if tagged:
+        members, value = _xml_members(function), "FREE"
+        begin, comma, end = _quoted(f"<function={function['name']}>\n"), "", _quoted("</function>")
+    elif parameters.keys() & _OPEN:
+        spaced = {**function, "parameters": {"x-guidance": _FREELY, **parameters}}
+        return [f"{rule}: {_json(_prepared(spaced).grammar)}"]
+    else:
+        held, value = _held_by(function), f'WS? ":" WS? {_json({"x-guidance": _FREELY})} WS?'
+        begin, comma, end = '"{" WS?', '"," WS?', '"}"'
+        members = {
+            key: f'{_quoted(_quoted(key))} WS? ":" WS? {held({"x-guidance": _FREELY, **schema})} WS?'
+            for key, schema in properties_of(parameters).items()
+        }
+    must, rules = [key for key in members if key in required_of(parameters)][:most], list[str]()
+    if parameters and parameters.get("additionalProperties") is not False:
+        known = "|".join(map(re.escape, members))
+        key = (r"<parameter=", r"[^>\n]+", r">\n") if tagged else ('"', r'[^"\\]*', '"')
+        rules.append(f"{rule.upper()}: /{key[0]}{key[1]}{key[2]}/ & ~/{key[0]}({known}){key[2]}/")
+        members[""] = f"{rule.upper()} {value}"
     names = {key: f"{rule}m{at}" for at, key in enumerate(members)}
-    rules = [f"{names[key]}: {text}" for key, text in members.items()]
+    rules += [f"{names[key]}: {text}" for key, text in members.items()]
     for present in range(2 ** len(must)):
         following = [f"{names[key]} {rule}s{present}" for key in members if key not in must]
         following += [
@@ -231,16 +212,18 @@ def marks_of(form: "Form", names: Sequence[str], tokenizer: Tokenizer) -> re.Pat
 
     A mark that is no token of its own may be a mention of it, so there a bracket or tag has to follow.
     """
-    known = "|".join(map(re.escape, names))
+    name = f"(?P<name>{'|'.join(map(re.escape, names))})"
     if form.name == "harmony":
-        marks = rf"(?P<head>to=(?:functions\.)?(?P<name>{known})\b[^{{]*<\|message\|>)"
+        marks = rf"(?P<head>to=(?:functions\.)?{name}\b[^{{]*<\|message\|>)"
+    elif form.call is _in_xml:
+        marks = f"<function={name}>"
     else:
-        marks = rf"""\{{{{1,2}}\s*"name"\s*:\s*"(?P<name>{known})"\s*,\s*"(?:arguments|parameters)"\s*:"""
-        mark = form.around[0].rstrip("[\n")
-        if mark and form.call in (_in_json, _in_args, _in_xml):
-            is_token = tokenizer.special_id(mark) or tokenizer.id_of_bytes(mark.encode())
-            follows = "" if is_token else r"\s*[\[{<]"
-            marks = f"{re.escape(mark)}{follows}|{marks}"
+        marks = rf"""\{{{{1,2}}\s*"name"\s*:\s*"{name}"\s*,\s*"(?:arguments|parameters)"\s*:"""
+    mark = form.around[0].rstrip("[\n")
+    if mark and form.name != "harmony" and form.call not in (_in_python, _in_marks):
+        is_token = tokenizer.special_id(mark) or tokenizer.id_of_bytes(mark.encode())
+        follows = "" if is_token else r"\s*[\[{<]"
+        marks = f"{re.escape(mark)}{follows}|{marks}"
     return re.compile(marks.encode())
 
 
@@ -294,7 +277,8 @@ def _prepared(function: Function, root: str = "#") -> PreparedSchema:
     if "$ref" not in parameters:
         parameters = {"type": "object", **parameters}
     try:
-        return PreparedSchema(parameters, strict=function.get("strict") is True, root=root)
+        whole = PreparedSchema(parameters, strict=function.get("strict") is True)
+        return whole if root == "#" else PreparedSchema(parameters, root=root, is_alone=whole.is_alone)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
             f"the parameters of the tool {function['name']!r:.80} are no JSON ({error}); give a JSON schema"
@@ -317,14 +301,7 @@ def _in_args(function: Function) -> str:
 
 
 def _in_xml(function: Function) -> str:
-    required, text = (
-        required_of(table(function.get("parameters"))),
-        _quoted(f"<function={function['name']}>\n"),
-    )
-    for key, part in _xml_members(function).items():
-        text += f" {part}" if key in required else f" ({part})?"
-        check_length(len(text))
-    return f"{text} {_quoted('</function>')}"
+    return _in_turn(function, _xml_members(function), f"<function={function['name']}>\n", "", "</function>")
 
 
 def _xml_members(function: Function) -> dict[str, str]:
@@ -345,12 +322,9 @@ def _xml_members(function: Function) -> dict[str, str]:
 
 def _in_python(function: Function) -> str:
     """The arguments by their names; values are JSON, which these models read and write too."""
-    parameters, held = table(function.get("parameters")), _held_by(function)
-    written = {
-        key: f"{_quoted(key + '=')} {held(schema)}" for key, schema in properties_of(parameters).items()
-    }
-    arguments = _in_turn(written, required_of(parameters), _quoted(", "))
-    return f"{_quoted(function['name'] + '(')} {arguments} {_quoted(')')}"
+    held, properties = _held_by(function), properties_of(table(function.get("parameters")))
+    members = {key: f"{_quoted(key + '=')} {held(schema)}" for key, schema in properties.items()}
+    return _in_turn(function, members, f"{function['name']}(", ", ", ")")
 
 
 def _in_marks(function: Function) -> str:
@@ -361,9 +335,7 @@ def _in_marks(function: Function) -> str:
         values = [_marked(value) for value in allowed_values(own)] or sorted(kinds_of(own)) or ["value"]
         rule = held(schema) if _is_plain(own) else " | ".join("text" if v == "string" else v for v in values)
         written[key] = f"{_quoted(key + ':')} ({rule})"
-    arguments = _in_turn(written, required_of(parameters), _quoted(","))
-    begin = f"call:{function['name']}{{"
-    return f"{_quoted(begin)} {arguments} {_quoted('}')}"
+    return _in_turn(function, written, f"call:{function['name']}{{", ",", "}")
 
 
 def _is_plain(summed: Mapping[str, Any]) -> bool:
@@ -396,37 +368,38 @@ def _marked_values(tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def _in_turn(written: Mapping[str, str], required: Collection[str], comma: str) -> str:
-    """A sequence of arguments; only the ``required`` ones must be present."""
-    keys = [*written]
+def _in_turn(function: Function, members: Mapping[str, str], begin: str, comma: str, end: str) -> str:
+    """A call with its arguments in the order of ``members``; only the required ones must be present."""
+    keys, required = [*members], required_of(table(function.get("parameters")))
+    between = f"{_quoted(comma)} " if comma else ""
 
     def behind(at: int) -> str:
         return "".join(
-            f" {comma} {written[key]}" if key in required else f" ({comma} {written[key]})?"
+            f" {between}{members[key]}" if key in required else f" ({between}{members[key]})?"
             for key in keys[at + 1 :]
         )
 
     must = next((at for at, key in enumerate(keys) if key in required), None)
     if must is not None:
-        before = "".join(f"({written[key]} {comma})? " for key in keys[:must])
-        arguments = before + written[keys[must]] + behind(must)
+        before = "".join(f"({members[key]} {between})? " for key in keys[:must])
+        arguments = before + members[keys[must]] + behind(must)
     else:  # any of them may be the first
-        starts = " | ".join(written[key] + behind(at) for at, key in enumerate(keys))
+        starts = " | ".join(members[key] + behind(at) for at, key in enumerate(keys))
         arguments = f"({starts})?" if starts else ""
     check_length(len(arguments))
-    return arguments
+    return f"{_quoted(begin)} {arguments} {_quoted(end)}"
 
 
 def _held_by(function: Function) -> Callable[[Mapping[str, Any]], str]:
     """The function that makes a rule of an argument's schema, which may refer to the whole schema."""
     root = "#/$defs/parameters"
-    whole = _prepared(function, root).grammar
-    del whole["x-guidance"]
+    whole = _prepared(function, root)
+    del whole.grammar["x-guidance"]
 
     def held(schema: Mapping[str, Any]) -> str:
-        own = PreparedSchema(schema, root=root).grammar
+        own = PreparedSchema(schema, root=root, is_alone=whole.is_alone).grammar
         if '"$ref": ' in json.dumps(own):
-            own["$defs"] = {"parameters": whole}
+            own["$defs"] = {"parameters": whole.grammar}
         return _json(own)
 
     return held
@@ -437,31 +410,24 @@ def _is_free(summed: Mapping[str, Any]) -> bool:
     return not allowed_values(summed) and "string" in (kinds_of(summed) or {"string"})
 
 
-def _unheld_in_xml(function: Function) -> list[Unheld]:
-    """The parts of a schema that calls between tags ignore: bounds of texts, and rules for all arguments."""
-    parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
-    for name, schema in properties_of(parameters).items():
-        if _is_free(summary(parameters, schema)):
-            place = f"#/properties/{escaped(name)}"
-            bounds = keywords_of(parameters, schema, _OF_TEXTS)
-            unheld += [Unheld(place, key, value) for key, value in bounds.items()]
-    return unheld
+def _unheld(form: "Form", function: Function) -> list[Unheld]:
+    """The parts of a schema that rules of single arguments ignore.
 
-
-def _unheld_in_marks(function: Function) -> list[Unheld]:
-    """Calls with marks hold the types of arguments and the values that these list."""
-    parameters, unheld = table(function.get("parameters")), _unheld_of_all(function)
-    for name, schema in properties_of(parameters).items():
-        plain_ones = _is_plain(summary(parameters, schema))
-        more = {} if plain_ones else {k: value for k, value in schema.items() if k not in _HELD_IN_MARKS}
-        unheld += [Unheld(f"#/properties/{escaped(name)}", key, value) for key, value in more.items()]
-    return unheld
-
-
-def _unheld_of_all(function: Function) -> list[Unheld]:
-    """The parts of a schema that rules of single arguments ignore: those about all arguments."""
+    These are rules for all arguments, bounds of texts between tags, and between marks all but types and
+    listed values.
+    """
+    if form.call not in (_in_xml, _in_python, _in_marks):
+        return []
     parameters = table(function.get("parameters"))
-    return [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
+    unheld = [Unheld("#", key, parameters[key]) for key in _OF_ALL if key in parameters]
+    for name, schema in properties_of(parameters).items():
+        own, ignored = summary(parameters, schema), dict[str, Any]()
+        if form.call is _in_xml and _is_free(own):
+            ignored = keywords_of(parameters, schema, _OF_TEXTS)
+        elif form.call is _in_marks and not _is_plain(own):
+            ignored = {key: value for key, value in schema.items() if key not in _HELD_IN_MARKS}
+        unheld += [Unheld(f"#/properties/{escaped(name)}", *part) for part in ignored.items()]
+    return unheld
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Literal
 
 from edgespec.requests.results import CallPart, Generation, Record
@@ -29,7 +28,7 @@ class Output:
 
 @dataclass(slots=True)
 class Block:
-    """Thoughts, a text, or a call of a tool, whose ``text`` are the arguments so far."""
+    """Thoughts, a text, or a call of a tool, whose ``text`` are the arguments."""
 
     kind: Kind
     index: int
@@ -54,22 +53,18 @@ class BlockReply(Reply):
     def _closed(self, block: Block) -> list[Json]: ...
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """The events of a piece. Parts of a call come before text, because text can only follow it."""
-        going_on = len([*takewhile(lambda part: part.id is None, record.calls)])
-        events = self._take("thinking", record.reasoning)
-        for part in record.calls[:going_on]:
-            events += self._take("call", part.arguments)
-        events += self._take("text", record.content)
-        for part in record.calls[going_on:]:
-            events += self._take("call", part.arguments, part if part.id else None)
+        """The events of a piece."""
+        events = self._take("thinking", record.reasoning) + self._take("text", record.content)
+        for call in record.calls:
+            events += self._take("call", call.arguments, call)
         return events
 
     def take_whole(self, answer: Generation) -> None:
         """Take a complete answer."""
-        calls = [
-            CallPart(at, json.dumps(call.arguments, ensure_ascii=False), call.id, call.name)
+        calls = (
+            CallPart(at, call.id, call.name, json.dumps(call.arguments, ensure_ascii=False))
             for at, call in enumerate(answer.tool_calls)
-        ]
+        )
         self.chunk(Record("", (), content=answer.content, calls=(*calls,), thoughts=answer.thoughts), [])
 
     def close(self) -> list[Json]:

@@ -226,14 +226,14 @@ class ChatReply(_Completion):
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, record: Record, shown: list[Json]) -> list[Json]:
-        """A chunk for each piece of the thoughts, of the text, or of a call.
+        """A chunk for each piece of the thoughts, of the text, and for each call.
 
         Some clients read one field of a chunk, and one entry of its calls.
         """
-        parts = (replace(part, id=part.id and choice_id(part.id, self.index)) for part in record.calls)
         pieces = {"reasoning_content": record.reasoning, "content": record.content}
         deltas: list[Json] = [{name: piece} for name, piece in pieces.items() if piece]
-        deltas += [self._called([part.to_message()]) for part in parts]
+        calls = (replace(call, id=choice_id(call.id, self.index)) for call in record.calls)
+        deltas += [self._called([call.to_message()]) for call in calls]
         first, *others = deltas or [{}]
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
         chunks = self._chunk({"delta": first, "logprobs": logprobs, "edgespec": {"tokens": shown}})

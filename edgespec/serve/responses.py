@@ -258,26 +258,19 @@ class ResponseReply(BlockReply):
     def _ended(self, answer: Generation) -> Json:
         """The complete response, which is kept."""
         self.is_cut = answer.finish_reason not in ("stop", "tool_calls")
-        states = [*map(self._state, self.blocks)]
-        is_whole = not self.is_cut and "incomplete" not in states
-        output = [*map(self._item, self.blocks, states)]
-        response = self._response("completed" if is_whole else "incomplete", output)
-        if not is_whole:
-            reason = "max_output_tokens" if self.is_cut else "invalid_tool_call"
-            response["incomplete_details"] = {"reason": reason}
+        output = [self._item(block, self._state(block)) for block in self.blocks]
+        response = self._response("incomplete" if self.is_cut else "completed", output)
+        if self.is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
         response |= {"usage": _usage(answer), "edgespec": self._extension(answer)}
         if self.body.store:
             self.kept.put(response, [*self.messages, answer.message])
         return response
 
     def _state(self, block: Block) -> str:
-        """The status of an item. A call whose arguments are no JSON is incomplete, whatever ended it."""
-        is_whole = not (self.is_cut and block is self.blocks[-1])
-        try:
-            json.loads((block.kind == "call" and block.text) or "{}")
-        except ValueError:
-            is_whole = False
-        return "completed" if is_whole else "incomplete"
+        """The status of an item. Calls come whole."""
+        is_cut = self.is_cut and block is self.blocks[-1] and block.kind != "call"
+        return "incomplete" if is_cut else "completed"
 
     def _response(self, status: str, output: list[Json]) -> Json:
         head = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created}

@@ -149,26 +149,20 @@ def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **optio
     return CallReader(form, given, [1, 2], **options)
 
 
-def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall], list[CallPart]]:
-    """What is text of an answer that comes in ``pieces``, its calls, and their parts as they came."""
-    reader, shown, parts = reader_of(SHOWN[form], **options), "", list[CallPart]()
+def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall]]:
+    """What is text of an answer that comes in ``pieces``, and its calls as they came."""
+    reader, shown, came = reader_of(SHOWN[form], **options), "", list[CallPart]()
     for at, piece in enumerate([*pieces, ""]):
         more, new = reader.push(piece, final=at == len(pieces))
-        shown, parts = shown + more, parts + new
-    return shown, reader.calls, parts
+        shown, came = shown + more, came + new
+    assert whole(came) == reader.calls
+    return shown, reader.calls
 
 
-def joined(parts: Sequence[CallPart]) -> list[tuple[str, str, str]]:
-    """Id, name and arguments of each call as a client puts them together, which sees each begin once."""
-    found = list[tuple[str, str, str]]()
-    for part in parts:
-        if part.id is not None:
-            assert part.index == len(found) and part.name is not None
-            found.append((part.id, part.name, part.arguments))
-        else:
-            id_, name, arguments = found[part.index]
-            found[part.index] = (id_, name, arguments + part.arguments)
-    return found
+def whole(parts: Sequence[CallPart]) -> list[ToolCall]:
+    """The calls of a stream, whose indexes are checked."""
+    assert [part.index for part in parts] == [*range(len(parts))]
+    return [ToolCall(part.id, part.name, json.loads(part.arguments)) for part in parts]
 
 
 @st.composite
