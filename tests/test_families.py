@@ -86,9 +86,9 @@ def test_keys_that_contradict_each_other_are_named(
 
 
 REFUSED = {
-    "gemma4": "this gemma4 model has shared_layers, which",
+    "gemma4": "this gemma4 model has layer_inputs, which",
     "gemma4_moe": r"layers\.0 of this gemma4 model is experts, which",
-    "gemma2": "this gemma2 model has attention_cap, which",
+    "gpt_oss": r"layers\.0 of this gpt-oss model is experts",
     "qwen3_moe": r"layers\.0 of this qwen3 model is experts",
     "qwen35": r"layers\.0 of this qwen35 model is delta_net",
 }

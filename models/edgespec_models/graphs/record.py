@@ -70,7 +70,7 @@ class Record:
         routed: layers with experts.
         kept: tensors that a sequence keeps; keys and values have some float type.
         read: tensors of its target's sequences that an assistant reads.
-        uses: facts of operations that not every backend has, and the layer where each comes first.
+        uses: operations and facts that not every backend has, and the layer where each comes first, or nothing.
     """
 
     tensors: dict[str, _Shape] = field(default_factory=dict)
@@ -109,15 +109,13 @@ class Record:
         """Raise UnsupportedModelError if ``backend`` lacks what the decoder uses."""
         for use, layer in self.uses.items():
             operation, _, fact = use.partition(".")
-            if getattr(backend, operation) is getattr(Backend, operation):
-                raise UnsupportedModelError(
-                    f"{layer} of this {architecture} model is {operation}, which edgespec has not for "
-                    f"{backend.medium}; export it in another form, or take another model"
+            if getattr(backend, operation) is getattr(Backend, operation) or use in backend.lacks:
+                owner = (
+                    f"{layer} of this {architecture} model is" if layer else f"this {architecture} model has"
                 )
-            if use in backend.lacks:
                 raise UnsupportedModelError(
-                    f"{layer} of this {architecture} model has {operation} with {fact}, which edgespec lacks "
-                    f"for {backend.medium}; export it in another form, or take another model"
+                    f"{owner} {operation}{fact and f' with {fact}'}, which edgespec lacks for "
+                    f"{backend.medium}; export it in another form, or take another model"
                 )
 
 
@@ -144,7 +142,7 @@ class _Recording(Backend):
         self.record, self.index = Record(), 0
 
     def use(self, operation: str, **facts: object) -> None:
-        where = self.prefix.removesuffix(".") or "the decoder"
+        where = self.prefix.removesuffix(".")
         for use in (operation, *(f"{operation}.{fact}" for fact, value in facts.items() if value)):
             self.record.uses.setdefault(use, where)
 
