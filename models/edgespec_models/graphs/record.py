@@ -70,7 +70,7 @@ class Record:
         routed: layers with experts.
         kept: tensors that a sequence keeps; keys and values have some float type.
         read: tensors of its target's sequences that an assistant reads.
-        uses: operations and facts that not every backend has, and the layer where each comes first, or nothing.
+        uses: operations and facts that not every backend has, and the layer where each comes first, if any.
     """
 
     tensors: dict[str, _Shape] = field(default_factory=dict)
