@@ -225,7 +225,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         unread = {f"layers.{n}.{kind}" for n in shared for kind in ("k", "v", "k_norm")}
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in unread}
         shapes = made.tensors | (made.biases if self.has_biases else {})
-        expected = {name: shapes[name] for name in sorted(shapes, key=lambda name: "layers." in name)}
+        outer_first = sorted(shapes, key=lambda name: ("layers." in name, len(shapes[name]) < 2))
+        expected = {name: shapes[name] for name in outer_first}
         if self.tied_head:
             del expected["lm_head"]
         elif self.head_tokens is not None:
