@@ -38,6 +38,8 @@ Role = Literal["target", "drafter"]
 
 _NAME: Final = r"[a-z0-9][a-z0-9._-]*"
 _FILE: Final = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+REPOSITORY: Final = "/".join([r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"] * 2)
+"""The form of ``OWNER/REPO`` on the hub."""
 _Name = Annotated[str, matching(_NAME)]
 _File = Annotated[str, matching(_FILE)]
 _Path = Annotated[str, matching(rf"{_FILE}(/{_FILE})*")]
@@ -56,7 +58,7 @@ _HEADS: Final = Path(__file__).with_name("heads.toml")
 class HubFile:
     """One file of a repository on the Hugging Face hub."""
 
-    repository: Annotated[str, matching(f"{_FILE}/{_FILE}")]
+    repository: Annotated[str, matching(REPOSITORY)]
     filename: _Path
     revision: _File = "main"
 
@@ -162,7 +164,7 @@ class HubName:
     """
 
     title: _Title
-    reference: Annotated[str, matching(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
+    reference: Annotated[str, matching(rf"hf:{REPOSITORY}/{_FILE}\.gguf")]
     architecture: Architecture
     vocabulary: Count
     size_bytes: _Amount
@@ -207,7 +209,7 @@ def find(name: str) -> CatalogueEntry:
     installed, known = entries(), [*entries(), *hub_names()]
     if name in installed:
         return installed[name]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if re.fullmatch(f"{REPOSITORY}([:@].+)?", name):
         raise CatalogueError(
             f"no file or folder {name!r}. Did you mean 'hf:{name}', a model on the Hugging Face hub? The "
             f"catalogue has: {', '.join(known)}"

@@ -20,10 +20,11 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from edgespec_models.errors import EdgespecError, RequestError, TokenizerError, naming
+from edgespec_models.errors import Closed, EdgespecError, RequestError, TokenizerError, naming
 from edgespec_models.schema import read_text, shown
 from edgespec_models.text.marked_text import mark, unmark
 from edgespec_models.text.template_files import DEFAULT
@@ -86,11 +87,17 @@ class ChatTemplate:
         others = {name: text for name, text in named.items() if name != DEFAULT}
         self._named = {name: ChatTemplate(text, bos=bos, eos=eos) for name, text in others.items()}
         self._logged = set[str]()  # arrangements that are in the log
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End running and later renderings with an error. Any thread may call it."""
+        for template in (self, *self._named.values()):
+            template._is_closed = True
 
     def taking(self, arguments: Collection[str]) -> "ChatTemplate":
         """The template for conversations with these arguments, chosen as in transformers."""
-        wanted = {"tools": "tool_use", "documents": "rag"}
-        names = (wanted[name] for name in wanted if name in arguments)
+        by_argument = {"tools": "tool_use", "documents": "rag"}
+        names = (name for argument, name in by_argument.items() if argument in arguments)
         return next((self._named[name] for name in names if name in self._named), self)
 
     @cached_property
@@ -294,7 +301,7 @@ class ChatTemplate:
         moment = now or datetime.now().astimezone()
         variables = {"tools": None, "documents": None} | arguments
         try:
-            with limited(self.source, [*messages, variables], share):
+            with limited(self.source, [*messages, variables], share, lambda: self._is_closed):
                 return self._template.render(
                     messages=messages,
                     add_generation_prompt=True,
@@ -304,6 +311,12 @@ class ChatTemplate:
                 )
         except _RefusedError as error:
             raise RequestError(f"The model's chat template refuses the conversation: {error}") from error
+        except Closed:
+            raise
+        except SecurityError as error:
+            raise TokenizerError(
+                f"The chat template is ended: {error}. Use the model's original template, or no template."
+            ) from error
         except Exception as error:
             # A template can raise whatever the operations it uses raise.
             raise TokenizerError(f"The chat template failed: {_where(error)}") from error
@@ -427,15 +440,15 @@ def _shape(message: dict[str, Any], form: _Reads) -> dict[str, Any]:
     return message | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _arguments(stated: object, form: _Reads) -> object:
+def _arguments(arguments: object, form: _Reads) -> object:
     """A call's arguments. Models write broken ones, and the conversation has to go on."""
-    table = stated = stated or {}
+    table = arguments = arguments or {}
     if isinstance(table, str):
         try:
             table = _plain(json.loads(table, parse_constant=_no_number), "")
         except (ValueError, RecursionError, RequestError):
             table = None
-    text = stated if isinstance(stated, str) else json.dumps(stated, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not isinstance(table, dict):
         return text if form.any_text else {}
     return text if form.texts else table
