@@ -145,8 +145,8 @@ def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) 
     source = None if target is None else locate(target, progress)[0]
     if source is None or is_model(source):
         raise RequestError(
-            f"{head} is a head, whose export needs its target's source; give DIR as the drafter after: edgespec "
-            f"export {shell_word(head)} --target SOURCE -o DIR"
+            f"{head} is a head, whose export needs its target's source; run 'edgespec export "
+            f"{shell_word(head)} --target SOURCE -o DIR' and give DIR as the drafter"
         )
     return source
 
