@@ -16,7 +16,7 @@ import anthropic
 import ollama
 import openai
 import pytest
-from click import Context
+from typer import Context
 from typer.core import TyperGroup
 from typer.main import get_command
 

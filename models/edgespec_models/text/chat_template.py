@@ -73,7 +73,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, bos: str = "", eos: str = "", named: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self.source = source
+        self.source, self._sandbox = source, _environment()
         self._tokens = {"bos_token": bos, "eos_token": eos}
         if len(source) > LONGEST_SOURCE:
             raise TokenizerError(
@@ -81,18 +81,17 @@ class ChatTemplate:
                 "Use the model's original file, or prompts without a template."
             )
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._sandbox.from_string(source)
         except Exception as error:  # Jinja's, and Python's of the code that Jinja makes of it
             raise TokenizerError(f"The chat template is not valid: {_where(error)}") from error
         others = {name: text for name, text in named.items() if name != DEFAULT}
         self._named = {name: ChatTemplate(text, bos=bos, eos=eos) for name, text in others.items()}
         self._logged = set[str]()  # arrangements that are in the log
-        self._is_closed = False
 
     def close(self) -> None:
         """End running and later renderings with an error. Any thread may call it."""
         for template in (self, *self._named.values()):
-            template._is_closed = True
+            template._sandbox.is_closed = True
 
     def taking(self, arguments: Collection[str]) -> "ChatTemplate":
         """The template for conversations with these arguments, chosen as in transformers."""
@@ -301,7 +300,7 @@ class ChatTemplate:
         moment = now or datetime.now().astimezone()
         variables = {"tools": None, "documents": None} | arguments
         try:
-            with limited(self.source, [*messages, variables], share, lambda: self._is_closed):
+            with limited(self.source, [*messages, variables], share):
                 return self._template.render(
                     messages=messages,
                     add_generation_prompt=True,

@@ -64,13 +64,7 @@ _FOREIGN: Final = re.compile(f"[^\\x00-\\x7f{STAND_INS}]+")  # all that is not A
 class _Budget:
     """The remaining budget of a rendering."""
 
-    def __init__(
-        self,
-        source: str,
-        texts: Collection[Mapping[str, object]],
-        share: float,
-        is_closed: Callable[[], bool],
-    ) -> None:
+    def __init__(self, source: str, texts: Collection[Mapping[str, object]], share: float) -> None:
         self._known: dict[int, int] = {}
         self._largest = 1 << 62
         self._known = {id(text): self.size(text) for text in texts}
@@ -80,7 +74,7 @@ class _Budget:
         seconds = _SECONDS + total / 1e6 + _SECONDS_OF_PAIR * len(texts) ** 2
         self._seconds = min(seconds, _MOST_SECONDS) * share
         self._ends = thread_time() + self._seconds
-        self._turn, self._is_closed = 0, is_closed
+        self._turn = 0
 
     def step(self, cost: int = 0) -> bool:
         """Count a step that keeps so many characters, an item of a list as 8."""
@@ -95,8 +89,6 @@ class _Budget:
             self._turn = 0
             if thread_time() > self._ends:
                 raise SecurityError(f"it takes more than {self._seconds:.1f} s, the most it may")
-            if self._is_closed():
-                raise Closed("the model was closed while its chat template ran")
         return True
 
     def allow(self, size: int) -> None:
@@ -145,17 +137,9 @@ _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
 
 
 @contextmanager
-def limited(
-    source: str,
-    texts: Collection[Mapping[str, object]],
-    share: float = 1.0,
-    is_closed: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """Allow rendering of templates of a :class:`Sandbox` within, in a ``share`` of the time.
-
-    It ends soon after ``is_closed`` returns True.
-    """
-    token = _BUDGET.set(_Budget(source, texts, share, is_closed))
+def limited(source: str, texts: Collection[Mapping[str, object]], share: float = 1.0) -> Iterator[None]:
+    """Allow rendering of templates of a :class:`Sandbox` within, in a ``share`` of the time."""
+    token = _BUDGET.set(_Budget(source, texts, share))
     try:
         yield
     finally:
@@ -163,8 +147,9 @@ def limited(
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are rendered within :func:`limited`."""
+    """A sandbox whose templates are rendered within :func:`limited`, until ``is_closed`` is set."""
 
+    is_closed = False
     intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
@@ -182,6 +167,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Compiled templates call these four. No template can name them.
     def step(self, cost: int = 0) -> bool:
         """Count a step that prints so many characters; True."""
+        if self.is_closed:
+            raise Closed("the model was closed while its chat template ran")
         return _BUDGET.get().step(cost)
 
     def take(self, value: Any) -> Any:
