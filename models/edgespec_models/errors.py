@@ -123,13 +123,10 @@ def require(what: str, extra: str, *modules: str) -> None:
 
 
 def shell_word(word: object) -> str:
-    """A word of a command that people paste, quoted where a shell would read it otherwise.
-
-    On Windows both shells take double quotes, in which they still replace what some characters begin.
-    """
+    """A word of a command that people paste, quoted where a shell would read it otherwise."""
     if sys.platform != "win32":
         return shlex.quote(str(word))
-    text = re.sub('["$%`]', "?", str(word))
+    text = re.sub('["$%`]', "?", str(word))  # within the quotes of both shells these still mean something
     return text if re.fullmatch(r"[\w.:\\/+-]+", text) else f'"{text}"'
 
 

@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
@@ -312,13 +311,10 @@ class ChatTemplate:
             raise RequestError(f"The model's chat template refuses the conversation: {error}") from error
         except Closed:
             raise
-        except SecurityError as error:
-            raise TokenizerError(
-                f"The chat template is ended: {error}. Use the model's original template, or no template."
-            ) from error
         except Exception as error:
             # A template can raise whatever the operations it uses raise.
-            raise TokenizerError(f"The chat template failed: {_where(error)}") from error
+            remedy = "use the model's original template, or prompts without one"
+            raise TokenizerError(f"The chat template failed: {_where(error)}; {remedy}") from error
 
     @cached_property
     def _tree(self) -> nodes.Template:

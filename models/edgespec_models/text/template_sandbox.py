@@ -82,7 +82,7 @@ class _Budget:
             self._left -= cost + 8
             if self._left < 0:
                 raise SecurityError(
-                    f"it makes more than {_ALL * self._largest:,} characters in all, the most it may"
+                    f"it makes more than {_ALL * self._largest:,} characters, the most it may"
                 )
         self._turn += 1 + cost // 64
         if self._turn >= 8:  # reading the clock at every step would cost more than most steps
@@ -94,9 +94,7 @@ class _Budget:
     def allow(self, size: int) -> None:
         """Check a size before its value is made."""
         if size > self._largest:
-            raise SecurityError(
-                f"it makes a value of more than {self._largest:,} characters and items, the most it may"
-            )
+            raise SecurityError(f"a value has more than {self._largest:,} characters or items, the limit")
 
     def take(self, value: Any) -> Any:
         """Count a new value. A list costs its items, but has the size of its whole content."""
@@ -384,9 +382,7 @@ def _estimated(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
         _BUDGET.get().allow(_SIZES[name](*args, **kwargs))
     for value in (*args[1:], *kwargs.values()) if name in _PRODUCTS else ():
         if isinstance(value, str) and len(value) > _SHORT:
-            raise SecurityError(
-                f"it searches for, or strips, a text of {len(value):,} characters; allowed: at most {_SHORT}"
-            )
+            raise SecurityError(f"it seeks or strips {len(value):,} characters; allowed: at most {_SHORT}")
     return args
 
 
