@@ -101,7 +101,7 @@ def test_find_suggests_what_is_near_and_lists_all() -> None:
     assert find("gemma-3-270m").architecture == "gemma3"
     with pytest.raises(CatalogueError, match=r"Did you mean 'smollm2-135m-instruct'\?.*gemma-3-270m"):
         find("SmolLM2-135M")
-    with pytest.raises(CatalogueError, match="no model 'zzz' in the catalogue"):
+    with pytest.raises(CatalogueError, match="no model 'zzz' in the catalogue, and no such file or folder"):
         find("zzz")
 
 

@@ -28,7 +28,7 @@ from tests.kit.models import filling_tokenizer, toy_bundle, toy_model, toy_sessi
 from tests.kit.serving import serving
 from tests.kit.templates import HERMES
 from tools import picture, tables
-from tools.try_docs import FENCE, differences
+from tools.try_docs import FENCE, differences, updated
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -121,6 +121,9 @@ def test_blocks_show_what_they_print(name: str) -> None:
 def test_texts_of_pages_are_compared_but_for_what_may_be_anything() -> None:
     assert not differences("a\nb ... tokens/s\n", "a\nb 3.5 tokens/s\n") and not differences("", "a")
     assert "it printed:\nc" in differences("a\nb ...\n", "c\nb 1\n")
+    block, text = "```python\nprint(1)\n```\n", "```text\n{}\n```\n"
+    page = updated(f"{block}a\n{block}{text.format(3)}{block}{text.format('...')}", ["1.5\n", "2\n", "7\n"])
+    assert page == f"{block}{text.format('...')}a\n{block}{text.format(2)}{block}{text.format('...')}"
 
 
 WITH_CODE = [page for page in PAGES if _fences(page, "python")]

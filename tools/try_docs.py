@@ -11,7 +11,8 @@ Usage, from the repository's root::
 
     python -m tools.try_docs --python ENVIRONMENT/bin/python README.md docs/quickstart.md
 
---home keeps downloads for another run. Without pages it takes all that have code.
+--home keeps downloads for another run. Without pages it takes all that have code. --update writes what blocks
+print into the pages, in place of texts that are missing or wrong: a few lines, without fractions.
 """
 
 import doctest
@@ -30,6 +31,7 @@ from urllib.request import urlopen
 from tools.arguments import arguments
 
 ROOT = Path(__file__).parents[1]
+LINES, WIDTH = 4, 100
 FENCE = re.compile(
     r"^(<!-- not run: .+ -->\n)?```(\w*)\n(.*?)^```$(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
 )
@@ -42,11 +44,11 @@ _MARK = "\x1eend of a block"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A page's Python, all of it as one program, or one command; ``prints`` are the texts of its blocks."""
+    """A page's Python, all of it as one program, or one command; ``texts`` are what blocks should print."""
 
     title: str
     command: list[str]
-    prints: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 def blocks_of(page: Path, python: Path) -> Iterator[Block]:
@@ -56,15 +58,15 @@ def blocks_of(page: Path, python: Path) -> Iterator[Block]:
         command = re.sub(r"\s{2,}.*|\s+#.*", "", line)
         if command.startswith("edgespec ") and not _OF_THE_READER.search(command):
             yield Block(command, [str(python.with_name("edgespec")), *shlex.split(command)[1:]])
-    code = [(text, prints) for _, name, text, prints in fences if name == "python"]
+    code = [(lines, text) for _, name, lines, text in fences if name == "python"]
     if code:
-        program = "import edgespec\n" + "".join(f"{text}\nprint({_MARK!r})\n" for text, _ in code)
-        texts = tuple(prints for _, prints in code)
+        program = "import edgespec\n" + "".join(f"{lines}\nprint({_MARK!r})\n" for lines, _ in code)
+        texts = tuple(text for _, text in code)
         yield Block(f"Python of {page.name}", [str(python), "-c", program], texts)
 
 
 def run(block: Block, folder: Path, home: Path) -> tuple[int, str]:
-    """The exit status of a block, and the end of what it printed; 1 for other texts than ``prints``."""
+    """The exit status of a block, and what it printed."""
     try:
         ended = subprocess.run(
             block.command,
@@ -80,11 +82,7 @@ def run(block: Block, folder: Path, home: Path) -> tuple[int, str]:
         )
     except subprocess.TimeoutExpired:
         return 124, f"it ran for more than {LONGEST_S} s"
-    if ended.returncode:
-        return ended.returncode, f"{ended.stdout}{ended.stderr}".strip()[-500:]
-    printed = ended.stdout.split(f"{_MARK}\n")
-    problems = "".join(map(differences, block.prints, printed))
-    return (1 if problems else 0), problems
+    return ended.returncode, ended.stdout + (ended.stderr[-500:] if ended.returncode else "")
 
 
 def differences(documented: str, printed: str) -> str:
@@ -93,6 +91,27 @@ def differences(documented: str, printed: str) -> str:
     if not documented or checker.check_output(documented, printed, options):
         return ""
     return f"the page says:\n{documented}it printed:\n{printed}\n"
+
+
+def updated(page: str, printed: list[str]) -> str:
+    """A page in which the texts below its Python blocks are what these ``printed``."""
+    rest = iter(printed)
+
+    def shown(match: re.Match[str]) -> str:
+        if match[1] or match[2] != "python":
+            return match[0]
+        now = next(rest, "")
+        if not now.strip() or (match[4] and not differences(match[4], now)):
+            return match[0]
+        text = re.sub(r"\d+\.\d+(e-\d+)?", "...", now).strip()
+        lines = [
+            line if len(line) <= WIDTH else f"{line[:WIDTH].rpartition(' ')[0]} ..."
+            for line in text.partition("```")[0].splitlines()[:LINES]
+        ]
+        end = [] if text == "\n".join(lines) else ["..."]
+        return "\n".join([match[0].partition("\n```text\n")[0], "```text", *lines, *end, "```"])
+
+    return FENCE.sub(shown, page)
 
 
 def serve(block: Block, folder: Path, home: Path) -> "subprocess.Popen[bytes]":
@@ -108,8 +127,8 @@ def serve(block: Block, folder: Path, home: Path) -> "subprocess.Popen[bytes]":
     return server
 
 
-def try_page(page: Path, python: Path, home: Path) -> bool:
-    """Run a page's blocks; whether all succeeded."""
+def try_page(page: Path, python: Path, home: Path, *, update: bool = False) -> bool:
+    """Run a page's blocks; whether all succeeded, and printed what the page says or is told to say."""
     passed, servers = True, list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -123,10 +142,16 @@ def try_page(page: Path, python: Path, home: Path) -> bool:
                     status = servers[-1].poll() or 0
                 else:
                     status, output = run(block, folder, home)
+                    printed = output.split(f"{_MARK}\n")
+                    if block.texts and status == 0 and update:
+                        page.write_text(updated(page.read_text("utf-8"), printed), "utf-8")
+                    elif block.texts and status == 0:
+                        output = "".join(map(differences, block.texts, printed))
+                        status = 1 if output else 0
                 passed &= status == 0
                 print(f"{monotonic() - started:7.1f} s  {status:3}  {block.title}", flush=True)
                 if status:
-                    print(output, flush=True)
+                    print(output[-2000:].replace(_MARK, ""), flush=True)
         finally:
             for server in servers:
                 server.terminate()
@@ -136,11 +161,11 @@ def try_page(page: Path, python: Path, home: Path) -> bool:
 
 def main() -> None:
     """Try the pages."""
-    args = arguments(__doc__, "pages*", python=Path(sys.executable), home=(Path,))
+    args = arguments(__doc__, "pages*", python=Path(sys.executable), home=(Path,), update=False)
     pages = [*map(Path, args.pages)] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     with tempfile.TemporaryDirectory() as empty:
         home = args.home or Path(empty)
-        results = [try_page(page.resolve(), args.python.absolute(), home) for page in pages]
+        results = [try_page(at.resolve(), args.python.absolute(), home, update=args.update) for at in pages]
     sys.exit(0 if all(results) else 1)
 
 

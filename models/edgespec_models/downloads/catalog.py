@@ -216,7 +216,8 @@ def find(name: str) -> CatalogueEntry:
         )
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise CatalogueError(f"no model {name!r} in the catalogue.{hint} It has: {', '.join(known)}")
+    where = "in the catalogue, and no such file or folder" if not Path(name).exists() else "in the catalogue"
+    raise CatalogueError(f"no model {name!r} {where}.{hint} The catalogue has: {', '.join(known)}")
 
 
 @cache
