@@ -101,8 +101,11 @@ def test_find_suggests_what_is_near_and_lists_all() -> None:
     assert find("gemma-3-270m").architecture == "gemma3"
     with pytest.raises(CatalogueError, match=r"Did you mean 'smollm2-135m-instruct'\?.*gemma-3-270m"):
         find("SmolLM2-135M")
-    with pytest.raises(CatalogueError, match="no model 'zzz' in the catalogue, and no such file or folder"):
-        find("zzz")
+    for name in ("zzz", "z" * 400, "z\0"):
+        with pytest.raises(
+            CatalogueError, match=r"^no model 'z.*' in the catalogue, and no such file or folder"
+        ):
+            find(name)
 
 
 def test_a_name_of_the_hub_is_suggested_before_names_of_the_catalogue() -> None:

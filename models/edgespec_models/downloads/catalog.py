@@ -26,6 +26,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -216,8 +217,8 @@ def find(name: str) -> CatalogueEntry:
         )
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    where = "in the catalogue, and no such file or folder" if not Path(name).exists() else "in the catalogue"
-    raise CatalogueError(f"no model {name!r} {where}.{hint} The catalogue has: {', '.join(known)}")
+    nor = "" if exists(name) else ", and no such file or folder"  # noqa: PTH110 - Path's fails for long names
+    raise CatalogueError(f"no model {name!r} in the catalogue{nor}.{hint} It has: {', '.join(known)}")
 
 
 @cache
