@@ -102,9 +102,7 @@ def test_find_suggests_what_is_near_and_lists_all() -> None:
     with pytest.raises(CatalogueError, match=r"Did you mean 'smollm2-135m-instruct'\?.*gemma-3-270m"):
         find("SmolLM2-135M")
     for name in ("zzz", "z" * 400, "z\0"):
-        with pytest.raises(
-            CatalogueError, match=r"^no model 'z.*' in the catalogue, and no such file or folder"
-        ):
+        with pytest.raises(CatalogueError, match=r"^no model 'z.*, and no such file or folder"):
             find(name)
 
 
