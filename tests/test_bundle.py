@@ -1,8 +1,10 @@
 """Opening bundles: what fits opens, what does not is named."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.cli.inspect import inspect
+from edgespec_models import errors
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -189,13 +192,25 @@ def test_a_wrong_manifest_is_one_clear_error(folder: Path, name: str) -> None:
         assert f"again: edgespec export random -o {folder} --over" in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["a; rm -rf b", "$(b)", "-o", "", None, 3])
-def test_a_source_that_a_shell_would_read_otherwise_is_not_in_the_command(
-    folder: Path, source: object
+OFTEN = {"model 1.gguf": "'model 1.gguf'", "hf:A/b@main": "hf:A/b@main", "$(b); c": "'$(b); c'"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="other shells quote otherwise")
+@pytest.mark.parametrize(("source", "word"), [*OFTEN.items(), *((n, "SOURCE") for n in ("-o", "", None, 3))])
+def test_the_command_that_makes_a_bundle_again_can_be_pasted(
+    tmp_path: Path, folder: Path, source: object, word: str
 ) -> None:
     edit_manifest(folder, lambda m: m.update(format_version=4, provenance={"source": source}))
-    with pytest.raises(BundleError, match="edgespec export SOURCE -o"):
+    folder = folder.rename(tmp_path / "my model")
+    with pytest.raises(BundleError) as caught:
         Bundle(folder)
+    assert f"edgespec export {word} -o '{folder}' --overwrite" in str(caught.value)
+
+
+def test_words_of_commands_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "sys", SimpleNamespace(platform="win32"))
+    words = {r"C:\m.gguf": r"C:\m.gguf", r"a b\c": '"a b\\c"', '$(b)" & c %d%': '"?(b)? & c ?d?"'}
+    assert {word: errors.shell_word(word) for word in words} == words
 
 
 def test_a_bundle_of_a_newer_version_is_said_to_be_one(folder: Path) -> None:

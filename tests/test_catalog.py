@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from edgespec_models.downloads.catalog import HubFile, IndexParts, entries, find
+from edgespec_models.downloads.hub import HubReference
 from edgespec_models.errors import CatalogueError
 
 GOOD = """
@@ -100,10 +101,16 @@ def test_find_suggests_what_is_near_and_lists_all() -> None:
     assert find("gemma-3-270m").architecture == "gemma3"
     with pytest.raises(CatalogueError, match=r"Did you mean 'smollm2-135m-instruct'\?.*gemma-3-270m"):
         find("SmolLM2-135M")
-    with pytest.raises(CatalogueError, match="no model 'zzz' in the catalogue"):
-        find("zzz")
+    for name in ("zzz", "z" * 400, "z\0"):
+        with pytest.raises(CatalogueError, match=r"^no model 'z.*, and no such file or folder"):
+            find(name)
 
 
 def test_a_name_of_the_hub_is_suggested_before_names_of_the_catalogue() -> None:
-    with pytest.raises(CatalogueError, match=r"Did you mean 'hf:Qwen/Qwen2\.5-0\.5B-Instruct'"):
-        find("Qwen/Qwen2.5-0.5B-Instruct")
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-4B-GGUF:Q8_0", "a/b@main"):
+        with pytest.raises(CatalogueError, match=f"Did you mean 'hf:{name}'"):
+            find(name)
+        assert HubReference.parse(f"hf:{name}")
+    for path in ("./model", "../model", "models/", "a/b/c"):
+        with pytest.raises(CatalogueError, match=r"^no model"):
+            find(path)

@@ -4,8 +4,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree
@@ -14,6 +16,7 @@ import anthropic
 import ollama
 import openai
 import pytest
+from typer import Context
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -25,6 +28,7 @@ from tests.kit.models import filling_tokenizer, toy_bundle, toy_model, toy_sessi
 from tests.kit.serving import serving
 from tests.kit.templates import HERMES
 from tools import picture, tables
+from tools.try_docs import FENCE, differences, updated
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -91,13 +95,26 @@ def test_pictures_are_drawings_for_light_and_dark_pages() -> None:
 
 # Code and commands
 
-_FENCE = re.compile(r"^(<!-- not run: .+ -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
 
 def _fences(page: Path, language: str) -> list[str]:
     """What stands in a page as ``language``, but what a comment above it says is not run, and why."""
-    fences = _FENCE.findall(page.read_text(encoding="utf-8"))
-    return [code for marked, name, code in fences if name == language and not marked]
+    fences = FENCE.findall(page.read_text(encoding="utf-8"))
+    return [code for marked, name, code, _ in fences if name == language and not marked]
+
+
+def _commands(page: Path) -> Iterator[str]:
+    """The lines of a page that could be commands."""
+    text = page.read_text(encoding="utf-8")
+    yield from (line for _, _, code, _ in FENCE.findall(text) for line in code.splitlines())
+    yield from re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+
+
+def test_texts_of_pages_are_compared_but_for_what_may_be_anything() -> None:
+    assert not differences("a\nb ... tokens/s\n", "a\nb 3.5 tokens/s\n") and not differences("", "a")
+    assert "it printed:\nc" in differences("a\nb ...\n", "c\nb 1\n")
+    block, text = "```python\nprint(1)\n```\n", "```text\n{}\n```\n"
+    page = updated(f"{block}a\n{block}{text.format(3)}{block}{text.format('...')}", ["1.5\n", "2\n", "7\n"])
+    assert page == f"{block}{text.format('...')}a\n{block}{text.format(2)}{block}{text.format('...')}"
 
 
 WITH_CODE = [page for page in PAGES if _fences(page, "python")]
@@ -152,19 +169,43 @@ def test_code_runs(page: Path, request: pytest.FixtureRequest, capsys: pytest.Ca
         assert "prompt is too long: " in out
 
 
-def test_commands_exist() -> None:
-    commands = get_command(app)
+def test_commands_and_their_options_exist() -> None:
+    commands, named = get_command(app), set[str]()
     assert isinstance(commands, TyperGroup)
-    fences = [fence for page in PAGES for fence in [*_fences(page, ""), *_fences(page, "sh")]]
-    lines = [line for fence in fences for line in fence.splitlines()]
-    named = {found[1] for line in lines if (found := re.match(r"edgespec ([a-z]+)", line))}
-    assert {"chat", "generate", "serve"} <= named <= commands.commands.keys()
-    there = {path.stem for path in (ROOT / "tools").iterdir()}
+    for page in PAGES:
+        for line in _commands(page):
+            name, *words = line.partition("|")[0].split()[1:] or [""]
+            if line.startswith("edgespec ") and name in commands.commands:
+                named.add(name)
+                command = commands.resolve_command(Context(commands), [name])[1]
+                inner = [*getattr(command, "commands", {}).values(), command]
+                known = {
+                    option
+                    for each in inner
+                    for at in each.params
+                    for option in (*at.opts, *at.secondary_opts)
+                }
+                unknown = {word for word in words if word.startswith("--")} - known - {"--help"}
+                assert not unknown, f"{page.name}: edgespec {name} has no {unknown}"
+    assert {"chat", "generate", "serve"} <= named
+
+
+def test_tools_and_their_options_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
-            for tool in re.findall(r"python -m tools\.(\w+)", line):
-                gone = "of commit 5ca9c955" in line or "git checkout 5ca9c955" in line
-                assert tool in there or gone, f"{page.name} names tools.{tool}, which is not there"
+            for tool, words in re.findall(r"python -m tools\.([\w.]+)([^`|]*)", line):
+                if "of commit 5ca9c955" in line or "git checkout 5ca9c955" in line:
+                    continue
+                assert find_spec(f"tools.{tool}"), f"{page.name} names tools.{tool}, which is not there"
+                options = {*re.findall(r"(?<= )--[a-z-]+", words)}
+                if options:
+                    monkeypatch.setattr(sys, "argv", [tool, "--help"])
+                    with suppress(SystemExit):
+                        import_module(f"tools.{tool}").main()
+                    known = {*re.findall(r"--[a-z-]+", capsys.readouterr().out)}
+                    assert options <= known, f"{page.name}: tools.{tool} has no {options - known}"
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -1,6 +1,7 @@
 """Models on the hub: which files are fetched, checked and taken up again, and what happens offline."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,7 +298,10 @@ def test_export_load_and_pull_by_name(hub: Hub, tmp_path: Path, monkeypatch: pyt
     out = tmp_path / "out"
     result = CliRunner().invoke(app, ["export", NAME, "-o", str(out), "--weights", "exact"])
     assert result.exit_code == 0, result.output
-    assert Bundle(out, verify_digests=True).manifest.name == "Tiny-1.5B"
+    manifest = Bundle(out, verify_digests=True).manifest
+    assert manifest.name == "Tiny-1.5B"
+    assert re.fullmatch(rf"{NAME}@[0-9a-f]{{40}}", source := manifest.provenance["source"])
+    assert HubReference.parse(source).repository == REPOSITORY
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert open_model(NAME, "target").manifest.name == "Tiny-1.5B"
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -305,7 +309,8 @@ def test_export_load_and_pull_by_name(hub: Hub, tmp_path: Path, monkeypatch: pyt
     assert pulled.exit_code == 0, pulled.output
     (facts,) = json.loads(pulled.stdout)
     assert Path(facts["path"]).read_bytes() == hub.files["q/tiny.gguf"]
-    assert open_model(f"{NAME}/q/tiny.gguf", "target").manifest.name == "tiny"
+    manifest = open_model(f"{NAME}/q/tiny.gguf", "target").manifest
+    assert manifest.name == "tiny" and manifest.provenance["source"].startswith(f"{NAME}/q/tiny.gguf@")
 
 
 def test_what_says_how_texts_become_vectors_comes_too(hub: Hub, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli import app
-from edgespec.loading.first_use import mark_of
+from edgespec.loading.first_use import Wanted, mark_of, name_of
 from edgespec.loading.inventory import bundle_of, holdings, outdated, removable, remove
 from edgespec_export.recipe import RECIPES
 from edgespec_models.downloads.catalog import find
 from edgespec_models.downloads.download import model_path
 from edgespec_models.errors import RequestError
+from edgespec_models.storage import prompts_name
 
 NAME, SHARING = "smollm2-135m-instruct", "smollm2-135m-qwen2.5-coder"
 Make = Callable[..., Path]
@@ -85,6 +86,30 @@ def test_files_of_the_user_stay_and_what_was_made_of_them_goes(make: Make, tmp_p
     assert bundle_of(str(source)) == made
     remove(removable(str(source)))
     assert source.exists() and others.exists() and not made.exists()
+
+
+@pytest.mark.parametrize("stem", ["m" * 200, "\u6a21" * 60], ids=["letters", "bytes"])
+def test_a_name_that_folders_shorten_has_its_bundle_and_prompts(
+    make: Make, tmp_path: Path, stem: str
+) -> None:
+    source = tmp_path / f"{stem}.gguf"
+    source.write_bytes(b"GGUF")
+    made = Wanted("target", None, None).folder(name_of(source), mark_of(source))
+    make("bundles", made.name, "edgespec.json")
+    make("prompt-cache", f"{prompts_name(name_of(source))}-0123456789abcdef", "00")
+    assert [part.kind for part in holdings(str(source))] == ["bundle", "prompts"]
+
+
+def test_the_mtp_layer_of_a_file_goes_with_it(make: Make, tmp_path: Path) -> None:
+    source = tmp_path / "m.gguf"
+    source.write_bytes(b"GGUF")
+    target = Wanted("target", None, None).folder(name_of(source), mark_of(source))
+    layer = Wanted("drafter", None, None, target=source).folder(name_of(source, source), mark_of(source))
+    other = bundle(make, "m-mtp", "0" * 8)
+    for folder in (target, layer):
+        make("bundles", folder.name, "edgespec.json")
+    remove(removable(str(source)))
+    assert other.exists() and not target.exists() and not layer.exists()
 
 
 def test_bundles_of_other_versions_are_found_whatever_they_were_made_for(make: Make) -> None:

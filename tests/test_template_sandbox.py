@@ -1,9 +1,10 @@
 """Chat templates that take time and memory without bound end in an error, soon; honest ones do not notice."""
 
+import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from time import thread_time
+from time import sleep, thread_time
 from unittest.mock import patch
 
 import jinja2
@@ -15,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_models.downloads.catalog import entries, find
 from edgespec_models.downloads.download import pull
-from edgespec_models.errors import EdgespecError, TokenizerError
+from edgespec_models.errors import Closed, EdgespecError, TokenizerError
 from edgespec_models.text import template_sandbox
 from edgespec_models.text.chat_template import ChatTemplate
 
@@ -132,6 +133,43 @@ def eighth(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eighth of the limits, so that what ends in the time of all of them has an eighth of it."""
     for name, value in {"_LARGEST": 1 << 15, "_SECONDS": 0.125}.items():
         monkeypatch.setattr(template_sandbox, name, value)
+
+
+REASONS = {
+    "{{ 'a' * 99999999 }}": "a value has more than [0-9,]+ characters or items, the limit",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more than 0.1 s, the",
+    "{% for i in range(99999) %}" + "a" * 5000 + "{% endfor %}": "more than [0-9,]+ characters, the most it",
+    "{{ 9 ** 9999 }}": "a number of 39,996 bits; allowed: at most 4096",
+    "{{ '%9999d' % 1 }}": "the format '%9999d' has a width that is no number below 1,000",
+    "{{ '{:9999}'.format(1) }}": "the format '{:9999}' has a width that is no number",
+    "{{ [[1]]|sum(start=[]) }}": r"sum starts at \[\]; allowed: a number",
+    "{{ {1: 2}.keys() - [1] }}": "it subtracts from dict_keys.*; allowed: from numbers",
+    "{{ [1]|tojson(indent=101) }}": "tojson has the indent 101; allowed: none, or at most 100",
+    "{{ 'a'.strip('b' * 65) }}": "65 characters; allowed: at most 64",
+    "{{ 'a'|trim('b' * 65) }}": "65 characters; allowed: at most 64",
+    "{% set n = namespace() %}{{ [n] }}": "a namespace into another value; allowed: into a variable",
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), REASONS.items(), ids=range(len(REASONS)))
+@pytest.mark.usefixtures("eighth")
+def test_a_limit_is_said_and_what_to_do(source: str, reason: str) -> None:
+    assert re.search(
+        f"failed: SecurityError: .*{reason}.*; use the model's original template", str(outcome(source))
+    )
+
+
+def test_closing_ends_a_rendering() -> None:
+    """Within moments, not after the seconds that a template has."""
+    slow = ChatTemplate(ATTACKS[45], named={"rag": ATTACKS[45]})
+    with ThreadPoolExecutor(1) as thread:
+        rendering = thread.submit(slow.render, ASK, {})
+        sleep(0.1)
+        slow.close()
+        with pytest.raises(Closed, match="closed while its chat template ran"):
+            rendering.result(1.0)
+    with pytest.raises(Closed):
+        slow.render(ASK)
 
 
 ATTACK = pytest.mark.parametrize("source", ATTACKS, ids=range(len(ATTACKS)))

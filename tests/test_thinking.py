@@ -64,6 +64,11 @@ LOUDER = template(
     "{% if thinking and reasoning_effort in ('high', 'max') %}{{ 'Effort: ' + reasoning_effort }}{% endif %}",
 )
 OR_NONE = template("{{ m.content }}", "{{ '<think></think>' if reasoning_effort|default('none') == 'none' }}")
+ONLY_NONE = template(
+    "{{ m.content }}",
+    "{{ '<think></think>' if reasoning_effort == 'none' }}"
+    "{{ raise_exception('no such effort') if reasoning_effort not in (none, 'none') and reasoning_effort }}",
+)
 EMPTIED = template("{{ m.content }}", "{{ '<think></think>' if reasoning_effort in ('low', 'minimal') }}")
 NEAREST: dict[str, tuple[str, dict[bool | int | str, str | None]]] = {
     "any text": (ANY_EFFORT, {"minimal": "low", "high": "high", "max": "high", False: "low"}),
@@ -71,6 +76,7 @@ NEAREST: dict[str, tuple[str, dict[bool | int | str, str | None]]] = {
     "two words": (LOUDER, {"minimal": "low", "low": "low", "max": "max", False: None}),
     "two low words": (EMPTIED, {False: "minimal", "high": "high", "max": "max"}),
     "a word for off": (OR_NONE, {False: "none", "high": "high"}),
+    "only a word for off": (ONLY_NONE, {False: "none", "high": None}),
     "none": (QWEN3, {"high": None}),
 }
 

@@ -17,13 +17,15 @@ from weakref import ref
 
 import pytest
 
-from edgespec import LoadOptions, Model, Progress, RequestError, RequestOptions
+from edgespec import Closed, LoadOptions, Model, Progress, RequestError, RequestOptions
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation, Record, nothing
 from edgespec.requests.ticket import Ticket
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
-from tests.kit.models import Gated, queue_of, runner_of, toy_model, toy_session
+from tests.kit.models import Gated, queue_of, runner_of, toy_bundle, toy_model, toy_session
 from tests.kit.toy import F32, ToySession, settle, until
 
 NEW = 24
@@ -105,6 +107,24 @@ def test_threads_are_answered_in_the_order_in_which_they_asked() -> None:
         whole = [model.tokenize(prompt) for prompt in prompts]
         assert [tokens for tokens in read if tokens in whole] == whole
         assert results[-1].stats.queued_s > 0.0
+
+
+def test_a_close_ends_what_renders_a_slow_template() -> None:
+    def bundle(name: str, context: int) -> Bundle:
+        made = toy_bundle(name, context)
+        loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+        made.chat_template = ChatTemplate("{% if messages|length > 2 %}" + loops + "{% endif %}")
+        return made
+
+    model = toy_model(bundle=bundle)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(
+            model.chat, [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+        )
+        sleep(0.3)
+        model.close()
+        with pytest.raises(Closed):
+            future.result(1.0)
 
 
 def test_what_a_close_ends_while_it_waits_ends_once() -> None:

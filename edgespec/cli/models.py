@@ -167,17 +167,17 @@ def pull(
     if names:
         on_hub_by_name = {name: on_hub(name) for name in names}
         references = [reference for reference in on_hub_by_name.values() if reference is not None]
-        wanted = [find(name) for name, reference in on_hub_by_name.items() if reference is None]
+        pulled = [find(name) for name, reference in on_hub_by_name.items() if reference is None]
     elif check:
-        references, wanted = [], [entry for entry in entries().values() if is_pulled(entry)]
+        references, pulled = [], [entry for entry in entries().values() if is_pulled(entry)]
     else:
         raise typer.BadParameter("name a model; 'edgespec models' lists them", param_hint="NAME...")
-    for entry in wanted:
+    for entry in pulled:
         _pull_one(entry, check=check, quiet=as_json)
     places = {str(reference): _pull_from_hub(reference, quiet=as_json) for reference in references}
     if as_json:
         from_hub = [{"name": name, "path": str(place)} for name, place in places.items()]
-        print_json([*map(_describe, wanted), *from_hub])
+        print_json([*map(_describe, pulled), *from_hub])
 
 
 def _pull_from_hub(reference: "HubReference", *, quiet: bool) -> "Path":

@@ -142,7 +142,7 @@ def with_thoughts(
     ``thinking`` is the request's option. ``grammar`` constrains the text, if there is one.
     """
     if isinstance(thinking, str):
-        budget = None if place.tags.efforts else _BUDGETS.get(thinking)
+        budget = None if place.tags.levels else _BUDGETS.get(thinking)
     else:
         budget = None if thinking is None or thinking is True else int(thinking)
     if place.stage == "text" or (grammar is None and budget is None):

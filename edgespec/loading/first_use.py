@@ -17,7 +17,7 @@ from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.downloads.catalog import CatalogueEntry, find
 from edgespec_models.downloads.download import pull, pulled_place
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub
-from edgespec_models.errors import BundleError, ModelFileError, RequestError
+from edgespec_models.errors import BundleError, ModelFileError, RequestError, shell_word
 from edgespec_models.families import named, read_config
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
@@ -61,7 +61,7 @@ class Wanted(Checked):
         if self.target is not None:
             mark = f"{mark}-{mark_of(self.target)}"
         recipe = RECIPES[self.device]
-        return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
+        return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
 
 def look_up(path: Path, name: str, wanted: Wanted) -> Found:
@@ -147,8 +147,8 @@ def _checkpoint_for(head: Path, target: str | None, progress: ProgressCallback) 
     source = None if target is None else locate(target, progress)[0]
     if source is None or is_model(source):
         raise RequestError(
-            f"{head} is a head, whose export needs its target's source; run 'edgespec "
-            f"export {head} --target SOURCE -o DIR' and give DIR as the drafter"
+            f"{head} is a head, whose export needs its target's source; run 'edgespec export "
+            f"{shell_word(head)} --target SOURCE -o DIR' and give DIR as the drafter"
         )
     return source
 
@@ -205,8 +205,13 @@ def _check_config(folder: Path) -> None:
 
 
 def name_of(source: Path, target: Path | None = None) -> str:
-    """The name of a checkpoint's model; if ``target`` is the same file, the name of its MTP layer."""
+    """The name of a checkpoint's model; if ``target`` is the same file, the name of its MTP layer.
+
+    It is short enough for additions: systems allow 255 bytes in a file's name.
+    """
     name = model_name(source) if source.is_dir() else stem_of(source)
+    text = os.fsencode(name).decode("utf-8", "replace")
+    name = text.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
     return f"{name}-mtp" if source == target else name
 
 
@@ -243,7 +248,7 @@ def _export(
     options = ExportOptions(
         role=wanted.role,
         weights=wanted.weights,
-        name=_short(name),
+        name=name,
         device=wanted.device,
         overwrite=True,
         alignment=alignment,
@@ -270,12 +275,6 @@ def _by_other_recipes(folder: Path) -> list[Path]:
     stem = folder.name.rpartition(_RECIPE_MARK)[0]
     alike = folder.parent.glob(f"{glob.escape(stem + _RECIPE_MARK)}*")
     return sorted(path for path in alike if path != folder and (path / MANIFEST).is_file())
-
-
-def _short(name: str) -> str:
-    """Shorten a file's name to leave room for additions: systems allow 255 bytes."""
-    text = os.fsencode(name).decode("utf-8", "replace")
-    return text.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
 
 
 def _naming(progress: ProgressCallback, name: str) -> ProgressCallback:

@@ -14,13 +14,13 @@ from edgespec_models.bundles.foreign import is_model
 from edgespec_models.downloads.catalog import entries
 from edgespec_models.downloads.download import model_path, record_of
 from edgespec_models.downloads.hub import on_hub, pulled_hub
-from edgespec_models.errors import RequestError
+from edgespec_models.errors import RequestError, shell_word
 from edgespec_models.files.gguf_parts import parts_of
 from edgespec_models.storage import bundles_dir, prompts_dir, prompts_name, writing
 
 _Kind = Literal["file", "bundle", "prompts"]
 _BUNDLE = re.compile(
-    r"(?P<name>.+?)(?P<marks>(?:-[0-9a-f]{8})+)-(?:target|drafter)-(?P<form>.+)-r(?P<recipe>\d+)"
+    r"(?P<name>.+?)(?P<marks>(?:-[0-9a-f]{8})+)-(?:target|drafter)-(?P<form>.+)-r(?P<recipe>\d+)", re.DOTALL
 )
 
 
@@ -78,7 +78,7 @@ def bundle_of(reference: str) -> Path:
     if not current:
         raise RequestError(
             f"no bundle {reference!r} is here. Give a bundle's directory, or load or export the model first: "
-            f"edgespec export {reference} -o DIR"
+            f"edgespec export {shell_word(reference)} -o DIR"
         )
     return max(current, key=lambda bundle: bundle.stat().st_mtime)
 
@@ -89,7 +89,7 @@ def removable(*names: str) -> list[Holding]:
     others = {*_bundles()} - {path for part in parts for path in part.paths}
 
     def is_used(name: str) -> bool:
-        return any(_belongs(bundle, name, "") for bundle in others)
+        return any(_belongs(bundle, "", name) for bundle in others)
 
     return [part for part in parts if not any(map(is_used, part.shared_with))]
 
@@ -129,17 +129,17 @@ def _pulled(name: str) -> Iterator[Holding]:
 def _made_of(name: str) -> Iterator[Holding]:
     """Bundles, then prompts of models with their names."""
     source, reference = Path(name), on_hub(name)
-    mark = ""
+    mark, names = "", [name]
     if reference is not None:
         source = pulled_hub(reference) or source
     if source.exists():
-        name, mark = name_of(source), mark_of(source)
-    bundles = [path for path in _bundles() if _belongs(path, name, mark)]
+        mark, names = mark_of(source), [name_of(source), name_of(source, source)]
+    bundles = [path for path in _bundles() if _belongs(path, mark, *names)]
     yield from (Holding.of("bundle", path) for path in bundles)
     if bundles or not mark:
         folders = prompts_dir().glob("*-*")
-        own = prompts_name(name)
-        yield from (Holding.of("prompts", path) for path in folders if path.name.rpartition("-")[0] == own)
+        own = [*map(prompts_name, names)]
+        yield from (Holding.of("prompts", path) for path in folders if path.name.rpartition("-")[0] in own)
 
 
 def _bundles() -> list[Path]:
@@ -154,10 +154,10 @@ def _is_outdated(bundle: Path) -> bool:
     return int(match["recipe"]) != RECIPES[next(devices, None)]
 
 
-def _belongs(bundle: Path, name: str, mark: str) -> bool:
-    """Whether a bundle was made of the model ``name``; of a source with ``mark``, if that is not empty."""
+def _belongs(bundle: Path, mark: str, *names: str) -> bool:
+    """Whether a bundle was made of a model of ``names``; of a source with ``mark``, if that is not empty."""
     match = _BUNDLE.fullmatch(bundle.name)
-    return match is not None and match["name"] == name and match["marks"].startswith(f"-{mark}")
+    return match is not None and match["name"] in names and match["marks"].startswith(f"-{mark}")
 
 
 def _size(path: Path) -> int:

@@ -267,6 +267,9 @@ class Runner:
         if self._is_closed:
             return
         self._is_closed = True
+        for running in filter(None, (self.loaded.target, self.loaded.drafter)):
+            if template := vars(running.bundle).get("chat_template"):  # it is compiled at its first use
+                template.close()
         if self.side is not None:
             self.side.stop()
         try:

@@ -14,6 +14,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileRecord, Manifest
 from edgespec_models.errors import ModelFileError
 from edgespec_models.graphs.record import record
+from edgespec_models.storage import source_name
 from edgespec_models.text.chat_template import read_template
 from edgespec_models.text.template_files import DEFAULT, file_of
 from edgespec_models.text.tokenizer import Tokenizer
@@ -83,7 +84,7 @@ def describe(
         embedding=checkpoint.embedding(),
         sampling=checkpoint.sampling,
         provenance={
-            "source": checkpoint.path.resolve().name,
+            "source": source_name(checkpoint.path),
             "sha256": digest,
             "edgespec": version("edgespec"),
             **checkpoint.changes,

@@ -11,6 +11,8 @@ characters that command a terminal or have no UTF-8 are escaped, and long quotat
 """
 
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -118,6 +120,14 @@ def require(what: str, extra: str, *modules: str) -> None:
             raise EdgespecError(
                 f"{what} needs {error.name}, which is not installed: pip install 'edgespec[{extra}]'"
             ) from error
+
+
+def shell_word(word: object) -> str:
+    """A word of a command that people paste, quoted where a shell would read it otherwise."""
+    if sys.platform != "win32":
+        return shlex.quote(str(word))
+    text = re.sub('["$%`]', "?", str(word))  # within the quotes of both shells these still mean something
+    return text if re.fullmatch(r"[\w.:\\/+-]+", text) else f'"{text}"'
 
 
 def _cut(text: str) -> str:

@@ -26,6 +26,7 @@ import psutil
 
 from edgespec_models.errors import RequestError, StorageError
 
+_SNAPSHOT: Final = re.compile("/models--([^/]+)--([^/]+)/snapshots/([^/]+)(/.+)?$")
 _TEMPORARY: Final = ".edgespec-"
 _PROCESS: Final = re.compile(r"(\d+)@([0-9a-f]{8})-")
 _LONG_S: Final = 86_400.0
@@ -119,6 +120,13 @@ def model_name(folder: Path) -> str:
     resolved = folder.resolve()
     cached = next((part for part in resolved.parts if part.startswith("models--")), None)
     return resolved.name if cached is None else cached.rpartition("--")[2]
+
+
+def source_name(path: Path) -> str:
+    """The name of a checkpoint: in the hub's cache its reference, elsewhere its own name."""
+    # Not resolved, because the hub's own cache links a file to one that has its digest as a name.
+    match = _SNAPSHOT.search(path.absolute().as_posix())
+    return f"hf:{match[1]}/{match[2]}{match[4] or ''}@{match[3]}" if match else path.resolve().name
 
 
 def prompts_name(model: str) -> str:

@@ -4,7 +4,6 @@ A device that the user names is used or is an error. A device that edgespec choo
 """
 
 import importlib
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -21,7 +20,7 @@ import numpy as np
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind
-from edgespec_models.errors import DeviceError
+from edgespec_models.errors import DeviceError, shell_word
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import AUTO, CPU, KINDS, PROCESSOR, Device, DeviceKind, Hardware, Placement
 from edgespec_runtimes.ort import open_session, ort
@@ -252,7 +251,7 @@ def _check_fit(bundle: Bundle, device: Device) -> None:
     graphs, kind = bundle.manifest.graph_kind, device.kind
     if graphs in kind.runs:
         return
-    source = shlex.quote(str(bundle.manifest.provenance.get("source", "SOURCE")))
+    source = shell_word(bundle.manifest.provenance.get("source", "SOURCE"))
     option = "" if kind.export is None else f" --device {kind.export}"
     role = "" if bundle.manifest.role == "target" else f" --role {bundle.manifest.role}"
     runs = " or ".join(_KINDS_OF_GRAPHS[name] for name in sorted(kind.runs))

@@ -16,7 +16,6 @@ Nothing in a bundle is executed but the graph; the chat template runs in Jinja's
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -33,7 +32,7 @@ from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType
 from edgespec_models.bundles.graph_contract import GraphTensors
 from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind, StaticGraphs
-from edgespec_models.errors import BundleError, naming
+from edgespec_models.errors import BundleError, naming, shell_word
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import check_fields, length, matching, parse, read, read_text, shown, within
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
@@ -59,7 +58,6 @@ _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
 _EXPERTS = "experts"
 _DIGEST = "sha256"
-_PLAIN = re.compile(r"[\w.+][\w.+-]*", re.ASCII)
 _LOG = logging.getLogger("edgespec")
 
 
@@ -122,19 +120,18 @@ class Sampling:
         """The advice of a model's file; None without. Other values than allowed are left out and logged."""
         if facts.value("do_sample") is False:
             return None
-        stated: dict[str, Any] = {} if facts.value("do_sample") is None else {"temperature": 1.0}
+        options: dict[str, Any] = {} if facts.value("do_sample") is None else {"temperature": 1.0}
         for name in (field.name for field in fields(cls)):
             value: Any = facts.value(name)
             try:
-                stated |= {} if value is None else cls(**{name: value}).options()
+                options |= {} if value is None else cls(**{name: value}).options()
             except BundleError as error:
                 _LOG.warning("%s advises a sampling that is left out: %s", facts.where, error)
-        return cls(**stated) if stated else None
+        return cls(**options) if options else None
 
     def options(self) -> dict[str, Any]:
         """The options of a request. Numbers have six digits, as files with float32 mean them."""
-        stated = {name: value for name, value in asdict(self).items() if value is not None}
-        return {name: round(value, 6) for name, value in stated.items()}
+        return {name: round(value, 6) for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in self.options().items())
@@ -268,11 +265,10 @@ class Manifest:
                 )
             made_of = value.get("provenance") if isinstance(value, dict) else None
             source = made_of.get("source") if isinstance(made_of, dict) else None
-            if not isinstance(source, str) or not _PLAIN.fullmatch(source):  # people paste the command
-                source = "SOURCE"
+            known = isinstance(source, str) and source and not source.startswith("-")
             raise BundleError(
-                f"{where} is not of {own}; export the model again: edgespec export {source} -o "
-                f"{where.parent} --overwrite"
+                f"{where} is not of {own}; export the model again: edgespec export "
+                f"{shell_word(source) if known else 'SOURCE'} -o {shell_word(where.parent)} --overwrite"
             )
         facts = read(ModelConfig, value.get("config"), f"{where}, config", BundleError, AGAIN)
         fields = {key: field for key, field in value.items() if key not in ("format_version", _DIGEST)}

@@ -26,6 +26,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -38,6 +39,8 @@ Role = Literal["target", "drafter"]
 
 _NAME: Final = r"[a-z0-9][a-z0-9._-]*"
 _FILE: Final = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+REPOSITORY: Final = "/".join([r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"] * 2)
+"""The form of ``OWNER/REPO`` on the hub."""
 _Name = Annotated[str, matching(_NAME)]
 _File = Annotated[str, matching(_FILE)]
 _Path = Annotated[str, matching(rf"{_FILE}(/{_FILE})*")]
@@ -56,7 +59,7 @@ _HEADS: Final = Path(__file__).with_name("heads.toml")
 class HubFile:
     """One file of a repository on the Hugging Face hub."""
 
-    repository: Annotated[str, matching(f"{_FILE}/{_FILE}")]
+    repository: Annotated[str, matching(REPOSITORY)]
     filename: _Path
     revision: _File = "main"
 
@@ -162,7 +165,7 @@ class HubName:
     """
 
     title: _Title
-    reference: Annotated[str, matching(rf"hf:{_FILE}/{_FILE}/{_FILE}\.gguf")]
+    reference: Annotated[str, matching(rf"hf:{REPOSITORY}/{_FILE}\.gguf")]
     architecture: Annotated[str, matching(r"[a-z0-9_-]+")]
     vocabulary: Count
     size_bytes: _Amount
@@ -207,14 +210,15 @@ def find(name: str) -> CatalogueEntry:
     installed, known = entries(), [*entries(), *hub_names()]
     if name in installed:
         return installed[name]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if re.fullmatch(f"{REPOSITORY}([:@].+)?", name):
         raise CatalogueError(
             f"no file or folder {name!r}. Did you mean 'hf:{name}', a model on the Hugging Face hub? The "
             f"catalogue has: {', '.join(known)}"
         )
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise CatalogueError(f"no model {name!r} in the catalogue.{hint} It has: {', '.join(known)}")
+    nor = "" if exists(name) else ", and no such file or folder"  # noqa: PTH110 - Path's fails for long names
+    raise CatalogueError(f"no model {name!r} in the catalogue{nor}.{hint} It has: {', '.join(known)}")
 
 
 @cache

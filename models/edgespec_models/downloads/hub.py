@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote, unquote
 
-from edgespec_models.downloads.catalog import HubFile, hub_names
+from edgespec_models.downloads.catalog import REPOSITORY, HubFile, hub_names
 from edgespec_models.downloads.hub_http import fetch_hub, read_hub
 from edgespec_models.downloads.job import Job, file_errors, length, require_space
 from edgespec_models.errors import DownloadError, ModelFileError, RequestError
@@ -40,13 +40,12 @@ _TEXTS = (
 """Files besides the weights that are fetched if the repository has them."""
 
 _COMMIT = re.compile("[0-9a-f]{40,64}")
-_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _NAME = r"[\w(\[](?:[\w .,()+=&!'\[\]-]*[\w)\]])?"
 _PATH = re.compile(rf"(?:{_NAME}/)*{_NAME}")  # leads nowhere but down
 _MODEL = re.compile(r"(?!.*(mmproj|imatrix)).*\.gguf", re.IGNORECASE)  # no additions to models
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]*"
 _REFERENCE = re.compile(
-    rf"{PREFIX}(?P<repository>{_PART}/{_PART})"
+    rf"{PREFIX}(?P<repository>{REPOSITORY})"
     rf"(?:/(?P<filename>{_PATH.pattern}\.(?i:gguf))|:(?P<weights>[A-Za-z0-9_-]+))?(?:@(?P<revision>{_REVISION}))?"
 )
 _ADDRESS = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/(?=[^/]+/)")

@@ -23,7 +23,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from edgespec_models.errors import EdgespecError, RequestError, TokenizerError, naming
+from edgespec_models.errors import Closed, EdgespecError, RequestError, TokenizerError, naming
 from edgespec_models.schema import read_text, shown
 from edgespec_models.text.marked_text import mark, unmark
 from edgespec_models.text.template_files import DEFAULT
@@ -72,7 +72,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, bos: str = "", eos: str = "", named: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self.source = source
+        self.source, self._sandbox = source, _environment()
         self._tokens = {"bos_token": bos, "eos_token": eos}
         if len(source) > LONGEST_SOURCE:
             raise TokenizerError(
@@ -80,17 +80,22 @@ class ChatTemplate:
                 "Use the model's original file, or prompts without a template."
             )
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._sandbox.from_string(source)
         except Exception as error:  # Jinja's, and Python's of the code that Jinja makes of it
             raise TokenizerError(f"The chat template is not valid: {_where(error)}") from error
         others = {name: text for name, text in named.items() if name != DEFAULT}
         self._named = {name: ChatTemplate(text, bos=bos, eos=eos) for name, text in others.items()}
         self._logged = set[str]()  # arrangements that are in the log
 
+    def close(self) -> None:
+        """End running and later renderings with an error. Any thread may call it."""
+        for template in (self, *self._named.values()):
+            template._sandbox.is_closed = True
+
     def taking(self, arguments: Collection[str]) -> "ChatTemplate":
         """The template for conversations with these arguments, chosen as in transformers."""
-        wanted = {"tools": "tool_use", "documents": "rag"}
-        names = (wanted[name] for name in wanted if name in arguments)
+        by_argument = {"tools": "tool_use", "documents": "rag"}
+        names = (name for argument, name in by_argument.items() if argument in arguments)
         return next((self._named[name] for name in names if name in self._named), self)
 
     @cached_property
@@ -304,9 +309,12 @@ class ChatTemplate:
                 )
         except _RefusedError as error:
             raise RequestError(f"The model's chat template refuses the conversation: {error}") from error
+        except Closed:
+            raise
         except Exception as error:
             # A template can raise whatever the operations it uses raise.
-            raise TokenizerError(f"The chat template failed: {_where(error)}") from error
+            remedy = "use the model's original template, or prompts without one"
+            raise TokenizerError(f"The chat template failed: {_where(error)}; {remedy}") from error
 
     @cached_property
     def _tree(self) -> nodes.Template:
@@ -427,15 +435,15 @@ def _shape(message: dict[str, Any], form: _Reads) -> dict[str, Any]:
     return message | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _arguments(stated: object, form: _Reads) -> object:
+def _arguments(arguments: object, form: _Reads) -> object:
     """A call's arguments. Models write broken ones, and the conversation has to go on."""
-    table = stated = stated or {}
+    table = arguments = arguments or {}
     if isinstance(table, str):
         try:
             table = _plain(json.loads(table, parse_constant=_no_number), "")
         except (ValueError, RecursionError, RequestError):
             table = None
-    text = stated if isinstance(stated, str) else json.dumps(stated, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if not isinstance(table, dict):
         return text if form.any_text else {}
     return text if form.texts else table

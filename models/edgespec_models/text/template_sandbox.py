@@ -30,6 +30,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context, pass_environment
 
+from edgespec_models.errors import Closed
 from edgespec_models.text.marked_text import STAND_INS, marked
 
 LONGEST_SOURCE: Final = 1 << 17
@@ -71,7 +72,8 @@ class _Budget:
         self._largest = _LARGEST + len(source) + 4 * total
         self._left = _ALL * self._largest
         seconds = _SECONDS + total / 1e6 + _SECONDS_OF_PAIR * len(texts) ** 2
-        self._ends = thread_time() + min(seconds, _MOST_SECONDS) * share
+        self._seconds = min(seconds, _MOST_SECONDS) * share
+        self._ends = thread_time() + self._seconds
         self._turn = 0
 
     def step(self, cost: int = 0) -> bool:
@@ -80,19 +82,19 @@ class _Budget:
             self._left -= cost + 8
             if self._left < 0:
                 raise SecurityError(
-                    f"the template makes more than {_ALL * self._largest:,} characters in all"
+                    f"it makes more than {_ALL * self._largest:,} characters, the most it may"
                 )
         self._turn += 1 + cost // 64
         if self._turn >= 8:  # reading the clock at every step would cost more than most steps
             self._turn = 0
             if thread_time() > self._ends:
-                raise SecurityError("the template takes too long")
+                raise SecurityError(f"it takes more than {self._seconds:.1f} s, the most it may")
         return True
 
     def allow(self, size: int) -> None:
         """Check a size before its value is made."""
         if size > self._largest:
-            raise SecurityError(f"the template makes a value of more than {self._largest:,} parts")
+            raise SecurityError(f"a value has more than {self._largest:,} characters or items, the limit")
 
     def take(self, value: Any) -> Any:
         """Count a new value. A list costs its items, but has the size of its whole content."""
@@ -114,14 +116,13 @@ class _Budget:
             elif id(item) in self._known:
                 total += self._known[id(item)]
             elif isinstance(item, int):
-                if item.bit_length() > _BITS:
-                    raise SecurityError(f"the template computes a number of more than {_BITS} bits")
+                _check_bits(item.bit_length())
                 total += item.bit_length() // 4
             elif isinstance(item, Mapping):
                 left += (*item.keys(), *item.values())
             elif isinstance(item, Namespace):
                 if item is not value:  # it is mutable, so its container could grow after it was measured
-                    raise SecurityError("the template puts a namespace into another value")
+                    raise SecurityError("it puts a namespace into another value; allowed: into a variable")
                 left.append(item._Namespace__attrs)
             elif isinstance(item, Collection):
                 left += () if isinstance(item, range) else item
@@ -144,8 +145,9 @@ def limited(source: str, texts: Collection[Mapping[str, object]], share: float =
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are rendered within :func:`limited`."""
+    """A sandbox whose templates are rendered within :func:`limited`, until ``is_closed`` is set."""
 
+    is_closed = False
     intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
@@ -163,6 +165,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Compiled templates call these four. No template can name them.
     def step(self, cost: int = 0) -> bool:
         """Count a step that prints so many characters; True."""
+        if self.is_closed:
+            raise Closed("the model was closed while its chat template ran")
         return _BUDGET.get().step(cost)
 
     def take(self, value: Any) -> Any:
@@ -199,10 +203,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(items, Collection) and isinstance(times, int):
                 budget.allow(budget.size(items) * times)
         elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _BITS:
-                raise SecurityError(f"the template computes a number of more than {_BITS} bits")
-        elif operator == "-" and isinstance(left, Collection):
-            raise SecurityError("- is for numbers")  # of a table's items it makes a set
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() * right)
+        elif operator == "-" and isinstance(left, Collection):  # of a table's items it makes a set
+            raise SecurityError(f"it subtracts from {left!r:.40}; allowed: from numbers")
         elif operator == "%" and isinstance(left, str):
             budget.allow(_size_of_format(left, right))
         return budget.take(super().call_binop(context, operator, left, right))
@@ -213,11 +217,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         named = (value for name, value in kwargs.items() if name not in _OF_JINJA)
         budget.allow(sum(map(budget.size, (*args, *named))))
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
-        if isinstance(owner, str) and name in ("join", "replace"):
-            args = tuple(map(_drawn, args))
-            budget.allow(_SIZES[name](*((*args, owner) if name == "join" else (owner, *args)), **kwargs))
-        elif isinstance(owner, str) and name in _PRODUCTS:
-            _check_short(args, kwargs)
+        if isinstance(owner, str):
+            if name == "join":
+                args = _estimated(name, (*args, owner), kwargs)[:-1]
+            else:
+                args = _estimated(name, (owner, *args), kwargs)[1:]
         elif obj is dict or obj is Namespace:
             args = tuple(map(_with_keys, args))
         return budget.take(super().call(context, obj, *args, **kwargs))
@@ -229,10 +233,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return None
 
         def formatted(*args: Any, **kwargs: Any) -> str:
-            text, budget = value.__self__, _BUDGET.get()
-            if any(_WIDE_FIELD.search(form or "") for _, _, form, _ in Formatter().parse(text)):
-                raise SecurityError("a width in a format is too large, or another value's")
-            budget.allow(len(text) + text.count("{") * (1000 + budget.size((args, kwargs))))
+            _BUDGET.get().allow(_size_of_format(value.__self__, (args, kwargs), "{"))
             return wrapped(*args, **kwargs)
 
         return formatted
@@ -322,19 +323,13 @@ def _print(_: Context, value: Any) -> Any:
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter with a measured result, which is estimated before if it can be large."""
     passes = hasattr(function, "jinja_pass_arg")
-    size_of = _SIZES.get(name)
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        budget = _BUDGET.get()
-        if size_of is not None:
-            args = tuple(map(_drawn, args))
-            budget.allow(size_of(*args[passes:], **kwargs))
-        if name in _PRODUCTS:
-            _check_short(args[passes + 1 :], kwargs)
-        if isinstance(args[passes], Namespace):  # all else was measured when it was made
-            budget.allow(budget.size(args[passes]))
-        return budget.take(function(*args, **kwargs))
+        budget, own = _BUDGET.get(), _estimated(name, args[passes:], kwargs)
+        if isinstance(own[0], Namespace):  # all else was measured when it was made
+            budget.allow(budget.size(own[0]))
+        return budget.take(function(*args[:passes], *own, **kwargs))
 
     return guarded
 
@@ -375,9 +370,20 @@ def _check_key(key: object) -> None:
         raise SecurityError(f"a key is {key!r:.40}; allowed: texts, and numbers of at most {_KEY_BITS} bits")
 
 
-def _check_short(args: Collection[Any], kwargs: Mapping[str, Any]) -> None:
-    if any(isinstance(value, str) and len(value) > _SHORT for value in (*args, *kwargs.values())):
-        raise SecurityError(f"a text of more than {_SHORT} characters is searched for, or stripped")
+def _check_bits(count: int) -> None:
+    if count > _BITS:
+        raise SecurityError(f"it computes a number of {count:,} bits; allowed: at most {_BITS}")
+
+
+def _estimated(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a filter or method, with iterators drawn, if it may be called with them."""
+    if name in _SIZES:
+        args = tuple(map(_drawn, args))
+        _BUDGET.get().allow(_SIZES[name](*args, **kwargs))
+    for value in (*args[1:], *kwargs.values()) if name in _PRODUCTS else ():
+        if isinstance(value, str) and len(value) > _SHORT:
+            raise SecurityError(f"it seeks or strips {len(value):,} characters; allowed: at most {_SHORT}")
+    return args
 
 
 def _drawn(value: Any) -> Any:
@@ -385,10 +391,11 @@ def _drawn(value: Any) -> Any:
     return list(value) if isinstance(value, Iterator) else value
 
 
-def _size_of_format(text: str, args: object) -> int:
-    if _WIDE_PERCENT.search(text):
-        raise SecurityError("a width in a format is too large, or another value's")
-    return len(text) + text.count("%") * (1000 + _BUDGET.get().size(args))
+def _size_of_format(text: str, args: object, sign: str = "%") -> int:
+    fields = (form or "" for _, _, form, _ in Formatter().parse(text)) if sign == "{" else ()
+    if any(map(_WIDE_FIELD.search, fields)) or (sign == "%" and _WIDE_PERCENT.search(text)):
+        raise SecurityError(f"the format {text!r:.40} has a width that is no number below 1,000")
+    return len(text) + text.count(sign) * (1000 + _BUDGET.get().size(args))
 
 
 def _size_of_indent(s: object, width: int | str = 4, *_: object, **__: object) -> int:
@@ -411,7 +418,7 @@ def _size_of_round(value: object, precision: int = 0, *_: object, **__: object) 
 
 def _size_of_sum(value: object, attribute: object = None, start: object = 0) -> int:
     if not isinstance(start, int | float):  # lists would be copied again for each that is added
-        raise SecurityError("sum is for numbers")
+        raise SecurityError(f"sum starts at {start!r:.40}; allowed: a number")
     return 0
 
 
@@ -435,7 +442,7 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes HTML, which models are not trained on.
     if not isinstance(indent, int | None) or (indent or 0) > 100:
-        raise SecurityError(f"tojson with an indent of {indent!r:.20}")
+        raise SecurityError(f"tojson has the indent {indent!r:.20}; allowed: none, or at most 100")
     # ASCII is made below, because stand-ins have to stay unchanged.
     encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     budget, pieces = _BUDGET.get(), []

@@ -35,6 +35,11 @@ class Tags:
     efforts: tuple[str, ...] = ()
     channels: bool = False
 
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The efforts but the one that turns thinking off."""
+        return tuple(word for word in self.efforts if word != "none")
+
     def variables(self, thinking: bool | int | str) -> dict[str, Any]:
         """The chat template's variables for ``thinking``: of efforts the nearest, of two the higher.
 
@@ -45,10 +50,10 @@ class Tags:
         variables = dict[str, Any]()
         if self.switch is not None:
             variables[self.switch] = bool(thinking)
-        if isinstance(thinking, str) and self.efforts:
-            wanted = EFFORTS.index(thinking)
-            places = [EFFORTS.index(word) for word in self.efforts if word != "none"] or [wanted]
-            variables[EFFORT] = EFFORTS[min(places, key=lambda place: (abs(place - wanted), -place))]
+        if isinstance(thinking, str) and self.levels:
+            place = EFFORTS.index(thinking)
+            places = map(EFFORTS.index, self.levels)
+            variables[EFFORT] = EFFORTS[min(places, key=lambda near: (abs(near - place), -near))]
         elif not thinking and self.switch is None and self.efforts:
             variables[EFFORT] = self.efforts[0]
         return variables
