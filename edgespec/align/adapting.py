@@ -1,0 +1,238 @@
+"""Aligning a drafter with what its user was answered: from where it is now, kept only if it guesses better.
+
+As a program (:func:`main`) it is the process of :class:`edgespec.history.adapting.Adapting`.
+"""
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from filelock import FileLock, Timeout
+
+from edgespec.align.run import share, torch_device, trained, turn_text
+from edgespec.history.adapting import Prices
+from edgespec.history.changes import FEWEST, Adaptation, Learner
+from edgespec.history.store import Kept, Learned, Scope
+from edgespec.loading.measurements import recall
+from edgespec.loading.opening import conditions_of
+from edgespec.loading.options import LoadOptions
+from edgespec_export.align.alignment import Alignment, read_alignment
+from edgespec_export.align.settings import Text, TrainingOptions
+from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import EdgespecError, ModelFileError, RequestError
+from edgespec_models.progress import Progress, ProgressCallback
+
+_HELD_OUT: Final = 10  # the latest of so many texts measure
+_LONGEST: Final = 8  # tokens of a draft
+_BATCH_TOKENS: Final = 512  # so that a step takes little memory
+_OPTIONS: Final = TrainingOptions(batch_tokens=_BATCH_TOKENS)
+
+
+def adapt(
+    learner: Learner,
+    prices: Prices | None,
+    *,
+    device: str = "cpu",
+    options: TrainingOptions = _OPTIONS,
+    progress: ProgressCallback,
+) -> Adaptation:
+    """Train a drafter on the texts that its change was not trained on, but for the latest tenth.
+
+    These measure it. The new change is kept if more first guesses are right and a replay is faster. Without
+    ``prices``, which no load has measured yet, the guesses alone decide.
+
+    Raises:
+        RequestError: there are too few texts, or another run trains this drafter.
+        EdgespecError: the drafter or the history cannot be read, or the change cannot be written, perhaps
+            because its texts were forgotten meanwhile.
+    """
+    learner.begin()
+    lock = FileLock(learner.folder.parent / f".{learner.folder.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RequestError(f"another run trains the drafter {learner.source.name} already") from error
+    with lock:
+        return _adapt(learner, prices, device, options, progress)
+
+
+def _adapt(
+    learner: Learner,
+    prices: Prices | None,
+    device: str,
+    options: TrainingOptions,
+    progress: ProgressCallback,
+) -> Adaptation:
+    run, stored, drafter = learner.run, learner.texts(), Bundle(learner.bundle)
+    dated = [(_date(text), read) for text in stored if (read := _text(text, drafter)) is not None]
+    if len(dated) < FEWEST:
+        learner.note(replace(run, until=0.0, tried=len(stored)))
+        raise RequestError(
+            f"the history has {len(dated)} new texts for {learner.source.name}, and training takes {FEWEST}; "
+            "answer more with it, best with kept prompts (keep_prompts=True, --keep-prompts)"
+        )
+    learner.note(replace(run, until=_date(stored[-1])))
+    end = len(dated) - len(dated) // _HELD_OUT
+    kept, held = ([text for _, text in part] for part in (dated[:end], dated[end:]))
+    start = _start(learner)
+    options = replace(options, rank=_rank(start) or options.rank)
+    key = hashlib.sha256(repr((kept, options, start and start.digest)).encode()).hexdigest()[:16]
+    place = learner.folder / f"training-{key}.pt"
+    _delete(learner.folder, "training-*.pt", place)
+    result = trained(
+        learner.source, (kept, held), options, place, start=start, device=device, progress=progress
+    )
+    facts = {"model": learner.source.name[:200], "target": learner.scope.target[:200], "licence": ""}
+    change = result.alignment(facts, kept, options)
+    speeds = [None if prices is None else speed(guesses, prices) for guesses in (result.before, result.after)]
+    shares = share(result.before), share(result.after)
+    better = shares[1] > shares[0] and (None in speeds or speeds[1] > speeds[0])  # type: ignore[operator]
+    if better:
+        change.write(learner.change)
+        learner.note(replace(run, through=dated[end - 1][0], until=0.0, tried=0))
+        _delete(learner.folder, "bundle-*")
+    else:
+        learner.note(replace(run, until=0.0, tried=len(stored)))
+    _delete(learner.folder, "training-*.pt")
+    return Adaptation(better, len(kept), len(held), change.origin.tokens, *shares, *speeds)
+
+
+def prices_of(target: Bundle, drafter: Bundle) -> Prices | None:
+    """The prices that earlier loads measured; None without them."""
+    options = LoadOptions().cpu()
+    known = [
+        recall(conditions_of(bundle, replace(options, exact_rows=bundle is target)))
+        for bundle in (target, drafter)
+    ]
+    if known[0] is None or known[1] is None:
+        return None
+    rows = {n: known[0].curve.seconds(n) for n in range(1, _LONGEST + 2)}
+    return Prices(rows, known[1].curve.seconds(1))
+
+
+def speed(guesses: Sequence[Sequence[bool]], prices: Prices) -> float:
+    """Times plain decoding of drafts of the best constant length, of which these guesses are right."""
+
+    def seconds(length: int) -> float:
+        rounds = 0
+        for right in guesses:
+            at = 0
+            while at < len(right):
+                draft = right[at : at + length]
+                at += 1 + (draft.index(False) if False in draft else len(draft))
+                rounds += 1
+        return rounds * (prices.target_s[length + 1] + length * prices.drafter_s)
+
+    tokens = sum(map(len, guesses))
+    return max(tokens * prices.target_s[1] / seconds(length) for length in range(1, _LONGEST + 1))
+
+
+def _text(text: Kept | Learned, drafter: Bundle) -> Text | None:
+    """A text as the drafter reads it; None if it cannot."""
+    if isinstance(text, Learned):
+        return turn_text(text.before.decode(errors="ignore"), text.text, drafter, ended=False)
+    return turn_text(json.loads(text.turn.prompt), text.turn.answer, drafter, ended=text.turn.ended)
+
+
+def _date(text: Kept | Learned) -> float:
+    return text.written_on if isinstance(text, Kept) else text.learned_on
+
+
+def _start(learner: Learner) -> Alignment | None:
+    """The drafter's present change: its own, the shipped one, or none."""
+    for path in (learner.change, learner.shipped):
+        if path is not None and path.is_file():
+            try:
+                return read_alignment(path)
+            except ModelFileError:  # of another version: it is trained anew
+                continue
+    return None
+
+
+def _rank(start: Alignment | None) -> int | None:
+    """The rank of the changes of matrices in floats; None if there are none."""
+    parts = {} if start is None else start.parts
+    return next((len(part.codes) for name, part in parts.items() if name.endswith(".lora_a")), None)
+
+
+def _delete(folder: Path, pattern: str, but: Path | None = None) -> None:
+    import shutil
+
+    for path in folder.glob(pattern):
+        if path != but:  # a bundle that a program uses stays, on Windows
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+
+
+class _StoppedError(Exception):
+    """The other process wants no more."""
+
+
+class _Orders(threading.Thread):
+    """Reads what the other process wants: to pause, to go on, or by the end of the input, to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.going, self.stopped = threading.Event(), False
+        self.going.set()
+
+    def run(self) -> None:
+        for line in sys.stdin:
+            self.going.clear() if line.strip() == "pause" else self.going.set()
+        self.stopped = True
+        self.going.set()
+
+
+def _say(**said: Any) -> None:
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Train as the first line of the input says."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    psutil.Process().nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
+    task = json.loads(sys.stdin.readline())
+    orders = _Orders()
+    orders.start()
+
+    class Waiting(TorchDispatchMode):  # type: ignore[misc,unused-ignore]  # PyTorch may be missing
+        """Waits before each of PyTorch's operations, which take some hundredths of a second."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            orders.going.wait()
+            return func(*args, **(kwargs or {}))
+
+    def progress(report: Progress) -> None:
+        if orders.stopped:
+            raise _StoppedError
+        _say(progress=[report.stage, report.done, report.total, report.unit])
+
+    try:
+        torch_device("cpu", threads=1)
+        with Waiting():
+            result = adapt(_learner(task["learner"]), _prices(task["prices"]), progress=progress)
+        _say(result=asdict(result))
+    except _StoppedError:
+        pass
+    except (EdgespecError, MemoryError, OSError) as error:
+        _say(error=str(error) or type(error).__name__)
+
+
+def _learner(value: dict[str, Any]) -> Learner:
+    paths = {name: value[name] and Path(value[name]) for name in value if name != "scope"}
+    return Learner(scope=Scope(**value["scope"]), **paths)
+
+
+def _prices(value: dict[str, Any]) -> Prices:
+    return Prices({int(rows): seconds for rows, seconds in value["target_s"].items()}, value["drafter_s"])
+
+
+if __name__ == "__main__":
+    main()
