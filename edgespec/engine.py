@@ -236,7 +236,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         progress: ProgressCallback = ignore_progress,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> "Adaptation":
-        """Train the drafter on what the history has kept since it was last trained.
+        """Train the drafter on what the load's history has kept since it was last trained.
 
         It runs in a process of its own with the lowest priority, on one core, for minutes; answers go on. A
         change that is better on the latest tenth of the texts is merged at the next load of the history.

@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from edgespec import History
-from edgespec.align import adapting as training
 from edgespec.align.adapting import adapt
 from edgespec.cli import app
 from edgespec.history.adapting import Adapting, Prices
@@ -65,7 +64,6 @@ def _adapt(learner: Learner, progress: Callable[[Progress], None] = ignore_progr
 def test_a_drafter_learns_from_the_turns_and_goes_on_from_there(learner: Learner) -> None:
     first = _adapt(learner)
     assert first.kept and first.right_after > first.right_before + 0.2
-    assert first.speed_before is not None and first.speed_after is not None
     assert first.speed_after > first.speed_before and (first.texts, first.held_out) == (54, 6)
     assert len(learner.texts()) == 6 and not learner.is_due()
     assert {file.name for file in learner.folder.iterdir()} == {"alignment.safetensors", "run.json"}
@@ -170,4 +168,3 @@ def test_the_command_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 0 and "right first guesses" in result.stdout, result.output
     for wrong, says in ((command, "either"), ([*named, "-o", str(tmp_path)], "either")):
         assert says in CliRunner().invoke(app, wrong).stderr
-    assert training.prices_of(target, open_model(learner.source, "drafter")) is None

@@ -203,7 +203,7 @@ def test_others_keep_what_they_learned(learner: Learner, path: Path) -> None:
 
 
 def test_only_new_texts_are_trained_on(learner: Learner) -> None:
-    dates = [training._date(text) for text in learner.texts()]
+    dates = [text.written_on for text in learner.texts()]
     assert len(dates) == 3 and not learner.is_due()
     learner.note(replace(learner.run, through=dates[0]))
     assert len(learner.texts()) == 2

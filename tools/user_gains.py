@@ -1,10 +1,11 @@
 """How much better does a drafter guess on a user's later requests, when it was trained on the earlier ones?
 
-Usage: ``python -m tools.user_gains TARGET --drafter NAME --answers ANSWERS.jsonl --ways turns,passages``.
-    ANSWERS comes from ``edgespec align --answers-only`` for prompts of tools/user_streams.py, in their order.
-    The first half teaches as a history would (docs/history.md), the second half measures: right first
-    guesses, and the speed of a replay. A way is ``turns`` or ``passages``, perhaps with passes and rate:
-    ``turns:3:0.001``.
+Usage: ``python -m tools.user_gains TARGET --drafter NAME --answers ANSWERS.jsonl --ways turns,passages``
+
+ANSWERS comes from ``edgespec align --answers-only`` for prompts of tools/user_streams.py, in order. The first
+``--teach`` answers teach as a history would (docs/history.md), the next ``--measure`` measure: right first
+guesses, and the speed of a replay. A way is ``turns`` or ``passages``, perhaps with passes and rate:
+``turns:3:0.001``.
 """
 
 import json
@@ -32,18 +33,20 @@ def main() -> None:
     from edgespec_export.align.training import first_guesses
     from edgespec_export.sources.open import open_checkpoint
 
-    args = arguments(__doc__, "target", drafter=str, answers=Path, ways="turns", threads=1)
+    args = arguments(
+        __doc__, "target", drafter=str, answers=Path, ways="turns", threads=1, teach=150, measure=150
+    )
     torch_device("cpu", args.threads)
     target = open_model(args.target, "target")
     drafter, answers = open_model(args.drafter, "drafter", target=args.target), read_answers(args.answers)
-    half = len(answers) // 2
-    later = [text for answer in answers[half:] if (text := text_of(answer, drafter)) is not None]
+    end = args.teach + args.measure
+    later = [text for answer in answers[args.teach : end] if (text := text_of(answer, drafter)) is not None]
     for way in args.ways.split(","):
         kind, passes, rate = (way.split(":") + ["1", "1e-3"][len(way.split(":")) - 1 :])[:3]
         with tempfile.TemporaryDirectory() as folder:
             path, scope = Path(folder) / "user.history", Scope.of(target, "")
             delta = Delta()
-            for answer in answers[:half]:
+            for answer in answers[: args.teach]:
                 data, cutter = answer.text.encode(), Cutter()
                 prompt = json.dumps([{"role": "user", "content": answer.prompt}]).encode()
                 delta.turns += [Turn(prompt, data, answer.complete)] * (kind == "turns")
@@ -52,7 +55,7 @@ def main() -> None:
             with closing(Store.open(path)) as store:
                 store.merge(scope, delta, target.tokenizer.bytes_of)
             learner, prices = learner_of(path, scope, drafter, args.drafter), prices_of(target, drafter)
-            assert learner is not None and prices is not None
+            assert learner is not None
             options = TrainingOptions(passes=int(passes), rate=float(rate), batch_tokens=512)
             print(way, adapt(learner, prices, options=options, progress=show_progress), flush=True)
             for change in (learner.shipped, learner.change):

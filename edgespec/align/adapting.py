@@ -5,6 +5,7 @@ As a program (:func:`main`) it is the process of :class:`edgespec.history.adapti
 
 import hashlib
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,10 +19,7 @@ from filelock import FileLock, Timeout
 from edgespec.align.run import share, torch_device, trained, turn_text
 from edgespec.history.adapting import Prices
 from edgespec.history.changes import FEWEST, Adaptation, Learner
-from edgespec.history.store import Kept, Learned, Scope
-from edgespec.loading.measurements import recall
-from edgespec.loading.opening import conditions_of
-from edgespec.loading.options import LoadOptions
+from edgespec.history.store import Kept, Scope
 from edgespec_export.align.alignment import Alignment, read_alignment
 from edgespec_export.align.settings import Text, TrainingOptions
 from edgespec_models.bundles.bundle import Bundle
@@ -30,13 +28,14 @@ from edgespec_models.progress import Progress, ProgressCallback
 
 _HELD_OUT: Final = 10  # the latest of so many texts measure
 _LONGEST: Final = 8  # tokens of a draft
-_BATCH_TOKENS: Final = 512  # so that a step takes little memory
+_ROW: Final = 0.05  # of a one-row pass, which each further row adds
+_BATCH_TOKENS: Final = 512  # a step's rows take memory, too
 _OPTIONS: Final = TrainingOptions(batch_tokens=_BATCH_TOKENS)
 
 
 def adapt(
     learner: Learner,
-    prices: Prices | None,
+    prices: Prices,
     *,
     device: str = "cpu",
     options: TrainingOptions = _OPTIONS,
@@ -44,8 +43,7 @@ def adapt(
 ) -> Adaptation:
     """Train a drafter on the texts that its change was not trained on, but for the latest tenth.
 
-    These measure it. The new change is kept if more first guesses are right and a replay is faster. Without
-    ``prices``, which no load has measured yet, the guesses alone decide.
+    These measure it. The new change is kept if more first guesses are right and a replay is faster.
 
     Raises:
         RequestError: there are too few texts, or another run trains this drafter.
@@ -64,35 +62,41 @@ def adapt(
 
 def _adapt(
     learner: Learner,
-    prices: Prices | None,
+    prices: Prices,
     device: str,
     options: TrainingOptions,
     progress: ProgressCallback,
 ) -> Adaptation:
     run, stored, drafter = learner.run, learner.texts(), Bundle(learner.bundle)
-    dated = [(_date(text), read) for text in stored if (read := _text(text, drafter)) is not None]
+    dated = [(kept.written_on, text) for kept in stored if (text := _text(kept, drafter)) is not None]
     if len(dated) < FEWEST:
         learner.note(replace(run, until=0.0, tried=len(stored)))
         raise RequestError(
             f"the history has {len(dated)} new texts for {learner.source.name}, and training takes {FEWEST}; "
             "answer more with it, best with kept prompts (keep_prompts=True, --keep-prompts)"
         )
-    learner.note(replace(run, until=_date(stored[-1])))
+    learner.note(replace(run, until=stored[-1].written_on))
     end = len(dated) - len(dated) // _HELD_OUT
     kept, held = ([text for _, text in part] for part in (dated[:end], dated[end:]))
     start = _start(learner)
-    options = replace(options, rank=_rank(start) or options.rank)
     key = hashlib.sha256(repr((kept, options, start and start.digest)).encode()).hexdigest()[:16]
     place = learner.folder / f"training-{key}.pt"
     _delete(learner.folder, "training-*.pt", place)
-    result = trained(
-        learner.source, (kept, held), options, place, start=start, device=device, progress=progress
+    training = trained(
+        learner.source,
+        (kept, held),
+        options,
+        place,
+        device=device,
+        progress=progress,
+        start=start,
+        sparing=True,
     )
     facts = {"model": learner.source.name[:200], "target": learner.scope.target[:200], "licence": ""}
-    change = result.alignment(facts, kept, options)
-    speeds = [None if prices is None else speed(guesses, prices) for guesses in (result.before, result.after)]
-    shares = share(result.before), share(result.after)
-    better = shares[1] > shares[0] and (None in speeds or speeds[1] > speeds[0])  # type: ignore[operator]
+    change = training.alignment(facts, kept, options)
+    speeds = speed(training.before, prices), speed(training.after, prices)
+    shares = share(training.before), share(training.after)
+    better = shares[1] > shares[0] and speeds[1] > speeds[0]
     if better:
         change.write(learner.change)
         learner.note(replace(run, through=dated[end - 1][0], until=0.0, tried=0))
@@ -103,17 +107,10 @@ def _adapt(
     return Adaptation(better, len(kept), len(held), change.origin.tokens, *shares, *speeds)
 
 
-def prices_of(target: Bundle, drafter: Bundle) -> Prices | None:
-    """The prices that earlier loads measured; None without them."""
-    options = LoadOptions().cpu()
-    known = [
-        recall(conditions_of(bundle, replace(options, exact_rows=bundle is target)))
-        for bundle in (target, drafter)
-    ]
-    if known[0] is None or known[1] is None:
-        return None
-    rows = {n: known[0].curve.seconds(n) for n in range(1, _LONGEST + 2)}
-    return Prices(rows, known[1].curve.seconds(1))
+def prices_of(target: Bundle, drafter: Bundle) -> Prices:
+    """Prices by bytes, for models that are not loaded: bytes are what passes on a CPU cost."""
+    step = _bytes_of(drafter) / _bytes_of(target)
+    return Prices({n: 1.0 + _ROW * (n - 1) for n in range(1, _LONGEST + 2)}, step)
 
 
 def speed(guesses: Sequence[Sequence[bool]], prices: Prices) -> float:
@@ -133,15 +130,13 @@ def speed(guesses: Sequence[Sequence[bool]], prices: Prices) -> float:
     return max(tokens * prices.target_s[1] / seconds(length) for length in range(1, _LONGEST + 1))
 
 
-def _text(text: Kept | Learned, drafter: Bundle) -> Text | None:
-    """A text as the drafter reads it; None if it cannot."""
-    if isinstance(text, Learned):
-        return turn_text(text.before.decode(errors="ignore"), text.text, drafter, ended=False)
-    return turn_text(json.loads(text.turn.prompt), text.turn.answer, drafter, ended=text.turn.ended)
+def _text(kept: Kept, drafter: Bundle) -> Text | None:
+    prompt, answer = json.loads(kept.turn.prompt), kept.turn.answer
+    return turn_text(prompt, answer, drafter, ended=kept.turn.ended)
 
 
-def _date(text: Kept | Learned) -> float:
-    return text.written_on if isinstance(text, Kept) else text.learned_on
+def _bytes_of(bundle: Bundle) -> int:
+    return sum(file.size_bytes for file in bundle.manifest.files.values())
 
 
 def _start(learner: Learner) -> Alignment | None:
@@ -155,15 +150,7 @@ def _start(learner: Learner) -> Alignment | None:
     return None
 
 
-def _rank(start: Alignment | None) -> int | None:
-    """The rank of the changes of matrices in floats; None if there are none."""
-    parts = {} if start is None else start.parts
-    return next((len(part.codes) for name, part in parts.items() if name.endswith(".lora_a")), None)
-
-
 def _delete(folder: Path, pattern: str, but: Path | None = None) -> None:
-    import shutil
-
     for path in folder.glob(pattern):
         if path != but:  # a bundle that a program uses stays, on Windows
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

@@ -153,19 +153,22 @@ def trained(
     device: str,
     progress: ProgressCallback,
     start: Alignment | None = None,
+    sparing: bool = False,
 ) -> Trained:
     """Train the drafter ``source`` on the first of ``texts``, measure it on the second.
 
     It begins with the change ``start``, if there is one. A run that was stopped goes on from ``place``.
+    ``sparing`` takes less memory and more time.
     """
     from edgespec_export.align.decoder import TorchDecoder
-    from edgespec_export.align.training import first_guesses, train
+    from edgespec_export.align.training import SparingDecoder, first_guesses, train
 
     kept, held = texts
     measure = partial(first_guesses, texts=held, device=device, progress=progress)
+    kind = SparingDecoder if sparing else TorchDecoder
     with open_checkpoint(source) as checkpoint:
         digest = known = checkpoint.digest(progress)
-        decoder = TorchDecoder(checkpoint, rank=options.rank, seed=options.seed, device=device)
+        decoder = kind(checkpoint, rank=options.rank, seed=options.seed, device=device)
         if start is not None:
             decoder.take(start.parts)
             known += start.digest

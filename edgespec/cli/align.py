@@ -183,8 +183,7 @@ def _adapt(
         return
     table = figure_table(f"on {result.held_out} held-out texts", "before", "after")
     table.add_row("right first guesses", f"{result.right_before:.3f}", f"{result.right_after:.3f}")
-    if result.speed_before is not None and result.speed_after is not None:
-        table.add_row("replayed speed", f"{result.speed_before:.2f}", f"{result.speed_after:.2f}")
+    table.add_row("replayed speed", f"{result.speed_before:.2f}", f"{result.speed_after:.2f}")
     output().print(table)
     what = "kept: the next load of the history merges it" if result.kept else "thrown away: it is no better"
     say(f"The change, trained on {result.texts} texts with {result.tokens:,} tokens, is {what}.")

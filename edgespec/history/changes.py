@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+from edgespec.history.passages import Turn
 from edgespec.history.store import Kept, Learned, Scope, Store
 from edgespec.loading.first_use import Wanted, checkpoint_of, open_changed
 from edgespec.loading.opening import Reference
@@ -45,8 +46,8 @@ class Adaptation:
         texts: the number of texts that were trained on; ``held_out`` later ones measured.
         tokens: the number of answer tokens that were trained on, in the drafter's vocabulary.
         right_before: the share of right first guesses on held-out texts; ``right_after`` is the one after it.
-        speed_before: times plain decoding on held-out texts, replayed with the measured times of passes and
-            drafts of a constant length; None if no load has measured them. ``speed_after`` likewise.
+        speed_before: times plain decoding on held-out texts, replayed with drafts of the best constant
+            length; ``speed_after`` is the one after it.
     """
 
     kept: bool
@@ -55,8 +56,8 @@ class Adaptation:
     tokens: int
     right_before: float
     right_after: float
-    speed_before: float | None
-    speed_after: float | None
+    speed_before: float
+    speed_after: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +115,18 @@ class Learner:
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
 
-    def texts(self) -> list[Kept | Learned]:
-        """The texts that the change was not trained on, the oldest first: turns, or passages without turns.
+    def texts(self) -> list[Kept]:
+        """The turns that the change was not trained on, the oldest first; without any turns, the passages.
 
         While a run goes on, later texts wait for the next one.
         """
         run = self.run
         with closing(Store.open(self.history)) as store:
-            turns = [kept for kept in store.turns() if kept.scope == self.scope]
-            passages = [] if turns else [text for text in store.learned() if text.scope == self.scope]
-        dated: list[tuple[float, Kept | Learned]] = [(kept.written_on, kept) for kept in turns]
-        dated += [(text.learned_on, text) for text in passages]
-        dated.sort(key=lambda member: member[0])
-        return [text for when, text in dated if run.through < when <= (run.until or when)]
+            kept = [turn for turn in store.turns() if turn.scope == self.scope]
+            if not kept:
+                kept = [_as_turn(text) for text in store.learned() if text.scope == self.scope]
+        kept.sort(key=lambda turn: turn.written_on)
+        return [turn for turn in kept if run.through < turn.written_on <= (run.until or turn.written_on)]
 
     def is_due(self) -> bool:
         """Whether there are enough new texts, and a tenth more than when training gave nothing."""
@@ -176,6 +176,12 @@ def delete_changes(history: Path, scopes: Iterable[Scope] | None = None) -> None
                 shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     with suppress(OSError):
         root.rmdir()
+
+
+def _as_turn(text: Learned) -> Kept:
+    """A passage as the answer to what stood before it."""
+    prompt = json.dumps(text.before.decode(errors="ignore")).encode()
+    return Kept(text.scope, Turn(prompt, text.text, False), text.learned_on)
 
 
 def _root(history: Path) -> Path:

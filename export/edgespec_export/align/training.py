@@ -15,9 +15,12 @@ from time import monotonic
 from typing import Final
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as computed_again
 
 from edgespec_export.align.decoder import TorchDecoder, batch_of
 from edgespec_export.align.settings import Text, TrainingOptions
+from edgespec_models.bundles.layers import Layer
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.storage import replacing, writing
@@ -27,6 +30,14 @@ _LONGEST: Final = 1.0  # of a gradient
 _WINDOW = 16  # batches whose texts are sorted by length: padding is computed for nothing
 _SAVE_S: Final = 120.0
 _UNREADABLE = OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError
+
+
+class SparingDecoder(TorchDecoder):
+    """Computes layers again on the way back, which takes a third of the memory and a third more time."""
+
+    def layer(self, layer: Layer, x: Tensor) -> Tensor:
+        """The output of a layer."""
+        return computed_again(super().layer, layer, x, use_reentrant=False)
 
 
 class _Run:
