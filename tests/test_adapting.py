@@ -63,7 +63,7 @@ def _adapt(learner: Learner, progress: Callable[[Progress], None] = ignore_progr
 
 def test_a_drafter_learns_from_the_turns_and_goes_on_from_there(learner: Learner) -> None:
     first = _adapt(learner)
-    assert first.kept and first.right_after > first.right_before + 0.2
+    assert first.improved and first.right_after > first.right_before + 0.2
     assert first.speed_after > first.speed_before and (first.texts, first.held_out) == (54, 6)
     assert len(learner.texts()) == 6 and not learner.is_due()
     assert {file.name for file in learner.folder.iterdir()} == {"alignment.safetensors", "run.json"}
@@ -79,7 +79,7 @@ def test_a_drafter_learns_from_the_turns_and_goes_on_from_there(learner: Learner
 def test_what_is_no_better_is_thrown_away(tmp_path: Path) -> None:
     learner = _learner(tmp_path)
     result = adapt(learner, PRICES, options=replace(OPTIONS, rate=0.0), progress=ignore_progress)
-    assert not result.kept and result.right_after == result.right_before
+    assert not result.improved and result.right_after == result.right_before
     assert not learner.change.exists() and not learner.is_due()
     keep(learner.history, *_turns(67)[60:])
     assert learner.is_due()
@@ -104,7 +104,7 @@ def test_another_drafters_change_is_not_read(tmp_path: Path) -> None:
     data = learner.change.read_bytes()
     learner.change.write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))
     keep(learner.history, *_turns(130)[60:])
-    assert _adapt(learner).kept
+    assert _adapt(learner).improved
     assert learner.change.read_bytes() != data and read_alignment(learner.change).origin.version == 1
 
 
@@ -118,7 +118,7 @@ def test_without_turns_it_learns_from_passages(tmp_path: Path) -> None:
     with used(learner.history) as use:
         for number in range(40):
             learn(use, tokenizer().encode(f"{number} says the same words and others " * 12))
-    assert _adapt(learner).kept
+    assert _adapt(learner).improved
 
 
 def test_a_process_trains_is_paused_at_once_and_goes_on(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from edgespec.align.run import share, torch_device, trained, turn_text
 from edgespec.history.adapting import Prices
 from edgespec.history.changes import FEWEST, Adaptation, Learner
-from edgespec.history.store import Kept, Scope
+from edgespec.history.store import Scope, StoredTurn
 from edgespec_export.align.alignment import Alignment, read_alignment
 from edgespec_export.align.settings import Text, TrainingOptions
 from edgespec_models.bundles.bundle import Bundle
@@ -68,7 +68,7 @@ def _adapt(
     progress: ProgressCallback,
 ) -> Adaptation:
     run, stored, drafter = learner.run, learner.texts(), Bundle(learner.bundle)
-    dated = [(kept.written_on, text) for kept in stored if (text := _text(kept, drafter)) is not None]
+    dated = [(turn.written_on, text) for turn in stored if (text := _text(turn, drafter)) is not None]
     if len(dated) < FEWEST:
         learner.note(replace(run, until=0.0, tried=len(stored)))
         raise RequestError(
@@ -77,14 +77,14 @@ def _adapt(
         )
     learner.note(replace(run, until=stored[-1].written_on))
     end = len(dated) - len(dated) // _HELD_OUT
-    kept, held = ([text for _, text in part] for part in (dated[:end], dated[end:]))
+    taught, held = ([text for _, text in part] for part in (dated[:end], dated[end:]))
     start = _start(learner)
-    key = hashlib.sha256(repr((kept, options, start and start.digest)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((taught, options, start and start.digest)).encode()).hexdigest()[:16]
     place = learner.folder / f"training-{key}.pt"
     _delete(learner.folder, "training-*.pt", place)
     training = trained(
         learner.source,
-        (kept, held),
+        (taught, held),
         options,
         place,
         device=device,
@@ -93,7 +93,7 @@ def _adapt(
         sparing=True,
     )
     facts = {"model": learner.source.name[:200], "target": learner.scope.target[:200], "licence": ""}
-    change = training.alignment(facts, kept, options)
+    change = training.alignment(facts, taught, options)
     speeds = speed(training.before, prices), speed(training.after, prices)
     shares = share(training.before), share(training.after)
     better = shares[1] > shares[0] and speeds[1] > speeds[0]
@@ -104,7 +104,7 @@ def _adapt(
     else:
         learner.note(replace(run, until=0.0, tried=len(stored)))
     _delete(learner.folder, "training-*.pt")
-    return Adaptation(better, len(kept), len(held), change.origin.tokens, *shares, *speeds)
+    return Adaptation(better, len(taught), len(held), change.origin.tokens, *shares, *speeds)
 
 
 def prices_of(target: Bundle, drafter: Bundle) -> Prices:
@@ -130,9 +130,9 @@ def speed(guesses: Sequence[Sequence[bool]], prices: Prices) -> float:
     return max(tokens * prices.target_s[1] / seconds(length) for length in range(1, _LONGEST + 1))
 
 
-def _text(kept: Kept, drafter: Bundle) -> Text | None:
-    prompt, answer = json.loads(kept.turn.prompt), kept.turn.answer
-    return turn_text(prompt, answer, drafter, ended=kept.turn.ended)
+def _text(stored: StoredTurn, drafter: Bundle) -> Text | None:
+    prompt, answer = json.loads(stored.turn.prompt), stored.turn.answer
+    return turn_text(prompt, answer, drafter, ended=stored.turn.ended)
 
 
 def _bytes_of(bundle: Bundle) -> int:
@@ -175,8 +175,8 @@ class _Orders(threading.Thread):
         self.going.set()
 
 
-def _say(**said: Any) -> None:
-    sys.stdout.write(json.dumps(said) + "\n")
+def _tell(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
@@ -199,17 +199,17 @@ def main() -> None:
     def progress(report: Progress) -> None:
         if orders.stopped:
             raise _StoppedError
-        _say(progress=[report.stage, report.done, report.total, report.unit])
+        _tell(progress=[report.stage, report.done, report.total, report.unit])
 
     try:
         torch_device("cpu", threads=1)
         with Waiting():
             result = adapt(_learner(task["learner"]), _prices(task["prices"]), progress=progress)
-        _say(result=asdict(result))
+        _tell(result=asdict(result))
     except _StoppedError:
         pass
     except (EdgespecError, MemoryError, OSError) as error:
-        _say(error=str(error) or type(error).__name__)
+        _tell(error=str(error) or type(error).__name__)
 
 
 def _learner(value: dict[str, Any]) -> Learner:

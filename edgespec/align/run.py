@@ -163,7 +163,7 @@ def trained(
     from edgespec_export.align.decoder import TorchDecoder
     from edgespec_export.align.training import SparingDecoder, first_guesses, train
 
-    kept, held = texts
+    taught, held = texts
     measure = partial(first_guesses, texts=held, device=device, progress=progress)
     kind = SparingDecoder if sparing else TorchDecoder
     with open_checkpoint(source) as checkpoint:
@@ -173,7 +173,7 @@ def trained(
             decoder.take(start.parts)
             known += start.digest
         before = measure(decoder)
-        steps = train(decoder, kept, options, place=place, known=known, device=device, progress=progress)
+        steps = train(decoder, taught, options, place=place, known=known, device=device, progress=progress)
         changes = decoder.changes()
         decoder.take(changes)  # which rounds them as the file keeps them
         return Trained(digest, changes, steps, before, measure(decoder))

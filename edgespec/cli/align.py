@@ -185,8 +185,10 @@ def _adapt(
     table.add_row("right first guesses", f"{result.right_before:.3f}", f"{result.right_after:.3f}")
     table.add_row("replayed speed", f"{result.speed_before:.2f}", f"{result.speed_after:.2f}")
     output().print(table)
-    what = "kept: the next load of the history merges it" if result.kept else "thrown away: it is no better"
-    say(f"The change, trained on {result.texts} texts with {result.tokens:,} tokens, is {what}.")
+    verdict = (
+        "kept, and the next load of the history merges it" if result.improved else "no better, and dropped"
+    )
+    say(f"The change, trained on {result.texts} texts with {result.tokens:,} tokens, is {verdict}.")
 
 
 def _tell(place: Path, count: int, as_json: bool) -> None:

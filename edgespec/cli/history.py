@@ -15,7 +15,7 @@ from edgespec_models.storage import size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from edgespec.history.manage import History, KeptTurn, LearnedText
+    from edgespec.history.manage import History, LearnedText, LearnedTurn
 
 
 history = typer.Typer(
@@ -79,7 +79,8 @@ def show(
         edgespec history show work --limit 1000 --json
     """
     history = _history(name)
-    texts: Sequence[KeptTurn | LearnedText] = history.turns(namespace) if turns else history.show(namespace)
+    texts: Sequence[LearnedTurn | LearnedText]
+    texts = history.turns(namespace) if turns else history.show(namespace)
     shown = texts[:limit]
     if as_json:
         print_json([*map(asdict, shown)])
@@ -146,7 +147,7 @@ def forget(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case count as the same.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete every passage and turn in which TEXT occurs, and what a drafter has learned from them.
+    """Delete every passage and turn in which TEXT occurs, and all that drafters have learned.
 
     Example: edgespec history forget work "account 4711"
     """
@@ -177,10 +178,10 @@ def _describe(history: "History") -> dict[str, Any]:
     }
 
 
-def _headline(text: "KeptTurn | LearnedText") -> str:
-    from edgespec.history.manage import KeptTurn
+def _headline(text: "LearnedTurn | LearnedText") -> str:
+    from edgespec.history.manage import LearnedTurn
 
-    if isinstance(text, KeptTurn):
+    if isinstance(text, LearnedTurn):
         return f"{datetime.fromtimestamp(text.written_on):%Y-%m-%d %H:%M} {json_text(text.prompt)}"
     day = datetime.fromtimestamp(text.learned_on).date().isoformat()
     judged = f"{text.right} of {text.right + text.wrong} proposals right"

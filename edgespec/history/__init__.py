@@ -5,6 +5,6 @@ room imports drafting, loading and decoding, and no requests.
 """
 
 from edgespec.history.changes import Adaptation
-from edgespec.history.manage import History, KeptTurn, LearnedText, histories
+from edgespec.history.manage import History, LearnedText, LearnedTurn, histories
 
-__all__ = ["Adaptation", "History", "KeptTurn", "LearnedText", "histories"]
+__all__ = ["Adaptation", "History", "LearnedText", "LearnedTurn", "histories"]

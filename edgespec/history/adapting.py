@@ -60,6 +60,7 @@ class Adapting:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
+            start_new_session=True,  # Ctrl-C in a terminal stops an answer, and not this
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
         self._send(json.dumps(task, default=str))
@@ -99,13 +100,13 @@ class Adapting:
     def _read(self) -> None:
         with self._process:
             for line in self._process.stdout or ():
-                said: dict[str, Any] = json.loads(line)
-                if "progress" in said:
-                    self._report(Progress(*said["progress"]))
-                elif "result" in said:
-                    self._result = Adaptation(**said["result"])
+                message: dict[str, Any] = json.loads(line)
+                if "progress" in message:
+                    self._report(Progress(*message["progress"]))
+                elif "result" in message:
+                    self._result = Adaptation(**message["result"])
                 else:
-                    self._error = said["error"]
+                    self._error = message["error"]
 
 
 def adapt(adapting: Adapting, cancelled: Callable[[], bool]) -> Adaptation:

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import sqlite3
 from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -20,13 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from edgespec.history.passages import Turn
-from edgespec.history.store import Kept, Learned, Scope, Store
+from edgespec.history.store import Learned, Scope, Store, StoredTurn
 from edgespec.loading.first_use import Wanted, checkpoint_of, open_changed
 from edgespec.loading.opening import Reference
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.downloads.catalog import entries
-from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_models.errors import EdgespecError, RequestError, StorageError
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.schema import parse, read, within
 from edgespec_models.storage import move, read_text, replacing, writing
@@ -42,7 +43,7 @@ class Adaptation:
     """What training a drafter on a history's texts gave.
 
     Attributes:
-        kept: whether the change is better, and so is merged at the next load of the history.
+        improved: whether the change is better, and so is merged at the next load of the history.
         texts: the number of texts that were trained on; ``held_out`` later ones measured.
         tokens: the number of answer tokens that were trained on, in the drafter's vocabulary.
         right_before: the share of right first guesses on held-out texts; ``right_after`` is the one after it.
@@ -50,7 +51,7 @@ class Adaptation:
             length; ``speed_after`` is the one after it.
     """
 
-    kept: bool
+    improved: bool
     texts: int
     held_out: int
     tokens: int
@@ -115,18 +116,24 @@ class Learner:
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
 
-    def texts(self) -> list[Kept]:
+    def texts(self) -> list[StoredTurn]:
         """The turns that the change was not trained on, the oldest first; without any turns, the passages.
 
         While a run goes on, later texts wait for the next one.
+
+        Raises:
+            StorageError: the history cannot be read.
         """
         run = self.run
-        with closing(Store.open(self.history)) as store:
-            kept = [turn for turn in store.turns() if turn.scope == self.scope]
-            if not kept:
-                kept = [_as_turn(text) for text in store.learned() if text.scope == self.scope]
-        kept.sort(key=lambda turn: turn.written_on)
-        return [turn for turn in kept if run.through < turn.written_on <= (run.until or turn.written_on)]
+        try:
+            with closing(Store.open(self.history)) as store:
+                turns = [turn for turn in store.turns() if turn.scope == self.scope]
+                if not turns:
+                    turns = [_as_turn(text) for text in store.learned() if text.scope == self.scope]
+        except (OSError, sqlite3.Error) as error:
+            raise StorageError(f"the history {self.history} cannot be read: {error}") from error
+        turns.sort(key=lambda turn: turn.written_on)
+        return [turn for turn in turns if run.through < turn.written_on <= (run.until or turn.written_on)]
 
     def is_due(self) -> bool:
         """Whether there are enough new texts, and a tenth more than when training gave nothing."""
@@ -178,10 +185,10 @@ def delete_changes(history: Path, scopes: Iterable[Scope] | None = None) -> None
         root.rmdir()
 
 
-def _as_turn(text: Learned) -> Kept:
+def _as_turn(text: Learned) -> StoredTurn:
     """A passage as the answer to what stood before it."""
     prompt = json.dumps(text.before.decode(errors="ignore")).encode()
-    return Kept(text.scope, Turn(prompt, text.text, False), text.learned_on)
+    return StoredTurn(text.scope, Turn(prompt, text.text, False), text.learned_on)
 
 
 def _root(history: Path) -> Path:

@@ -14,7 +14,7 @@ _SOURCE: Final = "history"
 _LOG = logging.getLogger("edgespec")
 
 
-class Keeping(NamedTuple):
+class TurnContext(NamedTuple):
     """What makes a turn of an answer: its prompt (:class:`Turn`), ids that end it, and the bytes of
     tokens.
     """
@@ -36,7 +36,7 @@ class HistoryDrafter:
 
     ``memory`` is refreshed here, and when a request ends. ``guard`` watches what proposals bring; requests
     share it, and None watches nothing. ``remarks`` receive the reason why trust was taken back. A draft ends
-    before the token whose product of confidences falls below ``stop_below``. With ``keeping`` the whole turn
+    before the token whose product of confidences falls below ``stop_below``. With ``context`` the whole turn
     is kept.
     """
 
@@ -48,13 +48,13 @@ class HistoryDrafter:
         remarks: Remarks | None = None,
         problem: Callable[[], str | None] = lambda: None,
         stop_below: float = 0.15,
-        keeping: Keeping | None = None,
+        context: TurnContext | None = None,
     ) -> None:
         self._memory, self._guard, self._stop_below = memory, guard, stop_below
         self._remarks, self._problem = remarks or Remarks(), problem
         self._failed = False  # whether proposals lost in this request
         self._cutter = Cutter()
-        self._keeping, self._answer = keeping, list[int]()
+        self._context, self._answer = context, list[int]()
         self._considered: list[tuple[tuple[int, ...], list[Match]]] = []  # behind others' proposals
         memory.refresh()
 
@@ -78,8 +78,8 @@ class HistoryDrafter:
         """Learn the end of the answer, and index it now rather than before the next request."""
         self._memory.learn(self._cutter.finish())
         self._memory.refresh()
-        if self._keeping is not None and self._answer:
-            prompt, ends, text_of = self._keeping
+        if self._context is not None and self._answer:
+            prompt, ends, text_of = self._context
             ended = self._answer[-1] in ends
             self._memory.keep(Turn(prompt, text_of(self._answer[: len(self._answer) - ended]), ended))
         self._remarks.history_problem = self._problem()

@@ -15,7 +15,7 @@ from edgespec.history.changes import delete_changes
 from edgespec.history.database import SUFFIX, companions, look, reason
 from edgespec.history.exchange import exported, imported
 from edgespec.history.passages import LEAD
-from edgespec.history.store import Kept, Learned, Scope, Store
+from edgespec.history.store import Learned, Scope, Store, StoredTurn
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.schema import checked, length, shown
 from edgespec_models.storage import expanded, histories_dir, write_text
@@ -47,7 +47,7 @@ class LearnedText:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTurn:
+class LearnedTurn:
     """A request and its answer, kept because ``LoadOptions.keep_prompts`` asked for it.
 
     Attributes:
@@ -124,19 +124,19 @@ class History:
         return sorted(texts, key=lambda text: (-text.worth, text.text))
 
     @checked
-    def turns(self, namespace: str | None = None) -> list[KeptTurn]:
+    def turns(self, namespace: str | None = None) -> list[LearnedTurn]:
         """The kept turns of one namespace, or of all, the latest first."""
         with self._store() as store:
-            kept = [kept for kept in store.turns() if namespace in (None, kept.scope.namespace)]
+            stored = [turn for turn in store.turns() if namespace in (None, turn.scope.namespace)]
         turns = [
-            KeptTurn(
-                kept.scope.target,
-                kept.scope.namespace,
-                json.loads(kept.turn.prompt),
-                _readable(kept.turn.answer),
-                kept.written_on,
+            LearnedTurn(
+                turn.scope.target,
+                turn.scope.namespace,
+                json.loads(turn.turn.prompt),
+                _readable(turn.turn.answer),
+                turn.written_on,
             )
-            for kept in kept
+            for turn in stored
         ]
         return sorted(turns, key=lambda turn: -turn.written_on)
 
@@ -144,8 +144,9 @@ class History:
     def forget(self, text: str) -> int:
         """Delete all passages and turns in which ``text`` occurs, in upper or lower case.
 
-        They are overwritten in the file. What a drafter has learned from their namespace is deleted too,
-        because weights cannot be searched. Returns the number of passages and turns.
+        They are overwritten in the file. All that drafters have learned is deleted too, because weights
+        cannot be searched, and may be of texts that the history no longer has. Returns the number of passages
+        and turns.
 
         Raises:
             RequestError: ``text`` is empty.
@@ -154,10 +155,9 @@ class History:
             raise RequestError("there is no text to forget; to forget everything, delete the history")
         with self._store() as store:
             passages = containing(text, list(store.learned()))
-            turns = [kept for kept in store.turns() if _occurs(text.casefold(), kept)]
+            turns = [turn for turn in store.turns() if _occurs(text.casefold(), turn)]
             store.remove(passages, turns)
-        scopes = {passage.scope for passage in passages} | {kept.scope for kept in turns}
-        delete_changes(self.path, scopes)
+        delete_changes(self.path)
         return len(passages) + len(turns)
 
     @checked
@@ -305,10 +305,10 @@ def _chains(chain: list[Learned], wanted: str, following: _Following) -> Iterabl
     ]
 
 
-def _occurs(wanted: str, kept: Kept) -> bool:
+def _occurs(wanted: str, stored: StoredTurn) -> bool:
     """Whether a text without upper case occurs in a turn."""
-    return wanted in _folded(kept.turn.answer) or any(
-        wanted in text.casefold() for text in _texts(json.loads(kept.turn.prompt))
+    return wanted in _folded(stored.turn.answer) or any(
+        wanted in text.casefold() for text in _texts(json.loads(stored.turn.prompt))
     )
 
 

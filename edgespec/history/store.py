@@ -66,7 +66,7 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredTurn:
     """A stored turn. ``written_on`` is when it was answered last, in seconds since 1970."""
 
     scope: Scope
@@ -119,11 +119,11 @@ class Store:
                 entry = _entry(*values)
                 yield Learned(scope, entry, before, text, learned_on, entry.worth(clock))
 
-    def turns(self) -> Iterator[Kept]:
+    def turns(self) -> Iterator[StoredTurn]:
         """All turns, the oldest of a scope first."""
         for scope, key, _, _ in self._rows():
             for prompt, answer, ended, written_on in self._connection.execute(_TURNS, (key,)).fetchall():
-                yield Kept(scope, Turn(prompt, answer, bool(ended)), written_on)
+                yield StoredTurn(scope, Turn(prompt, answer, bool(ended)), written_on)
 
     def merge(self, scope: Scope, delta: Delta, text_of: Callable[[Sequence[int]], bytes]) -> None:
         """Add changes to the file and keep its bounds. On an error nothing is changed.
@@ -148,7 +148,7 @@ class Store:
         with suppress(sqlite3.OperationalError):
             self._vacuum()
 
-    def put(self, learned: Iterable[Learned], kept: Iterable[Kept] = ()) -> int:
+    def put(self, learned: Iterable[Learned], turns: Iterable[StoredTurn] = ()) -> int:
         """Add passages with their statistics, and turns, all or none, and keep the bounds.
 
         Returns how many of the passages are stored then.
@@ -160,7 +160,7 @@ class Store:
                 key, clock = self._put(passage)
                 clocks[key] = clock
                 digests.add((key, passage.entry.passage.digest))
-            for member in kept:
+            for member in turns:
                 key, clock = self._advance(member.scope, 0)
                 self._keep_turn(key, member.turn, member.written_on)
                 clocks[key] = clock
@@ -181,13 +181,13 @@ class Store:
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
         return key, clock
 
-    def remove(self, passages: Sequence[Learned], turns: Sequence[Kept] = ()) -> None:
+    def remove(self, passages: Sequence[Learned], turns: Sequence[StoredTurn] = ()) -> None:
         """Delete and overwrite passages and turns."""
         with transaction(self._connection):
-            for kept in turns:
-                row = self._find(kept.scope)
+            for stored in turns:
+                row = self._find(stored.scope)
                 if row is not None:
-                    self._connection.execute(_FORGET, (row[0], kept.turn.digest))
+                    self._connection.execute(_FORGET, (row[0], stored.turn.digest))
             for learned in passages:
                 row = self._find(learned.scope)
                 if row is not None:

@@ -117,7 +117,8 @@ class Runner:
 
     def prompt(self, prompt: PromptInput | Hole, request: Request) -> Prompt:
         """Read a prompt."""
-        hole, asked = None, None if isinstance(prompt, Hole) or request.special else prompt
+        hole, record = None, None
+        source = None if isinstance(prompt, Hole) or request.special else prompt
         if isinstance(prompt, Hole):
             from edgespec.requests.fill import fill_tokens
 
@@ -127,7 +128,7 @@ class Runner:
             tokens = prompt_tokens(self.target, prompt, request)
         if ids_of(prompt) is not None:  # a drafter of another vocabulary reads their text
             prompt = self.target.tokenizer.decode(tokens, skip_special=False)
-            request, asked = replace(request, special=True), None
+            request, source = replace(request, special=True), None
         if len(tokens) >= self.session.model.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
@@ -137,11 +138,11 @@ class Runner:
             from edgespec.drafting.prediction import PredictedText
 
             predicted = PredictedText(self.target.tokenizer.encode(request.prediction))
-        place, kept = answer_place(self.target, prompt, tokens), None
-        if self.options.keep_prompts and request.prompt_cache and asked is not None:
+        if self.options.keep_prompts and request.prompt_cache and source is not None:
             with suppress(TypeError, ValueError):  # such as content that is no JSON
-                kept = json.dumps(asked, ensure_ascii=False).encode()
-        return Prompt(tokens, drafters, place, hole, predicted, kept)
+                record = json.dumps(source, ensure_ascii=False).encode()
+        place = answer_place(self.target, prompt, tokens)
+        return Prompt(tokens, drafters, place, hole, predicted, record)
 
     def begin(self, ticket: Ticket) -> RequestDecoding | None:
         """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
@@ -311,13 +312,13 @@ class Runner:
             return policy()
         free: Extending = NgramDrafter()
         if self.history is not None:
-            keeping = None
-            if prompt.kept is not None:
-                from edgespec.history.drafter import Keeping
+            context = None
+            if prompt.record is not None:
+                from edgespec.history.drafter import TurnContext
 
                 eos = self.target.manifest.special_tokens.eos
-                keeping = Keeping(prompt.kept, eos, self.target.tokenizer.bytes_of)
-            free = BestOf(free, self.history.begin(self.history_guard, remarks, keeping))
+                context = TurnContext(prompt.record, eos, self.target.tokenizer.bytes_of)
+            free = BestOf(free, self.history.begin(self.history_guard, remarks, context))
         opening = None
         if prompt.prediction is not None:
             from edgespec.drafting.prediction import PredictionFinder
