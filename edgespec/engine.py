@@ -41,12 +41,18 @@ from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # models without a drafter model or a history import none of these
     from edgespec.drafting.ahead import Beside
+    from edgespec.history.adapting import Adapting
+    from edgespec.history.changes import Adaptation, Learner
     from edgespec.requests.conversation import Conversation
     from edgespec.requests.embedding import EmbeddingOptions, Embeddings, Texts
     from edgespec_models.bundles.static_graphs import ExportDevice
 
 __all__ = ["LoadOptions"]
 
+_CANNOT_LEARN = (
+    "nothing here can be trained; load a history and a drafter by its name or checkpoint, such as "
+    "smollm2-135m-instruct. Heads and bundles cannot learn"
+)
 Ready = Callable[[Bundle, Bundle | None], None]
 Files = Sequence[tuple[str, str]]
 DeviceName = Annotated[str, length(1, 200)]
@@ -114,6 +120,8 @@ def load(
         EdgespecError: a model cannot be found, made or loaded.
     """
     options, progress = options or LoadOptions(), progress or ignore_progress
+    if history is None and (options.keep_prompts or options.adapt):
+        raise RequestError("keep_prompts and adapt need a history; give load(..., history=NAME)")
     if history is not None:
         if drafter is None:
             raise RequestError(
@@ -134,10 +142,24 @@ def load(
         from edgespec.loading.drafters import choose
 
         drafter = None if target_bundle.embeds else choose(target_bundle, target)
-    drafter_bundle, drafter_placement = None, None
+    drafter_bundle, drafter_placement, learner = None, None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)
+        if history is not None:
+            from edgespec.history.changes import learner_of
+            from edgespec.history.store import Scope
+
+            scope = Scope.of(target_bundle, options.namespace)
+            learner = learner_of(Path(history), scope, drafter_bundle, drafter)
+            if learner is not None:
+                drafter_bundle = learner.changed(options.weights, made_for[1], progress) or drafter_bundle
         drafter_placement = placed(drafter_bundle, drafter_device)
+    if options.adapt:
+        from edgespec.history.adapting import check_can_train
+
+        check_can_train()
+        if learner is None:
+            raise RequestError(_CANNOT_LEARN)
     ready(target_bundle, drafter_bundle)
     cpu = room_for(target_bundle, drafter_bundle, options.cpu(low_priority=priority == "low"))
     loaded = open_pair(target_bundle, drafter_bundle, cpu, (placement, drafter_placement), progress=progress)
@@ -150,7 +172,8 @@ def load(
             beside=_beside(loaded),
             own=own,
             clock=perf_counter,  # looked up in this module, where tests replace it
-        )
+        ),
+        learner,
     )
     if history is not None:
         model.use_history(history)
@@ -171,7 +194,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         options: the options of the load.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, learner: "Learner | None" = None) -> None:
         self.target, self.options, self.cost_curve = runner.target, runner.options, runner.cost_curve
         self._advice = self.target.manifest.sampling
         self.drafter = None if runner.side is None else runner.side.bundle
@@ -179,6 +202,11 @@ class Model(InProcess, AbstractContextManager["Model"]):
         self._queue = RequestQueue(
             self.options.max_waiting, runner.turn, runner.seats.most, tidy=runner.write_behind
         )
+        self._learner, self._idle = learner, None
+        if learner is not None and self.options.adapt == "idle":
+            from edgespec.history.adapting import WhenIdle
+
+            self._idle = WhenIdle(self._adapt_if_due, lambda: self._queue.has_requests)
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -188,6 +216,8 @@ class Model(InProcess, AbstractContextManager["Model"]):
 
         Requests that it ends have results as far as they came, with the reason ``closed``.
         """
+        if self._idle is not None:
+            self._idle.close()
         self._queue.close(self._runner.close)
 
     @checked
@@ -199,6 +229,44 @@ class Model(InProcess, AbstractContextManager["Model"]):
         """
         with self._queue.paused():
             self._runner.use_history(path)
+
+    def adapt(
+        self,
+        *,
+        progress: ProgressCallback = ignore_progress,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> "Adaptation":
+        """Train the drafter on what the load's history has kept since it was last trained.
+
+        It runs in a process of its own with the lowest priority, on one core, for minutes; answers go on. A
+        change that is better on the latest tenth of the texts is merged at the next load of the history.
+        Needs PyTorch (extra ``align``).
+
+        Args:
+            progress: called in a thread of its own.
+            cancelled: ends the training when it returns True; the next one goes on from where it was.
+
+        Raises:
+            Cancelled: ``cancelled`` said so.
+            EdgespecError: there is no history, or too little in it; or the training failed.
+        """
+        from edgespec.history.adapting import adapt
+
+        return adapt(self._adapting(progress), cancelled)
+
+    def _adapting(self, progress: ProgressCallback = ignore_progress) -> "Adapting":
+        from edgespec.history.adapting import Adapting, Prices, check_can_train
+
+        check_can_train()
+        if self._learner is None or self.drafter_step_s is None:
+            raise RequestError(_CANNOT_LEARN)
+        if self._runner.history is not None:
+            self._runner.history.flush()
+        rows = {n: self.cost_curve.seconds(n) for n in range(1, 10)}
+        return Adapting(self._learner, Prices(rows, self.drafter_step_s), progress)
+
+    def _adapt_if_due(self) -> "Adapting | None":
+        return self._adapting() if self._learner is not None and self._learner.is_due() else None
 
     def forget(self, *, on_disk: bool = True) -> None:
         """Empty the KV caches and the table of the drafter's next tokens. This waits for running requests.

@@ -19,8 +19,8 @@ from edgespec.cli import app
 from edgespec_export.align import training
 from edgespec_export.align.alignment import Alignment, Origin, open_aligned, read_alignment
 from edgespec_export.align.decoder import TorchDecoder, batch_of
-from edgespec_export.align.settings import Text, TrainingOptions
-from edgespec_export.align.training import count_right, train
+from edgespec_export.align.settings import Guesses, Text, TrainingOptions
+from edgespec_export.align.training import first_guesses, train
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import DeviceError, RequestError
@@ -54,6 +54,11 @@ def _texts(count: int = 24, seed: int = 0) -> list[Text]:
         answer = [(prompt[-1] + 1 + step) % 64 for step in range(8 + number % 5)]
         texts.append(Text((*prompt, *answer), len(prompt), "even" if number % 2 == 0 else "odd"))
     return texts
+
+
+def count_right(decoder: TorchDecoder, texts: list[Text]) -> Guesses:
+    """Right first guesses, by category."""
+    return running.count_guesses(texts, first_guesses(decoder, texts))
 
 
 def _logits(decoder: TorchDecoder, tokens: list[int]) -> np.ndarray:

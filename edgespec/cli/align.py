@@ -32,8 +32,18 @@ def align(
     ],
     target: Annotated[str, typer.Option(metavar="TARGET", help="The model that answers, as for 'chat'.")],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="The directory for answers and alignment.")
-    ],
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="The directory for answers and alignment."),
+    ] = None,
+    history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Train on what this history has kept of the target's answers, instead of prompts; the next "
+            "load of the history merges the change if it guesses better.",
+        ),
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="The namespace of the history.")] = "",
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -96,6 +106,8 @@ def align(
         edgespec align drafter.gguf --target target.gguf --prompts mine.jsonl -o aligned
 
         edgespec align drafter.gguf --target target.gguf --answers-from written.jsonl -o out
+
+        edgespec align auto --target qwen2.5-coder-1.5b-instruct --history work
     """
     from edgespec.align.answering import answering
     from edgespec.align.answers import read_answers
@@ -108,6 +120,11 @@ def align(
 
     if not answers_only:
         require("aligning", "align", "torch")
+    if (out is None) is (history is None):
+        raise RequestError("give either --out DIR, for an alignment, or --history NAME")
+    if out is None:
+        _adapt(drafter, target, str(history), namespace, (device, threads), as_json)
+        return
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     # Mistakes are found now, not after the target has answered for hours.
@@ -132,6 +149,46 @@ def align(
         print_json(result)
     else:
         _show(result)
+
+
+def _adapt(
+    drafter: str, target: str, history: str, namespace: str, where: tuple[Any, int], as_json: bool
+) -> None:
+    """Train on what a history has kept."""
+    from dataclasses import asdict
+
+    from edgespec.align.adapting import adapt, prices_of
+    from edgespec.align.run import torch_device
+    from edgespec.history.changes import learner_of
+    from edgespec.history.manage import History
+    from edgespec.history.store import Scope
+    from edgespec.loading.drafters import choose
+    from edgespec.loading.opening import open_model
+    from edgespec_models.errors import StorageError
+
+    path = History(history).path
+    if not path.is_file():
+        raise StorageError(f"there is no history {path}; 'edgespec history list' shows all")
+    with progress_bars() as progress:
+        bundle = open_model(target, "target", progress=progress)
+        name = choose(bundle, target) if drafter == "auto" else drafter
+        drafting = open_model(name, "drafter", target=target, progress=progress)
+        learner = learner_of(path, Scope.of(bundle, namespace), drafting, name)
+        if learner is None:
+            raise RequestError(f"{name} cannot be trained; give a model that drafts, by name or checkpoint")
+        device = torch_device(*where)
+        result = adapt(learner, prices_of(bundle, drafting), device=device, progress=progress)
+    if as_json:
+        print_json(asdict(result))
+        return
+    table = figure_table(f"on {result.held_out} held-out texts", "before", "after")
+    table.add_row("right first guesses", f"{result.right_before:.3f}", f"{result.right_after:.3f}")
+    table.add_row("replayed speed", f"{result.speed_before:.2f}", f"{result.speed_after:.2f}")
+    output().print(table)
+    verdict = (
+        "kept, and the next load of the history merges it" if result.improved else "no better, and dropped"
+    )
+    say(f"The change, trained on {result.texts} texts with {result.tokens:,} tokens, is {verdict}.")
 
 
 def _tell(place: Path, count: int, as_json: bool) -> None:

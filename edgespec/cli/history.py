@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgespec.cli.console import done, figure_table, note, output, print_json, say
+from edgespec.cli.console import done, figure_table, json_text, note, output, print_json, say
 from edgespec.cli.options import JsonFlag
 from edgespec_models.errors import StorageError
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
-    from edgespec.history.manage import History, LearnedText
+    from collections.abc import Sequence
+
+    from edgespec.history.manage import History, LearnedText, LearnedTurn
 
 
 history = typer.Typer(
@@ -63,6 +65,9 @@ def show(
     name: Name,
     namespace: Namespace = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many passages.")] = 20,
+    turns: Annotated[
+        bool, typer.Option("--turns", help="Show kept turns instead, the latest first.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Print what was learned, most useful first.
@@ -74,7 +79,8 @@ def show(
         edgespec history show work --limit 1000 --json
     """
     history = _history(name)
-    texts = history.show(namespace)
+    texts: Sequence[LearnedTurn | LearnedText]
+    texts = history.turns(namespace) if turns else history.show(namespace)
     shown = texts[:limit]
     if as_json:
         print_json([*map(asdict, shown)])
@@ -82,7 +88,7 @@ def show(
     for text in shown:
         say(_headline(text), style="dim")
         say(text.text.strip("\n"))
-    note(f"{len(shown)} of {len(texts)} passages")
+    note(f"{len(shown)} of {len(texts)} {'turns' if turns else 'passages'}")
 
 
 @history.command()
@@ -141,12 +147,12 @@ def forget(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="Upper and lower case count as the same.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete every passage in which TEXT occurs.
+    """Delete every passage and turn in which TEXT occurs, and all that drafters have learned.
 
     Example: edgespec history forget work "account 4711"
     """
     count = _history(name).forget(text)
-    done({"passages": count}, f"{count} passages forgotten", as_json)
+    done({"passages": count}, f"{count} passages and turns forgotten", as_json)
 
 
 def _history(name: str) -> "History":
@@ -172,7 +178,11 @@ def _describe(history: "History") -> dict[str, Any]:
     }
 
 
-def _headline(text: "LearnedText") -> str:
+def _headline(text: "LearnedTurn | LearnedText") -> str:
+    from edgespec.history.manage import LearnedTurn
+
+    if isinstance(text, LearnedTurn):
+        return f"{datetime.fromtimestamp(text.written_on):%Y-%m-%d %H:%M} {json_text(text.prompt)}"
     day = datetime.fromtimestamp(text.learned_on).date().isoformat()
     judged = f"{text.right} of {text.right + text.wrong} proposals right"
     where = f"{text.target}, {text.namespace}" if text.namespace else text.target

@@ -118,6 +118,12 @@ LOADING: Group = {
 PROMPTS: Group = {
     "prompt_cache": (PromptCache, True),
     "chat_template": (ChatTemplate, None),
+    "keep_prompts": _option(
+        bool,
+        False,
+        "Keep whole turns, prompts included, in the history, so that the drafter can learn from them.",
+        "--keep-prompts",
+    ),
 }
 """Options of commands that answer a user."""
 SAMPLING: Group = {
@@ -189,7 +195,7 @@ def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     from edgespec.loading.options import LoadOptions
 
     values = context.params | named
-    limited = ("threads", "instructions", "max_waiting", "parallel", "chat_template")
+    limited = ("threads", "instructions", "max_waiting", "parallel", "chat_template", "keep_prompts")
     limits = {name: values[name] for name in limited if name in values}
     if not values.get(
         "prompt_cache"

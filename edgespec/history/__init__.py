@@ -4,6 +4,7 @@
 room imports drafting, loading and decoding, and no requests.
 """
 
-from edgespec.history.manage import History, LearnedText, histories
+from edgespec.history.changes import Adaptation
+from edgespec.history.manage import History, LearnedText, LearnedTurn, histories
 
-__all__ = ["LearnedText", "History", "histories"]
+__all__ = ["Adaptation", "History", "LearnedText", "LearnedTurn", "histories"]

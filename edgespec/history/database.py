@@ -27,7 +27,8 @@ _LEAST_FREE: Final = 1 << 16  # the index of a write-ahead log takes half of it
 _BUSY_S: Final = 5.0
 _PAUSE_S: Final = 0.02
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
-_VERSION: Final = 4  # of the tables
+_VERSION: Final = 5  # of the tables
+_EARLIER: Final = 4  # without turns, which are added
 _TABLES: Final = (
     """CREATE TABLE IF NOT EXISTS scope (
         id INTEGER PRIMARY KEY,
@@ -58,6 +59,15 @@ _TABLES: Final = (
         accepted REAL NOT NULL,
         judged REAL NOT NULL,
         PRIMARY KEY (scope, class)
+    ) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS turn (
+        scope INTEGER NOT NULL REFERENCES scope (id) ON DELETE CASCADE,
+        digest BLOB NOT NULL,
+        prompt BLOB NOT NULL,
+        answer BLOB NOT NULL,
+        ended INTEGER NOT NULL,
+        written_on REAL NOT NULL,
+        PRIMARY KEY (scope, digest)
     ) WITHOUT ROWID""",
     """CREATE TRIGGER IF NOT EXISTS passage_in AFTER INSERT ON passage BEGIN
         UPDATE scope SET tokens = tokens + (length(NEW.lead) + length(NEW.body)) / 4 WHERE id = NEW.scope;
@@ -109,7 +119,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     connection = _open_unlocked(path)
     try:
         if _version(connection, path) != _VERSION:
-            raise StorageError(f"{path} has no tables yet, and cannot be written")
+            raise StorageError(f"{path} lacks tables of this version of edgespec, and cannot be written")
         _check(connection)
     except BaseException:
         connection.close()
@@ -340,9 +350,9 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     is_own = application == APPLICATION and ("scope" in tables if version else not tables)
     if not is_own and (tables or version):
         raise _foreign(path)
-    if version not in (0, _VERSION):
+    if version not in (0, _EARLIER, _VERSION):
         raise StorageError(
-            f"{path} has format version {version}; this edgespec reads {_VERSION} alone. "
+            f"{path} has format version {version}; this edgespec reads {_EARLIER} and {_VERSION} alone. "
             "Use the edgespec that made it, or name another history"
         )
     return version

@@ -1,17 +1,27 @@
 """Proposals from the user's earlier answers, alone and together with proposals from the text."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Remarks, Step
 from edgespec.drafting.pricing import Guard
 from edgespec.history.memory import MAX_N, Match, Memory
-from edgespec.history.passages import Cutter
+from edgespec.history.passages import Cutter, Turn
 
 _SOURCE: Final = "history"
 _LOG = logging.getLogger("edgespec")
+
+
+class TurnContext(NamedTuple):
+    """What makes a turn of an answer: its prompt (:class:`Turn`), ids that end it, and the bytes of
+    tokens.
+    """
+
+    prompt: bytes
+    ends: Container[int]
+    text_of: Callable[[Sequence[int]], bytes]
 
 
 class HistoryDrafter:
@@ -26,7 +36,8 @@ class HistoryDrafter:
 
     ``memory`` is refreshed here, and when a request ends. ``guard`` watches what proposals bring; requests
     share it, and None watches nothing. ``remarks`` receive the reason why trust was taken back. A draft ends
-    before the token whose product of confidences falls below ``stop_below``.
+    before the token whose product of confidences falls below ``stop_below``. With ``context`` the whole turn
+    is kept.
     """
 
     def __init__(
@@ -37,11 +48,13 @@ class HistoryDrafter:
         remarks: Remarks | None = None,
         problem: Callable[[], str | None] = lambda: None,
         stop_below: float = 0.15,
+        context: TurnContext | None = None,
     ) -> None:
         self._memory, self._guard, self._stop_below = memory, guard, stop_below
         self._remarks, self._problem = remarks or Remarks(), problem
         self._failed = False  # whether proposals lost in this request
         self._cutter = Cutter()
+        self._context, self._answer = context, list[int]()
         self._considered: list[tuple[tuple[int, ...], list[Match]]] = []  # behind others' proposals
         memory.refresh()
 
@@ -59,11 +72,16 @@ class HistoryDrafter:
         if self._guard is not None:
             self._watch(step, self._guard)
         self._memory.learn(self._cutter.push(step.tokens))
+        self._answer += step.tokens
 
     def close(self) -> None:
         """Learn the end of the answer, and index it now rather than before the next request."""
         self._memory.learn(self._cutter.finish())
         self._memory.refresh()
+        if self._context is not None and self._answer:
+            prompt, ends, text_of = self._context
+            ended = self._answer[-1] in ends
+            self._memory.keep(Turn(prompt, text_of(self._answer[: len(self._answer) - ended]), ended))
         self._remarks.history_problem = self._problem()
 
     @property

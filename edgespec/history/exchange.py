@@ -6,22 +6,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from edgespec.history.passages import LEAD, LONGEST, Entry, Passage
-from edgespec.history.store import Learned, Scope
+from edgespec.history.passages import LEAD, LONGEST, Entry, Passage, Turn
+from edgespec.history.store import Learned, Scope, StoredTurn
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import length, matching, parse, read, read_text, within
 
 _FORMAT: Final = "edgespec history 1"
 
 
-def exported(passages: Iterable[Learned]) -> str:
-    """Passages as JSON. Bytes that are no UTF-8 become lone surrogates."""
-    value = {"format": _FORMAT, "passages": [_passage_json(passage) for passage in passages]}
+def exported(passages: Iterable[Learned], turns: Iterable[StoredTurn]) -> str:
+    """Passages and turns as JSON. Bytes that are no UTF-8 become lone surrogates."""
+    value: dict[str, Any] = {"format": _FORMAT, "passages": [_passage_json(passage) for passage in passages]}
+    value["turns"] = [_turn_json(stored) for stored in turns]
     return json.dumps(value, indent=1) + "\n"
 
 
-def imported(file: Path) -> list[Learned]:
-    """The passages of an export.
+def imported(file: Path) -> tuple[list[Learned], list[StoredTurn]]:
+    """The passages and turns of an export.
 
     Raises:
         RequestError: ``file`` cannot be read, or something else wrote it.
@@ -29,7 +30,7 @@ def imported(file: Path) -> list[Learned]:
     where, remedy = f"cannot import {file}", "Give a file that 'edgespec history export' wrote"
     text = read_text(file, RequestError, remedy, encoding="utf-8-sig")
     parts = read(_Exported, parse(text, str(file), RequestError, remedy), where, RequestError, remedy)
-    return [passage.learned() for passage in parts.passages]
+    return [passage.learned() for passage in parts.passages], [turn.stored() for turn in parts.turns]
 
 
 _Bytes = Annotated[str, matching(r"[^\ud800-\udc7f\udd00-\udfff]*", "as surrogateescape decodes bytes")]
@@ -63,10 +64,35 @@ class _Passage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    scope: Scope
+    prompt: Any
+    answer: _Bytes
+    ended: bool
+    written_on: _Date
+
+    def stored(self) -> StoredTurn:
+        prompt = json.dumps(self.prompt, ensure_ascii=False).encode(errors="replace")
+        turn = Turn(prompt, self.answer.encode("utf-8", "surrogateescape"), self.ended)
+        return StoredTurn(self.scope, turn, self.written_on)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Exported:
     format: Literal["edgespec history 1"]
     passages: tuple[_Passage, ...]
+    turns: tuple[_Turn, ...] = ()
     corrections: Any = None  # what earlier exports have of trained drafters is not read
+
+
+def _turn_json(stored: StoredTurn) -> dict[str, Any]:
+    return {
+        "scope": asdict(stored.scope),
+        "prompt": json.loads(stored.turn.prompt),
+        "answer": stored.turn.answer.decode("utf-8", errors="surrogateescape"),
+        "ended": stored.turn.ended,
+        "written_on": stored.written_on,
+    }
 
 
 def _passage_json(learned: Learned) -> dict[str, Any]:

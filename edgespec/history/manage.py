@@ -1,5 +1,6 @@
 """Histories from outside: list, show, export, import, forget, delete."""
 
+import json
 import os
 import re
 import sqlite3
@@ -8,12 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
+from edgespec.history.changes import delete_changes
 from edgespec.history.database import SUFFIX, companions, look, reason
 from edgespec.history.exchange import exported, imported
 from edgespec.history.passages import LEAD
-from edgespec.history.store import Learned, Scope, Store
+from edgespec.history.store import Learned, Scope, Store, StoredTurn
 from edgespec_models.errors import RequestError, StorageError
 from edgespec_models.schema import checked, length, shown
 from edgespec_models.storage import expanded, histories_dir, write_text
@@ -42,6 +44,23 @@ class LearnedText:
     right: int
     wrong: int
     learned_on: float
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedTurn:
+    """A request and its answer, kept because ``LoadOptions.keep_prompts`` asked for it.
+
+    Attributes:
+        target: the name of the model that answered.
+        prompt: a text, or a conversation as :meth:`edgespec.Model.chat` takes it.
+        written_on: when it was answered last, in seconds since 1970.
+    """
+
+    target: str
+    namespace: str
+    prompt: Any
+    text: str
+    written_on: float
 
 
 class History:
@@ -105,10 +124,29 @@ class History:
         return sorted(texts, key=lambda text: (-text.worth, text.text))
 
     @checked
-    def forget(self, text: str) -> int:
-        """Delete all passages in which ``text`` occurs, in upper or lower case.
+    def turns(self, namespace: str | None = None) -> list[LearnedTurn]:
+        """The kept turns of one namespace, or of all, the latest first."""
+        with self._store() as store:
+            stored = [turn for turn in store.turns() if namespace in (None, turn.scope.namespace)]
+        turns = [
+            LearnedTurn(
+                turn.scope.target,
+                turn.scope.namespace,
+                json.loads(turn.turn.prompt),
+                _readable(turn.turn.answer),
+                turn.written_on,
+            )
+            for turn in stored
+        ]
+        return sorted(turns, key=lambda turn: -turn.written_on)
 
-        They are overwritten in the file. Returns their number.
+    @checked
+    def forget(self, text: str) -> int:
+        """Delete all passages and turns in which ``text`` occurs, in upper or lower case.
+
+        They are overwritten in the file. All that drafters have learned is deleted too, because weights
+        cannot be searched, and may be of texts that the history no longer has. Returns the number of passages
+        and turns.
 
         Raises:
             RequestError: ``text`` is empty.
@@ -117,8 +155,10 @@ class History:
             raise RequestError("there is no text to forget; to forget everything, delete the history")
         with self._store() as store:
             passages = containing(text, list(store.learned()))
-            store.remove(passages)
-            return len(passages)
+            turns = [turn for turn in store.turns() if _occurs(text.casefold(), turn)]
+            store.remove(passages, turns)
+        delete_changes(self.path)
+        return len(passages) + len(turns)
 
     @checked
     def delete(self, namespace: str | None = None) -> None:
@@ -133,20 +173,23 @@ class History:
                 look(self.path)
                 for file in (*self._on_disk(), self.path):  # the path may be a link
                     file.unlink(missing_ok=True)
+                delete_changes(self.path)
             except (OSError, sqlite3.Error) as error:
                 raise StorageError(f"cannot delete {self.path}: {error}") from error
             return
         with self._store() as store:
-            if not any(scope.namespace == namespace for scope in store.scopes()):
+            scopes = {scope for scope in store.scopes() if scope.namespace == namespace}
+            if not scopes:
                 raise RequestError(f"the history {self.name} has no namespace {namespace!r}")
             store.remove_namespace(namespace)
+        delete_changes(self.path, scopes)
 
     @checked
     def export(self, file: Path) -> int:
-        """Write all passages to ``file`` as JSON (mode 0600), and return their number."""
+        """Write all passages and turns to ``file`` as JSON (mode 0600), and return the number of passages."""
         with self._store() as store:
-            passages = list(store.learned())
-        write_text(file, exported(passages), 0o600)
+            passages, turns = list(store.learned()), list(store.turns())
+        write_text(file, exported(passages, turns), 0o600)
         return len(passages)
 
     @checked
@@ -159,9 +202,9 @@ class History:
         Raises:
             RequestError: ``file`` cannot be read, or something else wrote it.
         """
-        passages = imported(file)
+        passages, turns = imported(file)
         with self._opened() as store:
-            return store.put(passages)
+            return store.put(passages, turns)
 
     def _on_disk(self) -> list[Path]:
         return [*companions(self.path), Path(os.path.realpath(self.path))]
@@ -260,6 +303,22 @@ def _chains(chain: list[Learned], wanted: str, following: _Following) -> Iterabl
         for behind in following.get((chain[0].scope, tail), ())
         for run in _chains([*chain, behind], wanted, following)
     ]
+
+
+def _occurs(wanted: str, stored: StoredTurn) -> bool:
+    """Whether a text without upper case occurs in a turn."""
+    return wanted in _folded(stored.turn.answer) or any(
+        wanted in text.casefold() for text in _texts(json.loads(stored.turn.prompt))
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 def _folded(data: bytes) -> str:

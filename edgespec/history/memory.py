@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.history.passages import Entry, Passage, Tally, decayed, total_tokens
+from edgespec.history.passages import Entry, Passage, Tally, Turn, decayed, total_tokens
 
 MAX_N: Final = 8
 """The most tokens of context that the index compares."""
@@ -154,16 +154,17 @@ class Delta:
     """The changes since the last store. Changes of several processes add up.
 
     ``changes`` are by digest of the passage, ``verdicts`` (right, judged) by class of match. With ``anew``
-    earlier verdicts are dropped, because they misled.
+    earlier verdicts are dropped, because they misled. ``turns`` are kept whole.
     """
 
     tokens: int = 0
     changes: dict[bytes, Change] = field(default_factory=dict)
     verdicts: dict[str, tuple[int, int]] = field(default_factory=dict)
     anew: bool = False
+    turns: list[Turn] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.changes or self.verdicts or self.anew)
+        return bool(self.tokens or self.changes or self.verdicts or self.anew or self.turns)
 
     def wrote(self, passage: Passage) -> None:
         """Note that a passage was written."""
@@ -234,6 +235,10 @@ class Memory:
                 self._new = True
             entry.use(1.0, self.clock)
             self._tell(partial(Delta.wrote, passage=passage))
+
+    def keep(self, turn: Turn) -> None:
+        """Keep a whole turn in the file."""
+        self._tell(lambda delta: delta.turns.append(turn))
 
     def refresh(self) -> None:
         """Index what was learned, and keep the bound."""

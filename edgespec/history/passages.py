@@ -50,6 +50,22 @@ class Passage:
         return len(self.lead) + len(self.body)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request as it was answered: the prompt, as JSON in UTF-8 (a text, or a list of messages), and the
+    bytes of the answer, which has ``ended`` where the model itself ended it.
+    """
+
+    prompt: bytes
+    answer: bytes
+    ended: bool
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that identify the turn."""
+        return hashlib.blake2b(self.prompt + b"|" + self.answer, digest_size=16).digest()
+
+
 class Cutter:
     """Cuts one answer while it is written. The rest at its end is a passage too, however short."""
 

@@ -14,7 +14,8 @@ from typing import Annotated, Final, Self
 
 from edgespec.history.database import connect, transaction
 from edgespec.history.memory import Change, Delta, Snapshot, keep_best
-from edgespec.history.passages import Entry, Passage, Tally, pack_tokens, unpack_tokens
+from edgespec.history.passages import Entry, Passage, Tally, Turn, pack_tokens, unpack_tokens
+from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.forks import kept_in_forks
 from edgespec_models.schema import matching
 
@@ -22,6 +23,8 @@ MAX_TOKENS: Final = 262_144
 """The most tokens of one scope."""
 MAX_BYTES: Final = 64 * 2**20
 """The most bytes of the file."""
+MAX_TURN_BYTES: Final = 8 * 2**20
+"""The most bytes of the turns of one scope, and a hundred times the most of one turn."""
 _ROOM: Final = 7 / 8  # the share that stays when a bound is exceeded
 
 Name = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
@@ -40,6 +43,11 @@ class Scope:
     tokenizer: Name
     namespace: Name = ""
 
+    @classmethod
+    def of(cls, target: Bundle, namespace: str) -> "Scope":
+        """The scope of a model's answers."""
+        return cls(target.manifest.name, target.tokenizer.digest, namespace)
+
 
 @dataclass(frozen=True, slots=True)
 class Learned:
@@ -55,6 +63,15 @@ class Learned:
     text: bytes
     learned_on: float
     worth: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """A stored turn. ``written_on`` is when it was answered last, in seconds since 1970."""
+
+    scope: Scope
+    turn: Turn
+    written_on: float
 
 
 class Store:
@@ -102,6 +119,12 @@ class Store:
                 entry = _entry(*values)
                 yield Learned(scope, entry, before, text, learned_on, entry.worth(clock))
 
+    def turns(self) -> Iterator[StoredTurn]:
+        """All turns, the oldest of a scope first."""
+        for scope, key, _, _ in self._rows():
+            for prompt, answer, ended, written_on in self._connection.execute(_TURNS, (key,)).fetchall():
+                yield StoredTurn(scope, Turn(prompt, answer, bool(ended)), written_on)
+
     def merge(self, scope: Scope, delta: Delta, text_of: Callable[[Sequence[int]], bytes]) -> None:
         """Add changes to the file and keep its bounds. On an error nothing is changed.
 
@@ -117,14 +140,16 @@ class Store:
                 self._connection.execute("DELETE FROM tally WHERE scope = ?", (key,))
             for kind, (right, judged) in delta.verdicts.items():
                 self._count(key, kind, right, judged)
+            for turn in delta.turns:
+                self._keep_turn(key, turn, time.time())
             self._trim(key, clock)
             self._shrink(key, clock)
         # The delta is stored: an error now would have it added once more. The next merge gives back more.
         with suppress(sqlite3.OperationalError):
             self._vacuum()
 
-    def put(self, learned: Iterable[Learned]) -> int:
-        """Add passages with their statistics, all or none, and keep the bounds.
+    def put(self, learned: Iterable[Learned], turns: Iterable[StoredTurn] = ()) -> int:
+        """Add passages with their statistics, and turns, all or none, and keep the bounds.
 
         Returns how many of the passages are stored then.
         """
@@ -135,6 +160,10 @@ class Store:
                 key, clock = self._put(passage)
                 clocks[key] = clock
                 digests.add((key, passage.entry.passage.digest))
+            for member in turns:
+                key, clock = self._advance(member.scope, 0)
+                self._keep_turn(key, member.turn, member.written_on)
+                clocks[key] = clock
             for key, clock in clocks.items():
                 self._trim(key, clock)
                 self._shrink(key, clock)
@@ -152,9 +181,13 @@ class Store:
         self._save(key, entry, (learned.before, learned.text), learned.learned_on)
         return key, clock
 
-    def remove(self, passages: Sequence[Learned]) -> None:
-        """Delete and overwrite passages."""
+    def remove(self, passages: Sequence[Learned], turns: Sequence[StoredTurn] = ()) -> None:
+        """Delete and overwrite passages and turns."""
         with transaction(self._connection):
+            for stored in turns:
+                row = self._find(stored.scope)
+                if row is not None:
+                    self._connection.execute(_FORGET, (row[0], stored.turn.digest))
             for learned in passages:
                 row = self._find(learned.scope)
                 if row is not None:
@@ -222,8 +255,14 @@ class Store:
         values = (key, kind, tally.right, tally.judged)
         self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)
 
+    def _keep_turn(self, key: int, turn: Turn, written_on: float) -> None:
+        if len(turn.prompt) + len(turn.answer) <= MAX_TURN_BYTES // 100:
+            values = (key, turn.digest, turn.prompt, turn.answer, turn.ended, written_on)
+            self._connection.execute("INSERT OR REPLACE INTO turn VALUES (?, ?, ?, ?, ?, ?)", values)
+
     def _trim(self, key: int, clock: int) -> None:
-        """Keep the scope within its tokens."""
+        """Keep the scope within its tokens, and its turns within their bytes."""
+        self._connection.execute(_TRIM_TURNS, (key, MAX_TURN_BYTES))
         if self._tokens(key) > self._max_tokens:
             self._keep(key, clock, int(_ROOM * self._max_tokens))
 
@@ -279,6 +318,14 @@ _ENTRY: Final = f"SELECT {_COLUMNS} FROM passage WHERE scope = ? AND digest = ?"
 _PASSAGES: Final = f"SELECT {_COLUMNS}, before, text, learned_on FROM passage WHERE scope = ?"
 _INSERT: Final = "INSERT INTO passage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE: Final = "UPDATE passage SET uses = ?, used_at = ?, verdicts = ? WHERE scope = ? AND digest = ?"
+_TURNS: Final = "SELECT prompt, answer, ended, written_on FROM turn WHERE scope = ? ORDER BY written_on"
+_FORGET: Final = "DELETE FROM turn WHERE scope = ? AND digest = ?"
+_TRIM_TURNS: Final = """
+DELETE FROM turn WHERE scope = ?1 AND digest IN (SELECT digest FROM (
+    SELECT digest, SUM(length(prompt) + length(answer)) OVER (ORDER BY written_on DESC, digest) AS bytes
+    FROM turn WHERE scope = ?1
+) WHERE bytes > ?2)
+"""
 _ADVANCE: Final = """
 INSERT INTO scope (target, tokenizer, namespace, clock, used_on) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (target, tokenizer, namespace)

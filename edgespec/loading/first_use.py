@@ -108,6 +108,12 @@ def open_made(
     return _export(source, folder, model.name, wanted, progress, alignment_of(model, wanted.device))
 
 
+def open_changed(source: Path, alignment: Path, wanted: Wanted, progress: ProgressCallback) -> Bundle:
+    """The bundle of the drafter ``source`` with an alignment, made beside that if it does not exist."""
+    folder = alignment.parent / wanted.folder("bundle", mark_of(alignment)).name
+    return _export(source, folder, name_of(source), wanted, progress, alignment)
+
+
 def made_for(head: Path, target: Path, wanted: Wanted) -> Bundle | None:
     """The earlier made bundle of a head for the checkpoint ``target``; None if there is none."""
     return open_cached(replace(wanted, target=target).folder(name_of(head, target), mark_of(head)))

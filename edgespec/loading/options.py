@@ -23,6 +23,11 @@ class LoadOptions(Checked):
         max_draft: The most tokens of a draft. Each round decides how many are worth drafting.
         weights: The weights of exports that a load makes: ``exact`` or ``portable``. None takes ``exact``.
         namespace: Keeps what a history learns apart, for an app, a task or a language.
+        keep_prompts: Keep whole turns, prompts included, in the history, so that a drafter can learn
+            from them (``docs/history.md``). Requests with ``prompt_cache=False`` are left out.
+        adapt: ``idle`` trains the drafter on the history's texts while no request runs and the machine is on
+            mains power, in a process of its own with the lowest priority. None trains when
+            :meth:`edgespec.Model.adapt` is called, and never else.
         huge_pages: Copy weights into huge pages at load (Linux), which makes passes a tenth faster. Without
             it models open at once, and processes share the weights.
         instructions: The instructions that edgespec's kernels use, such as ``avx2``. Empty takes the best
@@ -44,6 +49,8 @@ class LoadOptions(Checked):
     max_draft: Annotated[int, within(1, 64)] = 32
     weights: Annotated[str, one_of(WEIGHTS)] | None = None
     namespace: Annotated[str, matching(r"[^\ud800-\udfff]{0,200}", "of at most 200 characters")] = ""
+    keep_prompts: bool = False
+    adapt: Annotated[str, one_of(("idle",))] | None = None
     huge_pages: bool = True
     instructions: Instructions = ""
     max_waiting: Annotated[int, within(0, 1_000_000)] = 64

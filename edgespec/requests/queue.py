@@ -235,6 +235,11 @@ class RequestQueue:
         return _Pause.HELD in self._pause
 
     @property
+    def has_requests(self) -> bool:
+        """Whether a request waits or runs. It may be asked in any thread."""
+        return bool(self.waiting or self.running)
+
+    @property
     def _is_busy(self) -> bool:
         """Whether the model is not idle yet."""
         return bool(self.running) or self._phase is _Phase.TIDYING

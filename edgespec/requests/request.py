@@ -316,7 +316,8 @@ class Prompt(NamedTuple):
     """A prompt for the target and for the drafter; the second is empty without a drafter model.
 
     ``place`` says whether the answer begins with thoughts; None if the model has none. ``hole`` is the place
-    that the answer fills, or None. ``prediction`` is the predicted answer, or None.
+    that the answer fills, or None. ``prediction`` is the predicted answer, or None. ``record`` is what a
+    history keeps of it, as JSON.
     """
 
     target: list[int]
@@ -324,6 +325,7 @@ class Prompt(NamedTuple):
     place: "Place | None"
     hole: Hole | None = None
     prediction: "PredictedText | None" = None
+    record: bytes | None = None
 
 
 def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:

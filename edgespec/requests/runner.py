@@ -1,5 +1,6 @@
 """The loaded models of requests: their prompts, passes, and the data kept between requests."""
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -116,7 +117,8 @@ class Runner:
 
     def prompt(self, prompt: PromptInput | Hole, request: Request) -> Prompt:
         """Read a prompt."""
-        hole = None
+        hole, record = None, None
+        source = None if isinstance(prompt, Hole) or request.special else prompt
         if isinstance(prompt, Hole):
             from edgespec.requests.fill import fill_tokens
 
@@ -126,7 +128,7 @@ class Runner:
             tokens = prompt_tokens(self.target, prompt, request)
         if ids_of(prompt) is not None:  # a drafter of another vocabulary reads their text
             prompt = self.target.tokenizer.decode(tokens, skip_special=False)
-            request = replace(request, special=True)
+            request, source = replace(request, special=True), None
         if len(tokens) >= self.session.model.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
@@ -136,7 +138,11 @@ class Runner:
             from edgespec.drafting.prediction import PredictedText
 
             predicted = PredictedText(self.target.tokenizer.encode(request.prediction))
-        return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole, predicted)
+        if self.options.keep_prompts and request.prompt_cache and source is not None:
+            with suppress(TypeError, ValueError):  # such as content that is no JSON
+                record = json.dumps(source, ensure_ascii=False).encode()
+        place = answer_place(self.target, prompt, tokens)
+        return Prompt(tokens, drafters, place, hole, predicted, record)
 
     def begin(self, ticket: Ticket) -> RequestDecoding | None:
         """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
@@ -242,7 +248,7 @@ class Runner:
 
         if self.history is not None:
             self.history.close()
-        scope = Scope(self.target.manifest.name, self.target.tokenizer.digest, self.options.namespace)
+        scope = Scope.of(self.target, self.options.namespace)
         self.history = open_use(path, scope, self.target.tokenizer)
 
     def forget(self, *, on_disk: bool = True) -> None:
@@ -309,7 +315,13 @@ class Runner:
             return policy()
         free: Extending = NgramDrafter()
         if self.history is not None:
-            free = BestOf(free, self.history.begin(self.history_guard, remarks))
+            context = None
+            if prompt.record is not None:
+                from edgespec.history.drafter import TurnContext
+
+                eos = self.target.manifest.special_tokens.eos
+                context = TurnContext(prompt.record, eos, self.target.tokenizer.bytes_of)
+            free = BestOf(free, self.history.begin(self.history_guard, remarks, context))
         opening = None
         if prompt.prediction is not None:
             from edgespec.drafting.prediction import PredictionFinder

@@ -15,9 +15,12 @@ from time import monotonic
 from typing import Final
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as computed_again
 
 from edgespec_export.align.decoder import TorchDecoder, batch_of
-from edgespec_export.align.settings import Guesses, Text, TrainingOptions
+from edgespec_export.align.settings import Text, TrainingOptions
+from edgespec_models.bundles.layers import Layer
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.storage import replacing, writing
@@ -27,6 +30,14 @@ _LONGEST: Final = 1.0  # of a gradient
 _WINDOW = 16  # batches whose texts are sorted by length: padding is computed for nothing
 _SAVE_S: Final = 120.0
 _UNREADABLE = OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError
+
+
+class SparingDecoder(TorchDecoder):
+    """Computes layers again on the way back, which takes a third of the memory and a third more time."""
+
+    def layer(self, layer: Layer, x: Tensor) -> Tensor:
+        """The output of a layer."""
+        return computed_again(super().layer, layer, x, use_reentrant=False)
 
 
 class _Run:
@@ -98,7 +109,12 @@ def train(
     if place is not None and place.exists():
         run.load(place)
     for index in range(run.step, len(run.batches)):
-        progress(Progress("Training", index, len(run.batches), "steps"))
+        try:
+            progress(Progress("Training", index, len(run.batches), "steps"))
+        except BaseException:  # who stops the run here loses nothing
+            if place is not None:
+                run.save(place)
+            raise
         for group in run.optimizer.param_groups:
             group["lr"] = run.rate_at(index)
         with torch.autocast(device, torch.bfloat16, enabled=_multiplies_bfloat16(device)):
@@ -122,27 +138,28 @@ def train(
     return len(run.batches)
 
 
-def count_right(
+def first_guesses(
     decoder: TorchDecoder,
     texts: Sequence[Text],
     *,
     batch_tokens: int = 1024,
     device: str = "cpu",
     progress: ProgressCallback = ignore_progress,
-) -> Guesses:
-    """Count the answer tokens that are the decoder's first guess behind their text, by category."""
-    guesses: Guesses = {}
-    groups = _cut(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens)
+) -> list[list[bool]]:
+    """Whether each answer token of each text is the decoder's first guess behind the text before it."""
+    guesses: dict[int, list[bool]] = {}
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
+    groups = _cut([texts[index] for index in order], batch_tokens)
+    numbers = iter(order)
     for number, group in enumerate(groups):
         progress(Progress("Measuring", number, len(groups), "steps"))
         right, at = decoder.right(batch_of(group, device)).tolist(), 0
         for text in group:
             count = len(text.tokens) - text.start
-            before, of = guesses.get(text.category, (0, 0))
-            guesses[text.category] = before + sum(right[at : at + count]), of + count
+            guesses[next(numbers)] = right[at : at + count]
             at += count
     progress(Progress("Measuring", len(groups), len(groups), "steps"))
-    return dict(sorted(guesses.items()))
+    return [guesses[index] for index in range(len(texts))]
 
 
 def _multiplies_bfloat16(device: str) -> bool:
