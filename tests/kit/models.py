@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from edgespec.decoding.draft import Clock
+from edgespec.drafting.ahead import Beside
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide
@@ -133,6 +134,8 @@ def toy_model(
     clock: Clock = perf_counter,
     drafter_s: float = 0.1,
     bundle: Callable[[str, int], Bundle] = toy_bundle,
+    same_vocabulary: bool = True,
+    beside: Beside | None = None,
 ) -> Model:
     """A model over ``session``, a second a pass; with a drafter over the same vocabulary."""
 
@@ -147,8 +150,8 @@ def toy_model(
 
     target = running("toy", session or toy_session(), 1.0)
     small = None if drafter is None else running("small", drafter, drafter_s)
-    loaded = Loaded(target, small, same_vocabulary=True)
-    return Model(Runner(loaded, options or LoadOptions(), clock=clock))
+    loaded = Loaded(target, small, same_vocabulary)
+    return Model(Runner(loaded, options or LoadOptions(), clock=clock, beside=beside))
 
 
 def runner_of(model: Model) -> Runner:
