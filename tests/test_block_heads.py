@@ -89,16 +89,15 @@ def drafter_of(session: Session, length: int) -> BlockDrafter:
     """One for which nothing costs anything, behind a prompt of so many tokens."""
     block = session.model.config.block
     assert block is not None
-    pricing, rates = Pricing(FREE), AcceptanceRates(block.longest, 0.9)
-    return BlockDrafter(session, QUICK, length, pricing=pricing, calibration=Calibration(), rates=rates)
+    rates = AcceptanceRates(block.longest, 0.9)
+    return BlockDrafter(session, QUICK, length, calibration=Calibration(), rates=rates)
 
 
 def drafted(drafter: BlockDrafter, tokens: Sequence[int], limit: int) -> Draft:
-    drafter.begin_round(tokens, limit)
-    assert drafter.rows is not None
-    (predictions,) = drafter.rows.session.model.predict_together([drafter.rows])
-    drafter.take(predictions, Passed(1, 1e-6, 1e-6))
-    return drafter.draft
+    rows = drafter.begin(tokens, limit, Pricing(FREE).at())
+    assert isinstance(rows, Rows)
+    (predictions,) = rows.session.model.predict_together([rows])
+    return drafter.take(predictions, Passed(1, 1e-6, 1e-6))
 
 
 def agreed(target: Bundle, head: Bundle, reference: Reference) -> int:

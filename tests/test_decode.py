@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Extending, Passed, Source, Step
-from edgespec.decoding.loop import Decoding, Verifier
+from edgespec.decoding.draft import NO_DRAFT, Passed, Step
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.drafting.model import ModelDrafter
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Prices
+from edgespec.drafting.source import Extending, Source, Wanted
+from edgespec.requests.sequence import Decoding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
@@ -27,6 +31,7 @@ from tests.kit.toy import (
     COLUMNS,
     GEMMA,
     LLAMA,
+    PRICES,
     RandomDrafter,
     Silent,
     ToySession,
@@ -52,7 +57,7 @@ def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
     return model_of(session, bridge)
 
 
-def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending]]:
+def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending | Policy]]:
     """Every kind of drafter for a target with the tokenizer ``byte``."""
     vocab = tokenizer("byte").vocab_size
     oracle = markov_logits(0, vocab)
@@ -75,7 +80,7 @@ def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending]]:
 DRAFTERS = tuple(_drafters(0))
 
 
-def _drafter(kind: str, seed: int = 0) -> Source | Extending:
+def _drafter(kind: str, seed: int = 0) -> Source | Extending | Policy:
     return _drafters(seed)[kind]()
 
 
@@ -100,19 +105,17 @@ def _plain(
 class _Watched(Source):
     """A source that is asked for no more than may come, and told of every round."""
 
-    def __init__(self, inner: Source | Extending, first: int, end: int, max_draft: int) -> None:
+    def __init__(self, inner: Source | Extending | Policy, first: int, end: int, max_draft: int) -> None:
         self.inner, self.told = in_loop(inner), list[Step]()
         self._first, self._end, self._max_draft = first, end, max_draft
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Wanted:
         assert len(tokens) >= self._first
         assert 0 < limit == min(self._max_draft, self._end - len(tokens) - 1)
-        self.inner.begin_round(tokens, limit)
-        self.rows, self.draft = self.inner.rows, self.inner.draft
+        return self.inner.begin(tokens, limit, prices)
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        self.inner.take(predictions, passed)
-        self.rows, self.draft = self.inner.rows, self.inner.draft
+    def take(self, predictions: Predictions, passed: Passed) -> Wanted:
+        return self.inner.take(predictions, passed)
 
     def observe(self, step: Step) -> None:
         self.told.append(step)
@@ -124,7 +127,7 @@ class _Watched(Source):
 
 def _run(
     target: Session,
-    drafter: Source | Extending | None,
+    drafter: Source | Extending | Policy | None,
     prompt: list[int],
     *,
     count: int,
@@ -224,12 +227,11 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     target, tokens = _target(False), [*range(24)]
     target.prefill(range(5))
     target.passes.clear()
-    decoding = Decoding(target, Silent(), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
+    decoding = Decoding(target, in_loop(Silent()), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
     left = list[int]()
     while not decoding.ended:
-        decoding.propose()
-        assert decoding.drafter_rows is None
-        rows = decoding.rows(8)
+        assert decoding.propose(PRICES) is None
+        rows = decoding.rows(8, 0)
         left.append(decoding.unread)
         (said,) = target.model.predict_together([rows])
         step = decoding.take(said, Passed(1, 0.0, 0.0))

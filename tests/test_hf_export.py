@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec.decoding.draft import Extending
-from edgespec.decoding.loop import Verifier
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.source import Extending
 from edgespec.loading.opening import open_model
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan

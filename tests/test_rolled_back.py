@@ -54,7 +54,7 @@ class _Machine:
 
     def answer(self, new: int = NEW) -> Generation:
         request = Request(max_new_tokens=new, sampler=SAMPLED)
-        return answering(self.target, self._begin, request, self._clock).run()
+        return answering(self.target, self._begin, request, self._clock, pricing=self.pricing).run()
 
     def _begin(self) -> Policy:
         remarks = Remarks()

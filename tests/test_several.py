@@ -40,7 +40,7 @@ def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
             driven.turn()
             assert [sum(len(record.tokens) for record in taken(stream)) for stream in running] == [1, 1]
         pieces = target.passes[before:]
-        most = runner_of(driven.model).pricing
+        most = runner_of(driven.model).pricing.at()
         assert len(pieces) > 5
         assert all(most.pass_seconds(rows) <= 3 * most.pass_seconds(2) for rows in pieces[1:])
         driven.run()

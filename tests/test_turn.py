@@ -17,12 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions, RequestError
 from edgespec.decoding.grammar import GrammarConstraint
 from edgespec.drafting.model import ModelDrafter
+from edgespec.drafting.ngram import NgramDrafter
 from edgespec.requests import ticket
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Stage
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_cache import Stretch
-from tests.kit.models import VOCAB, queue_of, runner_of, toy_bundle, toy_model
+from tests.kit.models import VOCAB, queue_of, runner_of, toy_bundle, toy_model, toy_tokenizer
 from tests.kit.several import LAW, LONG, NEW, OTHER, PROMPTS, Driven, Own, alone, facts
 from tests.kit.toy import F32, KV_BYTES, NextLogits, ToyModel
 
@@ -466,6 +468,33 @@ def test_a_drafter_that_fails_is_left_out_and_answers_go_on(
         again = driven.queue(model.stream(PROMPTS[0], max_new_tokens=60))
         driven.run()
         assert "failed" not in str(again.result.stats.speculation_off_reason)
+
+
+@pytest.mark.parametrize("fails", ["propose", "observe", "close"])
+def test_answers_go_on_where_ngrams_fail(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy_model(Fragile(LAW, several=True).session(), options=LoadOptions(parallel=2)) as model:
+        driven = Driven(model)
+        monkeypatch.setattr(NgramDrafter, fails, Mock(side_effect=KeyError("gone")), raising=False)
+        streams = [driven.queue(model.stream(text, max_new_tokens=30)) for text in (PROMPTS[0], PROMPTS[3])]
+        driven.run()
+        for stream, text in zip(streams, (PROMPTS[0], PROMPTS[3]), strict=True):
+            assert facts(stream.result) == facts(alone(text, max_new_tokens=30))
+            assert "the drafter failed" in str(stream.result.stats.speculation_off_reason)
+
+
+def test_an_answer_goes_on_where_the_drafter_cannot_read_a_text() -> None:
+    target, small = Fragile(LAW, several=True), Fragile(LAW, several=True)
+    lacking = Mock(wraps=toy_tokenizer())
+    lacking.encode = Mock(side_effect=TokenizerError("a byte has no token"))
+    with toy_model(
+        target.session(),
+        small.session(),
+        bundle=lambda name, context: toy_bundle(name, context, lacking if name == "small" else None),
+        same_vocabulary=False,
+    ) as model:
+        answer = model.generate(PROMPTS[0], max_new_tokens=20)
+        assert facts(answer) == facts(alone(PROMPTS[0], max_new_tokens=20))
+        assert "a byte has no token" in str(answer.stats.speculation_off_reason)
 
 
 def test_an_answer_that_its_grammar_ends_leaves_the_prompt_in_the_cache(

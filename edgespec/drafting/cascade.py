@@ -6,7 +6,7 @@ drafting, CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay the draf
 longer where tokens take no pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from edgespec_runtimes.cost import CostCurve
@@ -35,11 +35,9 @@ class Followers:
 
     It learns from all texts of a process and keeps nothing on disk. It also learns how often a guess spares a
     pass, by the length of its context and its place, and makes a guess if that is worth more than its row.
-    ``sequences`` is the number of requests that share passes; each pays and saves its part of them.
     """
 
     curve: CostCurve
-    sequences: Callable[[], int] = lambda: 1
     _latest: dict[tuple[int, ...], int] = field(default_factory=dict)
     _before: dict[tuple[int, ...], int] = field(default_factory=dict)
     _spares: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -57,12 +55,15 @@ class Followers:
         """Forget all texts."""
         self._latest, self._before = {}, {}
 
-    def guesses(self, text: Sequence[int], rows: int, most: int) -> list[Follower]:
-        """Guess the next tokens of ``text``, for a pass that has ``rows`` rows and room for ``most`` more."""
+    def guesses(self, text: Sequence[int], rows: int, most: int, requests: int = 1) -> list[Follower]:
+        """Guess the next tokens of ``text``, for a pass that has ``rows`` rows and room for ``most`` more.
+
+        Each of the ``requests`` that share the pass pays and saves its part of it.
+        """
         guesses: list[Follower] = []
         context = list(text[-CONTEXT:])
         while len(guesses) < min(most, _MOST) and (guess := self._find(context, len(guesses))) is not None:
-            if not self._pays(guess, rows + len(guesses)):
+            if not self._pays(guess, rows + len(guesses), requests):
                 break
             guesses.append(guess)
             context.append(guess.token)
@@ -81,9 +82,8 @@ class Followers:
                 return Follower(token, order, place)
         return None
 
-    def _pays(self, guess: Follower, rows: int) -> bool:
+    def _pays(self, guess: Follower, rows: int, requests: int) -> bool:
         value = self._value(guess)
-        requests = self.sequences()
         first = rows + requests - 1
         row_s = self.curve.seconds(first + 1) - self.curve.seconds(first)
         if value * self.curve.seconds(requests) / requests > row_s:

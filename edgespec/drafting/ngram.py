@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Protocol
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Step
+from edgespec.drafting.source import Extending
 from edgespec_runtimes.kv_cache import shared_length
 
 _OLDEST, _LATEST = 0, -1

@@ -7,13 +7,14 @@ from time import perf_counter
 
 from edgespec.decoding.draft import Clock, Passed, Progress, Step
 from edgespec.decoding.grammar import Constraint
-from edgespec.decoding.loop import Decoding, Verifier
 from edgespec.decoding.sampling import RowStep, Spelled, Suppressed
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.request import Prompt, Request, call_reader
 from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
 from edgespec.requests.seats import Seat
+from edgespec.requests.sequence import Decoding
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.predictions import Predictions
 

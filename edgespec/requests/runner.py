@@ -8,11 +8,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Extending, Remarks, Source
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Load, Remarks
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
 from edgespec.drafting.ngram import BestOf, NgramDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Pricing
+from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Prices, Pricing
+from edgespec.drafting.source import Extending, Source
 from edgespec.loading.opening import Loaded
 from edgespec.loading.options import LoadOptions
 from edgespec.requests.decoding import RequestDecoding
@@ -91,7 +92,6 @@ class Runner:
                 self.target,
                 loaded.drafter,
                 same_vocabulary=loaded.same_vocabulary,
-                pricing=self.pricing,
                 caches=self.caches,
                 beside=beside,
             )
@@ -130,7 +130,12 @@ class Runner:
         if len(tokens) >= self.session.model.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
-        drafters = side.prompt(tokens, lambda bundle: drafter_tokens(bundle, prompt, request)) if side else []
+        drafters: list[int] | Exception = []
+        if side is not None:
+            try:
+                drafters = side.prompt(tokens, lambda bundle: drafter_tokens(bundle, prompt, request))
+            except Exception as error:  # noqa: BLE001 - the target goes on alone
+                drafters = error
         predicted = None
         if request.prediction and request.speculate:
             from edgespec.drafting.prediction import PredictedText
@@ -138,7 +143,7 @@ class Runner:
             predicted = PredictedText(self.target.tokenizer.encode(request.prediction))
         return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole, predicted)
 
-    def begin(self, ticket: Ticket) -> RequestDecoding | None:
+    def begin(self, ticket: Ticket, prices: Prices) -> RequestDecoding | None:
         """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
 
         None if there is no memory for it beside running requests. An answer that would not fit the context is
@@ -165,7 +170,7 @@ class Runner:
             seat.target.reserve(room)
             if request.prompt_logprobs:
                 seat.target.rewind(0)  # a cached token has no log probability
-            policy = self._policy(prompt, request, constraint, seat)
+            policy = self._policy(prompt, request, constraint, seat, prices)
             undoing.callback(policy.close)
             decoding = RequestDecoding(
                 self.target,
@@ -231,7 +236,8 @@ class Runner:
         if others:
             take_turn(others, self.begin, self.pricing)
         if texts:
-            piece = self.pricing.piece(len(others)) if others else self.session.model.piece
+            prices = self.pricing.at(Load(max(1, len(others))))
+            piece = prices.piece(len(others)) if others else self.session.model.piece
             has_room = not others or self._has_room(max(ticket.longest for ticket in texts))
             self.embedder.turn(texts, piece if has_room else 0)
 
@@ -293,7 +299,9 @@ class Runner:
         reason = too_long("prompt", count, context)
         return f"{reason}, the model's context, which holds the answer too; shorten it"
 
-    def _policy(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:
+    def _policy(
+        self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat, prices: Prices
+    ) -> Policy:
         """The drafting policy of a request."""
         if self._reopens:
             self._where = self._placements()
@@ -317,7 +325,7 @@ class Runner:
         if prompt.hole is not None:  # a cut word of the prompt may be written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
-        model = self._model(prompt, request, remarks, seat)
+        model = self._model(prompt, request, remarks, seat, prices)
         return policy(free, model, constraint=constraint, opening=opening)
 
     def _custom(self, drafter: Drafter) -> "Custom":
@@ -325,7 +333,9 @@ class Runner:
 
         return Custom(drafter, self.session.model.vocab_size)
 
-    def _model(self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat) -> Source | None:
+    def _model(
+        self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat, prices: Prices
+    ) -> Source | None:
         """A model or an app's own drafter."""
         own = self.own if request.drafter is None else self._custom(request.drafter)
         is_short = prompt.hole and prompt.hole.ends_line  # reading the prompt takes longer than it saves
@@ -333,6 +343,8 @@ class Runner:
             return own
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         try:
+            if isinstance(prompt.drafter, Exception):
+                raise prompt.drafter
             return self.side.begin(
                 prompt.target,
                 prompt.drafter,
@@ -341,6 +353,7 @@ class Runner:
                 max_new_tokens=request.max_new_tokens,
                 max_draft=self.options.max_draft,
                 target_end=eos[0] if eos else None,
+                token_s=prices.token_s,
                 remarks=remarks,
             )
         except Exception as error:  # noqa: BLE001 - mostly for lack of memory; the target goes on alone

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from edgespec.decoding.draft import Passed
-from edgespec.decoding.loop import Decoding
-from edgespec.drafting.pricing import Pricing
+from edgespec.decoding.draft import Load, Passed
+from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.requests.decoding import RequestDecoding
+from edgespec.requests.sequence import Decoding
 from edgespec.requests.ticket import Stage, Ticket
 from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.session import Rows
 
-Begin = Callable[[Ticket], RequestDecoding | None]
-"""Begins a request; None if there is no room for it beside running requests."""
+Begin = Callable[[Ticket, Prices], RequestDecoding | None]
+"""Begins a request at these prices; None if there is no room for it beside running requests."""
 Running = list[tuple[Ticket, RequestDecoding]]
 _SHARE = 4  # of the rows that read prompts, so many parts: one is for the first
 
@@ -20,29 +20,27 @@ _SHARE = 4  # of the rows that read prompts, so many parts: one is for the first
 def take_turn(tickets: Sequence[Ticket], begin: Begin, pricing: Pricing) -> None:
     """One pass over the next rows of all requests; who is over or fails is ended, and the others go on.
 
-    ``pricing`` gets the number of requests in the pass, and chooses the rows of all their drafts.
+    ``pricing`` chooses the rows of all their drafts.
     """
-    pricing.sequences = max(1, len(tickets))
     for ticket in tickets:
         with ticket.ending_on_error():
-            _go_on(ticket, tickets, begin)
+            _go_on(ticket, tickets, begin, pricing)
     running = _running(tickets)
     reading = sum(decoding.unread > 0 for _, decoding in running)
-    pricing.sequences = max(1, len(running) - max(0, reading - 1))
-    pricing.context = fmean(decoding.session.attended for _, decoding in running) if running else 0.0
-    _draft(running)
+    load = Load(max(1, len(running) - max(0, reading - 1)), _context(tickets))
+    prices = pricing.at(load)
+    _draft(running, prices)
     running = _running(tickets)
     if not running:
         return
     decodings = [decoding for _, decoding in running]
-    counts = pricing.share([decoding.draft.confidence for decoding in decodings])
-    for decoding, count in zip(decodings, counts, strict=True):
-        decoding.draft = decoding.draft.head(count)
-    beside = sum(1 + len(decoding.draft.tokens) for decoding in decodings if not decoding.unread)
+    counts = prices.share([decoding.draft.confidence for decoding in decodings])
+    shares = list(zip(decodings, counts, strict=True))
+    beside = sum(1 + count for decoding, count in shares if not decoding.unread)
     model, clock = decodings[0].session.model, decodings[0].clock
-    most = _most_rows(decodings, min(model.piece, pricing.piece(beside)) if beside else model.piece)
-    running = [pair for pair, count in zip(running, most, strict=True) if count]
-    rows = [decoding.rows(count) for decoding, count in zip(decodings, most, strict=True) if count]
+    most = _most_rows(shares, min(model.piece, prices.piece(beside)) if beside else model.piece)
+    running = [pair for pair, rows in zip(running, most, strict=True) if rows]
+    rows = [decoding.rows(room, count) for (decoding, count), room in zip(shares, most, strict=True) if room]
     began = clock()
     try:
         predictions = model.predict_together(rows)
@@ -50,7 +48,7 @@ def take_turn(tickets: Sequence[Ticket], begin: Begin, pricing: Pricing) -> None
         for ticket, _ in running:
             ticket.finish(error)
         return
-    passes = _shares(pricing, rows, clock() - began - model.prepared_s, model.experts_read)
+    passes = _shares(prices, rows, clock() - began - model.prepared_s, model.experts_read)
     for (ticket, decoding), predicted, passed in zip(running, predictions, passes, strict=True):
         with ticket.ending_on_error():
             records = decoding.advance(predicted, passed)
@@ -60,13 +58,18 @@ def take_turn(tickets: Sequence[Ticket], begin: Begin, pricing: Pricing) -> None
                 ticket.finish()
 
 
+def _context(tickets: Sequence[Ticket]) -> float:
+    """The mean number of tokens that a layer attends to in the requests that have begun."""
+    return fmean([decoding.session.attended for _, decoding in _running(tickets)] or [0.0])
+
+
 def _running(tickets: Sequence[Ticket]) -> Running:
     """The requests that have begun and not ended."""
     pairs = ((ticket, ticket.decoding) for ticket in tickets if ticket.result is None)
     return [(ticket, decoding) for ticket, decoding in pairs if decoding is not None]
 
 
-def _go_on(ticket: Ticket, tickets: Sequence[Ticket], begin: Begin) -> None:
+def _go_on(ticket: Ticket, tickets: Sequence[Ticket], begin: Begin, pricing: Pricing) -> None:
     """Begin a new request, unless it waits for tokens that another reads; end a request that must end."""
     if ticket.decoding is None:
         if ticket.reason_to_end() is not None:
@@ -76,7 +79,8 @@ def _go_on(ticket: Ticket, tickets: Sequence[Ticket], begin: Begin) -> None:
             return
         # Nobody overtakes one that has found no room.
         is_full = any(other.stage is Stage.WAITING for other in tickets)
-        ticket.decoding = None if is_full else begin(ticket)
+        prices = pricing.at(Load(len(tickets), _context(tickets)))
+        ticket.decoding = None if is_full else begin(ticket, prices)
         if ticket.decoding is None:
             ticket.postpone()
             return
@@ -98,17 +102,15 @@ def _is_being_read(ticket: Ticket, others: Sequence[RequestDecoding]) -> bool:
     return coming > 0 and 2 * coming >= len(tokens) - known
 
 
-def _most_rows(decodings: Sequence[Decoding], piece: int) -> list[int]:
+def _most_rows(shares: Sequence[tuple[Decoding, int]], piece: int) -> list[int]:
     """The rows that each may have in a pass that reads ``piece`` tokens of prompts: the shortest goes first.
 
     A share is for the prompt that came first, so that it ends however many short ones come.
     """
     wanted = {
-        at: decoding.unread + 1 + len(decoding.draft.tokens)
-        for at, decoding in enumerate(decodings)
-        if decoding.unread
+        at: decoding.unread + 1 + count for at, (decoding, count) in enumerate(shares) if decoding.unread
     }
-    rows, left = [0 if at in wanted else piece for at in range(len(decodings))], piece
+    rows, left = [0 if at in wanted else piece for at in range(len(shares))], piece
     firsts = [(at, max(1, piece // _SHARE)) for at in [*wanted][:1]]
     for at, most in [*firsts, *((at, piece) for at in sorted(wanted, key=lambda at: wanted[at]))]:
         more = min(most, left, wanted[at] - rows[at])
@@ -116,29 +118,29 @@ def _most_rows(decodings: Sequence[Decoding], piece: int) -> list[int]:
     return rows
 
 
-def _draft(running: Running) -> None:
+def _draft(running: Running, prices: Prices) -> None:
     """Draft for all; their drafters' steps share passes, as long as there are any to do."""
+    wanted = list[tuple[Ticket, RequestDecoding, Rows]]()
     for ticket, decoding in running:
         with ticket.ending_on_error():
-            decoding.propose()
-    while drafting := [
-        (ticket, decoding, part)
-        for ticket, decoding in running
-        if ticket.result is None and (part := decoding.drafter_rows)
-    ]:
-        rows, clock = [part for _, _, part in drafting], drafting[0][1].clock
-        began = clock()
+            if part := decoding.propose(prices):
+                wanted.append((ticket, decoding, part))
+    while wanted:
+        asked, wanted = wanted, []
+        rows, clock = [part for *_, part in asked], asked[0][1].clock
+        model, began = rows[0].session.model, clock()
         try:
-            predictions = rows[0].session.model.predict_together(rows)
+            predictions = model.predict_together(rows)
         except Exception as error:  # noqa: BLE001 - answers go on without drafts
-            for ticket, decoding, _ in drafting:
+            for ticket, decoding, _ in asked:
                 with ticket.ending_on_error():
                     decoding.fail_drafter(error)
-            continue
-        passes = step_shares(rows, clock() - began - rows[0].session.model.prepared_s)
-        for (ticket, decoding, _), predicted, passed in zip(drafting, predictions, passes, strict=True):
+            return
+        passes = step_shares(rows, clock() - began - model.prepared_s)
+        for (ticket, decoding, _), predicted, passed in zip(asked, predictions, passes, strict=True):
             with ticket.ending_on_error():
-                decoding.take_drafter(predicted, passed)
+                if part := decoding.take_drafter(predicted, passed):
+                    wanted.append((ticket, decoding, part))
 
 
 def step_shares(rows: Sequence[Rows], seconds: float) -> list[Passed]:
@@ -150,11 +152,11 @@ def step_shares(rows: Sequence[Rows], seconds: float) -> list[Passed]:
     return [Passed(total, seconds, share_s, len(rows)) for share_s in shares]
 
 
-def _shares(pricing: Pricing, rows: Sequence[Rows], seconds: float, experts: int) -> list[Passed]:
+def _shares(prices: Prices, rows: Sequence[Rows], seconds: float, experts: int) -> list[Passed]:
     """A pass's time for each request: a row is as dear for all, drafts and prompts pay what they add."""
     counts, reads = [len(part.tokens) for part in rows], any(not part.wanted for part in rows)
     total, plain = sum(counts), len(counts)
-    base_s = seconds * min(1.0, pricing.pass_seconds(plain) / pricing.pass_seconds(total))
+    base_s = seconds * min(1.0, prices.pass_seconds(plain) / prices.pass_seconds(total))
     more = [(count - 1) / max(1, total - plain) for count in counts]
     shares = (base_s / plain + (seconds - base_s) * share for share in more)
-    return [Passed(total, seconds, share_s, plain, reads, experts) for share_s in shares]
+    return [Passed(total, seconds, share_s, plain, reads, experts, prices.load) for share_s in shares]

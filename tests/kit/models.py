@@ -10,7 +10,7 @@ from typing import cast
 from edgespec.decoding.draft import Clock
 from edgespec.drafting.ahead import Beside
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
@@ -179,15 +179,16 @@ def answering(
     *,
     prompt: Sequence[int] = (3, 1, 4),
     max_draft: int = 8,
+    pricing: Pricing | None = None,
 ) -> Stream:
     """A request over a session alone, which drafts by a policy of its own."""
     bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
 
-    def begin(ticket: Ticket) -> RequestDecoding:
+    def begin(ticket: Ticket, prices: Prices) -> RequestDecoding:
         drafts, seat = policy(), Seat(session, None, KvStore(0))
         return RequestDecoding(
             bundle, seat, drafts, read, request, max_draft=max_draft, clock=clock, started=clock()
         )
 
-    turn = partial(take_turn, begin=begin, pricing=Pricing(CostCurve({1: 1.0})))
+    turn = partial(take_turn, begin=begin, pricing=pricing or Pricing(CostCurve({1: 1.0})))
     return Stream(Ticket(request, lambda: read), RequestQueue(0, turn))
