@@ -10,7 +10,7 @@ from edgespec.decoding.draft import ALONE, Draft
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.requests.turns import step_shares
+from edgespec.requests.passes import step_shares
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Rows
 from tests.kit.drafters import draft_of, model_of, read, step

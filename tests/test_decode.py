@@ -18,7 +18,7 @@ from edgespec.drafting.ngram import NgramDrafter
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
 from edgespec.drafting.source import Extending, Source, Wanted
-from edgespec.requests.sequence import Decoding
+from edgespec.requests.loop import Decoding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
@@ -229,7 +229,7 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     target.passes.clear()
     decoding = Decoding(target, in_loop(Silent()), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
     left = list[int]()
-    while not decoding.ended:
+    while decoding.reason is None:
         assert decoding.propose(PRICES) is None
         rows = decoding.rows(8, 0)
         left.append(decoding.unread)

@@ -118,7 +118,7 @@ class Turns(RuleBasedStateMachine):
             bundle=self.toy,
         )
         self.driven = Driven(self.model)
-        self.patch.setattr(queue_of(self.model), "_tidy", self.tidy)
+        self.patch.setattr(runner_of(self.model), "write_behind", self.tidy)
         self.entries, self.shared = list[Entry](), Own()
         self.talks: list[Conversation] = [self.model.conversation() for _ in range(2)]
         self.said: list[list[dict[str, str]]] = [[], []]
@@ -226,9 +226,9 @@ class Turns(RuleBasedStateMachine):
             if self.is_held and not any(map(self.has_to_end, self.running)):
                 return  # it would wait
             before, written = self.expected(), {id(a): self.length(a) for a in self.entries}
-            leaving = [entry for entry in self.running if self.has_to_end(entry)]
+            leaving, live = [entry for entry in self.running if self.has_to_end(entry)], self.live
             ran, self.has_dropped = self.driven.turn(), False
-            self.see_who_lacks_room()
+            self.see_who_lacks_room(live)
             if before is not None and not self.is_held:
                 assert ran == before
             assert all(entry.ended for entry in leaving)  # within a pass
@@ -305,17 +305,16 @@ class Turns(RuleBasedStateMachine):
             entry.may_end.add("closed")
         self.check_ends()
 
-    def see_who_lacks_room(self) -> None:
+    def see_who_lacks_room(self, live: list[Entry]) -> None:
         """Who found none waits until one of those that run beside it ends."""
-        tickets = queue_of(self.model).running
-        if any(ticket.result is not None for ticket in tickets):
+        if any(entry.ended for entry in live):
             self.lacking = None
             return
-        postponed = [ticket for ticket in tickets if ticket.stage is Stage.WAITING]
-        for entry in self.entries:
-            if entry.stream is not None and entry.stream._ticket in postponed:
-                self.lacking = entry, self.running
-                return
+        for entry in self.live:
+            ticket = None if entry.stream is None else entry.stream._ticket
+            if ticket is not None and ticket is queue_of(self.model).lacks_room:
+                known = self.lacking is not None and self.lacking[0] is entry
+                self.lacking = self.lacking if known else (entry, self.running)
 
     @property
     def is_full(self) -> bool:

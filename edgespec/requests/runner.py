@@ -1,6 +1,5 @@
 """The loaded models of requests: their prompts, passes, and the data kept between requests."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -16,7 +15,6 @@ from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Prices, Pricing
 from edgespec.drafting.source import Extending, Source
 from edgespec.loading.opening import Loaded
 from edgespec.loading.options import LoadOptions
-from edgespec.requests.decoding import RequestDecoding
 from edgespec.requests.request import (
     Hole,
     Prompt,
@@ -31,8 +29,8 @@ from edgespec.requests.request import (
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
+from edgespec.requests.sequence import Sequence
 from edgespec.requests.ticket import Ticket
-from edgespec.requests.turns import take_turn
 from edgespec_models.errors import DoesNotFit, RequestError, too_long
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.block_files import BlockFiles
@@ -44,7 +42,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
-    from edgespec.requests.embedding import Embedder
+    from edgespec.requests.embedding import Embedder, EmbeddingTicket
 
 
 _AGAIN = 0.7  # the chance that a token that was taken back is written again
@@ -143,7 +141,7 @@ class Runner:
             predicted = PredictedText(self.target.tokenizer.encode(request.prediction))
         return Prompt(tokens, drafters, answer_place(self.target, prompt, tokens), hole, predicted)
 
-    def begin(self, ticket: Ticket, prices: Prices) -> RequestDecoding | None:
+    def begin(self, ticket: Ticket, prices: Prices) -> Sequence | None:
         """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
 
         None if there is no memory for it beside running requests. An answer that would not fit the context is
@@ -164,7 +162,7 @@ class Runner:
         if self.seats.any_taken and not self._has_room(room):
             return None
         starts = message_starts(prompt.target, self.target.tokenizer)
-        seat = self.seats.take(prompt.target, starts, on_disk=request.prompt_cache)
+        seat, checkpoints = self.seats.take(prompt.target, starts, on_disk=request.prompt_cache)
         with ExitStack() as undoing:
             undoing.callback(seat.free)
             seat.target.reserve(room)
@@ -172,7 +170,8 @@ class Runner:
                 seat.target.rewind(0)  # a cached token has no log probability
             policy = self._policy(prompt, request, constraint, seat, prices)
             undoing.callback(policy.close)
-            decoding = RequestDecoding(
+            sequence = Sequence(
+                ticket,
                 self.target,
                 seat,
                 policy,
@@ -183,9 +182,10 @@ class Runner:
                 clock=self._clock,
                 started=started,
                 queued_s=queued_s,
+                checkpoints=checkpoints,
             )
             undoing.pop_all()  # it closes them at its end
-        return decoding
+        return sequence
 
     def _with_calls(self, request: Request, constraint: Constraint | None) -> Constraint | None:
         """``constraint``, and a grammar for the calls that the model begins of its own accord."""
@@ -226,20 +226,19 @@ class Runner:
         self._embedder = Embedder(self.target, self.session.model, self.seats.readers)
         return self._embedder
 
-    def turn(self, tickets: Sequence[Ticket]) -> None:
-        """Take requests that run a pass further; texts that become vectors are read in a pass of their own.
+    def texts(self, tickets: list[Ticket]) -> "list[EmbeddingTicket]":
+        """Those of the tickets whose texts become vectors."""
+        return [] if self._embedder is None else self._embedder.own(tickets)
 
-        The texts wait if there is no memory for them beside the others.
+    def read_texts(self, texts: "list[EmbeddingTicket]", beside: int) -> None:
+        """Read texts that become vectors, in a pass of their own.
+
+        They wait if there is no memory for them beside the other requests, so many.
         """
-        texts = [] if self._embedder is None else self._embedder.own(tickets)
-        others = [ticket for ticket in tickets if ticket not in texts]
-        if others:
-            take_turn(others, self.begin, self.pricing)
-        if texts:
-            prices = self.pricing.at(Load(max(1, len(others))))
-            piece = prices.piece(len(others)) if others else self.session.model.piece
-            has_room = not others or self._has_room(max(ticket.longest for ticket in texts))
-            self.embedder.turn(texts, piece if has_room else 0)
+        prices = self.pricing.at(Load(max(1, beside)))
+        piece = prices.piece(beside) if beside else self.session.model.piece
+        has_room = not beside or self._has_room(max(ticket.longest for ticket in texts))
+        self.embedder.turn(texts, piece if has_room else 0)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""

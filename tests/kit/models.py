@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import cast
@@ -14,14 +14,13 @@ from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
-from edgespec.requests.decoding import RequestDecoding
-from edgespec.requests.queue import RequestQueue
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.runner import Runner
+from edgespec.requests.scheduler import Models, Scheduler
 from edgespec.requests.seats import Seat
+from edgespec.requests.sequence import Sequence as RunningSequence
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Ticket
-from edgespec.requests.turns import take_turn
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -166,7 +165,7 @@ def side_of(model: Model) -> DrafterSide:
     return side
 
 
-def queue_of(model: Model) -> RequestQueue:
+def queue_of(model: Model) -> Scheduler:
     """Where a model's requests wait."""
     return model._queue
 
@@ -184,11 +183,23 @@ def answering(
     """A request over a session alone, which drafts by a policy of its own."""
     bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
 
-    def begin(ticket: Ticket, prices: Prices) -> RequestDecoding:
-        drafts, seat = policy(), Seat(session, None, KvStore(0))
-        return RequestDecoding(
-            bundle, seat, drafts, read, request, max_draft=max_draft, clock=clock, started=clock()
+    def begin(ticket: Ticket, prices: Prices) -> RunningSequence:
+        return RunningSequence(
+            ticket,
+            bundle,
+            Seat(session, None, KvStore(0)),
+            policy(),
+            read,
+            request,
+            max_draft=max_draft,
+            clock=clock,
+            started=clock(),
         )
 
-    turn = partial(take_turn, begin=begin, pricing=pricing or Pricing(CostCurve({1: 1.0})))
-    return Stream(Ticket(request, lambda: read), RequestQueue(0, turn))
+    models = SimpleNamespace(
+        begin=begin,
+        pricing=pricing or Pricing(CostCurve({1: 1.0})),
+        texts=lambda tickets: [],
+        write_behind=lambda stop: None,
+    )
+    return Stream(Ticket(request, lambda: read), Scheduler(0, cast(Models, models)))

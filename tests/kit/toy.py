@@ -18,7 +18,7 @@ from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.source import Extending, Source, Wanted
-from edgespec.requests.sequence import Decoding
+from edgespec.requests.loop import Decoding
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -280,7 +280,7 @@ def decode(
 ) -> Iterator[Step]:
     """All rounds of one request that has the target for itself."""
     one = Decoding(target, in_loop(source), verify, tokens, clock=clock, **options)
-    while not one.ended:
+    while one.reason is None:
         alone(one.propose(prices), one.take_drafter, clock)
         rows, began = one.rows(target.model.piece, len(one.draft.tokens)), clock()
         (outputs,) = target.model.predict_together([rows])

@@ -21,7 +21,7 @@ from edgespec_runtimes.session import Rows, Session
 from tests.kit.drafters import mixed, tokenizer
 from tests.kit.models import VOCAB, toy_bundle, toy_model, toy_tokenizer
 from tests.kit.several import LAW, LONG, OTHER, Driven
-from tests.kit.toy import F32, NextLogits, ToyModel
+from tests.kit.toy import F32, NextLogits, ToyModel, settle
 from tools.replay import Clock, lane
 
 STORED: Final = Path(__file__).parent.parent / "golden" / "traces.json"
@@ -98,6 +98,7 @@ def _copies(folder: Path, trace: _Trace) -> list[str]:
     model = toy_model(target.session(), clock=trace.clock)
     model.use_history(folder / "copies.history")
     first = model.generate("the quick brown fox", max_new_tokens=60, speculate=False).text
+    settle()
     predicted = first[:20] + "ANOTHER END" + first[25:]
     asks = [*ONE_BY_ONE, (90, "the quick brown fox", {"max_new_tokens": 60, "prediction": predicted})]
     return trace.run(model, [*asks, *ONE_BY_ONE[:2]])

@@ -1,0 +1,204 @@
+"""The one decoding loop: propose, predict, verify, commit, observe; plain decoding has no drafts."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Step
+from edgespec.decoding.sampling import log_probabilities, most_likely
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Prices
+from edgespec.requests.results import FinishReason
+from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_runtimes.predictions import Floats, Predictions, joined
+from edgespec_runtimes.session import Rows, Session
+
+TopLogprobs = tuple[tuple[int, float], ...]
+_FEW = 32  # a pass over at most so many tokens of a prompt also verifies a draft
+_SCORED = 32  # tokens of a prompt in a pass that scores them: rows of logits are long
+
+
+class Decoding:
+    """One request in the loop, a round at a time: :meth:`propose`, a pass over :meth:`rows`, :meth:`take`.
+
+    Between two rounds the target's cache holds every token but the last, or the part of the prompt that was
+    read. The caller may stop there, and other requests may share the passes. The prompt is read in pieces;
+    the pass over the last piece gives the first token, and verifies a draft if it reads few tokens.
+
+    Args:
+        session: the target's session. Tokens of the prompt in its cache are not read again.
+        policy: drafts, and observes every round.
+        verify: decides which proposals are kept.
+        tokens: the prompt, at least one token. The list grows.
+        max_new_tokens: the most tokens that are committed.
+        max_draft: the most tokens of a draft.
+        stop: tokens that end the generation. They are committed.
+        top_logprobs: the number of most likely tokens whose log probabilities are in the steps, besides the
+            committed token's. None gives no log probabilities.
+        prompt_logprobs: the same for the prompt. The cache must hold none of its tokens.
+        checkpoints: lengths of the prompt behind which a pass ends.
+        clock: times the rounds.
+
+    Attributes:
+        session: the target's session.
+        tokens: the prompt and all committed tokens.
+        draft: the proposal of this round, of which the pass over :meth:`rows` verifies the beginning.
+        scores: for each token of the prompt that was read, if asked for: its log probability, and the most
+            likely tokens there with theirs. The first token has none.
+        reason: why the request is complete: a token of ``stop``, or the length; None if it is not.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: Policy,
+        verify: Verifier,
+        tokens: list[int],
+        *,
+        max_new_tokens: int,
+        max_draft: int,
+        stop: Collection[int] = (),
+        top_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        checkpoints: Sequence[int] = (),
+        clock: Clock = perf_counter,
+    ) -> None:
+        self.tokens, self.draft = tokens, NO_DRAFT
+        self.reason: FinishReason | None = "length" if max_new_tokens < 1 else None
+        self.session, self._policy, self._verify, self.clock = session, policy, verify, clock
+        self._end, undone = len(tokens) + max_new_tokens, session.model.places.undone
+        self._max_draft = max_draft if undone is None else min(max_draft, undone)
+        self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
+        self._prompt_logprobs, self._checkpoints = prompt_logprobs, checkpoints
+        self.scores: list[tuple[float | None, TopLogprobs]] = [] if prompt_logprobs is None else [(None, ())]
+        self._features: Floats | None = None  # features of the end of the prompt
+        self._read = 0  # rows of this round's pass
+        session.rewind(session.shared_prefix(tokens[:-1]))
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens that the target has to read before the prompt's last token."""
+        return len(self.tokens) - 1 - self.session.length
+
+    def prepare(self) -> None:
+        """Have memory for the rows of the next round, so that a lack of it is this request's alone.
+
+        Raises:
+            DeviceError: there is none. The caches of all sessions may be empty then, and are read again.
+        """
+        rows = max(1 + self._max_draft, min(1 + self.unread, self.session.model.piece))
+        self.session.prepare(min(self.session.length + rows, self._end))
+
+    def propose(self, prices: Prices) -> Rows | None:
+        """Begin to draft; the rows that a drafter has to read next, or None if :attr:`draft` is complete."""
+        self.draft, self._drafter_s = NO_DRAFT, 0.0
+        limit = min(self._max_draft, self._end - len(self.tokens) - 1)
+        if limit < 1 or self.unread > _FEW or self._scores:
+            return None
+        began = self.clock()
+        wanted = self._policy.begin(self.tokens, limit, prices)
+        return self._spend(wanted, self.clock() - began)
+
+    def take_drafter(self, predictions: Predictions, passed: Passed) -> Rows | None:
+        """Go on drafting with the predictions for the drafter's rows; returns the next ones, or None."""
+        began = self.clock()
+        wanted = self._policy.take(predictions, passed)
+        return self._spend(wanted, self.clock() - began + passed.share_s)
+
+    def fail_drafter(self, error: Exception) -> Rows | None:
+        """Go on without the pass over the drafter's rows, which failed."""
+        return self._spend(self._policy.fail(error), 0.0)
+
+    def _spend(self, wanted: Rows | Draft, seconds: float) -> Rows | None:
+        self._drafter_s += seconds
+        if isinstance(wanted, Rows):
+            return wanted
+        draft = self._verify.head(wanted)
+        # No token is committed behind the end.
+        self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
+        return None
+
+    @property
+    def _scores(self) -> bool:
+        """Whether this round scores tokens of the prompt."""
+        return self._prompt_logprobs is not None and self.unread > 0
+
+    def rows(self, most: int, drafted: int) -> Rows:
+        """The rows that the target reads in this round: at most ``most`` tokens of a prompt, or the draft.
+
+        At most the first ``drafted`` proposals are verified.
+        """
+        scored = self._scores
+        next_ = min(
+            (place for place in self._checkpoints if place > self.session.length), default=len(self.tokens)
+        )
+        piece = self.tokens[self.session.length : next_][: min(most, _SCORED) if scored else most]
+        begins = len(piece) > self.unread
+        if self.unread:
+            drafted = min(drafted, most - len(piece)) if begins else 0
+        self.draft = self.draft.head(drafted)
+        self._read = len(piece)
+        if begins and not scored:
+            self._read += len(self.draft.tokens)
+            return Rows(self.session, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
+        return Rows(self.session, piece, len(piece) if scored else 0)
+
+    def take(self, predictions: Predictions, passed: Passed) -> Step | None:
+        """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted.
+
+        The time of the pass over a prompt's end does not count as decoding.
+        """
+        features = self._features = joined(self._features, predictions.hidden)
+        if self._prompt_logprobs is not None:
+            predictions = self._scored(predictions, self._prompt_logprobs)
+        if self.session.length < len(self.tokens) or self.reason is not None:
+            return None
+        began, draft, self._features = self.clock(), self.draft, None
+        try:
+            accepted, token = self._verify(predictions, draft, self.tokens)
+        except EdgespecError as error:
+            if not isinstance(error, RequestError):  # a state that is no number is not kept
+                self.session.rewind(0)
+            raise
+        new, is_stopped = _until_stop((*draft.tokens[:accepted], token), self._stop)
+        top = self._top_logprobs
+        logprobs = ((), ()) if top is None else _log_probabilities(predictions, new, top)
+        self.tokens += new
+        self.session.keep(self._read - len(draft.tokens) + len(new) - 1)
+        if is_stopped or len(self.tokens) >= self._end:
+            self.reason = "stop" if is_stopped else "length"
+        seconds = self._drafter_s + passed.share_s + self.clock() - began
+        times = self._drafter_s, passed.share_s, seconds
+        step = Step(new, draft, min(accepted, len(new)), *times, *logprobs, passed)
+        if features is not None:  # only the policy keeps features
+            features = features[: len(features) - len(draft.tokens) + accepted]
+        self._policy.observe(step if features is None else replace(step, features=features))
+        return step
+
+    def _scored(self, predictions: Predictions, top: int) -> Predictions:
+        """Score the prompt's next tokens, and return the rows that did not score any."""
+        length = self.session.length
+        scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
+        if not scored:
+            return predictions
+        first = length - len(scored) + 1  # scored again, if the cache was emptied for want of memory
+        self.scores[first:] = zip(*_log_probabilities(predictions, scored, top), strict=True)
+        return Predictions(predictions.logits[len(scored) :])
+
+
+def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[tuple[int, ...], bool]:
+    """The tokens up to the first that ends the generation, included, and whether there is one."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: index + 1], True
+    return tokens, False
+
+
+def _log_probabilities(
+    predictions: Predictions, tokens: Sequence[int], top: int
+) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
+    """Log probabilities of every token that follows, and the ``top`` most likely ones at its place."""
+    rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
+    own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+    return own, tuple(most_likely(row, top) for row in rows)
