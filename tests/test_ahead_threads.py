@@ -17,7 +17,8 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.copies import CopyDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.requests.request import Request, RequestOptions
@@ -144,7 +145,7 @@ def test_output_is_that_of_plain_decoding(
     pricing, tokens = Pricing(LONG), list(PROMPT)
     reader = reader_of(small)
     source = _ahead(reader, small)
-    drafter = policy_of(NgramDrafter(), source, pricing=pricing) if with_ngrams else source
+    drafter = policy_of(CopyDrafter(ContextTree()), source, pricing=pricing) if with_ngrams else source
     target = ToySession(next_logits, VOCAB)
     limits: dict[str, Any] = {"max_new_tokens": count, "max_draft": max_draft, "prices": pricing.at()}
     for _ in decode(target, drafter, Verifier(params), tokens, **limits):

@@ -13,8 +13,9 @@ import edgespec
 from edgespec import History, LoadOptions
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import Calibration
-from edgespec.drafting.ngram import BestOf, NgramDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.history.memory import Snapshot
@@ -48,7 +49,7 @@ class _Machine:
     def answer(self, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
         tokens = list(prompt)
         model = model_of(self._trained(), calibration=self.calibration)
-        free = BestOf(NgramDrafter(), self.use.begin(self.guards[1]))
+        free = CopyDrafter(ContextTree(), self.use.begin(self.guards[1]))
         self.requests += 1
         drafter = model if self.requests % 3 else None
         policy = Policy(free, drafter, pricing=self.pricing, guard=self.guards[0])

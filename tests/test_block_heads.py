@@ -12,9 +12,10 @@ import pytest
 import edgespec
 from edgespec import RequestOptions
 from edgespec.decoding.draft import Draft, Passed, Step
-from edgespec.drafting.blocks import AcceptanceRates, BlockDrafter
+from edgespec.drafting.blocks import BlockDrafter
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.rates import Rate
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
@@ -89,7 +90,7 @@ def drafter_of(session: Session, length: int) -> BlockDrafter:
     """One for which nothing costs anything, behind a prompt of so many tokens."""
     block = session.model.config.block
     assert block is not None
-    rates = AcceptanceRates(block.longest, 0.9)
+    rates = [Rate.usual(0.9, 20.0) for _ in range(block.longest)]
     return BlockDrafter(session, QUICK, length, calibration=Calibration(), rates=rates)
 
 

@@ -13,8 +13,9 @@ from edgespec.decoding.draft import NO_DRAFT, Passed, Step
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.bridge import ByteBridge
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import ModelDrafter
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
 from edgespec.drafting.source import Extending, Source, Wanted
@@ -44,6 +45,10 @@ from tests.kit.toy import (
 SCRIPT = "\n".join(CORPUS).encode()
 
 
+def ngrams() -> CopyDrafter:
+    return CopyDrafter(ContextTree())
+
+
 def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
     """A drafter of another vocabulary for prompts of 3 tokens; by script often right, else hardly ever."""
     other = tokenizer(kind)
@@ -67,13 +72,15 @@ def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending | Policy]]
         for kind in ("small byte", "sentencepiece")
     }
     return across | {
-        "ngram": lambda: NgramDrafter(stop_below=0.0),
+        "ngram": lambda: CopyDrafter(ContextTree(), stop_below=0.0),
         "random": lambda: RandomDrafter(seed, vocab),
         "oracle with errors": lambda: RandomDrafter(seed, vocab, oracle),
         "same model": lambda: model_of(ToySession(oracle, vocab)),
         "other model": lambda: model_of(ToySession.markov(seed, vocab, scale=50.0)),
-        "policy": lambda: policy_of(NgramDrafter(), _across("sentencepiece", seed, script=True)),
-        "policy with an oracle": lambda: policy_of(NgramDrafter(), model_of(ToySession(oracle, vocab))),
+        "policy": lambda: policy_of(ngrams(), _across("sentencepiece", seed, script=True)),
+        "policy with an oracle": lambda: policy_of(
+            CopyDrafter(ContextTree()), model_of(ToySession(oracle, vocab))
+        ),
     }
 
 
@@ -258,7 +265,7 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
         (model_of(small, bridge), 0),
         (model_of(same), 20),
         (RandomDrafter(1, 404, None), 0),
-        (NgramDrafter(stop_below=0.0), 0),
+        (CopyDrafter(ContextTree(), stop_below=0.0), 0),
     ):
         target.rewind(0)
         result, accepted = _run(target, drafter, prompt, count=60, max_draft=5)

@@ -12,8 +12,9 @@ from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec.decoding.grammar import Allowed, Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
 from edgespec.decoding.sampling import Row, SamplingParams
 from edgespec.drafting.bridge import ByteBridge
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import ModelDrafter
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.source import Extending, Source
 from edgespec.measuring.chi_square import pool_rare, two_samples
@@ -90,8 +91,8 @@ def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source | 
     oracle = markov(seed, vocab)
     return {
         "forced": under(Silent()),
-        "ngrams": under(NgramDrafter(stop_below=0.0)),
-        "ngrams and model": under(NgramDrafter(stop_below=0.0), across(kind, seed)),
+        "ngrams": under(CopyDrafter(ContextTree(), stop_below=0.0)),
+        "ngrams and model": under(CopyDrafter(ContextTree(), stop_below=0.0), across(kind, seed)),
         "random": under(RandomDrafter(seed, vocab, oracle)),
         "random, uncut": lambda c: RandomDrafter(seed, vocab, oracle),
         "the target without the grammar": under(Silent(), model_of(ToySession(oracle, vocab))),
@@ -246,7 +247,7 @@ def test_sources_have_no_credit_for_what_is_forced() -> None:
 
 
 def test_ngrams_learn_from_where_they_were_asked() -> None:
-    ngrams = NgramDrafter()
+    ngrams = CopyDrafter(ContextTree())
     text = [7, 8, 9, 10] * 6
     before = ngrams.propose(text, 4).confidence[0]
     for _ in range(20):

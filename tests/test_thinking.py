@@ -14,7 +14,8 @@ from edgespec.decoding.draft import NO_DRAFT, Step
 from edgespec.decoding.grammar import Constraint, Grammars, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.thinking import ThoughtsFirst
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.copies import CopyDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.source import Source
 from edgespec.requests.answer_reading import AnswerReader
@@ -232,11 +233,12 @@ def write(
 
 def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source | Policy]]:
     law, vocab = noisy(kind, seed), TOKENIZERS[kind]().vocab_size
-    ngrams = partial(NgramDrafter, stop_below=0.0)
     return {
         "forced": lambda c: policy_of(Silent(), constraint=c),
-        "ngrams": lambda c: policy_of(ngrams(), constraint=c),
-        "target": lambda c: policy_of(ngrams(), model_of(ToySession(law, vocab)), constraint=c),
+        "ngrams": lambda c: policy_of(CopyDrafter(ContextTree(), stop_below=0.0), constraint=c),
+        "target": lambda c: policy_of(
+            CopyDrafter(ContextTree(), stop_below=0.0), model_of(ToySession(law, vocab)), constraint=c
+        ),
         "random": lambda c: policy_of(RandomDrafter(seed, vocab, law), constraint=c),
     }
 

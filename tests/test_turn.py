@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions, RequestError
 from edgespec.decoding.grammar import GrammarConstraint
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import ModelDrafter
-from edgespec.drafting.ngram import NgramDrafter
 from edgespec.requests import ticket
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Stage
@@ -473,7 +473,7 @@ def test_a_drafter_that_fails_is_left_out_and_answers_go_on(
 def test_answers_go_on_where_ngrams_fail(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with toy_model(Fragile(LAW, several=True).session(), options=LoadOptions(parallel=2)) as model:
         driven = Driven(model)
-        monkeypatch.setattr(NgramDrafter, fails, Mock(side_effect=KeyError("gone")), raising=False)
+        monkeypatch.setattr(CopyDrafter, fails, Mock(side_effect=KeyError("gone")), raising=False)
         streams = [driven.queue(model.stream(text, max_new_tokens=30)) for text in (PROMPTS[0], PROMPTS[3])]
         driven.run()
         for stream, text in zip(streams, (PROMPTS[0], PROMPTS[3]), strict=True):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from edgespec.decoding.draft import Draft, Passed, Step
 from edgespec.drafting.bridge import Bridge
 from edgespec.drafting.pricing import Prices
+from edgespec.drafting.rates import Rate
 from edgespec.drafting.reading import Chain, Prediction
 from edgespec.drafting.source import Source, Wanted
 from edgespec_models.errors import TokenizerError
@@ -18,11 +19,11 @@ from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
 
 SOURCE = "model"
-_BINS = 10
+_COUNT = 10
+_BINS = [(is_open, at) for is_open in (False, True) for at in range(_COUNT)]
 _PRIOR = 12.0
-_DECAY = 0.995
+_MEMORY, _TYPICAL_MEMORY = 200.0, 50.0
 _FADING = 0.003
-_TYPICAL_SMOOTHING = 0.02
 TYPICAL = 0.6
 _MOST_IN_CONTEXT = 192  # tokens
 
@@ -33,30 +34,28 @@ class Calibration:
     A token that ends exactly where the drafted text ends is *open*: with the text that follows, the target
     might write another token there. Open tokens have bins of their own. The prior is that a drafter's
     probability is right; it weighs as much as ``_PRIOR`` observations.
-
-    ``typical`` is the expected acceptance of a token that is not drafted yet.
     """
 
     def __init__(self) -> None:
-        self._prior = np.tile(_PRIOR * (np.arange(_BINS) + 0.5) / _BINS, (2, 1))
-        self._accepted = self._prior.copy()
-        self._seen = np.full((2, _BINS), _PRIOR)
-        self.typical = TYPICAL
+        self._rates = {(is_open, at): Rate(_PRIOR * _middle(at), _PRIOR, _MEMORY) for is_open, at in _BINS}
+        self._typical = Rate.usual(TYPICAL, _TYPICAL_MEMORY)
+
+    @property
+    def typical(self) -> float:
+        """The expected acceptance of a token that is not drafted yet."""
+        return self._typical.share()
 
     def probability(self, guess: "Guess") -> float:
         """The expected acceptance of a proposal."""
-        at = self._bin(guess)
-        return float(self._accepted[at] / self._seen[at])
+        return self._rate(guess).share()
 
     def consider(self, guess: "Guess") -> None:
         """Count a drafted token, whether it is proposed or not."""
-        self.typical += _TYPICAL_SMOOTHING * (self.probability(guess) - self.typical)
+        self._typical.add(self.probability(guess))
 
     def observe(self, guess: "Guess", accepted: bool) -> None:
         """Learn whether a proposal was accepted."""
-        at = self._bin(guess)
-        self._accepted[at] = self._accepted[at] * _DECAY + accepted
-        self._seen[at] = self._seen[at] * _DECAY + 1
+        self._rate(guess).add(accepted)
 
     def judge(self, guesses: Sequence["Guess"], came: Sequence[int]) -> None:
         """Judge proposals by the committed tokens, up to the first wrong one; the rest was never judged."""
@@ -67,13 +66,17 @@ class Calibration:
 
     def fade(self) -> None:
         """Let verdicts fade in a round without proposals, because nothing tests them any more."""
-        self._accepted += _FADING * (self._prior - self._accepted)
-        self._seen += _FADING * (_PRIOR - self._seen)
-        self.typical += _FADING * (TYPICAL - self.typical)
+        for (_, at), rate in self._rates.items():
+            rate.fade(_FADING, _middle(at), _PRIOR)
+        self._typical.fade(_FADING, TYPICAL)
 
-    @staticmethod
-    def _bin(guess: "Guess") -> tuple[int, int]:
-        return int(guess.open), min(int(guess.confidence * _BINS), _BINS - 1)
+    def _rate(self, guess: "Guess") -> Rate:
+        return self._rates[guess.open, min(int(guess.confidence * _COUNT), _COUNT - 1)]
+
+
+def _middle(at: int) -> float:
+    """The confidence in the middle of a bin."""
+    return (at + 0.5) / _COUNT
 
 
 @dataclass(frozen=True, slots=True)

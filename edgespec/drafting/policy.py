@@ -7,6 +7,7 @@ from time import perf_counter
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Remarks, Step
 from edgespec.decoding.grammar import Constraint
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.pricing import Guard, Prices, Pricing
 from edgespec.drafting.source import Extending, Observer, Source, Wanted
 from edgespec_runtimes.predictions import Predictions
@@ -31,19 +32,6 @@ class _Choice:
     model_s: float = 0.0  # seconds that the model took
     promised: float | None = None  # expected surplus of the model's draft in tokens; None without one
     reads: bool = False  # the model only read a piece of the prompt
-
-
-class _Nothing(Extending):
-    """Proposes nothing."""
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        return NO_DRAFT
-
-    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        return draft
-
-    def observe(self, step: Step) -> None:
-        return
 
 
 class Policy:
@@ -89,7 +77,7 @@ class Policy:
         clock: Clock = perf_counter,
     ) -> None:
         self.remarks = remarks or Remarks()
-        self._free, self._model, self._opening, self._clock = free or _Nothing(), model, opening, clock
+        self._free, self._model, self._opening, self._clock = free or CopyDrafter(), model, opening, clock
         self._observers: list[Observer] = [source for source in (free, model) if source is not None]
         self._drafts = free is not None
         self._pricing, self._guard, self._constraint = pricing, guard, constraint
@@ -204,7 +192,7 @@ class Policy:
             if source is self._model:
                 self._model = None
             else:
-                self._free = _Nothing()
+                self._free = CopyDrafter()
             with suppress(Exception):
                 source.close()
 

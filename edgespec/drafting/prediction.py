@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from edgespec.drafting.ngram import LONGEST
+from edgespec.drafting.copies import LONGEST, Finder
 
 _SURE: Final = 8  # tokens of a match, from which on no other place is looked for
 _NEAREST: Final = 64  # places of the same two tokens that are compared
@@ -84,10 +84,13 @@ class PredictedText:
         return most
 
 
-class PredictionFinder:
+class PredictionFinder(Finder):
     """Follows an answer, behind a prompt of ``start`` tokens, through a predicted text."""
 
+    source = "prediction"
+
     def __init__(self, text: PredictedText, start: int) -> None:
+        super().__init__()
         self._text, self._start = text, start
         self._read = start  # tokens of prompt and answer that were followed
         self._next = self._replaced = 0  # place of the token to come, tokens since the last match

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from edgespec.decoding.draft import Remarks
 from edgespec.drafting.ahead import Ahead, Beside
@@ -10,16 +9,13 @@ from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
 from edgespec.drafting.pricing import USUAL_TOKENS
+from edgespec.drafting.rates import Rate
 from edgespec.drafting.reading import Chain, Reader
 from edgespec.drafting.source import Source
 from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
-
-if TYPE_CHECKING:  # only some drafters need these
-    from edgespec.drafting.blocks import AcceptanceRates
-
 
 _READING = 1.0  # times a token of plain decoding that reading a prompt may take
 _LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
@@ -47,7 +43,7 @@ class DrafterSide:
         self._target, self._same_vocabulary = target, same_vocabulary
         self._caches, self._beside = caches, beside
         self.calibration = Calibration()
-        self._rates: AcceptanceRates | None = None  # of a head that drafts blocks
+        self._rates = list[Rate]()  # of a head that drafts blocks
         self._followers = Followers(running.curve)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
@@ -137,9 +133,9 @@ class DrafterSide:
         else:
             session.reserve(min(MOST_READ + room, session.model.longest))
             if block is not None:
-                from edgespec.drafting.blocks import AcceptanceRates, BlockDrafter
+                from edgespec.drafting.blocks import BlockDrafter, usual_rates
 
-                self._rates = self._rates or AcceptanceRates(block.longest, calibration.typical)
+                self._rates = self._rates or usual_rates(block.longest)
                 return BlockDrafter(session, self.curve, length, calibration=calibration, rates=self._rates)
             reader = HeadReader(session, self.curve, length)
         bridge = IdentityBridge(config.vocab_size)

@@ -16,7 +16,7 @@ from typing import Final
 from edgespec.decoding.draft import Remarks
 from edgespec.drafting.pricing import Guard
 from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
-from edgespec.history.drafter import HistoryDrafter
+from edgespec.history.drafter import HistoryFinder
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.store import MAX_TOKENS, Scope, Store
 from edgespec_models.errors import StorageError
@@ -167,13 +167,13 @@ class HistoryUse:
         """Why the file cannot be read or written; None without a problem."""
         return (self._writer.problem if self._writer is not None else None) or self._problem
 
-    def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> HistoryDrafter:
+    def begin(self, guard: Guard | None = None, remarks: Remarks | None = None) -> HistoryFinder:
         """The source for the next request, which also learns its answer. Other requests may run.
 
         ``guard`` watches whether proposals from earlier answers pay. ``remarks`` receive problems of the
         history, and why trust was taken back.
         """
-        return HistoryDrafter(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
+        return HistoryFinder(self.memory, guard, remarks=remarks, problem=lambda: self.problem)
 
     def flush(self) -> None:
         """Store what was learned."""

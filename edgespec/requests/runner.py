@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Load, Remarks
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
-from edgespec.drafting.ngram import BestOf, NgramDrafter
+from edgespec.drafting.copies import CopyDrafter, Finder
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Prices, Pricing
-from edgespec.drafting.source import Extending, Source
+from edgespec.drafting.source import Source
 from edgespec.loading.opening import Loaded
 from edgespec.loading.options import LoadOptions
 from edgespec.requests.request import (
@@ -311,21 +312,20 @@ class Runner:
         if not request.speculate or not has_source:
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
             return policy()
-        free: Extending = NgramDrafter()
+        finders: list[Finder] = [ContextTree()]
         if self.history is not None:
-            free = BestOf(free, self.history.begin(self.history_guard, remarks))
+            finders.append(self.history.begin(self.history_guard, remarks))
         opening = None
         if prompt.prediction is not None:
             from edgespec.drafting.prediction import PredictionFinder
 
-            finder = PredictionFinder(prompt.prediction, len(prompt.target))
-            predicted = NgramDrafter(finder, source="prediction")
-            free, opening = BestOf(free, predicted) if self.drafts else predicted, NO_DRAFT
+            predicted = PredictionFinder(prompt.prediction, len(prompt.target))
+            finders, opening = [*finders, predicted] if self.drafts else [predicted], NO_DRAFT
         if prompt.hole is not None:  # a cut word of the prompt may be written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
         model = self._model(prompt, request, remarks, seat, prices)
-        return policy(free, model, constraint=constraint, opening=opening)
+        return policy(CopyDrafter(*finders), model, constraint=constraint, opening=opening)
 
     def _custom(self, drafter: Drafter) -> "Custom":
         from edgespec.drafting.custom import Custom
