@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions, RequestError
+from edgespec.decoding.draft import Draft
 from edgespec.decoding.grammar import GrammarConstraint
 from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import ModelDrafter
@@ -37,11 +38,12 @@ class Fragile(ToyModel):
 
     Attributes:
         fails: what is to fail: ``pass``, ``room`` or nothing.
+        lacks: how often there was no room.
     """
 
     def __init__(self, law: NextLogits, *, several: bool, chunk: int = 8) -> None:
         super().__init__(self._logits, VOCAB, chunk=chunk, several=several)
-        self.fails, self._law = "", law
+        self.fails, self._law, self.lacks = "", law, 0
 
     def _logits(self, tokens: Sequence[int]) -> F32:
         if self.fails == "pass":
@@ -52,6 +54,7 @@ class Fragile(ToyModel):
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         if self.fails == "room":
             self.fails = ""
+            self.lacks += 1
             raise MemoryError
 
 
@@ -109,7 +112,9 @@ class Turns(RuleBasedStateMachine):
         passes, self.now = self.target.passes, 0.0
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(ticket, "monotonic", lambda: self.now)
-        self.tidy_fails = False
+        self.tidy_fails = self.copies_fail = False
+        self.without_memory = 0
+        self.patch.setattr(CopyDrafter, "propose", self.copying(CopyDrafter.propose))
         self.model = toy_model(
             self.target.session(),
             None if self.drafter is None else self.drafter.session(),
@@ -129,6 +134,15 @@ class Turns(RuleBasedStateMachine):
         if self.tidy_fails:
             self.tidy_fails = False
             raise MemoryError
+
+    def copying(self, propose: Any) -> Any:
+        def may_fail(*args: Any) -> Draft:
+            if self.copies_fail:
+                self.copies_fail = False
+                raise KeyError("a table is broken")
+            return cast(Draft, propose(*args))
+
+        return may_fail
 
     def toy(self, name: str, context: int) -> Bundle:
         made = toy_bundle(name, context)
@@ -246,6 +260,11 @@ class Turns(RuleBasedStateMachine):
     @rule()
     def tidy_fault(self) -> None:
         self.tidy_fails = True
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def copies_fault(self) -> None:
+        self.copies_fail = True
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), drops=st.booleans())
@@ -387,6 +406,8 @@ class Turns(RuleBasedStateMachine):
         whole = self.alone(entry, answer)
         if error:
             assert any(reason in error for reason in entry.may_end), error
+            self.without_memory += NO_MEMORY in error
+            assert self.without_memory <= self.target.lacks  # a lack ends one request
         elif answer.finish_reason in ("cancelled", "closed", "timeout"):
             assert answer.finish_reason in entry.may_end
         elif answer.stop is not None:  # a round may commit tokens behind a stop string

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, Flag
 from threading import Condition, Lock, Thread, current_thread
-from typing import Any, Protocol
 
 from edgespec.decoding.draft import Load
-from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.requests.passes import context, take_further
 from edgespec.requests.results import FinishReason
+from edgespec.requests.runner import Runner
 from edgespec.requests.sequence import Sequence
 from edgespec.requests.ticket import LOOK_S, Stage, Ticket
 from edgespec_models.errors import Busy, Closed, RequestError
@@ -40,24 +39,6 @@ class _Pause(Flag):
     HELD = 4  # `hold`: no pass begins
 
 
-class Models(Protocol):
-    """What requests run on; see :class:`edgespec.requests.runner.Runner`."""
-
-    pricing: Pricing
-
-    def begin(self, ticket: Ticket, prices: Prices) -> Sequence | None:
-        """Begin a request; None if there is no room for it beside running ones."""
-
-    def texts(self, tickets: list[Ticket]) -> list[Any]:
-        """Those of the tickets whose texts become vectors."""
-
-    def read_texts(self, texts: list[Any], beside: int) -> None:
-        """Take these a pass further, beside so many other requests."""
-
-    def write_behind(self, stop: Callable[[], bool]) -> None:
-        """Put away what was read; returns soon after ``stop`` returns True."""
-
-
 class Scheduler:
     """Waiting and running requests, and the thread that answers them, at most ``at_once`` together.
 
@@ -68,8 +49,8 @@ class Scheduler:
     keeps the program from ending: at its end running requests end too.
     """
 
-    def __init__(self, most_waiting: int, models: Models, at_once: int = 1) -> None:
-        self._most_waiting, self._models, self.at_once = most_waiting, models, at_once
+    def __init__(self, most_waiting: int, runner: Runner, at_once: int = 1) -> None:
+        self._most_waiting, self._runner, self.at_once = most_waiting, runner, at_once
         self._changed = Condition()
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []
@@ -213,12 +194,12 @@ class Scheduler:
         if not running:
             return running
         try:
-            texts = self._models.texts(running)
+            texts = self._runner.texts(running)
             others = [ticket for ticket in running if ticket not in texts]
             if sequences := self._begun(others):
-                take_further(sequences, self._models.pricing)
+                take_further(sequences, self._runner.pricing)
             if texts:
-                self._models.read_texts(texts, len(others))
+                self._runner.read_texts(texts, len(others))
         except BaseException as error:  # noqa: BLE001 - raised where the answers are read
             for ticket in running:
                 if ticket.stage is Stage.RUNNING:
@@ -249,8 +230,8 @@ class Scheduler:
         sequences = self._live(tickets)
         if _is_being_read(ticket, sequences):
             return
-        prices = self._models.pricing.at(Load(len(tickets), context(sequences)))
-        sequence = self._models.begin(ticket, prices)
+        prices = self._runner.pricing.at(Load(len(tickets), context(sequences)))
+        sequence = self._runner.begin(ticket, prices)
         if sequence is not None:
             self.sequences[ticket] = ticket.running = sequence
             return
@@ -283,7 +264,7 @@ class Scheduler:
 
     def _try_to_tidy(self, stop: Callable[[], bool]) -> None:
         try:
-            self._models.write_behind(stop)
+            self._runner.write_behind(stop)
         except Exception:  # noqa: BLE001 - answers go on without it
             _LOG.exception("what was read could not be put away; answers go on")
 

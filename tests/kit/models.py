@@ -16,7 +16,7 @@ from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.runner import Runner
-from edgespec.requests.scheduler import Models, Scheduler
+from edgespec.requests.scheduler import Scheduler
 from edgespec.requests.seats import Seat
 from edgespec.requests.sequence import Sequence as RunningSequence
 from edgespec.requests.stream import Stream
@@ -202,4 +202,4 @@ def answering(
         texts=lambda tickets: [],
         write_behind=lambda stop: None,
     )
-    return Stream(Ticket(request, lambda: read), Scheduler(0, cast(Models, models)))
+    return Stream(Ticket(request, lambda: read), Scheduler(0, cast(Runner, models)))

@@ -168,4 +168,5 @@ def traced(name: str, folder: Path) -> list[str]:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as place:
-        STORED.write_text(json.dumps({name: traced(name, Path(place)) for name in SETTINGS}, indent=0) + "\n")
+        lines = [f"{json.dumps(name)}: {json.dumps(traced(name, Path(place)))}" for name in SETTINGS]
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
