@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
-from edgespec.drafting.copies import CopyDrafter, Finder, Proposal
+from edgespec.drafting.copies import Copy, CopyDrafter, Finder, Proposal
 from edgespec.drafting.ngram import ContextTree
-from edgespec.drafting.ngram import Match as Found
 from edgespec.drafting.rates import Rate
 from edgespec.history.drafter import HistoryFinder
 from edgespec.history.memory import MAX_N, Delta, Index, Match, Memory, Snapshot
@@ -207,8 +206,8 @@ class _Near(Finder):
         super().__init__()
         self._tokens, self._confidence = tokens, confidence
 
-    def find(self, context: Sequence[int], ahead: int) -> Found | None:
-        return Found(self._tokens[ahead], 1, 1, 1) if ahead < len(self._tokens) else None
+    def find(self, context: Sequence[int], ahead: int) -> Copy | None:
+        return Copy(self._tokens[ahead], "near", 0.5) if ahead < len(self._tokens) else None
 
     def probability(self, proposal: Proposal) -> float:
         return self._confidence

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
-from edgespec.drafting.copies import CopyDrafter
-from edgespec.drafting.ngram import ContextTree, Match
+from edgespec.drafting.copies import Copy, CopyDrafter
+from edgespec.drafting.ngram import ContextTree, copied
 from tests.kit.toy import round_of
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 
 
-def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> Match | None:
+def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> Copy | None:
     """The definition of ``find``, by looking everywhere; ``first`` is the oldest position in the window."""
     for n in range(min(max_n, len(context)), 0, -1):
         suffix = context[-n:]
@@ -27,7 +27,7 @@ def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> 
         length = 0
         while length < min(chosen, len(context), 32) and tokens[chosen - 1 - length] == context[-1 - length]:
             length += 1
-        return Match(tokens[chosen], length, len(positions), counts[tokens[chosen]])
+        return copied(tokens[chosen], length, len(positions), counts[tokens[chosen]])
     return None
 
 

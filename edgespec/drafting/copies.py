@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from math import prod
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec.drafting.rates import Rate
@@ -27,6 +27,14 @@ class Proposal(Protocol):
 
     @property
     def prior(self) -> float: ...
+
+
+class Copy(NamedTuple):
+    """A proposal; see :class:`Proposal`."""
+
+    token: int
+    kind: Hashable
+    prior: float
 
 
 class Finder(ABC):

@@ -5,10 +5,10 @@ statistics of a suffix tree: Oliaro et al. 2024, SuffixDecoding). It grows by on
 exact: it hashes no runs, so there is nothing to verify.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgespec.drafting.copies import LONGEST, Finder
+from edgespec.drafting.copies import LONGEST, Copy, Finder
 from edgespec_runtimes.kv_cache import shared_length
 
 _OLDEST, _LATEST = 0, -1
@@ -39,40 +39,6 @@ class _Node:
         else:
             self.counts[token] -= 1
         return len(self.positions)
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The text's prediction behind a context.
-
-    Attributes:
-        token: the token that is proposed.
-        length: the tokens of context that its occurrence shares, at most 32.
-        count: the occurrences of the longest context in the tree that recurred. 1 is a unique context.
-        support: the number of these that ``token`` followed.
-    """
-
-    token: int
-    length: int
-    count: int
-    support: int
-
-    @property
-    def kind(self) -> Hashable:
-        """The class: the length by powers of two, whether the context is unique, whether most agree."""
-        return self.length.bit_length(), self.count == 1, 2 * self.support > self.count
-
-    @property
-    def prior(self) -> float:
-        """The probability that the prediction is right, before anything was learned.
-
-        It was fitted on replayed prose and code, for a match of n tokens.
-        """
-        if self.count == 1:
-            return self.length / (self.length + 3.5)
-        if self.support == self.count:
-            return self.length / (self.length + 1.0)
-        return (self.support - 0.5) / (self.count + 1.0)
 
 
 class ContextTree(Finder):
@@ -108,7 +74,7 @@ class ContextTree(Finder):
             self._append(token)
         return shared
 
-    def find(self, context: Sequence[int], ahead: int = 0) -> Match | None:
+    def find(self, context: Sequence[int], ahead: int = 0) -> Copy | None:
         """What followed the longest context in the tree with which ``context`` ends; None without one.
 
         If the two latest occurrences disagree, the more frequent follower is taken, else the latest.
@@ -126,7 +92,7 @@ class ContextTree(Finder):
         else:
             return None
         length = self._shared_length(position, context)
-        return Match(self._tokens[position], length, count, support)
+        return copied(self._tokens[position], length, count, support)
 
     def _choose(self, node: _Node) -> tuple[int, int, int]:
         latest = node.positions[-1]
@@ -188,3 +154,21 @@ class ContextTree(Finder):
                 del node.longer[before]
                 return
             node = at
+
+
+def copied(token: int, length: int, count: int, support: int) -> Copy:
+    """The proposal of a context's follower. Its prior was fitted on replayed prose and code.
+
+    Args:
+        token: the token that is proposed.
+        length: the tokens of context that its occurrence shares, at most 32.
+        count: the occurrences of the longest context that recurred. 1 is a unique context.
+        support: the number of these that ``token`` followed.
+    """
+    if count == 1:
+        prior = length / (length + 3.5)
+    elif support == count:
+        prior = length / (length + 1.0)
+    else:
+        prior = (support - 0.5) / (count + 1.0)
+    return Copy(token, (length.bit_length(), count == 1, 2 * support > count), prior)

@@ -105,7 +105,7 @@ def step_shares(rows: list[Rows], seconds: float) -> list[Passed]:
 
 
 def _shares(prices: Prices, rows: list[Rows], seconds: float) -> list[Passed]:
-    """A pass's time for each request: a row is as dear for all, drafts and prompts pay what they add."""
+    """A pass's time for each request: all pay for one row alike, and for more rows what these add."""
     counts, reads = [len(part.tokens) for part in rows], any(not part.wanted for part in rows)
     total, plain, experts = sum(counts), len(counts), rows[0].session.model.experts_read
     base_s = seconds * min(1.0, prices.pass_seconds(plain) / prices.pass_seconds(total))

@@ -22,7 +22,7 @@ class Stage(Enum):
 
     NEW = "nobody has queued it yet"
     WAITING = "it waits for its turn"
-    RUNNING = "who has taken it out of the queue ends it"
+    RUNNING = "whoever took it out of the queue must end it"
     ENDED = "it has its result"
 
 
