@@ -10,11 +10,10 @@ import pytest
 
 from edgespec.decoding.draft import Draft, Remarks
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.watch import Watch
 from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import STAKE, Guard, Pricing
+from edgespec.drafting.pricing import STAKE, Guard, Pricing, Watch
 from edgespec.drafting.rates import Rate
 from edgespec.history.drafter import HistoryFinder
 from edgespec.history.memory import Delta, Memory, Snapshot

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Final
+from typing import Final, Literal
 
 from edgespec.decoding.draft import ALONE, Load, Step
-from edgespec.decoding.watch import Finding, Watch
 from edgespec_runtimes.cost import CostCurve
 
 STAKE: Final = 5.0
@@ -239,6 +238,39 @@ class Prices:
                 return True
             survival *= typical
         return False
+
+
+Finding = Literal["proved", "failed"]
+"""The finding of a :class:`Watch`."""
+
+
+class Watch:
+    """Adds up gains and losses until they prove something, then begins anew.
+
+    Single gains are luck, so the test watches the sum of losses that no gains have made good (the cumulative
+    sum test of Page 1954, "Continuous inspection schemes"). What pays never loses much; what does not pay
+    soon does.
+
+    A loss above ``stake`` is a failure; a total gain of ``stake`` is a proof. ``lost`` is the sum of losses
+    that no gains have made good.
+    """
+
+    def __init__(self, stake: float) -> None:
+        self._stake = stake
+        self._won = self.lost = 0.0
+
+    def observe(self, gain: float) -> Finding | None:
+        """Add a gain, or a loss below 0. Returns what the sum proves, if anything."""
+        self._won += gain
+        self.lost = max(0.0, self.lost - gain)
+        finding: Finding | None = None
+        if self.lost > self._stake:
+            finding = "failed"
+        elif self._won >= self._stake:
+            finding = "proved"
+        if finding:
+            self._won = self.lost = 0.0
+        return finding
 
 
 class Guard:

@@ -233,7 +233,7 @@ class Scheduler:
         prices = self._runner.pricing.at(Load(len(tickets), context(sequences)))
         sequence = self._runner.begin(ticket, prices)
         if sequence is not None:
-            self.sequences[ticket] = ticket.running = sequence
+            self.sequences[ticket] = sequence
             return
         late = [other for other in tickets[tickets.index(ticket) :] if other not in self.sequences]
         with self._changed:  # nobody overtakes it

@@ -80,6 +80,7 @@ class Sequence:
             started=started,
             queued_s=queued_s,
         )
+        ticket.running = self
         self._progress: Progress | None = None  # of a prompt that takes several passes
         if self.decoding.unread >= seat.target.model.piece:
             held = seat.target.length
