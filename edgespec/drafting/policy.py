@@ -106,12 +106,10 @@ class Policy:
         return self._go_on(wanted, self._clock() - began + shared_s)
 
     def fail(self, error: Exception) -> Rows | Draft:
-        """Go on without the pass over the wanted rows, which failed."""
-
-        def failed(model: Source) -> Wanted:
-            raise error
-
-        return self._go_on(self._ask(failed), 0.0)
+        """Go on without the model, whose pass over the wanted rows failed."""
+        if self._model is not None:
+            self._leave_out(self._model, error)
+        return self._go_on(NO_DRAFT, 0.0)
 
     def observe(self, step: Step) -> None:
         """Learn from a round that has ended, and tell all sources."""
@@ -185,16 +183,19 @@ class Policy:
         except Exception as error:
             if source is self._model and self._model.is_needed:
                 raise
-            self.remarks.note_failure(error)
-            if source not in self._observers:  # it is being closed
-                return
-            self._observers.remove(source)
-            if source is self._model:
-                self._model = None
-            else:
-                self._free = CopyDrafter()
-            with suppress(Exception):
-                source.close()
+            self._leave_out(source, error)
+
+    def _leave_out(self, source: Observer, error: Exception) -> None:
+        self.remarks.note_failure(error)
+        if source not in self._observers:  # it is being closed
+            return
+        self._observers.remove(source)
+        if source is self._model:
+            self._model = None
+        else:
+            self._free = CopyDrafter()
+        with suppress(Exception):
+            source.close()
 
     def _go_on(self, wanted: Wanted, seconds: float) -> Rows | Draft:
         """Go on after the model drafted for ``seconds``. Its complete draft completes the round's."""
