@@ -12,7 +12,6 @@ from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
 from edgespec.loading.opening import NGRAM, Loaded, Reference, open_model, open_pair, placed
 from edgespec.loading.options import LoadOptions
-from edgespec.requests.queue import RequestQueue
 from edgespec.requests.request import (
     Hole,
     Messages,
@@ -31,6 +30,7 @@ from edgespec.requests.request import (
 )
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
+from edgespec.requests.scheduler import Scheduler
 from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.ticket import InProcess, Ticket
 from edgespec_models.bundles.bundle import Bundle
@@ -199,9 +199,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         self._advice = self.target.manifest.sampling
         self.drafter = None if runner.side is None else runner.side.bundle
         self._runner = runner
-        self._queue = RequestQueue(
-            self.options.max_waiting, runner.turn, runner.seats.most, tidy=runner.write_behind
-        )
+        self._queue = Scheduler(self.options.max_waiting, runner, runner.seats.most)
         self._learner, self._idle = learner, None
         if learner is not None and self.options.adapt == "idle":
             from edgespec.history.adapting import WhenIdle

@@ -103,10 +103,10 @@ def test_a_drafter_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
     pricing, beside = Pricing(curve), _beside(clock, 1.0)
     small = Timed(next_logits, VOCAB, clock, CostCurve({1: 1.0}))
     reader = reader_of(small)
-    ahead = ahead_of(model_of(small, pricing=pricing, reader=reader), reader, beside, pricing)
+    ahead = ahead_of(model_of(small, reader=reader), reader, beside)
     tokens, slowdowns = list(PROMPT), list[float]()
     for number in range(251):
-        draft = draft_of(ahead, tokens, 1 + 3 * (number % 3 > 0))
+        draft = draft_of(ahead, tokens, 1 + 3 * (number % 3 > 0), prices=pricing.at())
         slowdowns.append(ahead.slowdown)
         rows = 1 + len(draft.tokens)
         took = curve.seconds(rows) * (1.3 if beside._ran else 1.0)
@@ -115,7 +115,7 @@ def test_a_drafter_says_how_much_longer_its_pass_takes(clock: Clock) -> None:
         tokens = [*tokens, *draft.tokens] if len(tokens) < 500 else list(PROMPT)
     assert slowdowns[0] == 1.0 and slowdowns[-1] == pytest.approx(1.3, rel=0.05)
     assert slowdowns.count(1.0) > 251 // 16
-    assert pricing.pass_seconds(5) == pytest.approx(12.0, rel=0.05)
+    assert pricing.at().pass_seconds(5) == pytest.approx(12.0, rel=0.05)
 
 
 def _answer(clock: Clock, *, right: float, side_by_side: bool) -> Generation:
@@ -127,8 +127,8 @@ def _answer(clock: Clock, *, right: float, side_by_side: bool) -> Generation:
     target = Timed(next_logits, VOCAB, clock, CostCurve({1: 1.0}))
     without = Followers(CostCurve({1: 0.25, 2: 0.5}))  # what it writes is not guessed: rows are too dear
     reader, remarks = Reader(small, curve, without), Remarks()
-    model = model_of(small, pricing=pricing, reader=reader)
-    drafter = model if beside is None else ahead_of(model, reader, beside, pricing, remarks)
+    model = model_of(small, reader=reader)
+    drafter = model if beside is None else ahead_of(model, reader, beside, remarks)
     result = stream_of(target, drafter, pricing, Request(max_new_tokens=128), clock, remarks).run()
     assert [*PROMPT, *result.tokens] == plain(next_logits, 128)
     return result

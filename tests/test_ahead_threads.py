@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import LoadOptions, Model
-from edgespec.decoding.draft import Source, Step
-from edgespec.decoding.loop import Verifier
+from edgespec.decoding.draft import Step
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.copies import CopyDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.reading import Reader
 from edgespec.requests.request import Request, RequestOptions
@@ -96,9 +98,8 @@ class _Slow(ToySession):
         return super().forward(tokens)
 
 
-def _ahead(reader: Reader, small: ToySession, pricing: Pricing, bridge: Bridge | None = None) -> Ahead:
-    model = model_of(small, bridge, pricing=pricing, reader=reader)
-    return ahead_of(model, reader, Beside(QUICK), pricing)
+def _ahead(reader: Reader, small: ToySession, bridge: Bridge | None = None) -> Ahead:
+    return ahead_of(model_of(small, bridge, reader=reader), reader, Beside(QUICK))
 
 
 def _written(
@@ -107,7 +108,10 @@ def _written(
     """The rounds of a request that drafts ahead, each with all tokens so far."""
     tokens = list(PROMPT)
     verify = Verifier(GREEDY)
-    for step in decode(target, drafter, verify, tokens, max_new_tokens=count, max_draft=max_draft):
+    prices = Pricing(LONG).at()
+    for step in decode(
+        target, drafter, verify, tokens, max_new_tokens=count, max_draft=max_draft, prices=prices
+    ):
         yield step, tokens
     drafter.close()
     assert not _threads()
@@ -116,7 +120,7 @@ def _written(
 def test_the_next_draft_is_there_when_verification_ends() -> None:
     small = _Small(NEXT_LOGITS)
     reader = reader_of(small)
-    rounds = list(_written(_Slow(NEXT_LOGITS, VOCAB), _ahead(reader, small, Pricing(LONG)), 50))
+    rounds = list(_written(_Slow(NEXT_LOGITS, VOCAB), _ahead(reader, small), 50))
     assert small.waited_for == 4  # for the first draft alone: the prompt and three steps
     assert all(step.accepted == 4 for step, _ in rounds[1:9])
     assert rounds[-1][1] == plain(NEXT_LOGITS, 50)
@@ -140,11 +144,11 @@ def test_output_is_that_of_plain_decoding(
     small = _Small(mixed(next_logits, markov_logits(seed + 1, VOCAB), right))
     pricing, tokens = Pricing(LONG), list(PROMPT)
     reader = reader_of(small)
-    drafter: Source = _ahead(reader, small, pricing)
-    if with_ngrams:
-        drafter = policy_of(NgramDrafter(), drafter, pricing=pricing)
+    source = _ahead(reader, small)
+    drafter = policy_of(CopyDrafter(ContextTree()), source, pricing=pricing) if with_ngrams else source
     target = ToySession(next_logits, VOCAB)
-    for _ in decode(target, drafter, Verifier(params), tokens, max_new_tokens=count, max_draft=max_draft):
+    limits: dict[str, Any] = {"max_new_tokens": count, "max_draft": max_draft, "prices": pricing.at()}
+    for _ in decode(target, drafter, Verifier(params), tokens, **limits):
         assert target.cache == tokens[:-1]
     drafter.close()
     assert tokens == plain(next_logits, count, params)
@@ -158,7 +162,7 @@ def test_across_vocabularies() -> None:
     bridge = ByteBridge(large, other, prompt_length=3, drafter_prompt=before)
     small = ToySession.writing(other, script, len(before))
     reader = reader_of(small)
-    drafter = _ahead(reader, small, Pricing(LONG), bridge)
+    drafter = _ahead(reader, small, bridge)
     *_, (_, tokens) = _written(ToySession.writing(large, script, 3), drafter, 90, max_draft=5)
     assert large.bytes_of(tokens[3:]) == (script * 9)[: len(large.bytes_of(tokens[3:]))]
     assert reader.drafted_ahead > 0
@@ -204,13 +208,12 @@ class _Request:
         self.target.held = self.held
         self.reader = reader_of(self.held)
 
-    def drafter(self, pricing: Pricing) -> Ahead:
-        model = model_of(self.held, pricing=pricing, reader=self.reader)
-        return ahead_of(model, self.reader, self.beside, pricing)
+    def drafter(self) -> Ahead:
+        return ahead_of(model_of(self.held, reader=self.reader), self.reader, self.beside)
 
     def stream(self, cancelled: Callable[[], bool] = lambda: False) -> Stream:
         request = Request(max_new_tokens=40, cancelled=cancelled)
-        return stream_of(self.target, self.drafter(self.pricing), self.pricing, request)
+        return stream_of(self.target, self.drafter(), self.pricing, request)
 
 
 def test_a_request_that_is_cancelled_waits_for_the_step_that_runs() -> None:
@@ -249,8 +252,8 @@ def test_what_fails_beside_a_pass_ends_drafting_and_interrupts_end_the_answer(
     it.held.let_go.set()
     pricing = Pricing(LONG)  # the request's knows by now that its passes take no time
     it.reader = reader_of(it.held)
-    fresh = it.drafter(pricing)
-    assert draft_of(fresh, tokens, 4).tokens == tuple(plain(NEXT_LOGITS, len(tokens) + 1)[len(tokens) :])
+    fresh, expected = it.drafter(), plain(NEXT_LOGITS, len(tokens) + 1)[len(tokens) :]
+    assert draft_of(fresh, tokens, 4, prices=pricing.at()).tokens == tuple(expected)
     fresh.close()
 
 

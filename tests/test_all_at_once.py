@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import History, LoadOptions
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import Calibration
-from edgespec.drafting.ngram import BestOf, NgramDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Pricing
 from edgespec.history.memory import Snapshot
@@ -47,12 +48,12 @@ class _Machine:
 
     def answer(self, prompt: Sequence[int], params: SamplingParams, count: int) -> list[int]:
         tokens = list(prompt)
-        model = model_of(self._trained(), pricing=self.pricing, calibration=self.calibration)
-        free = BestOf(NgramDrafter(), self.use.begin(self.guards[1]))
+        model = model_of(self._trained(), calibration=self.calibration)
+        free = CopyDrafter(ContextTree(), self.use.begin(self.guards[1]))
         self.requests += 1
         drafter = model if self.requests % 3 else None
         policy = Policy(free, drafter, pricing=self.pricing, guard=self.guards[0])
-        ends = partial(decode, max_new_tokens=count, max_draft=4, clock=self.clock)
+        ends = partial(decode, max_new_tokens=count, max_draft=4, clock=self.clock, prices=self.pricing.at())
         for step in ends(self.target, policy, Verifier(params), tokens):
             for source in step.draft.sources[: step.accepted]:
                 self.accepted[source] += 1
@@ -109,7 +110,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def eager(free_passes: None, drafter_reads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter is asked in every round."""
-    monkeypatch.setattr("edgespec.drafting.pricing.Pricing.pays", lambda self, *_, **__: True)
+    monkeypatch.setattr("edgespec.drafting.pricing.Prices.pays", lambda self, *_, **__: True)
     monkeypatch.setattr("edgespec.drafting.policy.Policy.__init__", _asking_the_model)
 
 

@@ -12,9 +12,10 @@ import pytest
 import edgespec
 from edgespec import RequestOptions
 from edgespec.decoding.draft import Draft, Passed, Step
-from edgespec.drafting.blocks import AcceptanceRates, BlockDrafter
+from edgespec.drafting.blocks import BlockDrafter
 from edgespec.drafting.model import Calibration
 from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.rates import Rate
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
@@ -89,16 +90,15 @@ def drafter_of(session: Session, length: int) -> BlockDrafter:
     """One for which nothing costs anything, behind a prompt of so many tokens."""
     block = session.model.config.block
     assert block is not None
-    pricing, rates = Pricing(FREE), AcceptanceRates(block.longest, 0.9)
-    return BlockDrafter(session, QUICK, length, pricing=pricing, calibration=Calibration(), rates=rates)
+    rates = [Rate.usual(0.9, 20.0) for _ in range(block.longest)]
+    return BlockDrafter(session, QUICK, length, calibration=Calibration(), rates=rates)
 
 
 def drafted(drafter: BlockDrafter, tokens: Sequence[int], limit: int) -> Draft:
-    drafter.begin_round(tokens, limit)
-    assert drafter.rows is not None
-    (predictions,) = drafter.rows.session.model.predict_together([drafter.rows])
-    drafter.take(predictions, Passed(1, 1e-6, 1e-6))
-    return drafter.draft
+    rows = drafter.begin(tokens, limit, Pricing(FREE).at())
+    assert isinstance(rows, Rows)
+    (predictions,) = rows.session.model.predict_together([rows])
+    return drafter.take(predictions, Passed(1, 1e-6, 1e-6))
 
 
 def agreed(target: Bundle, head: Bundle, reference: Reference) -> int:

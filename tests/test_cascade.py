@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import Draft
+from edgespec.decoding.draft import ALONE, Draft
 from edgespec.drafting.cascade import Followers
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.reading import Reader
-from edgespec.requests.turns import step_shares
+from edgespec.requests.passes import step_shares
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.session import Rows
 from tests.kit.drafters import draft_of, model_of, read, step
@@ -67,7 +67,7 @@ def _session() -> ToySession:
     return session
 
 
-class _Eager(Pricing):
+class _Eager(Prices):
     """Drafts as far as it may: a step that takes no pass would else lead further than one that does."""
 
     def pays(self, *args: object, **kwargs: object) -> bool:
@@ -77,9 +77,9 @@ class _Eager(Pricing):
 def _drafts(followers: Followers, texts: Sequence[Sequence[int]]) -> tuple[list[Draft], ToySession]:
     """What is drafted behind each of these texts, one after the other."""
     session = _session()
-    pricing = _Eager(CostCurve({1: 100.0, 32: 100.01}))
-    drafter = model_of(session, pricing=pricing, reader=Reader(session, CHEAP, followers))
-    return [draft_of(drafter, text, 6) for text in texts], session
+    prices = _Eager(Pricing(CostCurve({1: 100.0, 32: 100.01})), ALONE)
+    drafter = model_of(session, reader=Reader(session, CHEAP, followers))
+    return [draft_of(drafter, text, 6, prices=prices) for text in texts], session
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), st.data())

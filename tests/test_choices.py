@@ -16,9 +16,9 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from onnxscript import GraphBuilder
 
 import edgespec
-from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import distribution
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.source import Source
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.errors import EdgespecError
 from edgespec_models.graphs.decoder import choose

@@ -48,6 +48,7 @@ def test_the_drafter_keeps_caches_too() -> None:
     drafter, said, other = toy_session(1), [question(SYSTEM)], "Something else, which it does not read"
     with toy_model(drafter=drafter) as model:
         prompt = runner_of(model).prompt(said, Request())[1]
+        assert isinstance(prompt, list)
         drafter.prefill(prompt)  # as after an answer that it drafted for
         read = len(drafter.passes)
         model.generate(other, max_new_tokens=1)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Draft, Step
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.custom import Custom
 from edgespec_models.errors import RequestError
 from tests.kit.drafters import draft_of, plain

@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Extending, Passed, Source, Step
-from edgespec.decoding.loop import Decoding, Verifier
+from edgespec.decoding.draft import NO_DRAFT, Passed, Step
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.bridge import ByteBridge
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import ModelDrafter
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.ngram import ContextTree
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Prices
+from edgespec.drafting.source import Extending, Source, Wanted
+from edgespec.requests.loop import Decoding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
@@ -27,6 +32,7 @@ from tests.kit.toy import (
     COLUMNS,
     GEMMA,
     LLAMA,
+    PRICES,
     RandomDrafter,
     Silent,
     ToySession,
@@ -37,6 +43,10 @@ from tests.kit.toy import (
 )
 
 SCRIPT = "\n".join(CORPUS).encode()
+
+
+def ngrams() -> CopyDrafter:
+    return CopyDrafter(ContextTree())
 
 
 def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
@@ -52,7 +62,7 @@ def _across(kind: str, seed: int, *, script: bool) -> ModelDrafter:
     return model_of(session, bridge)
 
 
-def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending]]:
+def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending | Policy]]:
     """Every kind of drafter for a target with the tokenizer ``byte``."""
     vocab = tokenizer("byte").vocab_size
     oracle = markov_logits(0, vocab)
@@ -62,20 +72,22 @@ def _drafters(seed: int) -> dict[str, Callable[[], Source | Extending]]:
         for kind in ("small byte", "sentencepiece")
     }
     return across | {
-        "ngram": lambda: NgramDrafter(stop_below=0.0),
+        "ngram": lambda: CopyDrafter(ContextTree(), stop_below=0.0),
         "random": lambda: RandomDrafter(seed, vocab),
         "oracle with errors": lambda: RandomDrafter(seed, vocab, oracle),
         "same model": lambda: model_of(ToySession(oracle, vocab)),
         "other model": lambda: model_of(ToySession.markov(seed, vocab, scale=50.0)),
-        "policy": lambda: policy_of(NgramDrafter(), _across("sentencepiece", seed, script=True)),
-        "policy with an oracle": lambda: policy_of(NgramDrafter(), model_of(ToySession(oracle, vocab))),
+        "policy": lambda: policy_of(ngrams(), _across("sentencepiece", seed, script=True)),
+        "policy with an oracle": lambda: policy_of(
+            CopyDrafter(ContextTree()), model_of(ToySession(oracle, vocab))
+        ),
     }
 
 
 DRAFTERS = tuple(_drafters(0))
 
 
-def _drafter(kind: str, seed: int = 0) -> Source | Extending:
+def _drafter(kind: str, seed: int = 0) -> Source | Extending | Policy:
     return _drafters(seed)[kind]()
 
 
@@ -100,19 +112,17 @@ def _plain(
 class _Watched(Source):
     """A source that is asked for no more than may come, and told of every round."""
 
-    def __init__(self, inner: Source | Extending, first: int, end: int, max_draft: int) -> None:
+    def __init__(self, inner: Source | Extending | Policy, first: int, end: int, max_draft: int) -> None:
         self.inner, self.told = in_loop(inner), list[Step]()
         self._first, self._end, self._max_draft = first, end, max_draft
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Wanted:
         assert len(tokens) >= self._first
         assert 0 < limit == min(self._max_draft, self._end - len(tokens) - 1)
-        self.inner.begin_round(tokens, limit)
-        self.rows, self.draft = self.inner.rows, self.inner.draft
+        return self.inner.begin(tokens, limit, prices)
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        self.inner.take(predictions, passed)
-        self.rows, self.draft = self.inner.rows, self.inner.draft
+    def take(self, predictions: Predictions, passed: Passed) -> Wanted:
+        return self.inner.take(predictions, passed)
 
     def observe(self, step: Step) -> None:
         self.told.append(step)
@@ -124,7 +134,7 @@ class _Watched(Source):
 
 def _run(
     target: Session,
-    drafter: Source | Extending | None,
+    drafter: Source | Extending | Policy | None,
     prompt: list[int],
     *,
     count: int,
@@ -224,12 +234,11 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     target, tokens = _target(False), [*range(24)]
     target.prefill(range(5))
     target.passes.clear()
-    decoding = Decoding(target, Silent(), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
+    decoding = Decoding(target, in_loop(Silent()), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
     left = list[int]()
-    while not decoding.ended:
-        decoding.propose()
-        assert decoding.drafter_rows is None
-        rows = decoding.rows(8)
+    while decoding.reason is None:
+        assert decoding.propose(PRICES) is None
+        rows = decoding.rows(8, 0)
         left.append(decoding.unread)
         (said,) = target.model.predict_together([rows])
         step = decoding.take(said, Passed(1, 0.0, 0.0))
@@ -256,7 +265,7 @@ def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, porta
         (model_of(small, bridge), 0),
         (model_of(same), 20),
         (RandomDrafter(1, 404, None), 0),
-        (NgramDrafter(stop_below=0.0), 0),
+        (CopyDrafter(ContextTree(), stop_below=0.0), 0),
     ):
         target.rewind(0)
         result, accepted = _run(target, drafter, prompt, count=60, max_draft=5)

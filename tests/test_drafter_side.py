@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Remarks, Source
+from edgespec.decoding.draft import Remarks
 from edgespec.drafting.model import ModelDrafter, context_tokens
-from edgespec.drafting.pricing import Pricing
 from edgespec.drafting.side import DrafterSide
+from edgespec.drafting.source import Source
 from edgespec.loading.opening import Running
 from edgespec_models.text.tokenizer import SpecialTokens
 from edgespec_runtimes.cost import CostCurve
@@ -34,7 +34,6 @@ def _side(*, context: int = 4096, curve: CostCurve = QUICK) -> DrafterSide:
         target,
         Running(small, toy_session(context=context), curve, placement),
         same_vocabulary=True,
-        pricing=Pricing(CostCurve({1: 1.0, 8: 1.001})),
         caches=KvStore(0),
     )
 
@@ -48,6 +47,7 @@ def _begin(side: DrafterSide, prompt: list[int], max_new_tokens: int = 20) -> So
         max_new_tokens=max_new_tokens,
         max_draft=4,
         target_end=EOS,
+        token_s=1.0,
         remarks=Remarks(),
     )
 

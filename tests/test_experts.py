@@ -81,15 +81,15 @@ def test_rows_are_as_dear_as_their_experts() -> None:
     curve = CostCurve({1: 0.020, 2: 0.029, 4: 0.0444, 8: 0.0657}, experts=COSTS)
     pricing, plain = Pricing(curve), Pricing(replace(curve, experts=None))
     # A quarter is shared until passes tell, which is more than the measured tokens did.
-    assert pricing.pass_seconds(1) == pytest.approx(plain.pass_seconds(1))
-    assert pricing.pass_seconds(2) == pytest.approx(0.029 - 0.001 * 10 * 0.15)
+    assert pricing.at().pass_seconds(1) == pytest.approx(plain.at().pass_seconds(1))
+    assert pricing.at().pass_seconds(2) == pytest.approx(0.029 - 0.001 * 10 * 0.15)
     for _ in range(100):
         pricing.observe_pass(4, 0.0444 - 0.001 * (COSTS.expected(4) - 12), 12)
-    assert pricing.pass_seconds(4) == pytest.approx(0.0444 - 0.001 * (COSTS.expected(4) - 12), rel=0.01)
-    assert pricing.pass_seconds(2) < 0.0225 < plain.pass_seconds(2)
+    assert pricing.at().pass_seconds(4) == pytest.approx(0.0444 - 0.001 * (COSTS.expected(4) - 12), rel=0.01)
+    assert pricing.at().pass_seconds(2) < 0.0225 < plain.at().pass_seconds(2)
     for _ in range(100):  # others that share nothing
         pricing.observe_pass(4, 0.0444 + 0.001 * (40 - COSTS.expected(4)), 40)
-    assert pricing.pass_seconds(2) == pytest.approx(0.030, rel=0.02)
+    assert pricing.at().pass_seconds(2) == pytest.approx(0.030, rel=0.02)
 
 
 def test_a_draft_of_rows_that_share_experts_is_longer() -> None:
@@ -99,8 +99,8 @@ def test_a_draft_of_rows_that_share_experts_is_longer() -> None:
         alike.observe_pass(4, 0.0444 - 0.001 * (COSTS.expected(4) - 11), 11)
         apart.observe_pass(4, 0.0444 + 0.001 * (39 - COSTS.expected(4)), 39)
     confidence = [0.6, 0.6, 0.6]
-    assert alike.keep(confidence)[0] == 3 > apart.keep(confidence)[0]
-    assert sum(alike.share([confidence])) == 3
+    assert alike.at().keep(confidence)[0] == 3 > apart.at().keep(confidence)[0]
+    assert sum(alike.at().share([confidence])) == 3
 
 
 def test_a_pass_of_one_row_reads_the_experts_that_it_uses(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_each_source_has_the_overlap_of_its_rows() -> None:
             read = round(COSTS.expected(4, overlap))
             seconds = curve.seconds(4) + COSTS.read_s * (read - COSTS.expected(4))
             pricing.observe_pass(4, seconds, read, source)
-    copies, guesses = (pricing.rows_seconds(3, source=source) for source in ("ngram", "model"))
+    copies, guesses = (pricing.at().rows_seconds(3, source=source) for source in ("ngram", "model"))
     assert copies < 0.5 * guesses
-    assert copies < pricing.rows_seconds(3) < guesses
-    kept = [pricing.keep([0.55] * 4, source)[0] for source in ("ngram", "model")]
+    assert copies < pricing.at().rows_seconds(3) < guesses
+    kept = [pricing.at().keep([0.55] * 4, source)[0] for source in ("ngram", "model")]
     assert kept[0] > kept[1]

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Extending, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec.decoding.grammar import Allowed, Choice, Constraint, Grammars, JsonSchema, Regex, ResponseFormat
 from edgespec.decoding.sampling import Row, SamplingParams
 from edgespec.drafting.bridge import ByteBridge
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import ModelDrafter
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.ngram import ContextTree
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.source import Extending, Source
 from edgespec.measuring.chi_square import pool_rare, two_samples
 from tests.kit.drafters import GREEDY, draft_of, model_of, policy_of, tokenizer
 from tests.kit.formats import NEW, PROMPT, accepts, formats, written
@@ -44,13 +47,13 @@ def grammars(kind: str) -> Grammars:
 markov = lru_cache(maxsize=4)(markov_logits)
 
 
-def plain(constraint: Constraint) -> Source:
+def plain(constraint: Constraint) -> Source | Policy:
     return Silent()
 
 
 def write(
     wanted: ResponseFormat,
-    source_of: Callable[[Constraint], Source] = plain,
+    source_of: Callable[[Constraint], Source | Policy] = plain,
     *,
     kind: str = "byte",
     seed: int = 0,
@@ -79,17 +82,17 @@ def across(kind: str, seed: int) -> ModelDrafter:
     return model_of(session, bridge)
 
 
-def under(free: Extending, model: Source | None = None) -> Callable[[Constraint], Source]:
+def under(free: Extending, model: Source | None = None) -> Callable[[Constraint], Source | Policy]:
     return lambda constraint: policy_of(free, model, constraint=constraint)
 
 
-def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source]]:
+def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source | Policy]]:
     vocab = tokenizer(kind).vocab_size
     oracle = markov(seed, vocab)
     return {
         "forced": under(Silent()),
-        "ngrams": under(NgramDrafter(stop_below=0.0)),
-        "ngrams and model": under(NgramDrafter(stop_below=0.0), across(kind, seed)),
+        "ngrams": under(CopyDrafter(ContextTree(), stop_below=0.0)),
+        "ngrams and model": under(CopyDrafter(ContextTree(), stop_below=0.0), across(kind, seed)),
         "random": under(RandomDrafter(seed, vocab, oracle)),
         "random, uncut": lambda c: RandomDrafter(seed, vocab, oracle),
         "the target without the grammar": under(Silent(), model_of(ToySession(oracle, vocab))),
@@ -164,7 +167,7 @@ def test_the_grammar_follows_what_is_taken_back() -> None:
 
 
 def test_samples_follow_the_distribution_of_plain_constrained_sampling() -> None:
-    def samples(source_of: Callable[[Constraint], Source], first: int) -> list[tuple[int, ...]]:
+    def samples(source_of: Callable[[Constraint], Source | Policy], first: int) -> list[tuple[int, ...]]:
         params = (SamplingParams(temperature=2.0, seed=first + each) for each in range(250))
         answers = (write(Regex("[ad]{4}"), source_of, params=param)[0] for param in params)
         return [tuple(token for token in answer if token not in ends("byte")) for answer in answers]
@@ -230,8 +233,8 @@ def _loses(source: _Behind, committed: tuple[int, ...], seconds: float, rounds: 
     """Whether rounds like this have drafting paused, where a pass takes a second and a row no time."""
     policy = policy_of(source, constraint=_TwoForced())
     for _ in range(rounds):
-        policy.begin_round([0], 8)
-        policy.observe(Step(committed, policy.draft, len(committed) - 1, 0.0, 1.0, seconds))
+        draft = draft_of(policy, [0], 8)
+        policy.observe(Step(committed, draft, len(committed) - 1, 0.0, 1.0, seconds))
     policy.close()
     return policy.remarks.speculation_off_reason is not None
 
@@ -244,7 +247,7 @@ def test_sources_have_no_credit_for_what_is_forced() -> None:
 
 
 def test_ngrams_learn_from_where_they_were_asked() -> None:
-    ngrams = NgramDrafter()
+    ngrams = CopyDrafter(ContextTree())
     text = [7, 8, 9, 10] * 6
     before = ngrams.propose(text, 4).confidence[0]
     for _ in range(20):

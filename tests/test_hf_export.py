@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 import edgespec
 from edgespec.cli import app
-from edgespec.decoding.draft import Extending
-from edgespec.decoding.loop import Verifier
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.copies import CopyDrafter
+from edgespec.drafting.ngram import ContextTree
+from edgespec.drafting.source import Extending
 from edgespec.loading.opening import open_model
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats import plan
@@ -122,7 +123,7 @@ def test_drafts_do_not_change_what_is_written(tmp_path: Path, case: str) -> None
         np.testing.assert_array_equal(rows, whole)
     plain, _ = written(session, Silent())
     oracle = RandomDrafter(0, VOCAB, lambda tokens: np.eye(VOCAB, dtype=np.float32)[plain[len(tokens)]])
-    for source in (oracle, NgramDrafter()):
+    for source in (oracle, CopyDrafter(ContextTree())):
         drafted, accepted = written(session, source)
         assert drafted == plain and (accepted > 4 or source is not oracle)
     session.close()

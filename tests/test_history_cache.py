@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
-from edgespec.drafting.ngram import BestOf, NgramDrafter
-from edgespec.history.drafter import HistoryDrafter
+from edgespec.drafting.copies import Copy, CopyDrafter, Finder, Proposal
+from edgespec.drafting.ngram import ContextTree
+from edgespec.drafting.rates import Rate
+from edgespec.history.drafter import HistoryFinder
 from edgespec.history.memory import MAX_N, Delta, Index, Match, Memory, Snapshot
-from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage, Tally
+from edgespec.history.passages import HALF_LIFE, LEAD, LONGEST, Cutter, Entry, Passage
 from tests.kit.histories import cut
-from tests.kit.toy import Silent, round_of
+from tests.kit.toy import round_of
 
 # Ids whose big-endian bytes end in zeros, and the largest there are.
 tokens = st.sampled_from([0, 1, 2, 255, 256, 65535, 2**31 - 2])
@@ -81,7 +83,7 @@ class TestEntries:
         assert entry.worth(0) > 0.8 * other.worth(0)
 
     def test_tallies_forget(self) -> None:
-        tally = Tally()
+        tally = Rate()
         for number in range(2600):
             tally.add(number >= 2000, 1)
         assert tally.right / tally.judged > 0.85
@@ -195,20 +197,26 @@ class TestMemory:
         assert match is not None and match.length == MAX_N and match.token == often[50]
 
 
-class _Near(Silent):
+class _Near(Finder):
     """Proposes from the text what it is told to."""
 
-    def __init__(self, tokens: Sequence[int], confidence: float) -> None:
-        self.draft = Draft(tuple(tokens), ("ngram",) * len(tokens), (confidence,) * len(tokens))
+    source = "ngram"
 
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        return self.draft
+    def __init__(self, tokens: Sequence[int], confidence: float) -> None:
+        super().__init__()
+        self._tokens, self._confidence = tokens, confidence
+
+    def find(self, context: Sequence[int], ahead: int) -> Copy | None:
+        return Copy(self._tokens[ahead], "near", 0.5) if ahead < len(self._tokens) else None
+
+    def probability(self, proposal: Proposal) -> float:
+        return self._confidence
 
 
 class TestDrafter:
     def test_a_repeated_answer_is_copied_across_passages(self) -> None:
         text = _noise(4, 400)
-        drafter = HistoryDrafter(_memory(text))
+        drafter = CopyDrafter(HistoryFinder(_memory(text)))
         accepted = 0
         for end in range(10, 380):
             draft = drafter.propose(text[:end], 8)
@@ -217,7 +225,9 @@ class TestDrafter:
         assert accepted > 330
 
     def test_nothing_known_nothing_proposed(self) -> None:
-        for drafter, limit in ((HistoryDrafter(_memory()), 8), (HistoryDrafter(_memory([1, 2, 3, 4])), 0)):
+        unknown, without_room = ((), 8), (([1, 2, 3, 4],), 0)
+        for known, limit in (unknown, without_room):
+            drafter = CopyDrafter(HistoryFinder(_memory(*known)))
             assert drafter.propose([1, 2, 3], limit) is NO_DRAFT
             assert drafter.extend([1, 2, 3], NO_DRAFT, limit) is NO_DRAFT
 
@@ -225,7 +235,7 @@ class TestDrafter:
         text, proposed = _noise(5, 30), []
         memory = _memory(text)
         for round_ in range(16):
-            drafter = HistoryDrafter(memory)
+            drafter = CopyDrafter(HistoryFinder(memory))
             proposed.append(bool(drafter.propose(text[:10], 1).tokens))
             drafter.observe(round_of(9999 + round_))
         assert proposed[0] and not proposed[-1]
@@ -236,7 +246,7 @@ class TestDrafter:
         stated, right = [], []
         for number in range(60):
             answer = [token if rng.random() < 0.9 else rng.randrange(50) for token in _noise(7, 60, 50)]
-            drafter = HistoryDrafter(memory)
+            drafter = CopyDrafter(HistoryFinder(memory))
             drafter.observe(round_of(answer[0]))
             for end in range(1, len(answer)):
                 draft = drafter.propose(answer[:end], 1)
@@ -250,7 +260,7 @@ class TestDrafter:
     def test_what_stood_behind_a_rejected_token_is_not_judged(self) -> None:
         text = _noise(6, 30)
         memory = _memory(text)
-        drafter = HistoryDrafter(memory, stop_below=0.0)
+        drafter = CopyDrafter(HistoryFinder(memory), stop_below=0.0)
         assert len(drafter.propose(text[:10], 4).tokens) == 4
         drafter.observe(round_of(text[10], 9999, *text[12:14]))
         entries = memory.entries
@@ -261,8 +271,8 @@ class TestDrafter:
     def test_a_draft_stops_where_it_would_hardly_be_reached(self) -> None:
         text = _noise(6, 60)
         memory = _memory(text)
-        whole = HistoryDrafter(memory, stop_below=0.0).propose(text[:10], 30).confidence
-        cut_off = HistoryDrafter(memory, stop_below=0.3).propose(text[:10], 30).confidence
+        whole = CopyDrafter(HistoryFinder(memory), stop_below=0.0).propose(text[:10], 30).confidence
+        cut_off = CopyDrafter(HistoryFinder(memory), stop_below=0.3).propose(text[:10], 30).confidence
         assert 1 < len(cut_off) < len(whole) and cut_off == whole[: len(cut_off)]
         assert prod(cut_off) >= 0.3 > prod(whole[: len(cut_off) + 1])
 
@@ -270,21 +280,22 @@ class TestDrafter:
     def test_a_draft_of_others_is_gone_on_with(self, source: str) -> None:
         """The history does not know the context, but what others propose behind it."""
         text = _noise(8, 60)
-        context, history = [7777, *text[18:20]], HistoryDrafter(_memory(text[15:]), stop_below=0.0)
+        context, history = [7777, *text[18:20]], HistoryFinder(_memory(text[15:]))
         if source == "ngram":
-            draft = BestOf(_Near(text[20:22], 0.99), history).propose(context, 6)
+            near = _Near(text[20:22], 0.99)
+            draft = CopyDrafter(near, history, stop_below=0.0).propose(context, 6)
         else:
-            both = BestOf(Silent(), history)
-            both.propose(context, 6)
-            draft = both.extend(context, Draft(tuple(text[20:22]), ("model",) * 2, (0.9, 0.9)), 6)
+            alone = CopyDrafter(history, stop_below=0.0)
+            alone.propose(context, 6)
+            draft = alone.extend(context, Draft(tuple(text[20:22]), ("model",) * 2, (0.9, 0.9)), 6)
         assert draft.tokens == tuple(text[20:26]) and draft.sources == (source,) * 2 + ("history",) * 4
         assert len(draft.confidence) == 6
 
     def test_the_better_promise_wins(self) -> None:
         text = _noise(9, 60)
-        history = HistoryDrafter(_memory(text))
+        history = HistoryFinder(_memory(text))
         nears = _Near([9999], 0.1), _Near([9999] * 4, 0.99)
-        worse, better = (BestOf(near, history).propose(text[:20], 4) for near in nears)
+        worse, better = (CopyDrafter(near, history).propose(text[:20], 4) for near in nears)
         assert worse.tokens == tuple(text[20:24]) and better.sources == ("ngram",) * 4
 
     @settings(max_examples=30, deadline=None)
@@ -292,7 +303,7 @@ class TestDrafter:
     def test_drafts_are_well_formed_within_the_limit_and_repeatable(
         self, texts: list[list[int]], context: list[int], limit: int
     ) -> None:
-        sources = (BestOf(NgramDrafter(), HistoryDrafter(_memory(*texts))) for _ in range(2))
+        sources = (CopyDrafter(ContextTree(), HistoryFinder(_memory(*texts))) for _ in range(2))
         draft, again = (source.propose(context, limit) for source in sources)
         assert draft == again
         assert len(draft.tokens) == len(draft.sources) == len(draft.confidence) <= limit

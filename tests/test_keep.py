@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import Source
-from edgespec.decoding.loop import Verifier
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.source import Source
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Timer
 from time import sleep
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -82,7 +82,7 @@ def test_trim_gives_back_what_no_answer_uses() -> None:
 def test_what_is_trimmed_comes_from_the_disk(tmp_path: Path) -> None:
     """Also where the model was paused before there was time to write it."""
     with edgespec.load(tiny_native(tmp_path / "m").path, None, options=LoadOptions(threads=1)) as model:
-        queue_of(model)._tidy = lambda stop: None
+        cast(Any, runner_of(model)).write_behind = lambda stop: None
         model.generate("many words, " * 20, max_new_tokens=1)
         assert model.trim() > 0
         assert model.generate("many words, " * 20, max_new_tokens=1).stats.cached_tokens >= 32
@@ -92,7 +92,7 @@ def test_what_is_trimmed_beside_an_answer_comes_from_the_disk_too(tmp_path: Path
     """And so does the answer, once it is over."""
     path, texts = tiny_native(tmp_path / "m").path, ("many words, " * 20, "other text; " * 20)
     with edgespec.load(path, None, options=LoadOptions(threads=1)) as model:
-        queue_of(model)._tidy = lambda stop: None
+        cast(Any, runner_of(model)).write_behind = lambda stop: None
         model.generate(texts[0], max_new_tokens=1)
         stream = model.stream(texts[1], max_new_tokens=100)
         next(stream)

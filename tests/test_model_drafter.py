@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import NO_DRAFT, Draft
+from edgespec.decoding.draft import NO_DRAFT, Draft, Load
 from edgespec.drafting.bridge import ByteBridge, IdentityBridge
 from edgespec.drafting.model import Calibration, Guess
 from edgespec.drafting.pricing import Pricing
@@ -17,7 +17,7 @@ from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from tests.kit.drafters import FREE, VOCAB, draft_of, model_of, read, reader_of, step
 from tests.kit.tokenizers import byte_level_json, sentencepiece_json
-from tests.kit.toy import F32, NextLogits, ToySession, markov_logits, round_of
+from tests.kit.toy import F32, NextLogits, ToySession, alone, markov_logits, round_of
 
 SURE = Guess(0, 1.0, open=False)
 
@@ -50,13 +50,11 @@ def test_beside_others_it_reads_in_pieces_and_never_beyond_its_context() -> None
     tokens = [(7 * i) % VOCAB for i in range(150)]
     session = ToySession(markov_logits(0, VOCAB, scale=200.0), VOCAB, context=160)
     session.reserve(160)
-    pricing = Pricing(FREE)
-    pricing.sequences = 2
-    drafter = model_of(session, pricing=pricing)
+    prices, drafter = Pricing(FREE).at(Load(2)), model_of(session)
     for limit, length, reads in ((4, 64, True), (6, 64, False), (4, 128, True)):  # 162 tokens have no room
-        assert draft_of(drafter, tokens, limit) == NO_DRAFT
-        assert session.length == length and drafter.is_reading == reads
-    assert draft_of(drafter, tokens, 4).tokens and not drafter.is_reading
+        wanted = alone(drafter.begin(tokens, limit, prices), drafter.take)
+        assert wanted == (None if reads else NO_DRAFT) and session.length == length
+    assert draft_of(drafter, tokens, 4, prices=prices).tokens
 
 
 def test_each_proposal_has_its_own_confidence() -> None:
@@ -98,8 +96,8 @@ def test_it_drafts_as_far_as_that_pays(
     scale: float, curve: CostCurve, step_s: float, length: int, asked: bool
 ) -> None:
     session = ToySession.markov(0, VOCAB, scale=scale)
-    drafter = model_of(session, pricing=Pricing(curve), curve=CostCurve({1: step_s}))
-    assert len(draft_of(drafter, [3, 1, 4], 8).tokens) == length
+    drafter = model_of(session, curve=CostCurve({1: step_s}))
+    assert len(draft_of(drafter, [3, 1, 4], 8, prices=Pricing(curve).at()).tokens) == length
     assert bool(session.passes) == asked
 
 
@@ -154,11 +152,11 @@ def test_a_drafter_that_fails_is_stopped_and_tried_again_much_later() -> None:
     calibration = Calibration()
     curve = CostCurve({1: 1.0, 2: 1.4, 16: 7.0})
     session = _sure()
-    drafter = model_of(session, pricing=Pricing(curve), calibration=calibration)
+    drafter, prices = model_of(session, calibration=calibration), Pricing(curve).at()
     tokens = [3, 1, 4]
     drafted: list[bool] = []
     for _ in range(2000):
-        draft = draft_of(drafter, tokens, 2)
+        draft = draft_of(drafter, tokens, 2, prices=prices)
         drafted.append(bool(draft.tokens))
         wrong = (draft.tokens[0] + 1) % VOCAB if draft.tokens else 7
         drafter.observe(round_of(wrong))
@@ -180,19 +178,19 @@ class _Watch:
 
 def test_a_slow_spell_ends_drafting_only_for_a_while_and_one_slow_step_not_at_all() -> None:
     clock, tokens = _Watch(), [3, 1, 4]
-    pricing = Pricing(CostCurve({1: 0.010, 16: 0.012}))
-    drafter = model_of(_sure(), pricing=pricing, curve=CostCurve({1: 0.001}))
+    prices = Pricing(CostCurve({1: 0.010, 16: 0.012})).at()
+    drafter = model_of(_sure(), curve=CostCurve({1: 0.001}))
     for clock.step_s in (0.001, 60.0, 0.001, 0.001):
-        drafted = draft_of(drafter, tokens, 1, clock).tokens
+        drafted = draft_of(drafter, tokens, 1, clock, prices).tokens
         assert drafted
         tokens += drafted
     clock.step_s = 0.5
-    while draft := draft_of(drafter, tokens, 8, clock).tokens:
+    while draft := draft_of(drafter, tokens, 8, clock, prices).tokens:
         tokens += draft
     clock.step_s = 0.001
     for _ in range(400):
         tokens.append(7)
-        if draft_of(drafter, tokens, 8, clock).tokens:
+        if draft_of(drafter, tokens, 8, clock, prices).tokens:
             return
     pytest.fail("never drafted again")
 

@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
-from edgespec.drafting.ngram import ContextTree, Match, NgramDrafter
+from edgespec.drafting.copies import Copy, CopyDrafter
+from edgespec.drafting.ngram import ContextTree, copied
 from tests.kit.toy import round_of
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 
 
-def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> Match | None:
+def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> Copy | None:
     """The definition of ``find``, by looking everywhere; ``first`` is the oldest position in the window."""
     for n in range(min(max_n, len(context)), 0, -1):
         suffix = context[-n:]
@@ -26,7 +27,7 @@ def _scan(tokens: list[int], context: list[int], max_n: int, first: int = 0) -> 
         length = 0
         while length < min(chosen, len(context), 32) and tokens[chosen - 1 - length] == context[-1 - length]:
             length += 1
-        return Match(tokens[chosen], length, len(positions), counts[tokens[chosen]])
+        return copied(tokens[chosen], length, len(positions), counts[tokens[chosen]])
     return None
 
 
@@ -53,7 +54,7 @@ def test_a_tree_that_is_moved_about_finds_what_a_scan_of_its_window_finds(
 
 
 def test_a_copy_goes_on_into_its_own_proposals() -> None:
-    draft = NgramDrafter(stop_below=0.0).propose([9, 1, 2, 3, 1, 2, 3, 1], 7)
+    draft = CopyDrafter(ContextTree(), stop_below=0.0).propose([9, 1, 2, 3, 1, 2, 3, 1], 7)
     assert draft.tokens == (2, 3, 1, 2, 3, 1, 2)
     assert draft.sources == ("ngram",) * 7
     assert len(draft.confidence) == 7
@@ -64,13 +65,13 @@ def test_a_copy_goes_on_into_its_own_proposals() -> None:
     [([], 4, 0), ([1], 4, 0), ([1, 2, 3], 4, 0), ([1, 2, 3, 4] * 5, 3, 3), ([1, 2, 3, 4] * 5, 0, 0)],
 )
 def test_what_matches_is_proposed_up_to_the_limit(tokens: list[int], limit: int, count: int) -> None:
-    draft = NgramDrafter().propose(tokens, limit)
+    draft = CopyDrafter(ContextTree()).propose(tokens, limit)
     assert len(draft.tokens) == count and (draft is NO_DRAFT) == (count == 0)
 
 
 def test_longer_and_undisputed_matches_are_trusted_more() -> None:
     def confidence(text: list[int]) -> float:
-        return NgramDrafter(stop_below=0.0).propose(text, 1).confidence[0]
+        return CopyDrafter(ContextTree(), stop_below=0.0).propose(text, 1).confidence[0]
 
     unique_1 = confidence([1, 10, 5, 1])
     unique_3 = confidence([1, 2, 3, 10, 5, 1, 2, 3])
@@ -80,7 +81,7 @@ def test_longer_and_undisputed_matches_are_trusted_more() -> None:
     assert unique_1 < agreed_1
 
 
-def _replay(drafter: NgramDrafter, text: list[int], start: int) -> tuple[float, float]:
+def _replay(drafter: CopyDrafter, text: list[int], start: int) -> tuple[float, float]:
     """Mean confidence and share accepted of first proposals, while the text is committed token by token."""
     stated, right = [], []
     for end in range(start, len(text)):
@@ -96,7 +97,7 @@ def test_confidence_learns_from_what_is_committed() -> None:
     noise = random.Random(0)
     noisy = [noise.randrange(20) for _ in range(1500)]
     # On noise the priors promise far too much; in the end the stated confidence is the true rate.
-    drafter = NgramDrafter(stop_below=0.0)
+    drafter = CopyDrafter(ContextTree(), stop_below=0.0)
     first, _ = _replay(drafter, noisy[:330], 300)
     stated, right = _replay(drafter, noisy, 500)
     assert first > 0.15
@@ -105,7 +106,7 @@ def test_confidence_learns_from_what_is_committed() -> None:
 
 def test_matches_that_fell_out_of_favour_are_still_judged() -> None:
     """Token by token: unique matches of one token that are wrong 60 times, then right 60 times."""
-    drafter = NgramDrafter()
+    drafter = CopyDrafter(ContextTree())
     text: list[int] = []
 
     def proposals(block: list[int]) -> list[bool]:
@@ -125,7 +126,7 @@ def test_matches_that_fell_out_of_favour_are_still_judged() -> None:
 
 
 def test_the_draft_of_another_is_gone_on_with() -> None:
-    drafter, text = NgramDrafter(stop_below=0.0), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    drafter, text = CopyDrafter(ContextTree(), stop_below=0.0), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     drafter.propose(text, 8)
     other = Draft((4, 5), ("model",) * 2, (0.9, 0.8))
     longer = drafter.extend(text, other, 6)
@@ -137,10 +138,10 @@ def test_the_draft_of_another_is_gone_on_with() -> None:
 
 def test_nothing_is_added_that_would_hardly_be_reached() -> None:
     text = [1, 10, 11, 12, 13, 14, 15, 5, 1]
-    whole, cut = (NgramDrafter(stop_below=least).propose(text, 6) for least in (0.0, 0.05))
+    whole, cut = (CopyDrafter(ContextTree(), stop_below=least).propose(text, 6) for least in (0.0, 0.05))
     assert 0 < len(cut.tokens) < len(whole.tokens) == 6
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
-    drafter, text = NgramDrafter(stop_below=0.3), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    drafter, text = CopyDrafter(ContextTree(), stop_below=0.3), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     likely, unlikely = (Draft((4, 5), ("model",) * 2, (p, p)) for p in (0.9, 0.5))
     drafter.propose(text, 6)
     assert len(drafter.extend(text, likely, 6).tokens) > 2
@@ -151,7 +152,7 @@ def test_what_stood_behind_a_rejected_token_is_not_judged() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     stated = []
     for behind in ((), (6, 7, 8)):
-        drafter = NgramDrafter(stop_below=0.0)
+        drafter = CopyDrafter(ContextTree(), stop_below=0.0)
         assert drafter.propose(text, 5).tokens == (4, 5, 6, 7, 8)
         drafter.observe(round_of(4, 99, *behind))
         stated.append(drafter.propose(text, 5).confidence)
@@ -160,8 +161,8 @@ def test_what_stood_behind_a_rejected_token_is_not_judged() -> None:
 
 @given(texts, texts)
 def test_proposals_depend_on_the_tokens_and_not_on_how_they_came(one: list[int], two: list[int]) -> None:
-    fresh = NgramDrafter(stop_below=0.0).propose(two, 5)
-    moved = NgramDrafter(stop_below=0.0)
+    fresh = CopyDrafter(ContextTree(), stop_below=0.0).propose(two, 5)
+    moved = CopyDrafter(ContextTree(), stop_below=0.0)
     moved.propose(one, 5)
     assert moved.propose(two, 5).tokens == fresh.tokens
     assert moved.propose(tuple(two), 5).tokens == fresh.tokens

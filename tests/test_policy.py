@@ -56,13 +56,13 @@ class _Rounds:
 
     def __init__(self, free: _Source, model: _Source | None, *, curve: CostCurve = FLAT) -> None:
         pricing = Pricing(curve)
-        self.guard, self._curve = Guard(pricing), curve
+        self.guard, self._curve, self.prices = Guard(pricing), curve, pricing.at()
         self.policy = Policy(free, model, pricing=pricing, guard=self.guard, clock=free.clock)
         self.policy.observe(round_of(1, 1))
 
     def propose(self, clock: Clock, tokens: list[int], limit: int) -> Draft:
         started = clock.now
-        draft = draft_of(self.policy, tokens, limit)
+        draft = draft_of(self.policy, tokens, limit, prices=self.prices)
         taken, pass_s = clock.now - started, self._curve.seconds(1 + len(draft.tokens))
         self.policy.observe(Step((99,), draft, 0, drafter_s=taken, target_s=pass_s))
         return draft
@@ -210,7 +210,7 @@ class TestPolicy:
         proposed = list[tuple[int, ...]]()
         for n in range(1, 4):
             policy.observe(round_of(1))
-            proposed.append(draft_of(policy, [1] * n, 4).tokens)
+            proposed.append(draft_of(policy, [1] * n, 4, prices=pricing.at()).tokens)
         assert proposed == [(), (0,), (0,)]
         assert (free.asked, model.asked) == ([1, 2, 3], [2, 3])
 
@@ -222,7 +222,7 @@ class TestPolicy:
             Policy(free, model, pricing=pricing, guard=Guard(pricing), opening=opening)
             for opening in openings
         ]
-        drafts = [draft_of(policy, [1], 4) for policy in policies]
+        drafts = [draft_of(policy, [1], 4, prices=pricing.at()) for policy in policies]
         assert [draft.tokens for draft in drafts] == [(), (0,), (5, 99)] and not model.asked
 
     @pytest.mark.parametrize(("confidence", "seconds"), [((), 0.5), ((0.5,), 0.9)])
@@ -269,7 +269,7 @@ class TestPolicy:
         for _ in range(2):
             chosen.propose(clock, [1], 8)
         model.seconds = 500.0
-        draft = draft_of(chosen.policy, [1], 8)
+        draft = draft_of(chosen.policy, [1], 8, prices=chosen.prices)
         reads = Passed(70, 2.0, 1.0, requests=2, reads=True)  # a piece of another request's prompt
         chosen.policy.observe(Step((99,), draft, 0, drafter_s=500.0, target_s=1.0, passed=reads))
         _lose(chosen.guard)  # in another request
@@ -282,7 +282,7 @@ class TestPolicy:
         rounds = _Rounds(_Source(clock, (0.999,) * 64, name="ngram"), None)
         lengths = []
         for accepted in (3, 8, 16, 20, 2, 0):
-            draft = draft_of(rounds.policy, [1], 32)
+            draft = draft_of(rounds.policy, [1], 32, prices=rounds.prices)
             lengths.append(len(draft.tokens))
             tokens = (*draft.tokens[:accepted], 99)
             rounds.policy.observe(Step(tokens, draft, accepted, target_s=1.0))
@@ -291,12 +291,57 @@ class TestPolicy:
     def test_nobody_is_asked_in_a_pause_or_without_room(self, clock: Clock) -> None:
         free, model = _Source(clock, (0.9,)), _Source(clock, (0.9,))
         chosen = _Rounds(free, model)
-        assert draft_of(chosen.policy, [1], 0) is NO_DRAFT
+        assert draft_of(chosen.policy, [1], 0, prices=chosen.prices) is NO_DRAFT
         _lose(chosen.guard)
         for _ in range(16):
             assert chosen.propose(clock, [1], 8) is NO_DRAFT
         assert not free.asked and not model.asked
         assert chosen.propose(clock, [1], 8).tokens
+
+
+class _Failing(_Source):
+    """Raises once, in the method of that name."""
+
+    fails, closed = "", 0
+
+    def _may_fail(self, at: str) -> None:
+        if self.fails == at:
+            self.fails = ""
+            raise OSError("a page cannot be read")
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        self._may_fail("propose")
+        return super().propose(tokens, limit)
+
+    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
+        self._may_fail("extend")
+        return super().extend(tokens, draft, limit)
+
+    def observe(self, step: Step) -> None:
+        self._may_fail("observe")
+
+    def close(self) -> None:
+        self.closed += 1
+        self._may_fail("close")
+
+
+@pytest.mark.parametrize("who", ["free", "model"])
+@pytest.mark.parametrize("at", ["propose", "extend", "observe", "close"])
+def test_a_source_that_fails_is_closed_once_and_the_others_go_on(clock: Clock, who: str, at: str) -> None:
+    free, model = _Failing(clock, name="ngram", beyond=(0.9,)), _Failing(clock, (0.9,) * 2, 0.1)
+    rounds = _Rounds(free, model)
+    failing = free if who == "free" else model
+    failing.fails = at
+    drafted = [rounds.propose(clock, [1], 8).tokens for _ in range(6)]
+    rounds.policy.close()
+    assert (free.closed, model.closed) == (1, 1)
+    assert drafted[-1] == {
+        ("free", "close"): (0, 1, 99),
+        ("model", "close"): (0, 1, 99),
+        ("model", "extend"): (0, 1, 99),  # nobody calls it
+    }.get((who, at), (0, 1) if who == "free" else ())
+    reason = "the drafter failed: a page cannot be read"
+    assert (rounds.policy.remarks.speculation_off_reason == reason) == (not failing.fails)
 
 
 class _Reading(_Source):
@@ -333,7 +378,11 @@ def test_what_a_request_draws_from_its_rounds(
     drafter, pricing = make(clock, confidence, seconds), Pricing(FLAT)
     target = Timed(markov_logits(0, VOCAB), VOCAB, clock, CostCurve({1: 1.0}))
     request = Request(max_new_tokens=rounds + 2)
-    stats = answering(target, lambda: policy_of(drafter, pricing=pricing), request, clock).run().stats
+    stats = (
+        answering(target, lambda: policy_of(drafter, pricing=pricing), request, clock, pricing=pricing)
+        .run()
+        .stats
+    )
     assert len(drafter.asked) == asked
     assert reason in str(stats.speculation_off_reason)
     assert stats.drafted == asked * len(confidence)
@@ -346,9 +395,9 @@ def test_without_sources_nothing_is_drafted_passes_are_priced_and_pauses_stay() 
     _lose(guard)
     policy = Policy(pricing=pricing, guard=guard)
     policy.observe(Step((1,), target_s=50.0, seconds=50.0))
-    assert pricing.pass_seconds(1) == 1.0  # the first round is not priced
+    assert pricing.at().pass_seconds(1) == 1.0  # the first round is not priced
     for _ in range(200):
         assert draft_of(policy, [1, 2, 3], 8) is NO_DRAFT
         policy.observe(Step((1,), target_s=2.0, seconds=2.0))
-    assert pricing.pass_seconds(1) == pytest.approx(2.0, rel=0.02)
+    assert pricing.at().pass_seconds(1) == pytest.approx(2.0, rel=0.02)
     assert _paused(guard) == 16

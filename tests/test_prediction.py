@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import LoadOptions, RequestOptions
 from edgespec.decoding.draft import Draft, Step
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.prediction import PredictedText, PredictionFinder
 from edgespec_models.errors import RequestError
 from tests.kit.native import tiny_native
@@ -21,9 +21,9 @@ TEXT = [*range(10, 40)]
 TOKENS = st.lists(st.integers(0, 5), max_size=40)
 
 
-def drafter_of(text: Sequence[int], stop_below: float = 0.0) -> NgramDrafter:
+def drafter_of(text: Sequence[int], stop_below: float = 0.0) -> CopyDrafter:
     finder = PredictionFinder(PredictedText(text), len(PROMPT))
-    return NgramDrafter(finder, source="prediction", stop_below=stop_below)
+    return CopyDrafter(finder, stop_below=stop_below)
 
 
 def proposed(text: Sequence[int], answer: Sequence[int], limit: int = 4) -> tuple[int, ...]:

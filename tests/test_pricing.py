@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from edgespec.decoding.draft import Load
 from edgespec.drafting.pricing import Pricing
 from edgespec_runtimes.cost import CostCurve, ExpertCosts
 
@@ -23,7 +24,9 @@ curves = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=8).map(
 def _surplus(pricing: Pricing, confidence: list[float], count: int) -> float:
     """Expected accepted tokens less what the time would yield otherwise, from the definition."""
     expected: float = [0.0, *accumulate(accumulate(confidence, mul))][count]
-    return expected - pricing.rate * (pricing.pass_seconds(count + 1) - pricing.pass_seconds(1))
+    return expected - pricing.at().rate * (
+        pricing.at().pass_seconds(count + 1) - pricing.at().pass_seconds(1)
+    )
 
 
 @given(curves, probabilities, st.floats(0.0, 500.0))
@@ -33,7 +36,7 @@ def test_keep_finds_the_best_prefix(curve: CostCurve, confidence: list[float], r
     for _ in range(50):
         pricing.observe_round(1, 1.0 / max(realised, 1e-3))
     every = [_surplus(pricing, confidence, count) for count in range(len(confidence) + 1)]
-    count, surplus = pricing.keep(confidence)
+    count, surplus = pricing.at().keep(confidence)
     assert surplus == max(every)
     assert count == every.index(surplus)  # of equals the shortest
 
@@ -45,7 +48,7 @@ def test_a_token_pays_when_its_gain_is_worth_more_than_its_time(
     pricing = Pricing(curve)
     price = (drafting_s + curve.seconds(rows + 1) - curve.seconds(rows)) / curve.seconds(1)
     if abs(survival - price) > 1e-9:
-        assert pricing.pays(survival, rows, drafting_s) == (survival > price)
+        assert pricing.at().pays(survival, rows, drafting_s) == (survival > price)
 
 
 @given(curves, st.integers(1, 11), st.floats(0.0, 0.05), st.floats(0.0, 1.0))
@@ -55,7 +58,7 @@ def test_a_draft_of_tokens_that_each_pay_beats_plain_decoding(
     """Expected tokens per second of the rounds: never less than plain decoding's."""
     pricing = Pricing(curve)
     drafted, survival, committed = 0, 1.0, 1.0
-    while drafted < limit and pricing.pays(survival * probability, 1 + drafted, drafting_s):
+    while drafted < limit and pricing.at().pays(survival * probability, 1 + drafted, drafting_s):
         survival *= probability
         committed += survival
         drafted += 1
@@ -81,31 +84,31 @@ CLIFF = CostCurve({1: 0.010, 2: 0.018, 3: 0.018, 4: 0.018})
 def test_likely_tokens_are_kept_where_verification_is_cheap(
     curve: CostCurve, confidence: list[float], kept: int
 ) -> None:
-    count, surplus = Pricing(curve).keep(confidence)
+    count, surplus = Pricing(curve).at().keep(confidence)
     assert count == kept and (surplus > 0.0) == (kept > 0)
 
 
 def test_a_cliff_is_drafted_over_where_several_tokens_pay_and_one_does_not() -> None:
     pairs = Pricing(CostCurve({1: 0.010, 2: 0.010, 3: 0.016, 4: 0.016, 5: 0.022, 6: 0.022}))
-    assert not pairs.pays(0.6, 2, 0.001)
-    assert pairs.pays(0.6, 2, 0.001, typical=0.8)
-    assert not pairs.pays(0.6, 2, 0.001, typical=0.1)
-    assert not pairs.pays(0.2, 2, 0.001, typical=0.8)
-    assert not pairs.pays(0.6, 2, 0.004, typical=0.8)  # each token has to be drafted
+    assert not pairs.at().pays(0.6, 2, 0.001)
+    assert pairs.at().pays(0.6, 2, 0.001, typical=0.8)
+    assert not pairs.at().pays(0.6, 2, 0.001, typical=0.1)
+    assert not pairs.at().pays(0.2, 2, 0.001, typical=0.8)
+    assert not pairs.at().pays(0.6, 2, 0.004, typical=0.8)  # each token has to be drafted
 
 
 def test_time_is_dearer_when_rounds_realise_more() -> None:
     pricing = Pricing(FLAT)
-    assert pricing.rate == pricing.plain_rate == pytest.approx(100.0)
-    assert pricing.pays(0.3, 1, 0.001)
+    assert pricing.at().rate == pricing.at().plain_rate == pytest.approx(100.0)
+    assert pricing.at().pays(0.3, 1, 0.001)
     for _ in range(200):
         pricing.observe_round(4, 0.016)
-    assert pricing.rate == pytest.approx(250.0, rel=0.01)
-    assert not pricing.pays(0.3, 1, 0.001)
+    assert pricing.at().rate == pytest.approx(250.0, rel=0.01)
+    assert not pricing.at().pays(0.3, 1, 0.001)
     for _ in range(200):
         pricing.observe_round(1, 0.050)  # slow rounds bring the price back down, to plain decoding's
-    assert pricing.rate == pytest.approx(100.0, rel=0.01)
-    assert pricing.pays(0.3, 1, 0.001)
+    assert pricing.at().rate == pytest.approx(100.0, rel=0.01)
+    assert pricing.at().pays(0.3, 1, 0.001)
 
 
 def test_the_curve_follows_the_machine() -> None:
@@ -114,11 +117,11 @@ def test_the_curve_follows_the_machine() -> None:
         for rows in (1, 2, 4):
             pricing.observe_pass(rows, 2 * FLAT.seconds(rows))
     for rows in (1, 2, 4):
-        assert pricing.pass_seconds(rows) == pytest.approx(2 * FLAT.seconds(rows), rel=0.01)
-    assert pricing.pass_seconds(8) == pytest.approx(2 * 0.014, rel=0.2)  # not seen: most of the way
+        assert pricing.at().pass_seconds(rows) == pytest.approx(2 * FLAT.seconds(rows), rel=0.01)
+    assert pricing.at().pass_seconds(8) == pytest.approx(2 * 0.014, rel=0.2)  # not seen: most of the way
     for _ in range(80):
         pricing.observe_pass(1, 0.010)
-    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.02)
+    assert pricing.at().pass_seconds(1) == pytest.approx(0.010, rel=0.02)
 
 
 def test_a_slow_size_seen_alone_is_the_machine() -> None:
@@ -126,7 +129,7 @@ def test_a_slow_size_seen_alone_is_the_machine() -> None:
     for _ in range(80):
         pricing.observe_pass(4, 0.024)
     for rows in (1, 4, 8):
-        assert pricing.pass_seconds(rows) == pytest.approx(2 * FLAT.seconds(rows), rel=0.01)
+        assert pricing.at().pass_seconds(rows) == pytest.approx(2 * FLAT.seconds(rows), rel=0.01)
 
 
 PASSES = {1: 0.0529, 2: 0.0578, 4: 0.0603, 6: 0.0612, 8: 0.0688, 16: 0.122, 32: 0.239}
@@ -141,8 +144,8 @@ def test_a_machine_that_throttles_makes_no_row_free() -> None:
             for rows in (1, 4):
                 pricing.observe_pass(rows, factor * curve.seconds(rows))
         for rows in range(1, 9):
-            assert pricing.pass_seconds(rows) == pytest.approx(factor * curve.seconds(rows), rel=0.02)
-        assert pricing.keep((0.9, 0.9, 0.9, 0.01, 0.01))[0] == 3
+            assert pricing.at().pass_seconds(rows) == pytest.approx(factor * curve.seconds(rows), rel=0.02)
+        assert pricing.at().keep((0.9, 0.9, 0.9, 0.01, 0.01))[0] == 3
 
 
 @given(
@@ -165,9 +168,9 @@ def test_more_rows_never_cost_less_whatever_passes_took(
     pricing = Pricing(CostCurve(curve.seconds_by_rows, True, 1e-7, 1e-8, experts))
     for rows, seconds, read in passes:
         pricing.observe_pass(rows, seconds, read, "model" if read % 2 else "")
-    pricing.sequences, pricing.context = sequences, context
+    prices = pricing.at(Load(sequences, context))
     for source in ("", "model"):
-        times = [pricing.pass_seconds(rows, source) for rows in range(1, 40)]
+        times = [prices.pass_seconds(rows, source) for rows in range(1, 40)]
         assert times == sorted(times) and times[0] >= 0
 
 
@@ -180,7 +183,7 @@ def test_what_was_learned_survives_a_hiccup(sizes: tuple[int, ...]) -> None:
             for rows in sizes if hiccup else (1, 2, 4, 6):
                 pricing.observe_pass(rows, (1 + hiccup) * curve.seconds(rows))
     for rows in (1, 2, 4, 6):
-        assert pricing.pass_seconds(rows) == pytest.approx(curve.seconds(rows), rel=0.02)
+        assert pricing.at().pass_seconds(rows) == pytest.approx(curve.seconds(rows), rel=0.02)
 
 
 def test_what_a_size_showed_long_ago_is_forgotten() -> None:
@@ -189,7 +192,7 @@ def test_what_a_size_showed_long_ago_is_forgotten() -> None:
         for _ in range(count):
             pricing.observe_pass(1, FLAT.seconds(1))
             pricing.observe_pass(size, seconds)
-    assert pricing.pass_seconds(4) == pytest.approx(FLAT.seconds(4), rel=0.02)
+    assert pricing.at().pass_seconds(4) == pytest.approx(FLAT.seconds(4), rel=0.02)
 
 
 def test_what_the_curve_got_wrong_for_one_size_stays_with_that_size() -> None:
@@ -198,9 +201,9 @@ def test_what_the_curve_got_wrong_for_one_size_stays_with_that_size() -> None:
         for _ in range(4):
             pricing.observe_pass(1, 0.010)
         pricing.observe_pass(4, 0.024)
-    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.02)
-    assert pricing.pass_seconds(4) == pytest.approx(0.024, rel=0.02)
-    assert pricing.pass_seconds(2) < 0.015
+    assert pricing.at().pass_seconds(1) == pytest.approx(0.010, rel=0.02)
+    assert pricing.at().pass_seconds(4) == pytest.approx(0.024, rel=0.02)
+    assert pricing.at().pass_seconds(2) < 0.015
 
 
 @pytest.mark.parametrize(("seconds", "counts_as"), [(1e-6, 0.5), (30.0, 2.0)])
@@ -208,12 +211,12 @@ def test_a_disturbed_pass_counts_for_little_and_passes(seconds: float, counts_as
     pricing, bounded = Pricing(FLAT), Pricing(FLAT)
     pricing.observe_pass(2, seconds)
     bounded.observe_pass(2, counts_as * FLAT.seconds(2))
-    assert pricing.pass_seconds(2) == pytest.approx(bounded.pass_seconds(2))
-    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.11)
-    assert pricing.keep([0.9] * 7)[0] == 7
+    assert pricing.at().pass_seconds(2) == pytest.approx(bounded.at().pass_seconds(2))
+    assert pricing.at().pass_seconds(1) == pytest.approx(0.010, rel=0.11)
+    assert pricing.at().keep([0.9] * 7)[0] == 7
     for _ in range(200):
         pricing.observe_pass(1, 0.010)
-    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=0.01)
+    assert pricing.at().pass_seconds(1) == pytest.approx(0.010, rel=0.01)
 
 
 @pytest.mark.parametrize("committed_seconds", [(1, 30.0), (9, 1e-3), (1, 0.0)])
@@ -223,8 +226,8 @@ def test_a_disturbed_round_does_not_decide_for_good(committed_seconds: tuple[int
     pricing.observe_round(*committed_seconds)
     for _ in range(100):
         pricing.observe_round(1, 0.010)
-    assert pricing.keep(good)[0] == 7
-    assert pricing.keep(bad)[0] == 0
+    assert pricing.at().keep(good)[0] == 7
+    assert pricing.at().keep(bad)[0] == 0
 
 
 @given(curves, st.lists(st.lists(st.floats(0.0, 1.0), max_size=4), min_size=1, max_size=4))
@@ -232,18 +235,17 @@ def test_the_rows_of_a_pass_go_to_whose_drafts_promise_most(
     curve: CostCurve, confidences: list[list[float]]
 ) -> None:
     """No other beginnings of the drafts are expected to bring more for their time."""
-    pricing = Pricing(curve)
-    pricing.sequences = len(confidences)
+    prices = Pricing(curve).at(Load(len(confidences)))
     survivals = [list(accumulate(confidence, mul)) for confidence in confidences]
 
     def surplus(counts: Sequence[int]) -> float:
         expected = sum(sum(survival[:count]) for survival, count in zip(survivals, counts, strict=True))
-        return expected - pricing.rate * pricing.rows_seconds(sum(counts))
+        return expected - prices.rate * prices.rows_seconds(sum(counts))
 
-    shared = pricing.share(confidences)
+    shared = prices.share(confidences)
     every = product(*(range(len(confidence) + 1) for confidence in confidences))
     assert surplus(shared) == pytest.approx(max(map(surplus, every)), abs=1e-9)
-    assert pricing.share(confidences[:1]) == [pricing.keep(confidences[0])[0]]
+    assert prices.share(confidences[:1]) == [prices.keep(confidences[0])[0]]
 
 
 def test_drafts_shrink_to_nothing_where_rows_of_others_fill_the_pass() -> None:
@@ -251,17 +253,16 @@ def test_drafts_shrink_to_nothing_where_rows_of_others_fill_the_pass() -> None:
     pricing, drafts = Pricing(CostCurve({1: 1.0, 8: 1.05, 16: 2.0, 32: 4.0})), [[0.8, 0.7, 0.6]]
     each = []
     for sequences in (1, 2, 4, 8):
-        pricing.sequences = sequences
-        each.append(sum(pricing.share(drafts * sequences)) / sequences)
+        each.append(sum(pricing.at(Load(sequences)).share(drafts * sequences)) / sequences)
     assert each == sorted(each, reverse=True) and (each[0], each[-1]) == (3, 0)
 
 
 @given(curves, st.integers(1, 16))
 def test_a_piece_of_a_prompt_makes_a_pass_at_most_thrice_as_long(curve: CostCurve, rows: int) -> None:
     pricing = Pricing(curve)
-    count = pricing.piece(rows)
+    count = pricing.at().piece(rows)
     assert 8 <= count <= 128
-    assert count == 8 or pricing.pass_seconds(rows + count) <= 3 * pricing.pass_seconds(rows)
+    assert count == 8 or pricing.at().pass_seconds(rows + count) <= 3 * pricing.at().pass_seconds(rows)
 
 
 def test_drafts_are_shorter_where_rows_are_dear_along_a_context() -> None:
@@ -270,15 +271,14 @@ def test_drafts_are_shorter_where_rows_are_dear_along_a_context() -> None:
         [0.9, 0.8, 0.7, 0.6, 0.5],
     )
     lengths = []
-    for pricing.context in (0, 2000, 8000, 32000):
-        lengths.append(pricing.keep(confidence)[0])
+    for context in (0, 2000, 8000, 32000):
+        lengths.append(pricing.at(Load(1, context)).keep(confidence)[0])
     assert lengths == [5, 5, 4, 3]
 
 
 def test_each_request_of_a_pass_has_a_context() -> None:
     pricing = Pricing(CostCurve({1: 1.0, 8: 1.0}, True, 0.001, 0.0001))
-    pricing.sequences, pricing.context = 3, 100
-    assert pricing.pass_seconds(5) == pytest.approx(1.0 + 3 * 0.1 + 5 * 0.01)
+    assert pricing.at(Load(3, 100)).pass_seconds(5) == pytest.approx(1.0 + 3 * 0.1 + 5 * 0.01)
 
 
 MIXTURE = ExpertCosts(read_s=1e-5, used=384, overlap=0.3)
@@ -302,39 +302,40 @@ def test_the_rows_of_each_source_have_the_price_of_their_experts(
     for _ in range(150):
         of_ngrams = _report(pricing, rows, copied, "ngram")
         of_model = _report(pricing, rows, guessed, "model")
-    assert pricing.pass_seconds(rows, "ngram") == pytest.approx(of_ngrams, rel=2e-3)
-    assert pricing.pass_seconds(rows, "model") == pytest.approx(of_model, rel=2e-3)
-    between = pricing.pass_seconds(rows, "another")  # whose rows nobody has seen: as the late ones of all
+    prices = pricing.at()
+    assert prices.pass_seconds(rows, "ngram") == pytest.approx(of_ngrams, rel=2e-3)
+    assert prices.pass_seconds(rows, "model") == pytest.approx(of_model, rel=2e-3)
+    between = prices.pass_seconds(rows, "another")  # whose rows nobody has seen: as the late ones of all
     assert min(of_ngrams, of_model) < between < max(of_ngrams, of_model)
-    assert pricing.pass_seconds(1) == pytest.approx(0.010, rel=1e-2)  # the machine is as fast as before
+    assert prices.pass_seconds(1) == pytest.approx(0.010, rel=1e-2)  # the machine is as fast as before
     cheap, dear = ("ngram", "model") if copied > guessed else ("model", "ngram")
-    assert pricing.keep([0.5] * 7, cheap)[1] > pricing.keep([0.5] * 7, dear)[1]
-    chance = pricing.rate * (pricing.rows_seconds(1, 1, cheap) + pricing.rows_seconds(1, 1, dear)) / 2
-    assert pricing.pays(chance, 2, 0.0, source=cheap) and not pricing.pays(chance, 2, 0.0, source=dear)
+    assert prices.keep([0.5] * 7, cheap)[1] > prices.keep([0.5] * 7, dear)[1]
+    chance = prices.rate * (prices.rows_seconds(1, 1, cheap) + prices.rows_seconds(1, 1, dear)) / 2
+    assert prices.pays(chance, 2, 0.0, source=cheap) and not prices.pays(chance, 2, 0.0, source=dear)
 
 
 def test_a_single_row_and_a_pass_without_a_count_say_nothing_of_overlap() -> None:
     pricing, before = Pricing(EXPERTS), Pricing(EXPERTS)
     for _ in range(20):
         pricing.observe_pass(1, EXPERTS.seconds(1), 384, "ngram")
-        pricing.observe_pass(4, before.pass_seconds(4), 0, "ngram")
-    assert pricing.pass_seconds(4, "ngram") == pytest.approx(before.pass_seconds(4))
+        pricing.observe_pass(4, before.at().pass_seconds(4), 0, "ngram")
+    assert pricing.at().pass_seconds(4, "ngram") == pytest.approx(before.at().pass_seconds(4))
     dense = Pricing(FLAT)
     dense.observe_pass(4, FLAT.seconds(4), 700, "ngram")
-    assert dense.pass_seconds(4) == FLAT.seconds(4)
+    assert dense.at().pass_seconds(4) == FLAT.seconds(4)
 
 
 @pytest.mark.parametrize("curve", [FLAT, EXPERTS], ids=["dense", "experts"])
 def test_requests_that_share_a_pass_report_it_together(curve: CostCurve) -> None:
     alone, shared = Pricing(curve), Pricing(curve)
-    shared.sequences = 4
     for _ in range(20):
         alone.observe_pass(8, 0.030, 900, "ngram")
         for _ in range(4):
-            shared.observe_pass(8, 0.030, 900, "ngram")
-    shared.sequences = 1
-    assert shared.pass_seconds(8, "ngram") == pytest.approx(alone.pass_seconds(8, "ngram"), rel=0.02)
-    assert shared.pass_seconds(1) == pytest.approx(alone.pass_seconds(1), rel=0.02)
+            shared.observe_pass(8, 0.030, 900, "ngram", Load(4))
+    assert shared.at().pass_seconds(8, "ngram") == pytest.approx(
+        alone.at().pass_seconds(8, "ngram"), rel=0.02
+    )
+    assert shared.at().pass_seconds(1) == pytest.approx(alone.at().pass_seconds(1), rel=0.02)
 
 
 @given(curves, probabilities, st.floats(0.0, 0.2))
@@ -343,10 +344,10 @@ def test_time_of_drafting_counts_where_a_draft_is_still_to_be_made(
 ) -> None:
     pricing = Pricing(curve)
     every = [
-        _surplus(pricing, confidence, count) - pricing.rate * token_s * count
+        _surplus(pricing, confidence, count) - pricing.at().rate * token_s * count
         for count in range(len(confidence) + 1)
     ]
-    count, surplus = pricing.keep(confidence, drafting_s=lambda count: token_s * count)
+    count, surplus = pricing.at().keep(confidence, drafting_s=lambda count: token_s * count)
     assert surplus == pytest.approx(max(every), abs=1e-9)
     assert every[count] == pytest.approx(max(every), abs=1e-9)
 
@@ -368,4 +369,4 @@ def test_a_piece_of_a_prompt_takes_a_pass_to_three_times_its_time(
 ) -> None:
     """Here a row takes the same wherever it is, or nothing; so a piece is twice the answers' rows at most."""
     pricing = Pricing(CostCurve({1: row_s or 0.01, 2048: 2048 * row_s or 0.01}))
-    assert pricing.piece(rows) == piece
+    assert pricing.at().piece(rows) == piece

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.decoding.loop import Verifier
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.bridge import ByteBridge
 from edgespec.loading.opening import open_model
 from edgespec_export.graphs.parity import check_parity, find_golden, session_logits

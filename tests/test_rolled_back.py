@@ -10,13 +10,14 @@ import pytest
 
 from edgespec.decoding.draft import Draft, Remarks
 from edgespec.decoding.sampling import SamplingParams
-from edgespec.decoding.watch import Watch
-from edgespec.drafting.ngram import BestOf, NgramDrafter
+from edgespec.drafting.copies import CopyDrafter
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import STAKE, Guard, Pricing
-from edgespec.history.drafter import HistoryDrafter
+from edgespec.drafting.pricing import STAKE, Guard, Pricing, Watch
+from edgespec.drafting.rates import Rate
+from edgespec.history.drafter import HistoryFinder
 from edgespec.history.memory import Delta, Memory, Snapshot
-from edgespec.history.passages import Entry, Passage, Tally
+from edgespec.history.passages import Entry, Passage
 from edgespec.history.use import HistoryUse
 from edgespec.requests.request import Request
 from edgespec.requests.results import Generation
@@ -54,11 +55,11 @@ class _Machine:
 
     def answer(self, new: int = NEW) -> Generation:
         request = Request(max_new_tokens=new, sampler=SAMPLED)
-        return answering(self.target, self._begin, request, self._clock).run()
+        return answering(self.target, self._begin, request, self._clock, pricing=self.pricing).run()
 
     def _begin(self) -> Policy:
         remarks = Remarks()
-        free = BestOf(NgramDrafter(), self.use.begin(self.guards[1], remarks))
+        free = CopyDrafter(ContextTree(), self.use.begin(self.guards[1], remarks))
         return Policy(free, pricing=self.pricing, guard=self.guards[0], remarks=remarks)
 
 
@@ -77,7 +78,7 @@ def _misleading(*, trusted: bool) -> Snapshot:
         entries.append(Entry(passage, 1.0))
         if trusted:
             entries[-1].right = bytearray([32] * len(body))
-    tallies = {kind: Tally(256.0, 256.0) for kind in CLASSES} if trusted else {}
+    tallies = {kind: Rate(256.0, 256.0) for kind in CLASSES} if trusted else {}
     return Snapshot(entries=entries, tallies=tallies)
 
 
@@ -145,7 +146,7 @@ class TestDistrust:
     def test_the_file_is_told_too_and_drops_what_waits_to_be_stored(self) -> None:
         told = Delta(verdicts={"split 1": (3, 3)})
         memory = Memory(
-            Snapshot(tallies={"unique 1": Tally(256.0, 256.0)}), max_tokens=1000, tell=lambda note: note(told)
+            Snapshot(tallies={"unique 1": Rate(256.0, 256.0)}), max_tokens=1000, tell=lambda note: note(told)
         )
         memory.distrust()
         assert (told.anew, told.verdicts, memory.tallies) == (True, {}, {}) and bool(told)
@@ -155,7 +156,7 @@ class TestDistrust:
         memory = Memory(Snapshot(entries=[Entry(passage, 1.0)]), max_tokens=1000)
         guard, remarks = Guard(Pricing(CURVE)), Remarks()
         drafter, draft = (
-            HistoryDrafter(memory, guard, remarks=remarks),
+            CopyDrafter(HistoryFinder(memory, guard, remarks=remarks)),
             Draft((1,), ("history",), (0.9,)),
         )
         for number in range(30):

@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Source, Step
-from edgespec.decoding.loop import Verifier
+from edgespec.decoding.draft import NO_DRAFT, Draft, Step
 from edgespec.decoding.sampling import (
     Penalties,
     Row,
@@ -25,6 +24,8 @@ from edgespec.decoding.sampling import (
     most_likely,
     uniform,
 )
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.source import Source
 from edgespec_models.errors import EdgespecError, RequestError
 from edgespec_runtimes.predictions import DevicePredictions, Logits, Predictions
 from tests.kit.rows import changed

@@ -40,7 +40,7 @@ def test_rounds_share_passes_and_prompts_are_read_between_in_pieces() -> None:
             driven.turn()
             assert [sum(len(record.tokens) for record in taken(stream)) for stream in running] == [1, 1]
         pieces = target.passes[before:]
-        most = runner_of(driven.model).pricing
+        most = runner_of(driven.model).pricing.at()
         assert len(pieces) > 5
         assert all(most.pass_seconds(rows) <= 3 * most.pass_seconds(2) for rows in pieces[1:])
         driven.run()
@@ -131,12 +131,12 @@ def test_what_another_reads_is_not_read_twice() -> None:
         scored = [queued(driven, LONG, max_new_tokens=0, prompt_logprobs=True) for _ in range(2)]
         driven.turn()
         driven.turn()
-        assert all(stream._ticket.decoding for stream in scored)
+        assert all(stream._ticket.running for stream in scored)
         driven.run()
         held = [queued(driven, text, max_new_tokens=2) for text in (LONG * 3, LONG * 3)]
         driven.turn()
         driven.turn()
-        assert held[1]._ticket.stage is Stage.RUNNING and held[1]._ticket.decoding is None
+        assert held[1]._ticket.stage is Stage.RUNNING and held[1]._ticket.running is None
         held[1].cancel()
         driven.turn()
         assert held[1].result.finish_reason == "cancelled"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.decoding.loop import Verifier
+from edgespec.decoding.verifier import Verifier
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.errors import RequestError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from edgespec.decoding.draft import Draft, Step
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams, Suppressed
+from edgespec.decoding.verifier import Verifier
 from edgespec_export.sources.gguf_tokenizer import special_tokens
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle

@@ -10,11 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgespec import Choice, JsonSchema
-from edgespec.decoding.draft import NO_DRAFT, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Step
 from edgespec.decoding.grammar import Constraint, Grammars, ResponseFormat
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.thinking import ThoughtsFirst
-from edgespec.drafting.ngram import NgramDrafter
+from edgespec.drafting.copies import CopyDrafter
+from edgespec.drafting.ngram import ContextTree
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.source import Source
 from edgespec.requests.answer_reading import AnswerReader
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.results import FinishReason, Record, TokenRecord
@@ -225,7 +228,7 @@ def write(
     *,
     seed: int = 0,
     params: SamplingParams = GREEDY,
-    source_of: Callable[[Constraint], Source] = lambda constraint: Silent(),
+    source_of: Callable[[Constraint], Source | Policy] = lambda constraint: Silent(),
 ) -> tuple[list[int], list[Step]]:
     tokenizer = TOKENIZERS[kind]()
     grammar = None if wanted is None else grammars(kind).constraint(wanted)
@@ -234,13 +237,14 @@ def write(
     return written(target, source_of(constraint), constraint, params, ends(kind))
 
 
-def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source]]:
+def drafters(kind: str, seed: int) -> dict[str, Callable[[Constraint], Source | Policy]]:
     law, vocab = noisy(kind, seed), TOKENIZERS[kind]().vocab_size
-    ngrams = partial(NgramDrafter, stop_below=0.0)
     return {
         "forced": lambda c: policy_of(Silent(), constraint=c),
-        "ngrams": lambda c: policy_of(ngrams(), constraint=c),
-        "target": lambda c: policy_of(ngrams(), model_of(ToySession(law, vocab)), constraint=c),
+        "ngrams": lambda c: policy_of(CopyDrafter(ContextTree(), stop_below=0.0), constraint=c),
+        "target": lambda c: policy_of(
+            CopyDrafter(ContextTree(), stop_below=0.0), model_of(ToySession(law, vocab)), constraint=c
+        ),
         "random": lambda c: policy_of(RandomDrafter(seed, vocab, law), constraint=c),
     }
 

@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from edgespec import Busy, Choice, Closed, Conversation, EdgespecError, Generation, LoadOptions, RequestError
+from edgespec.decoding.draft import Draft
 from edgespec.decoding.grammar import GrammarConstraint
+from edgespec.drafting.copies import CopyDrafter
 from edgespec.drafting.model import ModelDrafter
 from edgespec.requests import ticket
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Stage
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.errors import TokenizerError
 from edgespec_runtimes.kv_cache import Stretch
-from tests.kit.models import VOCAB, queue_of, runner_of, toy_bundle, toy_model
+from tests.kit.models import VOCAB, queue_of, runner_of, toy_bundle, toy_model, toy_tokenizer
 from tests.kit.several import LAW, LONG, NEW, OTHER, PROMPTS, Driven, Own, alone, facts
 from tests.kit.toy import F32, KV_BYTES, NextLogits, ToyModel
 
@@ -35,11 +38,12 @@ class Fragile(ToyModel):
 
     Attributes:
         fails: what is to fail: ``pass``, ``room`` or nothing.
+        lacks: how often there was no room.
     """
 
     def __init__(self, law: NextLogits, *, several: bool, chunk: int = 8) -> None:
         super().__init__(self._logits, VOCAB, chunk=chunk, several=several)
-        self.fails, self._law = "", law
+        self.fails, self._law, self.lacks = "", law, 0
 
     def _logits(self, tokens: Sequence[int]) -> F32:
         if self.fails == "pass":
@@ -50,6 +54,7 @@ class Fragile(ToyModel):
     def make_room(self, stretch: Stretch, capacity: int) -> None:
         if self.fails == "room":
             self.fails = ""
+            self.lacks += 1
             raise MemoryError
 
 
@@ -107,7 +112,9 @@ class Turns(RuleBasedStateMachine):
         passes, self.now = self.target.passes, 0.0
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(ticket, "monotonic", lambda: self.now)
-        self.tidy_fails = False
+        self.tidy_fails = self.copies_fail = False
+        self.without_memory = 0
+        self.patch.setattr(CopyDrafter, "propose", self.copying(CopyDrafter.propose))
         self.model = toy_model(
             self.target.session(),
             None if self.drafter is None else self.drafter.session(),
@@ -116,7 +123,7 @@ class Turns(RuleBasedStateMachine):
             bundle=self.toy,
         )
         self.driven = Driven(self.model)
-        self.patch.setattr(queue_of(self.model), "_tidy", self.tidy)
+        self.patch.setattr(runner_of(self.model), "write_behind", self.tidy)
         self.entries, self.shared = list[Entry](), Own()
         self.talks: list[Conversation] = [self.model.conversation() for _ in range(2)]
         self.said: list[list[dict[str, str]]] = [[], []]
@@ -127,6 +134,15 @@ class Turns(RuleBasedStateMachine):
         if self.tidy_fails:
             self.tidy_fails = False
             raise MemoryError
+
+    def copying(self, propose: Any) -> Any:
+        def may_fail(*args: Any) -> Draft:
+            if self.copies_fail:
+                self.copies_fail = False
+                raise KeyError("a table is broken")
+            return cast(Draft, propose(*args))
+
+        return may_fail
 
     def toy(self, name: str, context: int) -> Bundle:
         made = toy_bundle(name, context)
@@ -224,9 +240,9 @@ class Turns(RuleBasedStateMachine):
             if self.is_held and not any(map(self.has_to_end, self.running)):
                 return  # it would wait
             before, written = self.expected(), {id(a): self.length(a) for a in self.entries}
-            leaving = [entry for entry in self.running if self.has_to_end(entry)]
+            leaving, live = [entry for entry in self.running if self.has_to_end(entry)], self.live
             ran, self.has_dropped = self.driven.turn(), False
-            self.see_who_lacks_room()
+            self.see_who_lacks_room(live)
             if before is not None and not self.is_held:
                 assert ran == before
             assert all(entry.ended for entry in leaving)  # within a pass
@@ -244,6 +260,11 @@ class Turns(RuleBasedStateMachine):
     @rule()
     def tidy_fault(self) -> None:
         self.tidy_fails = True
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def copies_fault(self) -> None:
+        self.copies_fail = True
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), drops=st.booleans())
@@ -303,17 +324,16 @@ class Turns(RuleBasedStateMachine):
             entry.may_end.add("closed")
         self.check_ends()
 
-    def see_who_lacks_room(self) -> None:
+    def see_who_lacks_room(self, live: list[Entry]) -> None:
         """Who found none waits until one of those that run beside it ends."""
-        tickets = queue_of(self.model).running
-        if any(ticket.result is not None for ticket in tickets):
+        if any(entry.ended for entry in live):
             self.lacking = None
             return
-        postponed = [ticket for ticket in tickets if ticket.stage is Stage.WAITING]
-        for entry in self.entries:
-            if entry.stream is not None and entry.stream._ticket in postponed:
-                self.lacking = entry, self.running
-                return
+        for entry in self.live:
+            ticket = None if entry.stream is None else entry.stream._ticket
+            if ticket is not None and ticket is queue_of(self.model).lacks_room:
+                known = self.lacking is not None and self.lacking[0] is entry
+                self.lacking = self.lacking if known else (entry, self.running)
 
     @property
     def is_full(self) -> bool:
@@ -386,6 +406,8 @@ class Turns(RuleBasedStateMachine):
         whole = self.alone(entry, answer)
         if error:
             assert any(reason in error for reason in entry.may_end), error
+            self.without_memory += NO_MEMORY in error
+            assert self.without_memory <= self.target.lacks  # a lack ends one request
         elif answer.finish_reason in ("cancelled", "closed", "timeout"):
             assert answer.finish_reason in entry.may_end
         elif answer.stop is not None:  # a round may commit tokens behind a stop string
@@ -466,6 +488,33 @@ def test_a_drafter_that_fails_is_left_out_and_answers_go_on(
         again = driven.queue(model.stream(PROMPTS[0], max_new_tokens=60))
         driven.run()
         assert "failed" not in str(again.result.stats.speculation_off_reason)
+
+
+@pytest.mark.parametrize("fails", ["propose", "observe", "close"])
+def test_answers_go_on_where_ngrams_fail(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy_model(Fragile(LAW, several=True).session(), options=LoadOptions(parallel=2)) as model:
+        driven = Driven(model)
+        monkeypatch.setattr(CopyDrafter, fails, Mock(side_effect=KeyError("gone")), raising=False)
+        streams = [driven.queue(model.stream(text, max_new_tokens=30)) for text in (PROMPTS[0], PROMPTS[3])]
+        driven.run()
+        for stream, text in zip(streams, (PROMPTS[0], PROMPTS[3]), strict=True):
+            assert facts(stream.result) == facts(alone(text, max_new_tokens=30))
+            assert "the drafter failed" in str(stream.result.stats.speculation_off_reason)
+
+
+def test_an_answer_goes_on_where_the_drafter_cannot_read_a_text() -> None:
+    target, small = Fragile(LAW, several=True), Fragile(LAW, several=True)
+    lacking = Mock(wraps=toy_tokenizer())
+    lacking.encode = Mock(side_effect=TokenizerError("a byte has no token"))
+    with toy_model(
+        target.session(),
+        small.session(),
+        bundle=lambda name, context: toy_bundle(name, context, lacking if name == "small" else None),
+        same_vocabulary=False,
+    ) as model:
+        answer = model.generate(PROMPTS[0], max_new_tokens=20)
+        assert facts(answer) == facts(alone(PROMPTS[0], max_new_tokens=20))
+        assert "a byte has no token" in str(answer.stats.speculation_off_reason)
 
 
 def test_an_answer_that_its_grammar_ends_leaves_the_prompt_in_the_cache(

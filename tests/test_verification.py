@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.decoding.draft import NO_DRAFT, Draft
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams, distribution
+from edgespec.decoding.verifier import Verifier
 from edgespec.measuring.chi_square import survival
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.predictions import Predictions

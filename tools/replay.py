@@ -135,6 +135,9 @@ class Recorded:
     def reserve(self, capacity: int) -> None:
         """There is room."""
 
+    def prepare(self, end: int) -> None:
+        """There is room."""
+
     def close(self) -> None:
         """There is nothing to free."""
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from edgespec_runtimes.predictions import Floats, Predictions
-from edgespec_runtimes.session import Rows
+from edgespec_runtimes.predictions import Floats
 
 _LOG = logging.getLogger("edgespec")
 
@@ -50,11 +49,27 @@ NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """The requests that share passes.
+
+    Attributes:
+        sequences: the number of requests, each of which has a row of a pass in any case.
+        context: the mean number of tokens that a layer attends to in these requests.
+    """
+
+    sequences: int = 1
+    context: float = 0.0
+
+
+ALONE = Load()
+
+
+@dataclass(frozen=True, slots=True)
 class Passed:
     """A pass: its rows, its seconds, one request's share of the seconds, and the number of requests.
 
     ``reads`` is true if one of these requests read a part of its prompt. ``experts`` is how many different
-    ones of a mixture the pass used.
+    ones of a mixture the pass used. A target's pass was priced for ``load``.
     """
 
     rows: int
@@ -63,6 +78,12 @@ class Passed:
     requests: int = 1
     reads: bool = False
     experts: int = 0
+    load: Load = ALONE
+
+    @property
+    def unshared_s(self) -> float:
+        """The seconds of a pass in which each request has as large a share as this one."""
+        return self.share_s * self.requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,62 +144,6 @@ class Progress:
     cached: int
     read: int
     seconds: float
-
-
-class Observer(Protocol):
-    """Learns from the rounds of one request."""
-
-    def observe(self, step: Step) -> None:
-        """A round has ended."""
-
-    def close(self) -> None:
-        """The request has ended, however that came; called once."""
-        return
-
-
-class Source(Observer, Protocol):
-    """Proposes tokens for one request, a round at a time. It owns its state and never decides what is kept.
-
-    Attributes:
-        rows: the rows that a model has to read next, or None if the draft is complete. The caller has them
-            read, perhaps in one pass with rows of other requests.
-        draft: the proposal. An empty draft is always legal.
-        is_reading: whether this round only reads a piece of the prompt, which the next round continues.
-        slowdown: the factor by which the target's pass takes longer while this source computes.
-        earliest: the number of answer tokens before this source is asked.
-        is_needed: whether its errors end the request. Otherwise decoding goes on without it.
-    """
-
-    rows: Rows | None = None
-    draft: Draft = NO_DRAFT
-    is_reading: bool = False
-    slowdown: float = 1.0
-    earliest: int = 0
-    is_needed: bool = False
-
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        """Begin a draft of at most ``limit`` tokens behind ``tokens``: the prompt and the answer so far."""
-
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        """Go on with the model's predictions for ``rows``. ``passed`` is the pass that read them."""
-        return
-
-    def fail(self, error: Exception) -> None:
-        """Go on without the pass over ``rows``, which failed. Raises ``error`` if that cannot be."""
-        raise error
-
-
-class Extending(Observer, Protocol):
-    """Proposes tokens at no cost in time, and continues the drafts of other sources."""
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """At most ``limit`` tokens to follow ``tokens``; an empty draft is always legal."""
-
-    def extend(self, tokens: Sequence[int], draft: Draft, limit: int) -> Draft:
-        """Extend another source's ``draft`` behind ``tokens``, to at most ``limit`` tokens.
-
-        Call :meth:`propose` with the same tokens first. Returns ``draft`` itself if there is nothing to add.
-        """
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,10 +13,11 @@ from math import prod
 from threading import Event, Thread, current_thread
 from time import perf_counter
 
-from edgespec.decoding.draft import Clock, Draft, Passed, Remarks, Source, Step
+from edgespec.decoding.draft import Clock, Draft, Passed, Remarks, Step
 from edgespec.drafting.model import Guess, ModelDrafter
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.pricing import Prices
 from edgespec.drafting.reading import Reader, RunningMean
+from edgespec.drafting.source import Source, Wanted
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 
@@ -40,28 +41,25 @@ class Ahead(Source):
     ``remarks`` receive how much was read ahead.
     """
 
-    def __init__(
-        self, model: ModelDrafter, reader: Reader, beside: "Beside", *, pricing: Pricing, remarks: Remarks
-    ) -> None:
-        self._model, self._reader, self._beside = model, reader, beside
-        self._pricing, self._remarks = pricing, remarks
+    def __init__(self, model: ModelDrafter, reader: Reader, beside: "Beside", *, remarks: Remarks) -> None:
+        self._model, self._reader, self._beside, self._remarks = model, reader, beside, remarks
         self.earliest = model.earliest
+        self._prices: Prices  # of the round
         self._limit = 0
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Wanted:
         self._beside.settle()
-        self._limit = limit
-        self._model.begin_round(tokens, limit)
-        self._go_on()
+        self._limit, self._prices = limit, prices
+        return self._go_on(self._model.begin(tokens, limit, prices))
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        self._model.take(predictions, passed)
-        self._go_on()
+    def take(self, predictions: Predictions, passed: Passed) -> Wanted:
+        return self._go_on(self._model.take(predictions, passed))
 
     def observe(self, step: Step) -> None:
         self.slowdown = 1.0
         if self._reader.has_read:  # earlier passes may be of the prompt
-            self._beside.observe(step.target_s / self._pricing.pass_seconds(1 + len(step.draft.tokens)))
+            prices = self._prices.pricing.at(step.target_pass.load)
+            self._beside.observe(step.target_s / prices.pass_seconds(1 + len(step.draft.tokens)))
         self._model.observe(step)
 
     def close(self) -> None:
@@ -70,13 +68,13 @@ class Ahead(Source):
         self._remarks.drafted_ahead = self._reader.drafted_ahead
         self._remarks.used_ahead = self._reader.used_ahead
 
-    def _go_on(self) -> None:
+    def _go_on(self, wanted: Wanted) -> Wanted:
         """Read on if the model's draft is complete."""
-        self.rows, self.draft, count = self._model.rows, self._model.draft, len(self._model.draft.tokens)
-        if self.rows is None and count:
-            steps, pass_s = self._read_on(self.draft, self._limit), self._pricing.pass_seconds(1 + count)
+        if isinstance(wanted, Draft) and (count := len(wanted.tokens)):
+            steps, pass_s = self._read_on(wanted, self._limit), self._prices.pass_seconds(1 + count)
             if self._beside.start(steps, pass_s=pass_s, wanted=count):
                 self.slowdown = self._beside.slowdown
+        return wanted
 
     def _read_on(self, draft: Draft, limit: int) -> Iterator[float]:
         """Read what the model would write behind its ``draft``, one token a step, as far as drafts may go.

@@ -6,35 +6,23 @@ reads the new ones, and a block of the last token and masks, which does not stay
 
 from collections.abc import Sequence
 
-from edgespec.decoding.draft import NO_DRAFT, Passed, Source, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Step
 from edgespec.drafting.heads import Unread
-from edgespec.drafting.model import SOURCE, Calibration, Guess, draft_of
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.model import SOURCE, TYPICAL, Calibration, Guess, draft_of
+from edgespec.drafting.pricing import Prices
+from edgespec.drafting.rates import Rate
 from edgespec.drafting.reading import RunningMean
+from edgespec.drafting.source import Source
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
 
-_SMOOTHING, _FADING = 0.05, 0.003
+_MEMORY, _FADING = 20.0, 0.003
 
 
-class AcceptanceRates:
-    """The expected acceptance of a block's tokens, place by place, before the block is drafted.
-
-    Rates are learned from earlier blocks. At places that a block does not reach they fade to the usual rate.
-    Requests share them.
-    """
-
-    def __init__(self, longest: int, usual: float) -> None:
-        self._usual, self.by_place = usual, [usual] * longest
-
-    def observe(self, confidence: Sequence[float]) -> None:
-        """Learn from the expected acceptance of a block's tokens."""
-        for place, rate in enumerate(self.by_place):
-            if place < len(confidence):
-                self.by_place[place] += _SMOOTHING * (confidence[place] - rate)
-            else:
-                self.by_place[place] += _FADING * (self._usual - rate)
+def usual_rates(longest: int) -> list[Rate]:
+    """The expected acceptance of a block's tokens, place by place, before the block is drafted."""
+    return [Rate.usual(TYPICAL, _MEMORY) for _ in range(longest)]
 
 
 class BlockDrafter(Source):
@@ -42,7 +30,8 @@ class BlockDrafter(Source):
 
     Proposals are a function of the text and the block's length. They are verified by sample and match, so
     neither changes the answer. Tokens that a grammar forces stand in the block instead of masks.
-    Requests share ``calibration`` and ``rates``.
+    Requests share ``calibration`` and ``rates``, which earlier blocks teach. At places that a block does not
+    reach they fade to the usual rate.
     """
 
     def __init__(
@@ -51,48 +40,51 @@ class BlockDrafter(Source):
         curve: CostCurve,
         length: int,
         *,
-        pricing: Pricing,
         calibration: Calibration,
-        rates: AcceptanceRates,
+        rates: list[Rate],
     ) -> None:
         block = session.model.config.block
         assert block is not None  # which a head of blocks has
         self._session, self._curve, self._block = session, curve, block
-        self._pricing, self._calibration, self._rates = pricing, calibration, rates
+        self._calibration, self._rates = calibration, rates
         self._unread, self._slower = Unread(session, length), RunningMean(1.0)
+        self._asked: Rows | None = None
+        self._prices: Prices  # of the round
         self._guesses: list[Guess] = []
         self._expected_s: float | None = None  # of the pass; None where it reads the prompt
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        self.rows, self.draft, self._guesses = None, NO_DRAFT, []
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Rows | Draft:
+        self._prices, self._guesses = prices, []
         known = len(tokens) - self._unread.length  # forced tokens, behind the committed ones
         most = min(limit, self._block.longest - known)
         count = self._length(known, most)
         masks = count - 1 if self._block.anchored else count
         if not count or not self._unread.room_for(1 + known + masks):
             self._slower.fade()
-            self._rates.observe(())
-            return
+            self._learn(())
+            return NO_DRAFT
         features = self._unread.features
         self._session.rewind(self._unread.held)  # the last block goes; keys and values go back anywhere
         new = tokens[self._unread.length - 1 - len(features) :]
         ids = [*new, *[self._block.mask] * masks]
         self._expected_s = self._seconds(1 + known + masks) if self._unread.held else None
-        self.rows = Rows(self._session, ids, count, features=features, injected=len(features))
+        self._asked = Rows(self._session, ids, count, features=features, injected=len(features))
+        return self._asked
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        rows, self.rows = self.rows, None
+    def take(self, predictions: Predictions, passed: Passed) -> Draft:
+        rows, self._asked = self._asked, None
         assert rows is not None
         if self._expected_s is not None:
-            self._slower.observe(self._slower.value * passed.share_s * passed.requests / self._expected_s)
+            self._slower.observe(self._slower.value * passed.unshared_s / self._expected_s)
         self._unread.read()
         kept = self._session.model.head_tokens
         best = [predictions.best(row) for row in range(rows.wanted)]
         ids = best if kept is None else [int(kept[column]) for column in best]
         guesses = [Guess(token, predictions.probability(row), open=False) for row, token in enumerate(ids)]
-        self._rates.observe([self._calibration.probability(guess) for guess in guesses])
-        self.draft = draft_of(guesses, self._pricing, self._calibration)
-        self._guesses = guesses[: len(self.draft.tokens)]
+        self._learn([self._calibration.probability(guess) for guess in guesses])
+        draft = draft_of(guesses, self._prices, self._calibration)
+        self._guesses = guesses[: len(draft.tokens)]
+        return draft
 
     def observe(self, step: Step) -> None:
         """Compare the proposals with the committed tokens."""
@@ -105,10 +97,20 @@ class BlockDrafter(Source):
         """The number of tokens to draft, at most ``most``, that is expected to gain most over its cost."""
         more = known + (not self._block.anchored)  # rows besides the drafted tokens' rows
 
-        def drafting_s(count: int) -> float:
-            return self._seconds(more + count) / self._pricing.sequences
+        confidence = [rate.share() for rate in self._rates[: max(most, 0)]]
 
-        return self._pricing.keep(self._rates.by_place[: max(most, 0)], SOURCE, drafting_s)[0]
+        def drafting_s(count: int) -> float:
+            return self._seconds(more + count) / self._prices.load.sequences
+
+        return self._prices.keep(confidence, SOURCE, drafting_s)[0]
+
+    def _learn(self, confidence: Sequence[float]) -> None:
+        """Learn from the expected acceptance of a block's tokens."""
+        for place, rate in enumerate(self._rates):
+            if place < len(confidence):
+                rate.add(confidence[place])
+            else:
+                rate.fade(_FADING, TYPICAL)
 
     def _seconds(self, rows: int) -> float:
         return self._curve.seconds(rows) * self._slower.value

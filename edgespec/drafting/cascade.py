@@ -6,9 +6,10 @@ drafting, CS-Drafting: Chen et al. 2023, arXiv 2312.11462). Drafts stay the draf
 longer where tokens take no pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from edgespec.drafting.rates import Rate
 from edgespec_runtimes.cost import CostCurve
 
 CONTEXT = 4
@@ -16,7 +17,7 @@ CONTEXT = 4
 _ORDERS = range(CONTEXT, 0, -1)
 _MOST = 3
 _KEPT = 32_768  # contexts; as many older ones are kept too
-_SMOOTHING, _FADING = 0.02, 0.0002
+_MEMORY, _FADING = 50.0, 0.0002
 _USUAL = {4: 0.5, 3: 0.4, 2: 0.3, 1: 0.15}  # share of guesses that spare a pass, by tokens of context
 
 
@@ -35,14 +36,12 @@ class Followers:
 
     It learns from all texts of a process and keeps nothing on disk. It also learns how often a guess spares a
     pass, by the length of its context and its place, and makes a guess if that is worth more than its row.
-    ``sequences`` is the number of requests that share passes; each pays and saves its part of them.
     """
 
     curve: CostCurve
-    sequences: Callable[[], int] = lambda: 1
     _latest: dict[tuple[int, ...], int] = field(default_factory=dict)
     _before: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _spares: dict[tuple[int, int], float] = field(default_factory=dict)
+    _spares: dict[tuple[int, int], Rate] = field(default_factory=dict)
 
     def learn(self, text: Sequence[int], begin: int) -> None:
         """Learn from a text that is new from ``begin`` on."""
@@ -57,12 +56,15 @@ class Followers:
         """Forget all texts."""
         self._latest, self._before = {}, {}
 
-    def guesses(self, text: Sequence[int], rows: int, most: int) -> list[Follower]:
-        """Guess the next tokens of ``text``, for a pass that has ``rows`` rows and room for ``most`` more."""
+    def guesses(self, text: Sequence[int], rows: int, most: int, requests: int = 1) -> list[Follower]:
+        """Guess the next tokens of ``text``, for a pass that has ``rows`` rows and room for ``most`` more.
+
+        Each of the ``requests`` that share the pass pays and saves its part of it.
+        """
         guesses: list[Follower] = []
         context = list(text[-CONTEXT:])
         while len(guesses) < min(most, _MOST) and (guess := self._find(context, len(guesses))) is not None:
-            if not self._pays(guess, rows + len(guesses)):
+            if not self._pays(guess, rows + len(guesses), requests):
                 break
             guesses.append(guess)
             context.append(guess.token)
@@ -70,8 +72,7 @@ class Followers:
 
     def fared(self, guess: Follower, spared: bool) -> None:
         """Learn whether a guess has spared a pass."""
-        key, value = (guess.order, guess.place), self._value(guess)
-        self._spares[key] = value + _SMOOTHING * (spared - value)
+        self._rate(guess).add(spared)
 
     def _find(self, context: Sequence[int], place: int) -> Follower | None:
         for order in _ORDERS:
@@ -81,19 +82,17 @@ class Followers:
                 return Follower(token, order, place)
         return None
 
-    def _pays(self, guess: Follower, rows: int) -> bool:
-        value = self._value(guess)
-        requests = self.sequences()
+    def _pays(self, guess: Follower, rows: int, requests: int) -> bool:
+        rate = self._rate(guess)
         first = rows + requests - 1
         row_s = self.curve.seconds(first + 1) - self.curve.seconds(first)
-        if value * self.curve.seconds(requests) / requests > row_s:
+        if rate.share() * self.curve.seconds(requests) / requests > row_s:
             return True
-        usual = _usual(guess)  # estimates fade, so that every kind of guess is tried again
-        self._spares[guess.order, guess.place] = value + _FADING * (usual - value)
+        rate.fade(_FADING, _usual(guess))  # so that every kind of guess is tried again
         return False
 
-    def _value(self, guess: Follower) -> float:
-        return self._spares.get((guess.order, guess.place), _usual(guess))
+    def _rate(self, guess: Follower) -> Rate:
+        return self._spares.setdefault((guess.order, guess.place), Rate.usual(_usual(guess), _MEMORY))
 
 
 def _usual(guess: Follower) -> float:

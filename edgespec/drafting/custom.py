@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, cast
 
-from edgespec.decoding.draft import Draft, Drafter, Source, Step
+from edgespec.decoding.draft import Draft, Drafter, Step
 from edgespec.drafting.model import Calibration, Guess
+from edgespec.drafting.pricing import Prices
+from edgespec.drafting.source import Source
 from edgespec_models.errors import RequestError
 from edgespec_models.schema import shown
 
@@ -17,7 +19,7 @@ _UNSAID = 0.75  # confidence of proposals that come without one, until rounds ha
 
 
 class Custom(Source):
-    """A :class:`Drafter` as a :class:`~edgespec.decoding.draft.Source`; its proposals are checked."""
+    """A :class:`Drafter` as a :class:`~edgespec.drafting.source.Source`; its proposals are checked."""
 
     is_needed = True  # the app has to see its errors
 
@@ -27,7 +29,7 @@ class Custom(Source):
         self._calibration = Calibration()
         self._proposed: list[Guess] = []  # this round
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Draft:
         """Ask the app's drafter. RequestError if it returns anything but proposals."""
         proposed = self._drafter.propose(tokens, limit)
         draft = proposed if isinstance(proposed, Draft) else Draft(self._ids(proposed))
@@ -35,7 +37,7 @@ class Custom(Source):
         confidence = self._stated(draft.confidence, ids)
         self._proposed = [Guess(*proposal, open=False) for proposal in zip(ids, confidence, strict=True)]
         expected = tuple(self._calibration.probability(guess) for guess in self._proposed)
-        self.draft = Draft(ids, (self.name,) * len(ids), expected)
+        return Draft(ids, (self.name,) * len(ids), expected)
 
     def observe(self, step: Step) -> None:
         """Judge all proposals, even if they were not verified."""

@@ -32,6 +32,7 @@ class _StateReader(Chain):
 
     def __init__(self, session: Session, curve: CostCurve) -> None:
         super().__init__(session, curve)
+        self._asked: Rows | None = None
         self._forced: list[int] = []
         self._state: Floats | None = None  # behind the last token that was read
         self._latest: Prediction | None = None
@@ -41,13 +42,12 @@ class _StateReader(Chain):
         assert self._latest is not None
         return self._latest
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        rows, self.rows = self.rows, None
-        assert rows is not None
-        self._state, self._latest = predictions.hidden, self._prediction(rows.tokens[-1], predictions)
-        self._took(passed.share_s * passed.requests)
-        if self._forced:
-            self.step(self._forced.pop(0))
+    def take(self, predictions: Predictions, passed: Passed) -> Rows | None:
+        assert self._asked is not None
+        token = self._asked.tokens[-1]
+        self._state, self._latest = predictions.hidden, self._prediction(token, predictions)
+        self._took(passed.unshared_s)
+        return self.step(self._forced.pop(0)) if self._forced else None
 
     @abstractmethod
     def _took(self, seconds: float) -> None:
@@ -72,12 +72,12 @@ class AssistantReader(_StateReader):
     def room_for(self, text: Sequence[int], more: int) -> bool:
         return self._features is not None and self._target.length == self._length - 1
 
-    def read(self, text: Sequence[int]) -> None:
+    def read(self, text: Sequence[int], requests: int = 1) -> Rows:
         self._forced = list(text[self._length :])
-        self._ask(text[self._length - 1], self._features, None)
+        return self._ask(text[self._length - 1], self._features, None)
 
-    def step(self, token: int) -> None:
-        self._ask(token, None, self._state)
+    def step(self, token: int) -> Rows:
+        return self._ask(token, None, self._state)
 
     def seconds_of_text(self, text: Sequence[int]) -> float:
         return self._step.value  # it reads one token at a time
@@ -85,9 +85,10 @@ class AssistantReader(_StateReader):
     def _took(self, seconds: float) -> None:
         self._step.observe(seconds)
 
-    def _ask(self, token: int, features: Floats | None, states: Floats | None) -> None:
+    def _ask(self, token: int, features: Floats | None, states: Floats | None) -> Rows:
         self._session.rewind(0)
-        self.rows = Rows(self._session, [token], 1, features, states, self._target)
+        self._asked = Rows(self._session, [token], 1, features, states, self._target)
+        return self._asked
 
 
 class Unread:
@@ -146,15 +147,15 @@ class HeadReader(_StateReader):
     def room_for(self, text: Sequence[int], more: int) -> bool:
         return self._unread.room_for(more + len(text) - self._unread.length)  # forced tokens
 
-    def read(self, text: Sequence[int]) -> None:
+    def read(self, text: Sequence[int], requests: int = 1) -> Rows:
         length, features = self._unread.length, self._unread.features
         self._forced = list(text[length:])
         tokens = text[length - len(features) : length]
-        self._ask(self._unread.held, Rows(self._session, tokens, 1, features=features))
+        return self._ask(self._unread.held, Rows(self._session, tokens, 1, features=features))
 
-    def step(self, token: int) -> None:
+    def step(self, token: int) -> Rows:
         assert self._state is not None
-        self._ask(self._session.length, Rows(self._session, [token], 1, states=self._state))
+        return self._ask(self._session.length, Rows(self._session, [token], 1, states=self._state))
 
     def _took(self, seconds: float) -> None:
         if not self._unread.count:
@@ -163,6 +164,7 @@ class HeadReader(_StateReader):
             self._first.observe(seconds)
         self._unread.read()
 
-    def _ask(self, held: int, rows: Rows) -> None:
+    def _ask(self, held: int, rows: Rows) -> Rows:
         self._session.rewind(held)  # which has keys and values alone, and goes back anywhere
-        self.rows = rows
+        self._asked = rows
+        return rows

@@ -7,20 +7,23 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Source, Step
+from edgespec.decoding.draft import Draft, Passed, Step
 from edgespec.drafting.bridge import Bridge
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.pricing import Prices
+from edgespec.drafting.rates import Rate
 from edgespec.drafting.reading import Chain, Prediction
+from edgespec.drafting.source import Source, Wanted
 from edgespec_models.errors import TokenizerError
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.predictions import Predictions
+from edgespec_runtimes.session import Rows
 
 SOURCE = "model"
-_BINS = 10
+_COUNT = 10
+_BINS = [(is_open, at) for is_open in (False, True) for at in range(_COUNT)]
 _PRIOR = 12.0
-_DECAY = 0.995
+_MEMORY, _TYPICAL_MEMORY = 200.0, 50.0
 _FADING = 0.003
-_TYPICAL_SMOOTHING = 0.02
 TYPICAL = 0.6
 _MOST_IN_CONTEXT = 192  # tokens
 
@@ -31,30 +34,28 @@ class Calibration:
     A token that ends exactly where the drafted text ends is *open*: with the text that follows, the target
     might write another token there. Open tokens have bins of their own. The prior is that a drafter's
     probability is right; it weighs as much as ``_PRIOR`` observations.
-
-    ``typical`` is the expected acceptance of a token that is not drafted yet.
     """
 
     def __init__(self) -> None:
-        self._prior = np.tile(_PRIOR * (np.arange(_BINS) + 0.5) / _BINS, (2, 1))
-        self._accepted = self._prior.copy()
-        self._seen = np.full((2, _BINS), _PRIOR)
-        self.typical = TYPICAL
+        self._rates = {(is_open, at): Rate(_PRIOR * _middle(at), _PRIOR, _MEMORY) for is_open, at in _BINS}
+        self._typical = Rate.usual(TYPICAL, _TYPICAL_MEMORY)
+
+    @property
+    def typical(self) -> float:
+        """The expected acceptance of a token that is not drafted yet."""
+        return self._typical.share()
 
     def probability(self, guess: "Guess") -> float:
         """The expected acceptance of a proposal."""
-        at = self._bin(guess)
-        return float(self._accepted[at] / self._seen[at])
+        return self._rate(guess).share()
 
     def consider(self, guess: "Guess") -> None:
         """Count a drafted token, whether it is proposed or not."""
-        self.typical += _TYPICAL_SMOOTHING * (self.probability(guess) - self.typical)
+        self._typical.add(self.probability(guess))
 
     def observe(self, guess: "Guess", accepted: bool) -> None:
         """Learn whether a proposal was accepted."""
-        at = self._bin(guess)
-        self._accepted[at] = self._accepted[at] * _DECAY + accepted
-        self._seen[at] = self._seen[at] * _DECAY + 1
+        self._rate(guess).add(accepted)
 
     def judge(self, guesses: Sequence["Guess"], came: Sequence[int]) -> None:
         """Judge proposals by the committed tokens, up to the first wrong one; the rest was never judged."""
@@ -65,13 +66,17 @@ class Calibration:
 
     def fade(self) -> None:
         """Let verdicts fade in a round without proposals, because nothing tests them any more."""
-        self._accepted += _FADING * (self._prior - self._accepted)
-        self._seen += _FADING * (_PRIOR - self._seen)
-        self.typical += _FADING * (TYPICAL - self.typical)
+        for (_, at), rate in self._rates.items():
+            rate.fade(_FADING, _middle(at), _PRIOR)
+        self._typical.fade(_FADING, TYPICAL)
 
-    @staticmethod
-    def _bin(guess: "Guess") -> tuple[int, int]:
-        return int(guess.open), min(int(guess.confidence * _BINS), _BINS - 1)
+    def _rate(self, guess: "Guess") -> Rate:
+        return self._rates[guess.open, min(int(guess.confidence * _COUNT), _COUNT - 1)]
+
+
+def _middle(at: int) -> float:
+    """The confidence in the middle of a bin."""
+    return (at + 0.5) / _COUNT
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,41 +112,37 @@ class ModelDrafter(Source):
         *,
         ends: Collection[int] = (),
         target_end: int | None = None,
-        pricing: Pricing,
         calibration: Calibration,
         left_out: tuple[int, int] = (0, 0),
         earliest: int = 0,
     ) -> None:
         self._reader, self._bridge, self.ends, self._target_end = reader, bridge, ends, target_end
-        self._pricing, self.calibration, self._left_out = pricing, calibration, left_out
-        self.earliest = earliest
-        self._limit = 0
+        self.calibration, self._left_out, self.earliest = calibration, left_out, earliest
+        self._prices: Prices  # of the round
+        self._limit, self._reads = 0, False  # tokens of its draft; whether it reads a piece of the prompt
         self._drafted: list[Prediction] = []  # this round, in the drafter's tokens
         self._guesses: list[Guess] = []  # target tokens of these; the proposals, once the draft is complete
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        self.draft, self._limit, self._drafted, self._guesses = NO_DRAFT, limit, [], []
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Wanted:
+        self._prices, self._limit, self._drafted, self._guesses = prices, limit, [], []
         ids = self._aligned(tokens) if limit > 0 else []
-        reader, shares = self._reader, bool(ids) and self._pricing.sequences > 1
+        reader, requests = self._reader, prices.load.sequences
         # One piece a round, so that the answers of other requests go on.
-        self.is_reading = shares and reader.room_for(ids, 2 * limit) and reader.catch_up(ids)
-        if self.is_reading:
-            self.rows = reader.rows
-        elif not ids or not self.pays(1.0, 1, reader.seconds_of_text(ids)):
+        shares = bool(ids) and requests > 1 and reader.room_for(ids, 2 * limit)
+        piece = reader.catch_up(ids) if shares else None
+        self._reads = piece is not None
+        if piece is not None:
+            return piece
+        if not ids or not self.pays(1.0, 1, reader.seconds_of_text(ids)):
             reader.idle()
-            self._propose([])
-        elif reader.room_for(ids, 2 * limit):
-            reader.read(ids)
-            self._go_on()
-        else:
-            self._propose([])
+            return self._priced([])
+        if not reader.room_for(ids, 2 * limit):
+            return self._priced([])
+        return self._go_on(reader.read(ids, requests))
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        self._reader.take(predictions, passed)
-        if self.is_reading:
-            self.rows = None
-        else:
-            self._go_on()
+    def take(self, predictions: Predictions, passed: Passed) -> Wanted:
+        rows = self._reader.take(predictions, passed)
+        return None if self._reads else self._go_on(rows)
 
     def observe(self, step: Step) -> None:
         """Compare the proposals with the committed tokens."""
@@ -151,12 +152,12 @@ class ModelDrafter(Source):
         self._guesses = []
 
     def pays(self, survival: float, rows: int, seconds: float) -> bool:
-        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Pricing.pays`.
+        """Whether one more token, or several, pay in a pass of ``rows``; see :meth:`Prices.pays`.
 
         The drafter's pass takes ``seconds``; all requests are expected to share it.
         """
-        typical, seconds = self.calibration.typical, seconds / self._pricing.sequences
-        return self._pricing.pays(survival * typical, rows, seconds, typical=typical, source=SOURCE)
+        typical, seconds = self.calibration.typical, seconds / self._prices.load.sequences
+        return self._prices.pays(survival * typical, rows, seconds, typical=typical, source=SOURCE)
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
         """The drafter's tokens to read; none if one of the vocabularies cannot spell the text."""
@@ -167,43 +168,44 @@ class ModelDrafter(Source):
             return []
         return ids[:begin] + ids[end:]
 
-    def _go_on(self) -> None:
+    def _go_on(self, rows: Rows | None) -> Rows | Draft:
         """Draft until the reader needs a pass, or the draft is complete."""
-        while (rows := self._reader.rows) is None:
-            prediction = self._reader.latest
-            token = prediction.following
-            if token in self.ends:
-                if self._target_end is not None:
-                    self._guesses.append(Guess(self._target_end, prediction.probability, open=False))
-                break
-            self._drafted.append(prediction)
-            try:
-                self._guesses = _guesses(self._bridge, self._drafted)
-            except TokenizerError:
-                self._guesses = []
-                break
-            survival = prod(self.calibration.probability(guess) for guess in self._guesses)
-            if self._guesses:
-                self.calibration.consider(self._guesses[-1])
-            if len(self._guesses) >= self._limit or len(self._drafted) >= 2 * self._limit:
-                break
-            if not self.pays(survival, 1 + len(self._guesses), self._reader.seconds_of_step(token)):
-                break
-            self._reader.step(token)
-        self.rows = rows
-        if rows is None:
-            self._propose(self._guesses[: self._limit])
+        while rows is None and self._grows():
+            rows = self._reader.step(self._drafted[-1].following)
+        return self._priced(self._guesses[: self._limit]) if rows is None else rows
 
-    def _propose(self, guesses: Sequence[Guess]) -> None:
-        """Propose the guesses that are worth their rows."""
-        self.draft = draft_of(guesses, self._pricing, self.calibration)
-        self._guesses = list(guesses[: len(self.draft.tokens)])
+    def _grows(self) -> bool:
+        """Add the reader's latest token to the draft, and return whether one more is expected to pay."""
+        prediction = self._reader.latest
+        token = prediction.following
+        if token in self.ends:
+            if self._target_end is not None:
+                self._guesses.append(Guess(self._target_end, prediction.probability, open=False))
+            return False
+        self._drafted.append(prediction)
+        try:
+            self._guesses = _guesses(self._bridge, self._drafted)
+        except TokenizerError:
+            self._guesses = []
+            return False
+        survival = prod(self.calibration.probability(guess) for guess in self._guesses)
+        if self._guesses:
+            self.calibration.consider(self._guesses[-1])
+        if len(self._guesses) >= self._limit or len(self._drafted) >= 2 * self._limit:
+            return False
+        return self.pays(survival, 1 + len(self._guesses), self._reader.seconds_of_step(token))
+
+    def _priced(self, guesses: Sequence[Guess]) -> Draft:
+        """The guesses that are worth their rows, which are to be judged."""
+        draft = draft_of(guesses, self._prices, self.calibration)
+        self._guesses = list(guesses[: len(draft.tokens)])
+        return draft
 
 
-def draft_of(guesses: Sequence[Guess], pricing: Pricing, calibration: Calibration) -> Draft:
+def draft_of(guesses: Sequence[Guess], prices: Prices, calibration: Calibration) -> Draft:
     """The first guesses, as many as are worth their rows. If none is, ``calibration`` fades."""
     confidence = tuple(calibration.probability(guess) for guess in guesses)
-    count, _ = pricing.keep(confidence, SOURCE)
+    count, _ = prices.keep(confidence, SOURCE)
     if not count:
         calibration.fade()
     tokens = tuple(guess.token for guess in guesses[:count])

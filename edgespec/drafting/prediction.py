@@ -5,43 +5,16 @@ found again by the last tokens; until then it is taken to replace token for toke
 """
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from edgespec.drafting.ngram import LONGEST
+from edgespec.drafting.copies import LONGEST, Copy, Finder
 
 _SURE: Final = 8  # tokens of a match, from which on no other place is looked for
 _NEAREST: Final = 64  # places of the same two tokens that are compared
 _MOST_LOST: Final = 3  # replaced tokens, behind which nothing is proposed
 _FIRST_PRIOR: Final = 0.6
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A proposal: the predicted ``token``, and why it is expected.
-
-    Attributes:
-        length: tokens before it that the answer and the predicted text share, at most 32.
-        replaced: tokens of the answer since it last followed the predicted text.
-    """
-
-    token: int
-    length: int
-    replaced: int = 0
-
-    @property
-    def kind(self) -> Hashable:
-        """The class of the proposal, whose share of right ones is learned."""
-        return self.length.bit_length(), self.replaced
-
-    @property
-    def prior(self) -> float:
-        """The probability that the proposal is right, before anything was learned."""
-        if self.replaced:
-            return 0.5 / self.replaced
-        return (self.length + 1) / (self.length + 2) if self.length else _FIRST_PRIOR
 
 
 class PredictedText:
@@ -84,10 +57,13 @@ class PredictedText:
         return most
 
 
-class PredictionFinder:
+class PredictionFinder(Finder):
     """Follows an answer, behind a prompt of ``start`` tokens, through a predicted text."""
 
+    source = "prediction"
+
     def __init__(self, text: PredictedText, start: int) -> None:
+        super().__init__()
         self._text, self._start = text, start
         self._read = start  # tokens of prompt and answer that were followed
         self._next = self._replaced = 0  # place of the token to come, tokens since the last match
@@ -105,7 +81,7 @@ class PredictionFinder:
         self._read = max(known, len(tokens))
         return known
 
-    def find(self, context: Sequence[int], ahead: int) -> Place | None:
+    def find(self, context: Sequence[int], ahead: int) -> Copy | None:
         """The proposal behind ``context``, which ends with ``ahead`` tokens of a draft; None without one."""
         begins = self._read == self._start and not ahead
         expected = self._next + self._replaced + ahead
@@ -115,4 +91,10 @@ class PredictionFinder:
             return None
         if place >= len(self._text.tokens):
             return None
-        return Place(self._text.tokens[place], length, self._replaced if is_lost else 0)
+        replaced = self._replaced if is_lost else 0  # tokens of the answer since the last match
+        prior = (length + 1) / (length + 2) if length else _FIRST_PRIOR
+        return Copy(
+            self._text.tokens[place],
+            (length.bit_length(), replaced),
+            0.5 / replaced if replaced else prior,
+        )

@@ -1,4 +1,4 @@
-"""Costs and gains of drafting: :class:`Pricing` has the expected ones, :class:`Guard` the realised ones.
+"""Costs and gains of drafting: :class:`Prices` are the expected ones, :class:`Guard` has the realised ones.
 
 A round that verifies k proposals commits 1 + sum of the products of acceptance probabilities and costs
 T(k + 1) plus the drafting. The rate (tokens per second) over many rounds is highest if each round takes
@@ -8,12 +8,12 @@ a token exactly when its expected gain exceeds its time multiplied by that rate 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Final
+from typing import Final, Literal
 
-from edgespec.decoding.draft import Step
-from edgespec.decoding.watch import Finding, Watch
+from edgespec.decoding.draft import ALONE, Load, Step
 from edgespec_runtimes.cost import CostCurve
 
 STAKE: Final = 5.0
@@ -34,63 +34,117 @@ _LEAST_PIECE, _MOST_PIECE = 8, 128  # tokens
 
 
 class Pricing:
-    """Prices proposals for a target. Every observed pass refines the measured T(n).
+    """Learns what passes of a target cost, and what rounds bring; :meth:`at` has the prices.
 
-    Several requests may share a pass. ``sequences`` is their number: each has a row in any case, and
-    proposals are priced behind these rows. Plain decoding gives all of them a token in T(sequences).
-    ``context`` is the mean number of tokens that a layer attends to in these requests; more make rows dearer.
-    In a mixture of experts, rows cost more the more different experts they use, which passes report too. So
-    the rows of each source's drafts have prices of their own.
+    Every observed pass refines the measured T(n). In a mixture of experts, rows cost more the more different
+    experts they use, which passes report too. So the rows of each source's drafts have prices of their own.
     """
 
     def __init__(self, curve: CostCurve) -> None:
-        self._curve, self.sequences, self.context = curve, 1, 0.0
+        self._curve = curve
         self._scale = 1.0  # the present speed against the measured curve
         self._shape: dict[int, float] = {}  # by rows: the curve's remaining error
         self._share: dict[int, float] = {}  # of late passes that had so many rows
-        self._priced: tuple[int, float] | None = None  # sequences and context of the times below
-        self._times: dict[str, list[float]] = {}  # by source, of passes over 0 rows and more
+        # By load and source, of passes over 0 rows and more, as they cost now.
+        self._times: dict[tuple[Load, str], list[float]] = {}
         self._overlap = max(_NEIGHBOURS, curve.experts.overlap) if curve.experts else 1.0
         self._overlaps: dict[str, float] = {}  # of the rows of each source's drafts
         self._tokens = self._plain_tokens = 0.0  # of late rounds, and of plain decoding in their time
 
-    def pass_seconds(self, rows: int, source: str = "") -> float:
-        """Expected seconds of a target pass over ``rows`` tokens, now, if ``source`` drafted them.
+    def at(self, load: Load = ALONE) -> "Prices":
+        """The prices of passes that these requests share."""
+        return Prices(self, load)
+
+    @property
+    def gain(self) -> float:
+        """The tokens of late rounds over those that plain decoding gives in their time; 0 without rounds."""
+        return self._tokens / self._plain_tokens if self._plain_tokens else 0.0
+
+    def pass_seconds(self, rows: int, load: Load, source: str) -> float:
+        """Expected seconds of a pass over ``rows`` tokens, now, if ``source`` drafted them.
 
         They never fall with ``rows``, whatever passes took: they are at most those of wider passes that were
         observed, and at least those of narrower ones.
         """
-        state = self.sequences, self.context
-        if state != self._priced:
-            self._priced, self._times = state, {}
-        source = source if self._curve.experts else ""
-        times = self._times.get(source, [])
+        key = load, source if self._curve.experts else ""
+        times = self._times.get(key, [])
         if rows >= len(times):
             most, wider = max(rows, _FEW, *self._shape), math.inf
-            times = [self._seconds(n, source) for n in range(most + 1)]
+            times = [self._seconds(n, *key) for n in range(most + 1)]
             for n in reversed(range(most + 1)):
                 times[n] = min(times[n], wider)
                 wider = times[n] if n in self._shape else wider
-            times = self._times[source] = list(accumulate(times, max))
+            times = list(accumulate(times, max))
+            self._times = {known: t for known, t in self._times.items() if known[0] == load} | {key: times}
         return times[rows]
 
-    def _seconds(self, rows: int, source: str) -> float:
+    def _seconds(self, rows: int, load: Load, source: str) -> float:
         """The curve's seconds, as far as passes over so many rows corrected them."""
-        seconds, costs = self._curve.seconds(rows, self.context, self.sequences), self._curve.experts
+        costs = self._curve.experts
+        seconds = self._curve.seconds(rows, load.context, load.sequences)
         if costs is not None:
             overlap = self._overlaps.get(source, self._overlap)
             seconds += costs.read_s * (costs.expected(rows, overlap) - costs.expected(rows))
         return seconds * self._scale * self._shape.get(rows, 1.0)
 
+    def observe_pass(
+        self, rows: int, seconds: float, experts: int = 0, source: str = "", load: Load = ALONE
+    ) -> None:
+        """Learn from a target pass that took ``seconds``, and from its ``experts``; outliers count little.
+
+        Rows that ``source`` drafted may share more experts than others, because copies repeat earlier tokens.
+        Each of the requests that share a pass reports it.
+        """
+        expected, costs = self._seconds(rows, load, source), self._curve.experts
+        if costs is not None and rows > 1 and experts:
+            known = self._overlaps.get(source, self._overlap)
+            seconds -= self._scale * costs.read_s * (experts - costs.expected(rows, known))
+            overlap, smoothing = costs.overlap_of(rows, experts), _OVERLAP_SMOOTHING / load.sequences
+            self._overlaps[source] = known + smoothing * (overlap - known)
+            self._overlap += smoothing * (overlap - self._overlap)
+        ratio = min(max(seconds / expected, 0.5), 2.0)
+        smoothing = _SMOOTHING / load.sequences
+        factor = 1.0 + smoothing * (ratio - 1.0)
+        self._shape[rows] = self._shape.get(rows, 1.0) * factor
+        self._share = {n: (1.0 - smoothing) * self._share.get(n, 0.0) for n in self._shape}
+        self._share[rows] += smoothing
+        # Errors that all sizes have are the machine's speed; what is left is the shape's.
+        logs = sum(share * math.log(self._shape[n]) for n, share in self._share.items())
+        common = math.exp(logs / sum(self._share.values()))
+        self._scale *= factor * common
+        self._shape = {n: (error / common) ** _FADING for n, error in self._shape.items()}
+        self._times = {}
+
+    def observe_round(self, committed: int, seconds: float, load: Load = ALONE) -> None:
+        """Learn from a whole round, drafting included."""
+        self._tokens = _MEMORY * self._tokens + committed
+        self._plain_tokens = _MEMORY * self._plain_tokens + seconds * self.at(load).plain_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What rows cost now in passes that the requests of ``load`` share, and what time is worth.
+
+    Each of these requests has a row in any case, and proposals are priced behind these rows. Plain decoding
+    gives all of them a token in T(sequences).
+    """
+
+    pricing: Pricing
+    load: Load
+
+    def pass_seconds(self, rows: int, source: str = "") -> float:
+        """Expected seconds of a target pass over ``rows`` tokens, if ``source`` drafted them."""
+        return self.pricing.pass_seconds(rows, self.load, source)
+
     def rows_seconds(self, count: int, behind: int = 0, source: str = "") -> float:
         """Expected seconds by which ``count`` proposals, behind others, make a pass longer."""
-        first = self.sequences + behind
+        first = self.load.sequences + behind
         return self.pass_seconds(first + count, source) - self.pass_seconds(first, source)
 
     @property
     def token_s(self) -> float:
         """Present seconds of a token in plain decoding."""
-        return self.pass_seconds(self.sequences) / self.sequences
+        return self.pass_seconds(self.load.sequences) / self.load.sequences
 
     @property
     def plain_rate(self) -> float:
@@ -103,8 +157,7 @@ class Pricing:
 
         The rate of rounds is kept as a multiple of plain decoding, because both get slower along a context.
         """
-        gain = self._tokens / self._plain_tokens if self._plain_tokens else 0.0
-        return self.plain_rate * max(1.0, gain)
+        return self.plain_rate * max(1.0, self.pricing.gain)
 
     def keep(
         self,
@@ -186,36 +239,38 @@ class Pricing:
             survival *= typical
         return False
 
-    def observe_pass(self, rows: int, seconds: float, experts: int = 0, source: str = "") -> None:
-        """Learn from a target pass that took ``seconds``, and from its ``experts``; outliers count little.
 
-        Rows that ``source`` drafted may share more experts than others, because copies repeat earlier tokens.
-        Each of the requests that share a pass reports it.
-        """
-        expected, costs = self._seconds(rows, source), self._curve.experts
-        if costs is not None and rows > 1 and experts:
-            known = self._overlaps.get(source, self._overlap)
-            seconds -= self._scale * costs.read_s * (experts - costs.expected(rows, known))
-            overlap, smoothing = costs.overlap_of(rows, experts), _OVERLAP_SMOOTHING / self.sequences
-            self._overlaps[source] = known + smoothing * (overlap - known)
-            self._overlap += smoothing * (overlap - self._overlap)
-        ratio = min(max(seconds / expected, 0.5), 2.0)
-        smoothing = _SMOOTHING / self.sequences
-        factor = 1.0 + smoothing * (ratio - 1.0)
-        self._shape[rows] = self._shape.get(rows, 1.0) * factor
-        self._share = {n: (1.0 - smoothing) * self._share.get(n, 0.0) for n in self._shape}
-        self._share[rows] += smoothing
-        # Errors that all sizes have are the machine's speed; what is left is the shape's.
-        logs = sum(share * math.log(self._shape[n]) for n, share in self._share.items())
-        common = math.exp(logs / sum(self._share.values()))
-        self._scale *= factor * common
-        self._shape = {n: (error / common) ** _FADING for n, error in self._shape.items()}
-        self._times = {}
+Finding = Literal["proved", "failed"]
+"""The finding of a :class:`Watch`."""
 
-    def observe_round(self, committed: int, seconds: float) -> None:
-        """Learn from a whole round, drafting included."""
-        self._tokens = _MEMORY * self._tokens + committed
-        self._plain_tokens = _MEMORY * self._plain_tokens + seconds * self.plain_rate
+
+class Watch:
+    """Adds up gains and losses until they prove something, then begins anew.
+
+    Single gains are luck, so the test watches the sum of losses that no gains have made good (the cumulative
+    sum test of Page 1954, "Continuous inspection schemes"). What pays never loses much; what does not pay
+    soon does.
+
+    A loss above ``stake`` is a failure; a total gain of ``stake`` is a proof. ``lost`` is the sum of losses
+    that no gains have made good.
+    """
+
+    def __init__(self, stake: float) -> None:
+        self._stake = stake
+        self._won = self.lost = 0.0
+
+    def observe(self, gain: float) -> Finding | None:
+        """Add a gain, or a loss below 0. Returns what the sum proves, if anything."""
+        self._won += gain
+        self.lost = max(0.0, self.lost - gain)
+        finding: Finding | None = None
+        if self.lost > self._stake:
+            finding = "failed"
+        elif self._won >= self._stake:
+            finding = "proved"
+        if finding:
+            self._won = self.lost = 0.0
+        return finding
 
 
 class Guard:
@@ -245,14 +300,15 @@ class Guard:
         """Count a round of a pause."""
         self._left = max(0, self._left - 1)
 
-    def observe(self, committed: int, seconds: float) -> Finding | None:
+    def observe(self, committed: int, seconds: float, load: Load = ALONE) -> Finding | None:
         """Learn from committed tokens and their time; return the finding, if there is one."""
+        plain_rate = self._pricing.at(load).plain_rate
         self._tokens, self._seconds = self._tokens + committed, self._seconds + seconds
-        finding = self._watch.observe(committed - seconds * self._pricing.plain_rate)
+        finding = self._watch.observe(committed - seconds * plain_rate)
         if finding == "proved":
             self._pause, self.reason = _FIRST_PAUSE, None
         elif finding == "failed":
-            ratio = self._tokens / self._seconds / self._pricing.plain_rate
+            ratio = self._tokens / self._seconds / plain_rate
             self.reason = f"{self._what} at {ratio:.2f} times the speed of plain decoding"
             self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         if self._watch.lost == 0.0:
@@ -270,5 +326,6 @@ class Guard:
         if not places:
             return None
         behind = len(step.draft.tokens) - len(places)
-        seconds = self._pricing.rows_seconds(len(places), behind, source)
-        return self.observe(sum(place < step.accepted for place in places), max(0.0, seconds))
+        load = step.target_pass.load
+        seconds = self._pricing.at(load).rows_seconds(len(places), behind, source)
+        return self.observe(sum(place < step.accepted for place in places), max(0.0, seconds), load)

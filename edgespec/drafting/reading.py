@@ -49,15 +49,10 @@ class Prediction:
 class Chain(ABC):
     """Reads a text, and each token that is drafted behind it, with a drafter's session.
 
-    :meth:`read` and :meth:`step` begin to read. As long as ``rows`` is not None, the caller has the rows read
-    and calls :meth:`take`. Then :attr:`latest` is there. No other object uses the session during the request.
-    ``curve`` has the times of its passes.
-
-    Attributes:
-        rows: the rows that the model has to read next, or None.
+    :meth:`read`, :meth:`step` and :meth:`take` return the rows that the model has to read next, for which the
+    caller calls :meth:`take`, or None. Then :attr:`latest` is there. No other object uses the session during
+    the request. ``curve`` has the times of its passes.
     """
-
-    rows: Rows | None = None
 
     def __init__(self, session: Session, curve: CostCurve) -> None:
         self._session = session
@@ -90,21 +85,24 @@ class Chain(ABC):
         self._first.fade()
         self._step.fade()
 
-    def catch_up(self, text: Sequence[int]) -> bool:
-        """Begin to read a piece of the text if :meth:`read` would need several, and return whether it did."""
-        return False
+    def catch_up(self, text: Sequence[int]) -> Rows | None:
+        """Begin to read a piece of the text if :meth:`read` would need several; None if it would not."""
+        return None
 
     @abstractmethod
-    def read(self, text: Sequence[int]) -> None:
-        """Begin to read the committed text that is unread; at first that is the prompt."""
+    def read(self, text: Sequence[int], requests: int = 1) -> Rows | None:
+        """Begin to read the committed text that is unread; at first that is the prompt.
+
+        So many ``requests`` share the passes up to the next call.
+        """
 
     @abstractmethod
-    def step(self, token: int) -> None:
+    def step(self, token: int) -> Rows | None:
         """Begin to read a drafted token."""
 
     @abstractmethod
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        """Go on with the model's predictions for ``rows``. ``passed`` is the pass that read them."""
+    def take(self, predictions: Predictions, passed: Passed) -> Rows | None:
+        """Go on with the model's predictions for the rows. ``passed`` is the pass that read them."""
 
     def _prediction(self, token: int, predictions: Predictions, row: int = 0) -> Prediction:
         """The prediction of a row, which stands behind ``token``."""
@@ -130,6 +128,8 @@ class Reader(Chain):
     def __init__(self, session: Session, curve: CostCurve, followers: Followers, *, held: int = 0) -> None:
         super().__init__(session, curve)
         self._followers, self.drafted_ahead, self.used_ahead = followers, 0, 0
+        self._asked: Rows | None = None  # of the next pass
+        self._requests = 1
         self._unread: Sequence[int] = ()  # tokens of the text behind the next pass's tokens
         self._end = self._length = 0  # length of the text with drafted tokens: when all is read, and now
         self._seconds = 0.0  # time of the reading
@@ -160,47 +160,49 @@ class Reader(Chain):
     def seconds_of_step(self, token: int) -> float:
         return 0.0 if self._knows_behind(token) else super().seconds_of_step(token)
 
-    def catch_up(self, text: Sequence[int]) -> bool:
+    def catch_up(self, text: Sequence[int]) -> Rows | None:
         if len(text) - self._session.shared_prefix(text) <= _PIECE:
-            return False
+            return None
         held = self._roll_back(text)
-        self.rows = Rows(self._session, text[held : held + _PIECE], 0)
-        return True
+        self._asked = Rows(self._session, text[held : held + _PIECE], 0)
+        return self._asked
 
-    def read(self, text: Sequence[int]) -> None:
+    def read(self, text: Sequence[int], requests: int = 1) -> Rows | None:
+        self._requests = requests
         self._followers.learn(text, self._learned)
         self._learned, self._text = len(text), list(text)
         self._predicted = {at: known for at, known in self._predicted.items() if at >= len(text) - 1}
         if self._knows(text):
             self._move(len(text))
-            return
+            return None
         self._end, self._seconds, self._mean = len(text), 0.0, self._first if self.has_read else None
         self.has_read = True
         self._unread = text[self._roll_back(text) :]
-        self._read_piece()
+        return self._read_piece()
 
-    def step(self, token: int) -> None:
+    def step(self, token: int) -> Rows | None:
         self._text.append(token)
         if self._knows_behind(token):
             self._move(self._length + 1)
-            return
+            return None
         self._end, self._seconds, self._mean = self._length + 1, 0.0, self._step
         held = self._session.rewind(min(self._length, self._session.length))
         self._drop(held)
         self._unread = self._text[held:]
-        self._read_piece()
+        return self._read_piece()
 
-    def take(self, predictions: Predictions, passed: Passed) -> None:
-        rows, self.rows = self.rows, None
+    def take(self, predictions: Predictions, passed: Passed) -> Rows | None:
+        rows, self._asked = self._asked, None
         assert rows is not None
-        self._seconds += passed.share_s * passed.requests
+        self._seconds += passed.unshared_s
         if self._unread:
-            self._read_piece()
-        elif rows.wanted:
+            return self._read_piece()
+        if rows.wanted:
             if self._mean is not None:
                 self._mean.observe(self._seconds)
             self._keep(rows.tokens, self._guesses, predictions)
             self._move(self._end)
+        return None
 
     def ahead(self, count: int) -> Prediction | None:
         """The prediction ``count`` tokens behind the text, if these were read already."""
@@ -214,22 +216,23 @@ class Reader(Chain):
         self.drafted_ahead += 1
         return prediction
 
-    def _read_piece(self) -> None:
+    def _read_piece(self) -> Rows:
         count = self._session.model.piece
         piece, self._unread = self._unread[:count], self._unread[count:]
-        self._ask(piece, is_last=not self._unread)
+        return self._ask(piece, is_last=not self._unread)
 
-    def _ask(self, tokens: Sequence[int], *, is_last: bool) -> None:
+    def _ask(self, tokens: Sequence[int], *, is_last: bool) -> Rows:
         """Ask for a pass over these tokens and, if they end the text, over guesses of the next ones."""
         guesses = list[Follower]()
         if is_last and len(tokens) <= _FEW:
             model, undone = self._session.model, self._session.model.places.undone
             room = min(model.piece, self._session.capacity - self._session.length) - len(tokens)
             room = room if undone is None else min(room, undone)
-            guesses = self._followers.guesses(self._text, len(tokens), room)
+            guesses = self._followers.guesses(self._text, len(tokens), room, self._requests)
         self._guesses = guesses
         rows = [*tokens, *(guess.token for guess in guesses)]
-        self.rows = Rows(self._session, rows, is_last + len(guesses))
+        self._asked = Rows(self._session, rows, is_last + len(guesses))
+        return self._asked
 
     def _keep(self, rows: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> Prediction:
         """Keep the predictions behind the text and each right guess, and drop the others."""

@@ -2,23 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import Remarks, Source
+from edgespec.decoding.draft import Remarks
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
-from edgespec.drafting.pricing import USUAL_TOKENS, Pricing
+from edgespec.drafting.pricing import USUAL_TOKENS
+from edgespec.drafting.rates import Rate
 from edgespec.drafting.reading import Chain, Reader
+from edgespec.drafting.source import Source
 from edgespec.loading.opening import DRAFTER_READING_ROWS, Running
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.session import Session
-
-if TYPE_CHECKING:  # only some drafters need these
-    from edgespec.drafting.blocks import AcceptanceRates
-
 
 _READING = 1.0  # times a token of plain decoding that reading a prompt may take
 _LEAST_READ, _FIRST = 32, 4  # tokens of a prompt: of its end, and of its beginning
@@ -38,17 +35,16 @@ class DrafterSide:
         running: Running,
         *,
         same_vocabulary: bool,
-        pricing: Pricing,
         caches: KvStore,
         beside: Beside | None = None,
     ) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
         self._row_s = running.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS  # of a prompt
         self._target, self._same_vocabulary = target, same_vocabulary
-        self.pricing, self._caches, self._beside = pricing, caches, beside
+        self._caches, self._beside = caches, beside
         self.calibration = Calibration()
-        self._rates: AcceptanceRates | None = None  # of a head that drafts blocks
-        self._followers = Followers(running.curve, lambda: pricing.sequences)
+        self._rates = list[Rate]()  # of a head that drafts blocks
+        self._followers = Followers(running.curve)
         self._words: dict[Session, list[int]] = {}  # that a trimmed LM head is offered, by request
 
     def prompt(self, tokens: list[int], encode: Callable[[Bundle], list[int]]) -> list[int]:
@@ -70,13 +66,15 @@ class DrafterSide:
         max_new_tokens: int,
         max_draft: int,
         target_end: int | None,
+        token_s: float,
         remarks: Remarks,
     ) -> Source | None:
         """The source of a new request; None if its answer cannot be long enough.
 
         ``prompt`` is ``tokens`` as the drafter reads them. It reads with the first of ``sessions``; the other
         sessions belong to running requests. ``target`` is the target's; ``target_end`` is its token to
-        propose where the drafter ends the text. ``remarks`` receive how much was read ahead.
+        propose where the drafter ends the text. Plain decoding takes ``token_s`` seconds a token. ``remarks``
+        receive how much was read ahead.
         """
         session, others = sessions
         if self.bundle.config.is_head:
@@ -84,7 +82,7 @@ class DrafterSide:
             room = max_new_tokens + 4 * max_draft
             return self._head(session, target, len(tokens), room)
         self._caches.fetch(session, prompt, others, on_disk=False)  # it reads little
-        held, token_s = session.shared_prefix(prompt), self.pricing.token_s
+        held = session.shared_prefix(prompt)
         # Of a long prompt it reads the end, besides what its cache holds and the first tokens, on which
         # attention rests (StreamingLLM, arXiv 2309.17453).
         begin = max(held, _FIRST)
@@ -102,14 +100,13 @@ class DrafterSide:
             bridge,
             ends=self.bundle.manifest.special_tokens.eos,
             target_end=target_end,
-            pricing=self.pricing,
             calibration=self.calibration,
             left_out=left_out,
             earliest=_EARLIEST,
         )
         if self._beside is None:
             return model
-        return Ahead(model, reader, self._beside, pricing=self.pricing, remarks=remarks)
+        return Ahead(model, reader, self._beside, remarks=remarks)
 
     def stop(self) -> None:
         """Wait for work that an earlier request may have left running."""
@@ -129,27 +126,20 @@ class DrafterSide:
         from edgespec.drafting.heads import MOST_READ, AssistantReader, HeadReader
 
         config, block = self.bundle.config, session.model.config.block
-        pricing, calibration = self.pricing, self.calibration
+        calibration = self.calibration
         reader: Chain
         if config.reads_cache:
             reader = AssistantReader(session, self.curve, length, target)
         else:
             session.reserve(min(MOST_READ + room, session.model.longest))
             if block is not None:
-                from edgespec.drafting.blocks import AcceptanceRates, BlockDrafter
+                from edgespec.drafting.blocks import BlockDrafter, usual_rates
 
-                self._rates = self._rates or AcceptanceRates(block.longest, calibration.typical)
-                return BlockDrafter(
-                    session,
-                    self.curve,
-                    length,
-                    pricing=pricing,
-                    calibration=calibration,
-                    rates=self._rates,
-                )
+                self._rates = self._rates or usual_rates(block.longest)
+                return BlockDrafter(session, self.curve, length, calibration=calibration, rates=self._rates)
             reader = HeadReader(session, self.curve, length)
         bridge = IdentityBridge(config.vocab_size)
-        return ModelDrafter(reader, bridge, pricing=pricing, calibration=calibration)
+        return ModelDrafter(reader, bridge, calibration=calibration)
 
     def _bridge(self, tokens: Sequence[int], prompt: list[int]) -> Bridge:
         if self._same_vocabulary:

@@ -13,7 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.history.passages import Entry, Passage, Tally, Turn, decayed, total_tokens
+from edgespec.drafting.rates import Rate
+from edgespec.history.passages import Entry, Passage, Turn, decayed, total_tokens
 
 MAX_N: Final = 8
 """The most tokens of context that the index compares."""
@@ -37,7 +38,7 @@ class Snapshot:
 
     clock: int = 0
     entries: list[Entry] = field(default_factory=list)
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    tallies: dict[str, Rate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,24 @@ class Match:
     share: float
     entry: Entry
     offset: int
+
+    @property
+    def kind(self) -> str:
+        """The class: the length by powers of two; whether occurrences are one, agree, or mostly agree."""
+        if self.count == 1:
+            agreement = "unique"
+        elif self.share > 0.99:
+            agreement = "agreed"
+        else:
+            agreement = "most" if self.share > 0.5 else "split"
+        return f"{agreement} {self.length.bit_length()}"
+
+    @property
+    def prior(self) -> float:
+        """The prior, fitted on replayed answers of two targets to the calibration texts."""
+        if self.count == 1:
+            return self.length**2 / (self.length**2 + 6.0)
+        return self.share**2 * self.length / (self.length + 1.0)
 
 
 class Index:
@@ -258,16 +277,15 @@ class Memory:
         return max(recent, match, key=lambda match: (match.length, match.share * match.count))
 
     def estimate(self, match: Match) -> float:
-        """The probability that ``found.token`` is right, by its class and its own record."""
-        tally = self.tallies.get(_class_of(match), Tally())
-        mean = (tally.right + _CLASS_PRIOR * _prior(match)) / (tally.judged + _CLASS_PRIOR)
+        """The probability that ``match.token`` is right, by its class and its own record."""
+        mean = self.tallies.get(match.kind, Rate()).share(match.prior, _CLASS_PRIOR)
         right, wrong = match.entry.right[match.offset], match.entry.wrong[match.offset]
         return (right + _TOKEN_PRIOR * mean) / (right + wrong + _TOKEN_PRIOR)
 
     def judge(self, match: Match, right: bool) -> None:
-        """Judge ``found.token`` by the token that came."""
-        kind = _class_of(match)
-        self.tallies.setdefault(kind, Tally()).add(right, 1)
+        """Judge ``match.token`` by the token that came."""
+        kind = match.kind
+        self.tallies.setdefault(kind, Rate()).add(right, 1)
         before = self._unproved.get(kind, (0, 0))
         self._unproved[kind] = (before[0] + right, before[1] + 1)
         match.entry.judge(match.offset, right=int(right), wrong=int(not right))
@@ -281,7 +299,7 @@ class Memory:
 
     def distrust(self) -> None:
         """Proposals lost: drop the statistics gathered before the last :meth:`trust`."""
-        self.tallies = {kind: Tally() for kind in self._unproved}
+        self.tallies = {kind: Rate() for kind in self._unproved}
         for kind, (right, judged) in self._unproved.items():
             self.tallies[kind].add(right, judged)
         self._tell(partial(Delta.distrusted, verdicts=dict(self._unproved)))
@@ -305,24 +323,6 @@ def keep_best(entries: Iterable[Entry], max_tokens: int, clock: int) -> list[Ent
             break
         kept.append(entry)
     return kept
-
-
-def _class_of(match: Match) -> str:
-    """The class: the length by powers of two, and whether the occurrences are one, agree, or mostly agree."""
-    if match.count == 1:
-        agreement = "unique"
-    elif match.share > 0.99:
-        agreement = "agreed"
-    else:
-        agreement = "most" if match.share > 0.5 else "split"
-    return f"{agreement} {match.length.bit_length()}"
-
-
-def _prior(match: Match) -> float:
-    """The prior, fitted on replayed answers of two targets to the calibration texts."""
-    if match.count == 1:
-        return match.length**2 / (match.length**2 + 6.0)
-    return match.share**2 * match.length / (match.length + 1.0)
 
 
 def _keys(

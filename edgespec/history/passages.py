@@ -21,8 +21,6 @@ LONGEST: Final = 64
 """Tokens of the longest passage."""
 HALF_LIFE: Final = 65_536
 """Learned tokens after which a use counts half."""
-CLASS_MEMORY: Final = 256.0
-"""Judged proposals of a class after which an observation has lost 1 - 1/e of its weight."""
 _SHORTEST: Final = 16
 _WINDOW: Final = 4
 _ONE_IN: Final = 32  # positions at which a passage may end
@@ -143,20 +141,6 @@ class Entry:
         right, wrong = sum(self.right), sum(self.wrong)
         trust = (right + _PATIENCE) / (right + wrong + _PATIENCE)
         return decayed(self.uses, now - self.at) * trust
-
-
-@dataclass(slots=True)
-class Tally:
-    """The numbers of judged and of right proposals, both decayed by later ones."""
-
-    right: float = 0.0
-    judged: float = 0.0
-
-    def add(self, right: float, judged: float) -> None:
-        """Add ``judged`` verdicts; ``right`` of them are in favour."""
-        keep = (1.0 - 1.0 / CLASS_MEMORY) ** judged
-        self.right = keep * self.right + right
-        self.judged = keep * self.judged + judged
 
 
 def total_tokens(entries: Iterable[Entry]) -> int:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Self
 
+from edgespec.drafting.rates import Rate
 from edgespec.history.database import connect, transaction
 from edgespec.history.memory import Change, Delta, Snapshot, keep_best
-from edgespec.history.passages import Entry, Passage, Tally, Turn, pack_tokens, unpack_tokens
+from edgespec.history.passages import Entry, Passage, Turn, pack_tokens, unpack_tokens
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.forks import kept_in_forks
 from edgespec_models.schema import matching
@@ -110,7 +111,7 @@ class Store:
         tallies = self._connection.execute(
             "SELECT class, accepted, judged FROM tally WHERE scope = ?", (key,)
         )
-        return Snapshot(clock, entries, {kind: Tally(right, judged) for kind, right, judged in tallies})
+        return Snapshot(clock, entries, {kind: Rate(right, judged) for kind, right, judged in tallies})
 
     def learned(self) -> Iterator[Learned]:
         """All passages with their text."""
@@ -250,7 +251,7 @@ class Store:
 
     def _count(self, key: int, kind: str, right: int, judged: int) -> None:
         query = "SELECT accepted, judged FROM tally WHERE scope = ? AND class = ?"
-        tally = Tally(*(self._connection.execute(query, (key, kind)).fetchone() or (0.0, 0.0)))
+        tally = Rate(*(self._connection.execute(query, (key, kind)).fetchone() or (0.0, 0.0)))
         tally.add(right, judged)
         values = (key, kind, tally.right, tally.judged)
         self._connection.execute("INSERT OR REPLACE INTO tally VALUES (?, ?, ?, ?)", values)

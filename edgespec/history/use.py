@@ -16,7 +16,7 @@ from typing import Final
 from edgespec.decoding.draft import Remarks
 from edgespec.drafting.pricing import Guard
 from edgespec.history.database import connect_read_only, is_damage, reason, set_aside
-from edgespec.history.drafter import HistoryDrafter, TurnContext
+from edgespec.history.drafter import HistoryFinder, TurnContext
 from edgespec.history.memory import Delta, Memory, Snapshot
 from edgespec.history.store import MAX_TOKENS, Scope, Store
 from edgespec_models.errors import StorageError
@@ -172,13 +172,13 @@ class HistoryUse:
         guard: Guard | None = None,
         remarks: Remarks | None = None,
         context: TurnContext | None = None,
-    ) -> HistoryDrafter:
+    ) -> HistoryFinder:
         """The source for the next request, which also learns its answer. Other requests may run.
 
         ``guard`` watches whether proposals from earlier answers pay. ``remarks`` receive problems of the
         history, and why trust was taken back. With ``context`` the turn is kept whole.
         """
-        return HistoryDrafter(
+        return HistoryFinder(
             self.memory, guard, remarks=remarks, problem=lambda: self.problem, context=context
         )
 

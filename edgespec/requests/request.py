@@ -315,13 +315,15 @@ def fill_prompt(prefix: str, suffix: str, extra: Sequence[tuple[str, str]]) -> H
 class Prompt(NamedTuple):
     """A prompt for the target and for the drafter; the second is empty without a drafter model.
 
+    If the drafter cannot read it, ``drafter`` is the error.
+
     ``place`` says whether the answer begins with thoughts; None if the model has none. ``hole`` is the place
     that the answer fills, or None. ``prediction`` is the predicted answer, or None. ``record`` is what a
     history keeps of it, as JSON.
     """
 
     target: list[int]
-    drafter: list[int]
+    drafter: list[int] | Exception
     place: "Place | None"
     hole: Hole | None = None
     prediction: "PredictedText | None" = None

@@ -309,11 +309,5 @@ def statistics(steps: Sequence[Step], remarks: Remarks) -> GenerationStats:
         accepted_by_position=tuple(accepted_at[at] for at in range(len(drafted_at))),
         target_s=sum(step.target_s for step in decoded),
         drafter_s=sum(step.drafter_s for step in steps),
-        speculation_off_reason=remarks.speculation_off_reason,
-        history_problem=remarks.history_problem,
-        prompt_cache_problem=remarks.prompt_cache_problem,
-        rolled_back=remarks.rolled_back,
-        placement=remarks.placement,
-        drafted_ahead=remarks.drafted_ahead,
-        used_ahead=remarks.used_ahead,
+        **asdict(remarks),
     )

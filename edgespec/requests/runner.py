@@ -1,7 +1,6 @@
 """The loaded models of requests: their prompts, passes, and the data kept between requests."""
 
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -9,14 +8,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Extending, Remarks, Source
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Load, Remarks
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
-from edgespec.drafting.ngram import BestOf, NgramDrafter
+from edgespec.drafting.copies import CopyDrafter, Finder
+from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Pricing
+from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Prices, Pricing
+from edgespec.drafting.source import Source
 from edgespec.loading.opening import Loaded
 from edgespec.loading.options import LoadOptions
-from edgespec.requests.decoding import RequestDecoding
 from edgespec.requests.request import (
     Hole,
     Prompt,
@@ -31,8 +31,8 @@ from edgespec.requests.request import (
     prompt_tokens,
 )
 from edgespec.requests.seats import Seat, Seats
+from edgespec.requests.sequence import Sequence
 from edgespec.requests.ticket import Ticket
-from edgespec.requests.turns import take_turn
 from edgespec_models.errors import DoesNotFit, RequestError, too_long
 from edgespec_models.storage import prompts_dir
 from edgespec_runtimes.block_files import BlockFiles
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
-    from edgespec.requests.embedding import Embedder
+    from edgespec.requests.embedding import Embedder, EmbeddingTicket
 
 
 _AGAIN = 0.7  # the chance that a token that was taken back is written again
@@ -92,7 +92,6 @@ class Runner:
                 self.target,
                 loaded.drafter,
                 same_vocabulary=loaded.same_vocabulary,
-                pricing=self.pricing,
                 caches=self.caches,
                 beside=beside,
             )
@@ -132,7 +131,12 @@ class Runner:
         if len(tokens) >= self.session.model.longest:
             raise DoesNotFit(self._too_long(len(tokens)))
         side = self.side if request.speculate and request.drafter is None else None
-        drafters = side.prompt(tokens, lambda bundle: drafter_tokens(bundle, prompt, request)) if side else []
+        drafters: list[int] | Exception = []
+        if side is not None:
+            try:
+                drafters = side.prompt(tokens, lambda bundle: drafter_tokens(bundle, prompt, request))
+            except Exception as error:  # noqa: BLE001 - the target goes on alone
+                drafters = error
         predicted = None
         if request.prediction and request.speculate:
             from edgespec.drafting.prediction import PredictedText
@@ -144,7 +148,7 @@ class Runner:
         place = answer_place(self.target, prompt, tokens)
         return Prompt(tokens, drafters, place, hole, predicted, record)
 
-    def begin(self, ticket: Ticket) -> RequestDecoding | None:
+    def begin(self, ticket: Ticket, prices: Prices) -> Sequence | None:
         """Begin a request: reserve room, and copy the known beginning of its prompt into the KV cache.
 
         None if there is no memory for it beside running requests. An answer that would not fit the context is
@@ -165,15 +169,16 @@ class Runner:
         if self.seats.any_taken and not self._has_room(room):
             return None
         starts = message_starts(prompt.target, self.target.tokenizer)
-        seat = self.seats.take(prompt.target, starts, on_disk=request.prompt_cache)
+        seat, checkpoints = self.seats.take(prompt.target, starts, on_disk=request.prompt_cache)
         with ExitStack() as undoing:
             undoing.callback(seat.free)
             seat.target.reserve(room)
             if request.prompt_logprobs:
                 seat.target.rewind(0)  # a cached token has no log probability
-            policy = self._policy(prompt, request, constraint, seat)
+            policy = self._policy(prompt, request, constraint, seat, prices)
             undoing.callback(policy.close)
-            decoding = RequestDecoding(
+            sequence = Sequence(
+                ticket,
                 self.target,
                 seat,
                 policy,
@@ -184,9 +189,10 @@ class Runner:
                 clock=self._clock,
                 started=started,
                 queued_s=queued_s,
+                checkpoints=checkpoints,
             )
             undoing.pop_all()  # it closes them at its end
-        return decoding
+        return sequence
 
     def _with_calls(self, request: Request, constraint: Constraint | None) -> Constraint | None:
         """``constraint``, and a grammar for the calls that the model begins of its own accord."""
@@ -227,19 +233,19 @@ class Runner:
         self._embedder = Embedder(self.target, self.session.model, self.seats.readers)
         return self._embedder
 
-    def turn(self, tickets: Sequence[Ticket]) -> None:
-        """Take requests that run a pass further; texts that become vectors are read in a pass of their own.
+    def texts(self, tickets: list[Ticket]) -> "list[EmbeddingTicket]":
+        """Those of the tickets whose texts become vectors."""
+        return [] if self._embedder is None else self._embedder.own(tickets)
 
-        The texts wait if there is no memory for them beside the others.
+    def read_texts(self, texts: "list[EmbeddingTicket]", beside: int) -> None:
+        """Read texts that become vectors, in a pass of their own.
+
+        They wait if there is no memory for them beside the other requests, so many.
         """
-        texts = [] if self._embedder is None else self._embedder.own(tickets)
-        others = [ticket for ticket in tickets if ticket not in texts]
-        if others:
-            take_turn(others, self.begin, self.pricing)
-        if texts:
-            piece = self.pricing.piece(len(others)) if others else self.session.model.piece
-            has_room = not others or self._has_room(max(ticket.longest for ticket in texts))
-            self.embedder.turn(texts, piece if has_room else 0)
+        prices = self.pricing.at(Load(max(1, beside)))
+        piece = prices.piece(beside) if beside else self.session.model.piece
+        has_room = not beside or self._has_room(max(ticket.longest for ticket in texts))
+        self.embedder.turn(texts, piece if has_room else 0)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""
@@ -302,7 +308,9 @@ class Runner:
         reason = too_long("prompt", count, context)
         return f"{reason}, the model's context, which holds the answer too; shorten it"
 
-    def _policy(self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat) -> Policy:
+    def _policy(
+        self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat, prices: Prices
+    ) -> Policy:
         """The drafting policy of a request."""
         if self._reopens:
             self._where = self._placements()
@@ -313,7 +321,7 @@ class Runner:
         if not request.speculate or not has_source:
             remarks.speculation_off_reason = "speculate=False" if self.drafts else "the drafter is None"
             return policy()
-        free: Extending = NgramDrafter()
+        finders: list[Finder] = [ContextTree()]
         if self.history is not None:
             context = None
             if prompt.record is not None:
@@ -321,26 +329,27 @@ class Runner:
 
                 eos = self.target.manifest.special_tokens.eos
                 context = TurnContext(prompt.record, eos, self.target.tokenizer.bytes_of)
-            free = BestOf(free, self.history.begin(self.history_guard, remarks, context))
+            finders.append(self.history.begin(self.history_guard, remarks, context))
         opening = None
         if prompt.prediction is not None:
             from edgespec.drafting.prediction import PredictionFinder
 
-            finder = PredictionFinder(prompt.prediction, len(prompt.target))
-            predicted = NgramDrafter(finder, source="prediction")
-            free, opening = BestOf(free, predicted) if self.drafts else predicted, NO_DRAFT
+            predicted = PredictionFinder(prompt.prediction, len(prompt.target))
+            finders, opening = [*finders, predicted] if self.drafts else [predicted], NO_DRAFT
         if prompt.hole is not None:  # a cut word of the prompt may be written again as it was
             again = tuple(self.target.tokenizer.encode_bytes(prompt.hole.held))
             opening = Draft(again, ("ngram",) * len(again), (_AGAIN,) * len(again))
-        model = self._model(prompt, request, remarks, seat)
-        return policy(free, model, constraint=constraint, opening=opening)
+        model = self._model(prompt, request, remarks, seat, prices)
+        return policy(CopyDrafter(*finders), model, constraint=constraint, opening=opening)
 
     def _custom(self, drafter: Drafter) -> "Custom":
         from edgespec.drafting.custom import Custom
 
         return Custom(drafter, self.session.model.vocab_size)
 
-    def _model(self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat) -> Source | None:
+    def _model(
+        self, prompt: Prompt, request: Request, remarks: Remarks, seat: Seat, prices: Prices
+    ) -> Source | None:
         """A model or an app's own drafter."""
         own = self.own if request.drafter is None else self._custom(request.drafter)
         is_short = prompt.hole and prompt.hole.ends_line  # reading the prompt takes longer than it saves
@@ -348,6 +357,8 @@ class Runner:
             return own
         eos = self.target.manifest.special_tokens.eos if request.stop_at_eos else ()
         try:
+            if isinstance(prompt.drafter, Exception):
+                raise prompt.drafter
             return self.side.begin(
                 prompt.target,
                 prompt.drafter,
@@ -356,6 +367,7 @@ class Runner:
                 max_new_tokens=request.max_new_tokens,
                 max_draft=self.options.max_draft,
                 target_end=eos[0] if eos else None,
+                token_s=prices.token_s,
                 remarks=remarks,
             )
         except Exception as error:  # noqa: BLE001 - mostly for lack of memory; the target goes on alone

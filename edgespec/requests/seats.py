@@ -11,19 +11,13 @@ from edgespec_runtimes.session import Session
 class Seat:
     """A request's sessions; ``drafter`` is None without a drafter, or if it reads one text at a time.
 
-    ``caches`` keep texts that sessions drop. At the lengths ``checkpoints`` of the prompt, :meth:`checkpoint`
-    is due.
+    ``caches`` keep texts that sessions drop.
     """
 
     target: Session
     drafter: Session | None
     caches: KvStore
     taken: bool = False
-    checkpoints: Sequence[int] = ()
-
-    def checkpoint(self) -> None:
-        """Keep the target's states, so that later requests can go on from them."""
-        self.caches.checkpoint(self.target)
 
     def free(self) -> None:
         """Release the seat for another request."""
@@ -53,19 +47,21 @@ class Seats:
         """Whether a request is being answered."""
         return any(seat.taken for seat in self.all)
 
-    def take(self, tokens: Sequence[int], starts: Sequence[int], *, on_disk: bool) -> Seat:
-        """A free seat, whose target holds the longest known beginning of ``tokens``.
+    def take(
+        self, tokens: Sequence[int], starts: Sequence[int], *, on_disk: bool
+    ) -> tuple[Seat, Sequence[int]]:
+        """A free seat, whose target holds the longest known beginning of ``tokens``, and checkpoints.
 
-        See :meth:`KvStore.fetch` for ``starts``.
+        See :meth:`KvStore.fetch` for these and for ``starts``.
         """
         free = [seat for seat in self.all if not seat.taken]
         if not free:
             free.append(self._another())
         seat = max(free, key=lambda seat: seat.target.shared_prefix(tokens))
         others = [other.target for other in self.all if other.taken]
-        seat.checkpoints = self._caches.fetch(seat.target, tokens, others, starts, on_disk=on_disk)
+        checkpoints = self._caches.fetch(seat.target, tokens, others, starts, on_disk=on_disk)
         seat.taken = True
-        return seat
+        return seat, checkpoints
 
     def drafters(self, seat: Seat) -> list[Session]:
         """The drafter's sessions of the other requests."""

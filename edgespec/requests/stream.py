@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Final
 from weakref import finalize
 
-from edgespec.requests.queue import RequestQueue
 from edgespec.requests.results import Generation, Record, choice_id
+from edgespec.requests.scheduler import Scheduler
 from edgespec.requests.ticket import LOOK_S, InProcess, Stage, Ticket
 from edgespec_models.errors import Busy, RequestError
 
@@ -30,7 +30,7 @@ class Stream(
     Iterating raises the request's error; :class:`edgespec.Busy` and :class:`edgespec.Closed` come first.
     """
 
-    def __init__(self, ticket: Ticket, queue: RequestQueue) -> None:
+    def __init__(self, ticket: Ticket, queue: Scheduler) -> None:
         self._ticket, self._queue = ticket, queue
         # The queue holds the ticket alone, so that an abandoned stream can be collected.
         finalize(self, ticket.interrupt, "cancelled").atexit = False
@@ -114,8 +114,8 @@ class Stream(
     @property
     def prompt(self) -> tuple[int, int]:
         """The prompt's number of tokens, and how many a cache held. Both are 0 until the request runs."""
-        decoding = self._ticket.decoding
-        return (0, 0) if decoding is None else (decoding.prompt_tokens, decoding.cached_tokens)
+        running = self._ticket.running
+        return (0, 0) if running is None else running.prompt
 
     @property
     def result(self) -> Generation:

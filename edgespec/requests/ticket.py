@@ -7,15 +7,11 @@ from enum import Enum
 from functools import cached_property
 from threading import Condition
 from time import monotonic
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from edgespec.decoding.grammar import Constraint
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.results import FinishReason, Generation, Record, nothing
-
-if TYPE_CHECKING:
-    from edgespec.requests.decoding import RequestDecoding
-
 
 LOOK_S = 0.2
 """The longest wait of a thread in seconds. On Windows Ctrl-C does not end a wait."""
@@ -26,7 +22,7 @@ class Stage(Enum):
 
     NEW = "nobody has queued it yet"
     WAITING = "it waits for its turn"
-    RUNNING = "who has taken it out of the queue ends it"
+    RUNNING = "whoever took it out of the queue must end it"
     ENDED = "it has its result"
 
 
@@ -40,6 +36,21 @@ class InProcess:
         )
 
 
+class Running(Protocol):
+    """The part of a running request that the model's thread alone uses."""
+
+    @property
+    def result(self) -> Generation:
+        """The result so far."""
+
+    @property
+    def prompt(self) -> tuple[int, int]:
+        """The tokens of the prompt, and how many of them the KV cache held at the request's turn."""
+
+    def close(self) -> None:
+        """Free what the request runs on, once."""
+
+
 class Ticket:
     """A request from its queueing to its end: the model's thread puts records in, and the reader takes them.
 
@@ -47,8 +58,8 @@ class Ticket:
     request's tokens, so a slow reader does not hold up the model.
 
     ``prompt`` makes the prompt when it is first needed. ``ended`` is called with the result before any reader
-    gets it. Requests of one ``conversation`` run one after the other. ``decoding`` is the running request,
-    and ``interruption`` the reason to end it early.
+    gets it. Requests of one ``conversation`` run one after the other. ``running`` is there once it runs.
+    ``interruption`` is the reason to end it early.
     """
 
     def __init__(
@@ -63,7 +74,7 @@ class Ticket:
         self.request, self.constraint = request, constraint
         self._read, self._ended, self._conversation = prompt, ended, conversation
         self.stage = Stage.NEW
-        self.decoding: RequestDecoding | None = None
+        self.running: Running | None = None
         self.interruption: FinishReason | None = None
         self.result: Generation | None = None
         self._error: BaseException | None = None
@@ -88,7 +99,7 @@ class Ticket:
         return monotonic() - self._queued_at
 
     def postpone(self) -> None:
-        """Put the request back into the queue, because there is no room for it beside the running ones."""
+        """Wait again, because there is no room for the request beside the running ones."""
         self.stage = Stage.WAITING
         with self._changed:
             self._wake()  # its reader looks at its deadline again
@@ -138,13 +149,13 @@ class Ticket:
 
     def finish(self, error: BaseException | None = None) -> None:
         """Free what the request runs on, and end it as far as it came. Readers get the first error."""
-        decoding, result = self.decoding, nothing("error")
+        result = nothing("error")
         try:
-            if decoding is not None:
+            if self.running is not None:
                 try:
-                    decoding.close()
+                    self.running.close()
                 finally:
-                    result = decoding.result
+                    result = self.running.result
         except BaseException as failure:  # noqa: BLE001 - raised where the answer is read
             error = error or failure
         self.end(result, error)

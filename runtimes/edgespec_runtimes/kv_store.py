@@ -129,8 +129,8 @@ class KvStore:
 
         Returns:
             Lengths of ``tokens`` at which a :meth:`checkpoint` is worth its memory: the ``starts`` of parts
-            from which other texts may differ, and the end of another text's common beginning. None if states
-            go with blocks.
+            from which other texts may differ, and the end of another text's common beginning. An empty list
+            if states go with blocks.
 
         Raises:
             DeviceError: no memory; the session's cache is empty then.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
+from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KVBuffers, Saved, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions
@@ -149,12 +150,14 @@ class LoadedModel(ABC):
         for entry in rows:
             stretch, target = entry.session.stretch, entry.target
             source = stretch if target is None else target.stretch
+            start = len(source.tokens) - (target is not None)
+            used = -(-(start + len(entry.tokens)) // BLOCK)  # of blocks, of which it may have more
             parts.append(
                 Part(
                     entry.tokens,
-                    len(source.tokens) - (target is not None),
+                    start,
                     entry.wanted,
-                    [block.number for block in source.blocks],
+                    [block.number for block in source.blocks[:used]],
                     features=entry.features,
                     states=entry.states,
                     slot=stretch.slot,
@@ -292,6 +295,15 @@ class Session:
             raise RequestError(self.model.too_long(capacity))
         if capacity > self.capacity:
             self.model.reserve(self.stretch, self.model.rounded(capacity))
+
+    def prepare(self, end: int) -> None:
+        """Take the memory for ``end`` tokens now, which the passes up to there use.
+
+        Raises:
+            RequestError, DeviceError: as :meth:`reserve`; other sequences' caches may be empty then.
+        """
+        self.reserve(end)
+        self.model._extend([(self.stretch, end)])
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """The number of first ``tokens`` that the cache holds already."""

@@ -8,17 +8,18 @@ from time import perf_counter
 from typing import Any
 
 from edgespec import Model, RequestOptions, load
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Extending, Remarks, Source
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Remarks
 from edgespec.decoding.grammar import Constraint
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Guard, Pricing
+from edgespec.drafting.pricing import Guard, Prices, Pricing
 from edgespec.drafting.reading import Chain, Prediction, Reader
+from edgespec.drafting.source import Extending, Source
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ from edgespec_runtimes.session import Session
 from tests.kit.models import answering, runner_of
 from tests.kit.several import Driven
 from tests.kit.tokenizers import byte_level_json, sentencepiece_json
-from tests.kit.toy import F32, NextLogits, Silent, ToySession, alone
+from tests.kit.toy import F32, PRICES, NextLogits, Silent, ToySession, alone
 from tools import replay
 
 VOCAB = 50
@@ -117,7 +118,6 @@ def model_of(
     session: Session,
     bridge: Bridge | None = None,
     *,
-    pricing: Pricing | None = None,
     curve: CostCurve = QUICK,
     reader: Reader | None = None,
     calibration: Calibration | None = None,
@@ -131,7 +131,6 @@ def model_of(
         bridge or IdentityBridge(session.model.vocab_size),
         ends=ends,
         target_end=target_end,
-        pricing=pricing or Pricing(FREE),
         calibration=calibration or Calibration(),
     )
 
@@ -166,30 +165,30 @@ def reader_of(session: Session, curve: CostCurve = QUICK) -> Reader:
     return Reader(session, curve, Followers(curve))
 
 
-def ahead_of(
-    model: ModelDrafter, reader: Reader, beside: Beside, pricing: Pricing, remarks: Remarks | None = None
-) -> Ahead:
-    return Ahead(model, reader, beside, pricing=pricing, remarks=remarks or Remarks())
+def ahead_of(model: ModelDrafter, reader: Reader, beside: Beside, remarks: Remarks | None = None) -> Ahead:
+    return Ahead(model, reader, beside, remarks=remarks or Remarks())
 
 
-def draft_of(source: Source, tokens: Sequence[int], limit: int, clock: Clock = perf_counter) -> Draft:
-    """What a source proposes, with passes of its own."""
-    source.begin_round(tokens, limit)
-    alone(lambda: source.rows, source.take, clock)
-    return source.draft
+def draft_of(
+    source: Source | Policy,
+    tokens: Sequence[int],
+    limit: int,
+    clock: Clock = perf_counter,
+    prices: Prices = PRICES,
+) -> Draft:
+    """What a source proposes, with passes of its own; nothing where it only reads."""
+    return alone(source.begin(tokens, limit, prices), source.take, clock) or NO_DRAFT
 
 
 def read(reader: Chain, text: Sequence[int], clock: Clock = perf_counter) -> Prediction:
     """What a reader predicts behind a text."""
-    reader.read(text)
-    alone(lambda: reader.rows, reader.take, clock)
+    alone(reader.read(text), reader.take, clock)
     return reader.latest
 
 
 def step(reader: Chain, token: int, clock: Clock = perf_counter) -> Prediction:
     """What a reader predicts behind a drafted token."""
-    reader.step(token)
-    alone(lambda: reader.rows, reader.take, clock)
+    alone(reader.step(token), reader.take, clock)
     return reader.latest
 
 
@@ -212,4 +211,4 @@ def stream_of(
 ) -> Stream:
     """A request that drafts with a model alone."""
     policy = policy_of(Silent(), model, pricing=pricing, remarks=remarks, clock=clock)
-    return answering(target, lambda: policy, request, clock, max_draft=4)
+    return answering(target, lambda: policy, request, clock, max_draft=4, pricing=pricing)

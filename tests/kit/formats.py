@@ -8,10 +8,12 @@ from typing import Any
 import jsonschema
 from hypothesis import strategies as st
 
-from edgespec.decoding.draft import Source, Step
+from edgespec.decoding.draft import Step
 from edgespec.decoding.grammar import AnyJson, Choice, Constraint, JsonSchema, Lark, Regex, ResponseFormat
-from edgespec.decoding.loop import Verifier
 from edgespec.decoding.sampling import SamplingParams
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.source import Source
 from tests.kit.toy import ToySession, decode
 
 _WORDS = ("name", "age", "the lazy dog", "na\u00efve", 'a "quote"', "\u65e5\u672c", "\U0001f600", "x\ny")
@@ -88,7 +90,11 @@ NEW = 60
 
 
 def written(
-    target: ToySession, source: Source, constraint: Constraint, params: SamplingParams, stop: Sequence[int]
+    target: ToySession,
+    source: Source | Policy,
+    constraint: Constraint,
+    params: SamplingParams,
+    stop: Sequence[int],
 ) -> tuple[list[int], list[Step]]:
     """What ``target`` writes behind the prompt under a constraint: its answer, and the rounds."""
     tokens, steps, verify = [*PROMPT], list[Step](), Verifier(params, [constraint])

@@ -2,25 +2,25 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import cast
 
 from edgespec.decoding.draft import Clock
+from edgespec.drafting.ahead import Beside
 from edgespec.drafting.policy import Policy
-from edgespec.drafting.pricing import Pricing
+from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
-from edgespec.requests.decoding import RequestDecoding
-from edgespec.requests.queue import RequestQueue
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.runner import Runner
+from edgespec.requests.scheduler import Scheduler
 from edgespec.requests.seats import Seat
+from edgespec.requests.sequence import Sequence as RunningSequence
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Ticket
-from edgespec.requests.turns import take_turn
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -133,6 +133,8 @@ def toy_model(
     clock: Clock = perf_counter,
     drafter_s: float = 0.1,
     bundle: Callable[[str, int], Bundle] = toy_bundle,
+    same_vocabulary: bool = True,
+    beside: Beside | None = None,
 ) -> Model:
     """A model over ``session``, a second a pass; with a drafter over the same vocabulary."""
 
@@ -147,8 +149,8 @@ def toy_model(
 
     target = running("toy", session or toy_session(), 1.0)
     small = None if drafter is None else running("small", drafter, drafter_s)
-    loaded = Loaded(target, small, same_vocabulary=True)
-    return Model(Runner(loaded, options or LoadOptions(), clock=clock))
+    loaded = Loaded(target, small, same_vocabulary)
+    return Model(Runner(loaded, options or LoadOptions(), clock=clock, beside=beside))
 
 
 def runner_of(model: Model) -> Runner:
@@ -163,7 +165,7 @@ def side_of(model: Model) -> DrafterSide:
     return side
 
 
-def queue_of(model: Model) -> RequestQueue:
+def queue_of(model: Model) -> Scheduler:
     """Where a model's requests wait."""
     return model._queue
 
@@ -176,15 +178,28 @@ def answering(
     *,
     prompt: Sequence[int] = (3, 1, 4),
     max_draft: int = 8,
+    pricing: Pricing | None = None,
 ) -> Stream:
     """A request over a session alone, which drafts by a policy of its own."""
     bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
 
-    def begin(ticket: Ticket) -> RequestDecoding:
-        drafts, seat = policy(), Seat(session, None, KvStore(0))
-        return RequestDecoding(
-            bundle, seat, drafts, read, request, max_draft=max_draft, clock=clock, started=clock()
+    def begin(ticket: Ticket, prices: Prices) -> RunningSequence:
+        return RunningSequence(
+            ticket,
+            bundle,
+            Seat(session, None, KvStore(0)),
+            policy(),
+            read,
+            request,
+            max_draft=max_draft,
+            clock=clock,
+            started=clock(),
         )
 
-    turn = partial(take_turn, begin=begin, pricing=Pricing(CostCurve({1: 1.0})))
-    return Stream(Ticket(request, lambda: read), RequestQueue(0, turn))
+    models = SimpleNamespace(
+        begin=begin,
+        pricing=pricing or Pricing(CostCurve({1: 1.0})),
+        texts=lambda tickets: [],
+        write_behind=lambda stop: None,
+    )
+    return Stream(Ticket(request, lambda: read), Scheduler(0, cast(Runner, models)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from edgespec import Drafter, LoadOptions, Model
+from edgespec.requests import sequence as requests
 from edgespec.requests.results import Generation
 from edgespec.requests.stream import Stream
 from tests.kit.models import VOCAB, printable, queue_of, runner_of, toy_model
@@ -133,8 +134,8 @@ def driving(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySess
 
 def reads(stream: Stream) -> bool:
     """Whether it waits for its first token."""
-    decoding = stream._ticket.decoding
-    return decoding is None or decoding.unread > 0
+    running = cast(requests.Sequence | None, stream._ticket.running)
+    return running is None or running.decoding.unread > 0
 
 
 def queued(driven: Driven, prompt: str, **options: Any) -> Stream:

@@ -13,8 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Extending, Passed, Source, Step
-from edgespec.decoding.loop import Decoding, Verifier
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Step
+from edgespec.decoding.verifier import Verifier
+from edgespec.drafting.policy import Policy
+from edgespec.drafting.pricing import Prices, Pricing
+from edgespec.drafting.source import Extending, Source, Wanted
+from edgespec.requests.loop import Decoding
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -33,6 +37,7 @@ from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.graphs.record import record
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
+from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.kv_cache import Saved, Stretch
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import LoadedModel, Rows, Session
@@ -47,6 +52,8 @@ INT8 = WeightFormat(8, 32)
 INT4 = WeightFormat(4, 32)
 COLUMNS = WeightFormat(4, 32, minimums=True)
 
+PRICES = Pricing(CostCurve({1: 1.0, 32: 1.0001})).at()
+"""Verification costs next to nothing, so everything likely enough is drafted."""
 KV_BYTES = 8
 """What a token takes in the cache of a toy."""
 
@@ -250,33 +257,32 @@ class ToySession(Session):
 
 
 def alone(
-    wanted: Callable[[], Rows | None],
-    take: Callable[[Predictions, Passed], None],
-    clock: Clock = perf_counter,
-) -> None:
-    """Have all rows read that are wanted, each time in a pass of their own."""
-    while rows := wanted():
+    wanted: Wanted, take: Callable[[Predictions, Passed], Wanted], clock: Clock = perf_counter
+) -> Draft | None:
+    """Have all rows read that are wanted, each time in a pass of their own; returns what came of it."""
+    while isinstance(wanted, Rows):
         began = clock()
-        (predictions,) = rows.session.model.predict_together([rows])
+        (predictions,) = wanted.session.model.predict_together([wanted])
         seconds = clock() - began
-        take(predictions, Passed(len(rows.tokens), seconds, seconds))
+        wanted = take(predictions, Passed(len(wanted.tokens), seconds, seconds))
+    return wanted
 
 
 def decode(
     target: Session,
-    source: Source | Extending,
+    source: Source | Extending | Policy,
     verify: Verifier,
     tokens: list[int],
     *,
     clock: Clock = perf_counter,
+    prices: Prices = PRICES,
     **options: Any,
 ) -> Iterator[Step]:
     """All rounds of one request that has the target for itself."""
     one = Decoding(target, in_loop(source), verify, tokens, clock=clock, **options)
-    while not one.ended:
-        one.propose()
-        alone(lambda: one.drafter_rows, one.take_drafter, clock)
-        rows, began = one.rows(target.model.piece), clock()
+    while one.reason is None:
+        alone(one.propose(prices), one.take_drafter, clock)
+        rows, began = one.rows(target.model.piece, len(one.draft.tokens)), clock()
         (outputs,) = target.model.predict_together([rows])
         passed = clock() - began
         step = one.take(outputs, Passed(len(rows.tokens), passed, passed))
@@ -299,32 +305,37 @@ def settle() -> None:
             assert not thread.is_alive()
 
 
-def in_loop(source: Source | Extending) -> Source:
-    """A source, or a free one, as a source of the loop."""
-    return cast(Source, source) if hasattr(source, "begin_round") else AtOnce(source)
+def in_loop(source: Source | Extending | Policy) -> Policy:
+    """A policy, or one that asks a single source in every round."""
+    return source if isinstance(source, Policy) else cast(Policy, Single(source))
 
 
-class AtOnce(Source):
-    """A source of the loop whose drafts are those of a free one."""
+class Single:
+    """In place of a policy: it has one source."""
 
-    def __init__(self, free: Extending) -> None:
-        self._free = free
+    def __init__(self, source: Source | Extending) -> None:
+        self.source = source
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        self.draft = self._free.propose(tokens, limit)
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Rows | Draft:
+        if hasattr(self.source, "begin"):
+            return cast(Source, self.source).begin(tokens, limit, prices) or NO_DRAFT
+        return self.source.propose(tokens, limit)
+
+    def take(self, predictions: Predictions, passed: Passed) -> Rows | Draft:
+        return cast(Source, self.source).take(predictions, passed) or NO_DRAFT
 
     def observe(self, step: Step) -> None:
-        self._free.observe(step)
+        self.source.observe(step)
 
     def close(self) -> None:
-        self._free.close()
+        self.source.close()
 
 
 class Deaf(Source):
     """A source of the loop and a free one, which learns nothing, and goes on behind nothing."""
 
-    def begin_round(self, tokens: Sequence[int], limit: int) -> None:
-        self.draft = self.propose(tokens, limit)
+    def begin(self, tokens: Sequence[int], limit: int, prices: Prices) -> Draft:
+        return self.propose(tokens, limit)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         return NO_DRAFT

@@ -15,12 +15,12 @@ from time import monotonic
 from typing import Final
 
 import torch
+from edgespec_models.bundles.layers import Layer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from edgespec_export.align.decoder import TorchDecoder, batch_of
 from edgespec_export.align.settings import Text, TrainingOptions
-from edgespec_models.bundles.layers import Layer
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.storage import replacing, writing

@@ -1,27 +1,32 @@
-"""Requests between the threads that ask and the one thread that answers them, a few at once."""
+"""One scheduler: requests wait, a few run at once, and each step takes these a pass further."""
 
 import atexit
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, Flag
 from threading import Condition, Lock, Thread, current_thread
 
+from edgespec.decoding.draft import Load
+from edgespec.requests.passes import context, take_further
 from edgespec.requests.results import FinishReason
+from edgespec.requests.runner import Runner
+from edgespec.requests.sequence import Sequence
 from edgespec.requests.ticket import LOOK_S, Stage, Ticket
 from edgespec_models.errors import Busy, Closed, RequestError
 from edgespec_models.forks import check_process
+from edgespec_runtimes.kv_cache import shared_length
 
 _LOG = logging.getLogger("edgespec")
 
 
-class _Phase(Enum):
+class _State(Enum):
     """The state of the thread."""
 
     IDLE = "it waits, or there is none"
-    TURNING = "it takes requests a pass further"
+    STEPPING = "it takes requests a pass further"
     TIDYING = "it tidies up, since no request is left"
 
 
@@ -34,33 +39,27 @@ class _Pause(Flag):
     HELD = 4  # `hold`: no pass begins
 
 
-class RequestQueue:
-    """A queue of requests and the thread that answers them, at most ``at_once`` together.
+class Scheduler:
+    """Waiting and running requests, and the thread that answers them, at most ``at_once`` together.
 
-    ``turn`` runs a pass for the running requests. At most ``most_waiting`` requests wait. When no request is
-    left, ``tidy`` is called; it returns soon after the function that it gets returns True. Its errors go to
-    the log.
+    At most ``most_waiting`` requests wait. When no request is left, what was read is put away; errors of that
+    go to the log.
 
     The thread begins with a request and ends when none is left. So an idle model has no thread, and nothing
     keeps the program from ending: at its end running requests end too.
     """
 
-    def __init__(
-        self,
-        most_waiting: int,
-        turn: Callable[[Sequence[Ticket]], None],
-        at_once: int = 1,
-        tidy: Callable[[Callable[[], bool]], None] = lambda stop: None,
-    ) -> None:
-        self._most_waiting, self._turn, self.at_once, self._tidy = most_waiting, turn, at_once, tidy
+    def __init__(self, most_waiting: int, runner: Runner, at_once: int = 1) -> None:
+        self._most_waiting, self._runner, self.at_once = most_waiting, runner, at_once
         self._changed = Condition()
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []
-        self._phase, self._pause = _Phase.IDLE, _Pause.NOBODY
+        self.sequences: dict[Ticket, Sequence] = {}  # of those that have begun
+        self._state, self._pause = _State.IDLE, _Pause.NOBODY
         self.thread: Thread | None = None
         self._process = os.getpid()
         self._pausing = Lock()  # one `paused` block at a time
-        self._lacks_room: Ticket | None = None  # waits until a running one ends, with all behind it
+        self.lacks_room: Ticket | None = None  # waits until a running one ends, with all behind it
         self.is_closed = False
         self._at_end: Callable[[], None] | None = None  # called when the thread has ended
 
@@ -109,9 +108,8 @@ class RequestQueue:
             if ticket.stage in (Stage.RUNNING, Stage.ENDED):
                 return
             ticket.stage = Stage.RUNNING  # nobody else ends it
-            for tickets in (self.waiting, self.running):  # a postponed request is among the running ones
-                if ticket in tickets:
-                    tickets.remove(ticket)
+            if ticket in self.waiting:
+                self.waiting.remove(ticket)
         ticket.abandon()
 
     def place(self, ticket: Ticket) -> int:
@@ -140,7 +138,7 @@ class RequestQueue:
             try:
                 with self._changed:
                     self._pause |= pause
-                    while self._phase is not _Phase.IDLE if between_passes else self._is_busy:
+                    while self._state is not _State.IDLE if between_passes else self._is_busy:
                         self._changed.wait(LOOK_S)
                 yield
             finally:
@@ -156,7 +154,7 @@ class RequestQueue:
             self._changed.notify_all()
             if current_thread() is self.thread:
                 return
-            while self.is_held and self._phase is not _Phase.IDLE:
+            while self.is_held and self._state is not _State.IDLE:
                 self._changed.wait(LOOK_S)
 
     def resume(self) -> None:
@@ -191,18 +189,59 @@ class RequestQueue:
             then()
 
     def step(self) -> list[Ticket]:
-        """Run a pass for the running requests, tidy up, and return them; an empty list ends the thread."""
-        running = self._next()
+        """Take the running requests a pass further, and return them; an empty list ends the thread."""
+        running = self._admit()
         if not running:
             return running
         try:
-            self._turn(running)
+            texts = self._runner.texts(running)
+            others = [ticket for ticket in running if ticket not in texts]
+            if sequences := self._begun(others):
+                take_further(sequences, self._runner.pricing)
+            if texts:
+                self._runner.read_texts(texts, len(others))
         except BaseException as error:  # noqa: BLE001 - raised where the answers are read
             for ticket in running:
-                if ticket.result is None:
+                if ticket.stage is Stage.RUNNING:
                     ticket.finish(error)
+        with self._changed:
+            self._retire()
         self._tidy_up()
         return running
+
+    def _begun(self, tickets: list[Ticket]) -> list[Sequence]:
+        """Begin new requests, end those that must end, and return the others."""
+        for ticket in tickets:
+            if ticket.stage is not Stage.RUNNING:  # it waits again
+                continue
+            with ticket.ending_on_error():
+                reason, sequence = ticket.reason_to_end(), self.sequences.get(ticket)
+                if reason is None:
+                    if sequence is None:
+                        self._begin(ticket, tickets)
+                elif sequence is None:
+                    ticket.abandon()
+                else:
+                    sequence.stop(reason)
+        return self._live(tickets)
+
+    def _begin(self, ticket: Ticket, tickets: list[Ticket]) -> None:
+        """Begin a request, unless it waits for tokens that another reads, or for room."""
+        sequences = self._live(tickets)
+        if _is_being_read(ticket, sequences):
+            return
+        prices = self._runner.pricing.at(Load(len(tickets), context(sequences)))
+        sequence = self._runner.begin(ticket, prices)
+        if sequence is not None:
+            self.sequences[ticket] = sequence
+            return
+        late = [other for other in tickets[tickets.index(ticket) :] if other not in self.sequences]
+        with self._changed:  # nobody overtakes it
+            self.running = [other for other in self.running if other not in late]
+            self.waiting.extendleft(reversed(late))
+            self.lacks_room = ticket
+            for other in late:
+                other.postpone()
 
     def _work(self) -> None:
         while self.step():
@@ -214,18 +253,18 @@ class RequestQueue:
     def _tidy_up(self) -> None:
         """Tidy up if no request is left."""
         with self._changed:
-            if self.waiting or any(ticket.result is None for ticket in self.running):
+            if self.waiting or self.running:
                 return
-            self.running, self._phase = [], _Phase.TIDYING
+            self._state = _State.TIDYING
             self._changed.notify_all()
         self._try_to_tidy(lambda: bool(self._pause or self.waiting))
         with self._changed:
-            self._phase = _Phase.IDLE
+            self._state = _State.IDLE
             self._changed.notify_all()
 
     def _try_to_tidy(self, stop: Callable[[], bool]) -> None:
         try:
-            self._tidy(stop)
+            self._runner.write_behind(stop)
         except Exception:  # noqa: BLE001 - answers go on without it
             _LOG.exception("what was read could not be put away; answers go on")
 
@@ -242,30 +281,36 @@ class RequestQueue:
     @property
     def _is_busy(self) -> bool:
         """Whether the model is not idle yet."""
-        return bool(self.running) or self._phase is _Phase.TIDYING
+        return bool(self.running) or self._state is _State.TIDYING
 
     @property
     def _is_full(self) -> bool:
         """Whether a request waits for room that a running one has."""
-        return bool(self.running) and self._lacks_room in self.waiting
+        return bool(self.running) and self.lacks_room in self.waiting
 
-    def _next(self) -> list[Ticket]:
+    def _retire(self) -> None:
+        """Forget the running requests that have ended, whose room others may take."""
+        running = [ticket for ticket in self.running if ticket.result is None]
+        if len(running) < len(self.running):
+            self.lacks_room = None
+        self.running = running
+        self.sequences = {ticket: self.sequences[ticket] for ticket in running if ticket in self.sequences}
+
+    def _live(self, tickets: list[Ticket]) -> list[Sequence]:
+        """Those of the requests that have begun and not ended."""
+        live = (ticket for ticket in tickets if ticket.result is None)
+        return [self.sequences[ticket] for ticket in live if ticket in self.sequences]
+
+    def _admit(self) -> list[Ticket]:
         """The requests of the next pass. An empty list ends the thread."""
         with self._changed:
-            running = [ticket for ticket in self.running if ticket.stage is Stage.RUNNING]
-            postponed = [ticket for ticket in self.running if ticket.stage is Stage.WAITING]
-            self.waiting.extendleft(reversed(postponed))
-            if len(running) + len(postponed) < len(self.running):
-                self._lacks_room = None  # what ended has left room
-            elif postponed:
-                self._lacks_room = postponed[0]
-            self.running, self._phase = running, _Phase.IDLE
+            self._state = _State.IDLE
             self._changed.notify_all()
             while self._pause & (_Pause.PASSES | _Pause.HELD) and not self.is_closed:
                 if ending := [ticket for ticket in self.running if ticket.has_to_end()]:
-                    self._phase = _Phase.TURNING
+                    self._state = _State.STEPPING
                     return ending
-                self.running = [ticket for ticket in self.running if ticket.result is None]
+                self._retire()
                 self._changed.wait(LOOK_S)
             while self._pause & (_Pause.REQUESTS | _Pause.PASSES) and not self.running:
                 self._changed.wait()
@@ -277,7 +322,7 @@ class RequestQueue:
             if not self.running:
                 self.thread = None
                 atexit.unregister(self._leave)
-            self._phase = _Phase.TURNING if self.running else _Phase.IDLE
+            self._state = _State.STEPPING if self.running else _State.IDLE
             return list(self.running)
 
     def _may_begin(self, ticket: Ticket) -> bool:
@@ -301,3 +346,14 @@ class RequestQueue:
         self.close(lambda: self._try_to_tidy(lambda: False))
         if thread is not None and thread is not current_thread():
             thread.join()
+
+
+def _is_being_read(ticket: Ticket, others: list[Sequence]) -> bool:
+    """Whether others read most of its prompt just now, so that it need not be read twice."""
+    if ticket.request.prompt_logprobs:  # for which it reads its prompt itself
+        return False
+    tokens, decodings = ticket.prompt.target, [other.decoding for other in others]
+    known = max((decoding.session.shared_prefix(tokens) for decoding in decodings), default=0)
+    shared = (shared_length(decoding.tokens, tokens) for decoding in decodings if decoding.unread > 0)
+    coming = max(shared, default=0) - known
+    return coming > 0 and 2 * coming >= len(tokens) - known
