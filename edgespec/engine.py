@@ -42,7 +42,14 @@ from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 if TYPE_CHECKING:  # models without a drafter model or a history import none of these
     from edgespec.drafting.ahead import Beside
     from edgespec.requests.conversation import Conversation
-    from edgespec.requests.embedding import EmbeddingOptions, Embeddings, Texts
+    from edgespec.requests.embedding import (
+        EmbeddingOptions,
+        Embeddings,
+        RerankOptions,
+        Scores,
+        Texts,
+        TextsTicket,
+    )
     from edgespec_models.bundles.static_graphs import ExportDevice
 
 __all__ = ["LoadOptions"]
@@ -133,7 +140,7 @@ def load(
     if drafter == "auto":
         from edgespec.loading.drafters import choose
 
-        drafter = None if target_bundle.embeds else choose(target_bundle, target)
+        drafter = None if target_bundle.embeds or target_bundle.ranks else choose(target_bundle, target)
     drafter_bundle, drafter_placement = None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)
@@ -358,15 +365,31 @@ class Model(InProcess, AbstractContextManager["Model"]):
                 :meth:`generate`.
             Cancelled: the time was up.
         """
-        ticket = self._runner.embedder.ticket(texts, **options)
-        return ticket.embeddings(Stream(ticket, self._queue).run().finish_reason)
+        ticket = self._runner.texts.ticket(texts, **options)
+        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
 
     async def embed_async(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
         """Like :meth:`embed`, in an event loop. Cancelling the task ends it within a pass."""
-        from asyncio import to_thread
+        return await self._read_texts(lambda: self._runner.texts.ticket(texts, **options))
 
-        ticket = await to_thread(lambda: self._runner.embedder.ticket(texts, **options))
-        return ticket.embeddings((await Stream(ticket, self._queue).run_async()).finish_reason)
+    def rerank(self, query: str, texts: Sequence[str], **options: "Unpack[RerankOptions]") -> "Scores":
+        """Score texts for a query, with a model made for it, such as Qwen3-Reranker (Zhang et al. 2025).
+
+        Texts share passes, and the tokens that they begin with, such as the query's, are read once.
+
+        Raises:
+            RequestError: the model was not made for it, an option is out of range, or a reason of
+                :meth:`generate`.
+            Cancelled: the time was up.
+        """
+        ticket = self._runner.texts.rerank_ticket(query, texts, **options)
+        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
+
+    async def rerank_async(
+        self, query: str, texts: Sequence[str], **options: "Unpack[RerankOptions]"
+    ) -> "Scores":
+        """Like :meth:`rerank`, in an event loop. Cancelling the task ends it within a pass."""
+        return await self._read_texts(lambda: self._runner.texts.rerank_ticket(query, texts, **options))
 
     @with_options
     def count_tokens(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> int:
@@ -395,6 +418,12 @@ class Model(InProcess, AbstractContextManager["Model"]):
         except (TokenizerError, TypeError) as error:
             most = tokenizer.vocab_size - 1
             raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
+
+    async def _read_texts(self, make: Callable[[], "TextsTicket[T]"]) -> T:
+        from asyncio import to_thread
+
+        ticket = await to_thread(make)
+        return ticket.answer((await Stream(ticket, self._queue).run_async()).finish_reason)
 
     def _answers(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
         request = Request.of(options, self._advice)

@@ -140,10 +140,10 @@ def check_target(bundle: Bundle) -> None:
 
 
 def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
-    """The layers of ``target`` whose states a head reads, after a check of its shapes, or embeddings need."""
+    """The layers of ``target`` whose states a head reads, after a check of its shapes, or texts need."""
     made = target.config
     if drafter is None or not drafter.config.is_head:
-        return (made.num_layers,) if target.embeds else ()
+        return (made.num_layers,) if target.embeds or target.ranks else ()
     head = drafter.config
     if not isinstance(made, ModelConfig) or target.manifest.operators != "edgespec":
         raise RequestError(

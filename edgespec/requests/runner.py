@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
-    from edgespec.requests.embedding import Embedder
+    from edgespec.requests.embedding import TextReader
 
 
 _AGAIN = 0.7  # the chance that a token that was taken back is written again
@@ -82,7 +82,7 @@ class Runner:
         self.caches = KvStore(options.cache_bytes, None if limit == 0 else BlockFiles(prompts_dir(), limit))
         self.write_behind = self.caches.write_behind
         self.history: HistoryUse | None = None
-        self._embedder: Embedder | None = None
+        self._texts: TextReader | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
             from edgespec.drafting import side
@@ -208,32 +208,33 @@ class Runner:
         return self.target.manifest.kept_bytes(tokens) <= machine_memory().available // _SHARE
 
     @property
-    def embedder(self) -> "Embedder":
-        """The embedder of texts. Raises RequestError if the model has none."""
-        if self._embedder is not None:
-            return self._embedder
+    def texts(self) -> "TextReader":
+        """The reader of texts that become vectors or get scores. RequestError beside a head."""
+        if self._texts is not None:
+            return self._texts
         if self.side is not None and self.side.bundle.config.is_head:
             raise RequestError(
-                "this target has a head as drafter and makes no vectors of texts; load it without a drafter"
+                "this target has a head as drafter and makes no vectors or scores of texts; load it without "
+                "a drafter"
             )
-        from edgespec.requests.embedding import Embedder
+        from edgespec.requests.embedding import TextReader
 
-        self._embedder = Embedder(self.target, self.session.model, self.seats.readers)
-        return self._embedder
+        self._texts = TextReader(self.target, self.session.model, self.seats.readers)
+        return self._texts
 
     def turn(self, tickets: Sequence[Ticket]) -> None:
-        """Take requests that run a pass further; texts that become vectors are read in a pass of their own.
+        """Take requests that run a pass further; texts for vectors or scores are read in passes of their own.
 
         The texts wait if there is no memory for them beside the others.
         """
-        texts = [] if self._embedder is None else self._embedder.own(tickets)
+        texts = [] if self._texts is None else self._texts.own(tickets)
         others = [ticket for ticket in tickets if ticket not in texts]
         if others:
             take_turn(others, self.begin, self.pricing)
         if texts:
             piece = self.pricing.piece(len(others)) if others else self.session.model.piece
             has_room = not others or self._has_room(max(ticket.longest for ticket in texts))
-            self.embedder.turn(texts, piece if has_room else 0)
+            self.texts.turn(texts, piece if has_room else 0)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""

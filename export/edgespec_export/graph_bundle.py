@@ -31,7 +31,7 @@ from edgespec_export.options import ExportOptions
 from edgespec_export.recipe import RECIPES
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
-from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, Bundle, Manifest
+from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, RANK_HEAD, Bundle, Manifest
 from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.bundles.layers import kept_by
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
@@ -115,6 +115,9 @@ def _write(
         digest, plan = checkpoint.digest(progress), _plan(checkpoint, options, settled)
         if kept is not None:
             np.save(folder / HEAD_TOKENS, kept)
+        ranking = checkpoint.ranking() if options.native else None
+        if ranking is not None:
+            np.save(folder / RANK_HEAD, ranking[1])
         made_of = {
             "source": f"{digest} {dict(checkpoint.changes)}",
             "version of edgespec": f"{version('edgespec')}, recipe {RECIPES[options.device]}",
@@ -140,6 +143,7 @@ def _write(
             device="cuda" if options.device == "cuda" else None,
             choices=plan.choices,
             operators="edgespec" if options.native else "standard",
+            ranking=None if ranking is None else ranking[0],
         )
         facts = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())

@@ -28,9 +28,11 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.hf_config import CLASSIFIES, config_of, logits_factor
-from edgespec_models.bundles.bundle import Embedding, Sampling
+from edgespec_export.sources.ranking import ranking_of
+from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
+from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.files.tensors import Tensor
@@ -43,6 +45,7 @@ GLOBAL = {
     "per_layer_proj_norm.weight": "inputs_norm",
     "output_norm.weight": "final_norm",
     "output.weight": "lm_head",
+    "cls.output.weight": "score",
     "rope_freqs.weight": "rope_factors",
     "rope_factors_short.weight": "short_factors",
     "rope_factors_long.weight": "long_factors",
@@ -107,6 +110,7 @@ _OTHERS = re.compile(r"(v|a|mm|mtp|model\.vision_tower)\.")
 """Eyes, ears and MTP layers, which ollama's files hold besides the text model."""
 _SCALING = "rope.scaling."
 _LAST: Final = 3  # llama.cpp's LLAMA_POOLING_TYPE_LAST
+_RANK: Final = 4
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "hidden_size": "embedding_length",
@@ -223,6 +227,8 @@ class GGUFCheckpoint(Checkpoint):
                 _LOG.warning("%s: only the text model is exported, without %s", path.name, shown(others))
                 own |= _with_eyes(own, family)
             self.tensors = named(file, family, GLOBAL | names, LAYER | names, left_out=drafter)
+            if "score" in self.tensors and self._pooling != _RANK:
+                raise UnsupportedModelError(f"{path.name} {CLASSIFIES}")
             self.config = self._read_config(family, own)
             self.split_stacked()
             self.check_shapes()
@@ -242,11 +248,31 @@ class GGUFCheckpoint(Checkpoint):
 
     def embedding(self) -> Embedding | None:
         """By the file's keys."""
-        if self.metadata.get(f"{self.metadata['general.architecture']}.pooling_type") != _LAST:
+        if self._pooling != _LAST:
             return None
         keys, ends = Facts(self.metadata, self.path.name), self.special_tokens().eos
         ended = keys.boolean("tokenizer.ggml.add_eos_token", default=False) and ends
         return Embedding(end=ends[0] if ended else None)
+
+    @property
+    def _pooling(self) -> object:
+        return self.metadata.get(f"{self.metadata['general.architecture']}.pooling_type")
+
+    def ranking(self) -> tuple[Ranking, F32] | None:
+        """By its head, or by its name."""
+        return ranking_of(self, f"{self.model_name} {self.metadata.get('general.name')}", self._template)
+
+    def _template(self) -> str:
+        """The text of a query and a document, as in llama.cpp's server."""
+        stated, special = self.metadata.get("tokenizer.chat_template.rerank"), self.special_tokens()
+        if isinstance(stated, str):
+            return stated
+        keys, tokens = Facts(self.metadata, self.path.name), self.metadata["tokenizer.ggml.tokens"]
+        assert isinstance(tokens, list)  # as the tokenizer's reader checked
+        ends = keys.boolean("tokenizer.ggml.add_eos_token", default=False) and special.eos
+        begin = str(tokens[special.bos]) if special.add_bos and special.bos is not None else ""
+        end = str(tokens[special.eos[0]]) if ends else ""
+        return f"{begin}{{query}}{end}{{document}}{end}"
 
     def _read_config(self, family: Family, own: dict[str, object]) -> ModelConfig:
         where = self.path.name

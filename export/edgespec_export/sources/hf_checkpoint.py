@@ -18,8 +18,9 @@ from edgespec_export.sources.experts import gpt_oss_tensors
 from edgespec_export.sources.hf_config import head_facts, logits_factor, model_facts, read_config
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.nvfp4 import nvfp4_tensors
+from edgespec_export.sources.ranking import pair_template, ranking_of
 from edgespec_export.sources.safetensors_file import SafetensorsFile
-from edgespec_models.bundles.bundle import Embedding, Sampling
+from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
@@ -50,6 +51,7 @@ GLOBAL = {
     "model.norm.weight": "final_norm",
     "model.embedding_norm.weight": "final_norm",
     "lm_head.weight": "lm_head",
+    "score.weight": "score",
 }
 LAYER = {
     "input_layernorm.weight": "attn_norm",
@@ -199,6 +201,10 @@ class HFCheckpoint(Checkpoint):
             raise ModelFileError(f"cannot read {where}: {error!r}. Download or copy it again.") from error
         return Embedding(end=self._ending()) if kinds <= _POOLED else None
 
+    def ranking(self) -> tuple[Ranking, F32] | None:
+        """By its head, or by its name."""
+        return ranking_of(self, self.model_name, lambda: pair_template(self.tokenizer_json()))
+
     def stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
         """Every tensor's name and file. Of an index only the names of files count, as in transformers."""
         if (self.path / SINGLE).is_file():
@@ -278,7 +284,7 @@ class HFCheckpoint(Checkpoint):
                 _LOG.warning(
                     "%s is not tied, because its lm_head.weight is stored and differs", self.path.name
                 )
-        if not self._tied and "lm_head" not in named and self.embedding() is None:
+        if not self._tied and not {"lm_head", "score"} & named.keys() and self.embedding() is None:
             raise ModelFileError(
                 f"{self.path.name} lacks 'lm_head.weight', and {CONFIG} does not say tie_word_embeddings. "
                 "Download the checkpoint again."
