@@ -58,6 +58,7 @@ def gguf(folder: Path, kind: str, *, head: bool) -> Path:
             rows = weights(config)["lm_head.weight"][[vocabulary["yes"], vocabulary["no"]]]
             text = PREFIX + PAIR.format(INSTRUCTION, "{query}", "{document}") + SUFFIX
             file.metadata["tokenizer.chat_template.rerank"] = text
+            file.metadata["qwen3.classifier.output_labels"] = ["yes", "no"]
         else:
             file.metadata |= {"tokenizer.ggml.add_eos_token": True, "general.name": "ranks"}
         file.metadata["qwen3.pooling_type"] = 4
