@@ -133,7 +133,7 @@ def load(
         history = named.path
     opening = partial(open_model, weights=options.weights, progress=progress)
     made_for = _made_for(device), _made_for(drafter_device)  # before a model is pulled
-    target_bundle = opening(target, "target", device=made_for[0])
+    target_bundle = opening(target, "target", device=made_for[0], adapters=options.adapters)
     if options.chat_template is not None:
         target_bundle.use_template(options.chat_template)
     placement = placed(target_bundle, device)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgespec.cli.console import figure_table, output, print_json, say
-from edgespec.cli.options import Drafter, JsonFlag, Target
+from edgespec.cli.options import Adapters, Drafter, JsonFlag, Target
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def plan(
     context: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Plan for a text of N tokens too, with its answer.")
     ] = None,
+    adapters: Adapters = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a target and its drafter would take of memory and disk, and whether this machine has it.
@@ -44,7 +45,8 @@ def plan(
     """
     import edgespec
 
-    made = edgespec.plan(target, None if drafter == "none" else drafter, context=context)
+    drafts = None if drafter == "none" else drafter
+    made = edgespec.plan(target, drafts, context=context, adapters=tuple(adapters or ()))
     if as_json:
         print_json(made.to_json())
         return

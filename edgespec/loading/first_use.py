@@ -41,6 +41,7 @@ class Wanted(Checked):
     weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
     device: ExportDevice | None
     target: Path | None = None
+    adapters: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise the RequestError that an export would raise, but before anything is pulled."""
@@ -59,6 +60,11 @@ class Wanted(Checked):
         kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
         if self.target is not None:
             mark = f"{mark}-{mark_of(self.target)}"
+        if self.adapters:
+            from edgespec_export.sources.adapters import adapter_of
+
+            marks = [(mark_of(path), scale) for path, scale in map(adapter_of, self.adapters)]
+            mark = f"{mark}-{hashlib.sha256(repr(marks).encode()).hexdigest()[:8]}"
         recipe = RECIPES[self.device]
         return bundles_dir() / f"{_short(name)}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
@@ -70,6 +76,8 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     """
     is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
+        if wanted.adapters:
+            raise RequestError(f"{path} is no model's source, into which exports merge adapters; give that")
         return open_bundle(path)
     if is_folder or is_file(path) or path.suffix.lower() == ".gguf":
         if not path.exists():
@@ -248,6 +256,7 @@ def _export(
         overwrite=True,
         alignment=alignment,
         target=wanted.target,
+        adapters=wanted.adapters,
     )
     lock = folder.with_name(f".{folder.name}.lock")
     with writing(folder):

@@ -55,7 +55,8 @@ def build_bundle(
     manifest, facts = _write(source, folder, options, (kept, ranges), progress)
     try:
         # Stored references belong to models without changes.
-        digest = manifest.provenance["sha256"] if options.alignment is None else ""
+        changed = options.alignment is not None or options.adapters
+        digest = "" if changed else manifest.provenance["sha256"]
         row_exact, parity = _check(folder, digest, progress)
     except RequestError as error:  # from a pass over our own tokens, which no user requested
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
@@ -151,9 +152,9 @@ def _write(
 
 
 def _open(source: Path, options: ExportOptions) -> Checkpoint:
-    """The checkpoint of a head, or of a model with its alignment."""
-    if options.target is not None:
-        return open_checkpoint(source, options.target)
+    """The checkpoint of a head, or of a model with its alignment or adapters."""
+    if options.alignment is None:
+        return open_checkpoint(source, options.target, options.adapters)
     return open_aligned(source, options.alignment)
 
 
@@ -176,7 +177,7 @@ def _ranges(
     """Ranges of activations; None for float32, which holds all."""
     if options.device is None:
         return None
-    with open_aligned(source, options.alignment) as checkpoint:
+    with _open(source, options) as checkpoint:
         checkpoint.end_where_queries_grow()
         return measure_ranges(checkpoint, options.calibration, folder / "ranges", progress)
 

@@ -162,7 +162,7 @@ _SHORT = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _SAMPLING = {name: f"general.sampling.{_SHORT.get(name, name)}" for name in Sampling.__annotations__}
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "adapter": "an adapter (LoRA); merge it into its base model with llama.cpp's llama-export-lora",
+        "adapter": "an adapter (LoRA); give its base model, and this as --adapter",
         "mmproj": "a projector for images or sound; give the model's own file",
         "imatrix": "an importance matrix for quantization; give the model's own file",
     }

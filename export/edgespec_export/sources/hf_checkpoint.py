@@ -254,7 +254,7 @@ class HFCheckpoint(Checkpoint):
         scaled, parts = nvfp4_tensors(files)
         unknown, has_mtp = [], False
         for name in (*(name for name in files if name not in taken | parts), *scaled):
-            own = own_name(self.alone(name), r"model\.layers\.", GLOBAL, layers)
+            own = own_name(alone(name), r"model\.layers\.", GLOBAL, layers)
             if own is not None:
                 named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif self.config.delta is not None and _MTP.fullmatch(name):
@@ -291,12 +291,13 @@ class HFCheckpoint(Checkpoint):
             )
         return named
 
-    def alone(self, name: str) -> str:
-        """The name of a multimodal model's tensor in the text model alone."""
-        for before, alone in _WITH_EYES.items():
-            if name.startswith(before):
-                return alone + name.removeprefix(before)
-        return f"model.{name}" if name.startswith(_BARE) else name
+
+def alone(name: str) -> str:
+    """The name of a multimodal model's tensor in the text model alone."""
+    for before, text in _WITH_EYES.items():
+        if name.startswith(before):
+            return text + name.removeprefix(before)
+    return f"model.{name}" if name.startswith(_BARE) else name
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

@@ -109,7 +109,7 @@ class HFLayer(_Layer, HFCheckpoint):
         with self.opening(path, target):
             named = dict[str, Tensor]()
             for name, file in self.stored():
-                alone = self.alone(name).replace("model.mtp.", "mtp.", 1)
+                alone = hf_checkpoint.alone(name).replace("model.mtp.", "mtp.", 1)
                 kind = alone.removeprefix("mtp.layers.0.")
                 own = _HF.get(alone)
                 if own is None and alone.startswith("mtp."):
