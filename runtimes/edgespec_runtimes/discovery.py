@@ -4,11 +4,11 @@ A device that the user names is used or is an error. A device that edgespec choo
 """
 
 import importlib
-import shlex
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from io import StringIO
@@ -27,6 +27,7 @@ from edgespec_runtimes.devices import AUTO, CPU, KINDS, PROCESSOR, Device, Devic
 from edgespec_runtimes.ort import open_session, ort
 
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"
+_NUMBERED = re.compile("cuda:([0-9]{1,2})")
 
 _KINDS_OF_GRAPHS: Mapping[GraphKind, str] = MappingProxyType(
     {
@@ -78,7 +79,9 @@ class Runtime:
         """Options of the kind's provider."""
         if kind.provider == _CUDA:
             # Normalizations sum squares in 32 bits, because sums in float16 end at 65,504.
-            return {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"}
+            # Memory grows by what is needed; by default it doubles.
+            grows = {"arena_extend_strategy": "kSameAsRequested"}
+            return {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"} | grows
         if kind.name != "qnn:htp":
             return {}
         plugin = importlib.import_module("onnxruntime_qnn")
@@ -143,7 +146,8 @@ def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
 def resolve(name: str, runtime: Runtime | None = None) -> Device:
     """The device of a name.
 
-    ``name`` is a kind, or ``npu`` for any NPU. Without a ``runtime`` it is this machine's.
+    ``name`` is a kind, ``npu`` for any NPU, or ``cuda:1`` for the second GPU. Without a ``runtime`` it is
+    this machine's.
 
     Raises:
         DeviceError: the name is unknown, or this machine lacks the device. The message says how to add it.
@@ -151,13 +155,16 @@ def resolve(name: str, runtime: Runtime | None = None) -> Device:
     machine = runtime or Runtime()
     if name == _NPU:
         return _any_npu(machine)
-    kind = KINDS.get(name)
+    numbered = _NUMBERED.fullmatch(name)
+    kind = KINDS.get(name if numbered is None else "cuda")
     if kind is None:
-        known = ", ".join((AUTO, *KINDS, _NPU))
+        known = ", ".join((AUTO, *KINDS, "cuda:NUMBER", _NPU))
         raise DeviceError(f"device {name!r} is not known; allowed: {known}")
     device = _look(kind, machine)
     if device.state == "missing":
         raise DeviceError(f"device {name} is not available: {device.problem}. {device.remedy}")
+    if numbered is not None:
+        return replace(device, options={**device.options, "device_id": numbered[1]})
     return device
 
 
@@ -252,7 +259,11 @@ def _check_fit(bundle: Bundle, device: Device) -> None:
     graphs, kind = bundle.manifest.graph_kind, device.kind
     if graphs in kind.runs:
         return
-    source = shlex.quote(str(bundle.manifest.provenance.get("source", "SOURCE")))
+    source = str(bundle.manifest.provenance.get("source", "SOURCE"))
+    if not re.fullmatch(
+        r"[\w./\\:+-]+", source
+    ):  # every shell takes double quotes, and runs what others hold
+        source = f'"{source}"' if re.fullmatch(r"[\w ./\\:+-]+", source) else "SOURCE"
     option = "" if kind.export is None else f" --device {kind.export}"
     role = "" if bundle.manifest.role == "target" else f" --role {bundle.manifest.role}"
     runs = " or ".join(_KINDS_OF_GRAPHS[name] for name in sorted(kind.runs))
