@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
@@ -33,10 +33,11 @@ from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
 from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.ticket import InProcess, Ticket
-from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress, show_progress
 from edgespec_models.schema import checked, length, one_of, shown
+from edgespec_models.storage import is_file
 from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # models without a drafter model or a history import none of these
@@ -132,11 +133,18 @@ def load(
         named.check()  # before a model is pulled
         history = named.path
     opening = partial(open_model, weights=options.weights, progress=progress)
-    made_for = _made_for(device), _made_for(drafter_device)  # before a model is pulled
+    made_for, why = [_made_for(device), _made_for(drafter_device)], ""  # before a model is pulled
+    if device == AUTO and not is_file(Path(target) / MANIFEST):
+        from edgespec.loading.gpu import choose_gpu
+
+        takes, why = choose_gpu(target, drafter, options)
+        made_for[0] = "cuda" if takes else None
     target_bundle = opening(target, "target", device=made_for[0], adapters=options.adapters)
     if options.chat_template is not None:
         target_bundle.use_template(options.chat_template)
     placement = placed(target_bundle, device)
+    if why:
+        placement = replace(placement, reason=f"{placement.reason}; {why}")
     if drafter == "auto":
         from edgespec.loading.drafters import choose
 

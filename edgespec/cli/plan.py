@@ -104,6 +104,7 @@ def _machine(made: "Plan") -> list[str]:
             f"disk: {size(download)} to download, {size(made.disk_bytes - download)} to export; "
             f"{size(made.disk_free)} free"
         )
-    if any(model.device == "cuda" for model in made.models):
-        lines.append("weights and KV cache for CUDA lie in the GPU's memory and are not counted")
+    if made.gpu_bytes:
+        free = "its size is unknown" if made.gpu is None else f"{size(made.gpu.available)} available"
+        lines.append(f"GPU: {size(made.gpu_bytes)} with a text of 8,192 tokens; {free}")
     return lines

@@ -16,6 +16,7 @@ from edgespec.loading.footprint import (
     Plan,
     footprint_of,
     share_of_experts,
+    with_gpu,
 )
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
@@ -55,8 +56,8 @@ def plan(
         adapters: adapters of the target, as there.
 
     Returns:
-        A :class:`Plan`. Its verdicts are for the CPU; weights and KV cache of a bundle that was made for
-        CUDA are not counted, since they lie in the GPU's memory.
+        A :class:`Plan`. Its verdicts are for the CPU's memory; weights and KV cache of a bundle that was made
+        for CUDA count in :meth:`Plan.gpu_bytes`.
 
     Raises:
         RequestError: a context longer than the model's, a model of the hub that was not pulled.
@@ -85,7 +86,7 @@ def plan(
         )
     lengths = {min(tokens, longest) for tokens in (*_LENGTHS, longest, context or longest)}
     place = next(path for path in (home(), *home().resolve().parents) if path.is_dir())
-    made = Plan(first, second, machine_memory(), shutil.disk_usage(place).free)
+    made = with_gpu(Plan(first, second, machine_memory(), shutil.disk_usage(place).free))
     return replace(made, contexts=tuple(made.fit(tokens) for tokens in sorted(lengths)))
 
 

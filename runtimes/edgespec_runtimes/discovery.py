@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from ctypes import CDLL, byref, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -24,6 +25,7 @@ from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind
 from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import AUTO, CPU, KINDS, PROCESSOR, Device, DeviceKind, Hardware, Placement
+from edgespec_runtimes.memory import MachineMemory
 from edgespec_runtimes.ort import open_session, ort
 
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"
@@ -87,6 +89,17 @@ class Runtime:
         plugin = importlib.import_module("onnxruntime_qnn")
         # By default quantizing inputs is offloaded to the CPU, which counts as falling back.
         return {"backend_path": plugin.get_qnn_htp_path(), "offload_graph_io_quantization": "0"}
+
+    def gpu_memory(self, number: int = 0) -> MachineMemory | None:
+        """The memory of an NVIDIA GPU, by the driver's own library; None if that does not say."""
+        memory = (c_uint64 * 3)()  # in all, free, used
+        try:
+            driver, handle = CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"), c_void_p()
+            failed = driver.nvmlInit_v2() or driver.nvmlDeviceGetHandleByIndex_v2(number, byref(handle))
+            failed = failed or driver.nvmlDeviceGetMemoryInfo(handle, byref(memory))
+        except (OSError, AttributeError):
+            return None
+        return None if failed else MachineMemory(memory[0], memory[1])
 
     def version(self, kind: DeviceKind) -> str:
         """The version of the provider's package."""

@@ -49,7 +49,7 @@ _NO_MEMORY = ("bad_alloc", "bad allocation", "Cannot allocate memory", "failed t
 def warn_of_mix(installed: Sequence[str] | None = None) -> None:
     """Warn of several packages of ONNX Runtime; without ``installed`` of those in this environment."""
     if installed is None:
-        installed = [name for name in _PACKAGES if next(metadata.Distribution.discover(name=name), None)]
+        installed = [name for name in _PACKAGES if [*metadata.Distribution.discover(name=name)]]
     if len(installed) > 1:
         names, last = " ".join(installed), installed[-1]
         extra = "[cuda,cudnn]" if last == "onnxruntime-gpu" else ""

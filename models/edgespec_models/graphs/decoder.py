@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
 from edgespec_models.bundles.config import FloatType, ModelConfig
-from edgespec_models.bundles.layers import Layer, graph_name, rotary_thetas
+from edgespec_models.bundles.layers import Decoder, Layer, graph_name, rotary_thetas
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, scoped
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, embedding, linear
 from edgespec_models.graphs.plan import DecoderPlan
@@ -40,6 +40,11 @@ class _Stream:
 
     value: ir.Value
     branch: ir.Value | None = None
+
+
+def check_standard(config: ModelConfig) -> None:
+    """Raise UnsupportedModelError for a model that ONNX Runtime's operators cannot compute."""
+    Decoder.__init__(_StandardDecoder.__new__(_StandardDecoder), config)
 
 
 class _StandardDecoder(GraphDecoder):
