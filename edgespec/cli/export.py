@@ -179,7 +179,7 @@ def export(
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
         return
     with progress_bars() as progress:
-        file, entry = locate(source, progress, note)
+        file, entry = locate(source, progress, note, made_for)
         drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
         options = ExportOptions(
             role=role or ("drafter" if drafts else "target"),

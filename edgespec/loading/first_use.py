@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -165,7 +166,10 @@ def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | N
 
 
 def locate(
-    source: str, progress: ProgressCallback, notify: Callable[[str], None] = _LOG.warning
+    source: str,
+    progress: ProgressCallback,
+    notify: Callable[[str], None] = _LOG.warning,
+    device: ExportDevice | None = None,
 ) -> tuple[Path, CatalogueEntry | None]:
     """The checkpoint's file or directory, pulled if it is missing, and its entry in the catalogue."""
     path = Path(source)
@@ -173,7 +177,7 @@ def locate(
         return path, None
     named = on_hub(source)
     if named is not None:
-        return locate_hub(named, progress), None
+        return locate_hub(named, progress, device), None
     if path.suffix.lower() == ".gguf":
         raise ModelFileError(
             f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
@@ -183,10 +187,12 @@ def locate(
     return pull(entry, progress=progress, notify=notify), entry
 
 
-def locate_hub(reference: HubReference, progress: ProgressCallback) -> Path:
+def locate_hub(
+    reference: HubReference, progress: ProgressCallback, device: ExportDevice | None = None
+) -> Path:
     """A checkpoint of the hub, pulled unless it is here already.
 
-    A model that edgespec cannot export is refused before its weights are fetched.
+    A model that edgespec cannot export, for ``device``, is refused before its weights are fetched.
 
     Raises:
         DownloadError: it cannot be pulled.
@@ -196,20 +202,28 @@ def locate_hub(reference: HubReference, progress: ProgressCallback) -> Path:
     pulled = pulled_hub(reference)
     if pulled is not None:
         return pulled
-    return pull_checked(reference, progress=progress, notify=_LOG.warning)
+    return pull_checked(reference, progress=progress, notify=_LOG.warning, device=device)
 
 
 def pull_checked(
-    reference: HubReference, *, progress: ProgressCallback, notify: Callable[[str], None]
+    reference: HubReference,
+    *,
+    progress: ProgressCallback,
+    notify: Callable[[str], None],
+    device: ExportDevice | None = None,
 ) -> Path:
     """Bring a model of the hub up to date; raises as :func:`locate_hub` does."""
-    return pull_hub(reference, check=_check_config, progress=progress, notify=notify)
+    return pull_hub(reference, check=partial(_check_config, device), progress=progress, notify=notify)
 
 
-def _check_config(folder: Path) -> None:
+def _check_config(device: ExportDevice | None, folder: Path) -> None:
     from edgespec_export.sources.hf_config import read_config
 
-    read_config(Facts.read(folder / HF_CONFIG))
+    config = read_config(Facts.read(folder / HF_CONFIG))
+    if device == "cuda":
+        from edgespec_models.graphs.decoder import check_standard
+
+        check_standard(config)
 
 
 def name_of(source: Path, target: Path | None = None) -> str:

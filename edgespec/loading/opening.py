@@ -128,7 +128,7 @@ def open_model(
     named = None if path.exists() else on_hub(str(reference))
     if named is not None:
         wanted.check()
-        path = locate_hub(named, progress)
+        path = locate_hub(named, progress, device)
     return open_made(path, str(reference), wanted, progress, None if target is None else str(target))
 
 
