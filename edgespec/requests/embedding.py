@@ -250,12 +250,12 @@ class TextReader:
             for ticket in running:
                 ticket.finish(error)
             return
-        for ticket in running:
-            if not ticket.unread:
-                ticket.end(nothing("stop"))
         if pieces and not any(ticket.unread for ticket in running):
             for reader in self._readers:
                 reader.rewind(0)
+        for ticket in running:
+            if not ticket.unread:
+                ticket.end(nothing("stop"))
 
     def _pieces(
         self, running: Sequence[TextsTicket[Any]], most: int
