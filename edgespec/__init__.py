@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from edgespec.requests.conversation import Conversation as Conversation
     from edgespec.requests.embedding import EmbeddingOptions as EmbeddingOptions
     from edgespec.requests.embedding import Embeddings as Embeddings
+    from edgespec.requests.embedding import RerankOptions as RerankOptions
+    from edgespec.requests.embedding import Scores as Scores
     from edgespec.requests.request import RequestOptions as RequestOptions
     from edgespec.requests.results import CallPart as CallPart
     from edgespec.requests.results import Generation as Generation
@@ -67,7 +69,7 @@ _NAMES_BY_HOME = {
     "edgespec.loading.options": "LoadOptions",
     "edgespec.requests.stream": "Stream",
     "edgespec.requests.conversation": "Conversation",
-    "edgespec.requests.embedding": "EmbeddingOptions Embeddings",
+    "edgespec.requests.embedding": "EmbeddingOptions Embeddings RerankOptions Scores",
     "edgespec.requests.request": "RequestOptions",
     "edgespec.requests.results": (
         "CallPart Generation GenerationStats Record SourceStats TokenRecord ToolCall"

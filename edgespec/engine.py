@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
@@ -33,10 +33,11 @@ from edgespec.requests.runner import Runner
 from edgespec.requests.scheduler import Scheduler
 from edgespec.requests.stream import Stream, answers, answers_async
 from edgespec.requests.ticket import InProcess, Ticket
-from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress, show_progress
 from edgespec_models.schema import checked, length, one_of, shown
+from edgespec_models.storage import is_file
 from edgespec_runtimes.devices import AUTO, Placement, run_at_once
 
 if TYPE_CHECKING:  # models without a drafter model or a history import none of these
@@ -44,7 +45,14 @@ if TYPE_CHECKING:  # models without a drafter model or a history import none of 
     from edgespec.history.adapting import Adapting
     from edgespec.history.changes import Adaptation, Learner
     from edgespec.requests.conversation import Conversation
-    from edgespec.requests.embedding import EmbeddingOptions, Embeddings, Texts
+    from edgespec.requests.embedding import (
+        EmbeddingOptions,
+        Embeddings,
+        RerankOptions,
+        Scores,
+        Texts,
+        TextsTicket,
+    )
     from edgespec_models.bundles.static_graphs import ExportDevice
 
 __all__ = ["LoadOptions"]
@@ -133,15 +141,22 @@ def load(
         named.check()  # before a model is pulled
         history = named.path
     opening = partial(open_model, weights=options.weights, progress=progress)
-    made_for = _made_for(device), _made_for(drafter_device)  # before a model is pulled
-    target_bundle = opening(target, "target", device=made_for[0])
+    made_for, why = [_made_for(device), _made_for(drafter_device)], ""  # before a model is pulled
+    if device == AUTO and not is_file(Path(target) / MANIFEST):
+        from edgespec.loading.gpu import choose_gpu
+
+        takes, why = choose_gpu(target, drafter, options)
+        made_for[0] = "cuda" if takes else None
+    target_bundle = opening(target, "target", device=made_for[0], adapters=options.adapters)
     if options.chat_template is not None:
         target_bundle.use_template(options.chat_template)
     placement = placed(target_bundle, device)
+    if why:
+        placement = replace(placement, reason=f"{placement.reason}; {why}")
     if drafter == "auto":
         from edgespec.loading.drafters import choose
 
-        drafter = None if target_bundle.embeds else choose(target_bundle, target)
+        drafter = None if target_bundle.embeds or target_bundle.ranks else choose(target_bundle, target)
     drafter_bundle, drafter_placement, learner = None, None, None
     if isinstance(drafter, str | Path) and drafter != NGRAM:
         drafter_bundle = opening(drafter, "drafter", device=made_for[1], target=target)
@@ -424,15 +439,31 @@ class Model(InProcess, AbstractContextManager["Model"]):
                 :meth:`generate`.
             Cancelled: the time was up.
         """
-        ticket = self._runner.embedder.ticket(texts, **options)
-        return ticket.embeddings(Stream(ticket, self._queue).run().finish_reason)
+        ticket = self._runner.text_reader.ticket(texts, **options)
+        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
 
     async def embed_async(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
         """Like :meth:`embed`, in an event loop. Cancelling the task ends it within a pass."""
-        from asyncio import to_thread
+        return await self._read_texts(lambda: self._runner.text_reader.ticket(texts, **options))
 
-        ticket = await to_thread(lambda: self._runner.embedder.ticket(texts, **options))
-        return ticket.embeddings((await Stream(ticket, self._queue).run_async()).finish_reason)
+    def rerank(self, query: str, texts: Sequence[str], **options: "Unpack[RerankOptions]") -> "Scores":
+        """Score texts for a query, with a model made for it, such as Qwen3-Reranker (Zhang et al. 2025).
+
+        Texts share passes, and the tokens that they begin with, such as the query's, are read once.
+
+        Raises:
+            RequestError: the model was not made for it, an option is out of range, or a reason of
+                :meth:`generate`.
+            Cancelled: the time was up.
+        """
+        ticket = self._runner.text_reader.rerank_ticket(query, texts, **options)
+        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
+
+    async def rerank_async(
+        self, query: str, texts: Sequence[str], **options: "Unpack[RerankOptions]"
+    ) -> "Scores":
+        """Like :meth:`rerank`, in an event loop. Cancelling the task ends it within a pass."""
+        return await self._read_texts(lambda: self._runner.text_reader.rerank_ticket(query, texts, **options))
 
     @with_options
     def count_tokens(self, prompt: PromptInput, **options: Unpack[RequestOptions]) -> int:
@@ -461,6 +492,12 @@ class Model(InProcess, AbstractContextManager["Model"]):
         except (TokenizerError, TypeError) as error:
             most = tokenizer.vocab_size - 1
             raise RequestError(f"tokens is {shown(tokens)}; allowed: token ids from 0 to {most}") from error
+
+    async def _read_texts(self, make: Callable[[], "TextsTicket[T]"]) -> T:
+        from asyncio import to_thread
+
+        ticket = await to_thread(make)
+        return ticket.answer((await Stream(ticket, self._queue).run_async()).finish_reason)
 
     def _answers(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
         request = Request.of(options, self._advice)

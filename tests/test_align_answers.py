@@ -150,7 +150,7 @@ def _align(*options: str) -> Any:
         ("{}/bundle", "is a bundle; give the checkpoint"),
         ("{}/none.gguf", "does not exist"),
         ("smollm2-135m-qwen2.5-coder", "smollm2-135m-qwen2.5-coder is aligned already"),
-        ("without PyTorch", "pip install 'edgespec[align]'"),
+        ("without PyTorch", 'pip install "edgespec[align]"'),
     ],
 )
 def test_what_cannot_be_aligned_is_refused(

@@ -1,6 +1,7 @@
 """Which devices a machine has, what is missing on others, and where a bundle goes."""
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from edgespec_models.bundles.static_graphs import ExportDevice, StaticGraphs, bu
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.devices import KINDS
 from edgespec_runtimes.discovery import devices, export_for, place, resolve
+from edgespec_runtimes.ort import warn_of_mix
 from tests.kit.machines import EMULATING, PLAIN, SNAPDRAGON, WORKSTATION, Machine, on_machine
 from tests.kit.toy import tiny_bundle
 
@@ -94,7 +96,7 @@ def test_an_npu_is_whichever_there_is() -> None:
 @pytest.mark.parametrize(
     ("machine", "name", "message"),
     [
-        (PLAIN, "qnn:htp", r"onnxruntime-qnn is not installed. Add it: pip install 'edgespec\[npu-qnn\]'"),
+        (PLAIN, "qnn:htp", r"onnxruntime-qnn is not installed. Add it: pip install .edgespec\[npu-qnn\]"),
         (PLAIN, "cuda", "no CUDAExecutionProvider. Add it: .*onnxruntime-gpu"),
         (EMPTY, "cuda", "finds no such GPU. Needed: .*nvidia-smi"),
         (EMPTY, "openvino:npu", "finds no such NPU. Needed: .*NPU driver"),
@@ -135,9 +137,9 @@ def test_a_bundle_goes_where_it_fits(
 @pytest.mark.parametrize(
     ("static", "wanted", "machine", "command"),
     [
-        (None, "qnn:htp", SNAPDRAGON, "edgespec export 'm 1.gguf' -o DIR --device npu-qnn"),
-        (None, "cuda", WORKSTATION, "edgespec export 'm 1.gguf' -o DIR --device cuda"),
-        (QNN, "openvino:npu", WORKSTATION, "edgespec export 'm 1.gguf' -o DIR --device npu-openvino"),
+        (None, "qnn:htp", SNAPDRAGON, 'edgespec export "m 1.gguf" -o DIR --device npu-qnn'),
+        (None, "cuda", WORKSTATION, 'edgespec export "m 1.gguf" -o DIR --device cuda'),
+        (QNN, "openvino:npu", WORKSTATION, 'edgespec export "m 1.gguf" -o DIR --device npu-openvino'),
     ],
 )
 def test_a_bundle_that_does_not_fit_is_refused_with_the_export_that_would(
@@ -222,3 +224,31 @@ def test_a_bundle_whose_graphs_are_missing_is_refused(dynamic: Path, tmp_path: P
 )
 def test_buckets(context: int, chosen: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert buckets_for(context, chosen) == expected
+
+
+def test_printed_commands_run_in_sh_cmd_and_powershell() -> None:
+    """PowerShell 5.1 has no &&, cmd does not know single quotes, and sh takes brackets for a pattern."""
+    for kind in KINDS.values():
+        for command in kind.install.split("\n"):
+            assert not {"&", ";", "|", "'", "$", "%", "`"} & {*command}
+            words = shlex.split(command)
+            assert words[0] == "pip" and all(f'"{word}"' in command for word in words if "[" in word)
+
+
+def test_a_gpu_has_a_number() -> None:
+    second = resolve("cuda:1", WORKSTATION)
+    assert (second.name, second.number, second.options["device_id"]) == ("cuda", 1, "1")
+    assert second.identity != resolve("cuda", WORKSTATION).identity
+    with pytest.raises(DeviceError, match=r"'cuda:x' is not known; allowed: .*cuda:NUMBER"):
+        resolve("cuda:x", WORKSTATION)
+
+
+def test_packages_that_overwrite_each_other_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_mix(["onnxruntime"])
+    assert not caplog.records
+    warn_of_mix(["onnxruntime", "onnxruntime-gpu"])
+    (said,) = caplog.messages
+    assert "onnxruntime and onnxruntime-gpu are installed" in said
+    assert said.endswith(
+        'pip uninstall --yes onnxruntime onnxruntime-gpu, then: pip install "onnxruntime-gpu[cuda,cudnn]"'
+    )

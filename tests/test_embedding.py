@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread, Timer
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 import edgespec
 from edgespec import LoadOptions, Model
-from edgespec.requests.embedding import EmbeddingTicket
+from edgespec.requests.embedding import Embeddings, TextsTicket, direction
 from edgespec.requests.request import Request
 from edgespec.requests.stream import Stream
 from edgespec_export.export import ExportOptions, export_model
@@ -80,7 +81,7 @@ def driven(path: Path) -> Iterator[Driven]:
 
 
 def queued(one: Driven, *texts: str, **options: Any) -> tuple[Any, Stream]:
-    ticket = runner_of(one.model).embedder.ticket(texts, **options)
+    ticket = runner_of(one.model).text_reader.ticket(texts, **options)
     return ticket, one.queue(Stream(ticket, queue_of(one.model)))
 
 
@@ -150,8 +151,8 @@ def test_answers_beside_texts_stay_the_same(model: Model, driven: Driven) -> Non
     assert second.ended and not first.ended  # a short request does not wait for a long one
     driven.run()
     assert answer.result.tokens == whole.tokens
-    assert np.array_equal(long.embeddings("stop").vectors, np.tile(vectors, (2, 1)))
-    assert np.array_equal(short.embeddings("stop").vectors, vectors[:1])
+    assert np.array_equal(long.answer("stop").vectors, np.tile(vectors, (2, 1)))
+    assert np.array_equal(short.answer("stop").vectors, vectors[:1])
 
 
 def test_short_requests_do_not_throw_away_what_was_read_of_a_long_text(driven: Driven) -> None:
@@ -172,15 +173,15 @@ def test_what_ends_early_leaves_nothing(driven: Driven) -> None:
     assert ticket.unread
     stream.cancel()
     driven.run()
-    with pytest.raises(Cancelled, match=r"\d of 5 texts have no vector: cancelled"):
-        ticket.embeddings(stream.result.finish_reason)
+    with pytest.raises(Cancelled, match=r"\d of 5 texts are unread: cancelled"):
+        ticket.answer(stream.result.finish_reason)
     assert any(reader.length for reader in runner_of(driven.model).seats.readers)
     driven.model.forget()
     assert not any(reader.length for reader in runner_of(driven.model).seats.readers)
     late, waiting = queued(driven, "x", timeout=1e-9)
     driven.run()
     with pytest.raises(Cancelled, match="not finished within 1e-09 s"):
-        late.embeddings(waiting.result.finish_reason)
+        late.answer(waiting.result.finish_reason)
 
 
 def test_what_is_cancelled_ends_in_a_pause(driven: Driven) -> None:
@@ -208,7 +209,7 @@ def test_trim_gives_back_what_texts_took(driven: Driven, model: Model) -> None:
     assert ticket.unread
     assert runner_of(driven.model).trim() > 0 == runner_of(driven.model).session.model.kv_bytes
     driven.run()
-    assert np.array_equal(ticket.embeddings("stop").vectors, expected)
+    assert np.array_equal(ticket.answer("stop").vectors, expected)
 
 
 def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +221,7 @@ def test_a_pass_that_fails_ends_those_that_share_it(driven: Driven, monkeypatch:
             stream.run()
     ticket, stream = queued(driven, "x")
     driven.run()
-    assert ticket.embeddings(stream.result.finish_reason).tokens == (2,)
+    assert ticket.answer(stream.result.finish_reason).tokens == (2,)
 
 
 def test_tasks_and_the_end_of_a_model(path: Path) -> None:
@@ -239,16 +240,17 @@ def test_beside_a_head_there_are_no_vectors(model: Model, monkeypatch: pytest.Mo
     head = SimpleNamespace(bundle=SimpleNamespace(config=SimpleNamespace(is_head=True)))
     with monkeypatch.context() as patched:
         patched.setattr(runner_of(model), "side", head)
-        patched.setattr(runner_of(model), "_embedder", None)
+        patched.setattr(runner_of(model), "_texts", None)
         with pytest.raises(RequestError, match="load it without a drafter"):
             model.embed("x")
 
 
 def test_numbers_that_are_not_finite_are_no_vector() -> None:
-    ticket = EmbeddingTicket(Request.of({}), [[1], [1]], 2)
-    ticket.put_vector(np.zeros(3, np.float32))  # of which there is no direction
+    of_state = partial(direction, np.ones(3, np.float32), 2)
+    ticket = TextsTicket(Request.of({}), [[1], [1]], 2, of_state, Embeddings)
+    ticket.put_state(np.zeros(3, np.float32))  # of which there is no direction
     with pytest.raises(EdgespecError, match="not finite"):
-        ticket.put_vector(np.array([np.nan, 1, 1], np.float32))
+        ticket.put_state(np.array([np.nan, 1, 1], np.float32))
 
 
 @pytest.mark.parametrize(

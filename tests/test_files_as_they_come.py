@@ -383,7 +383,7 @@ def test_pointers_and_pages_as_files_are_named(tmp_path: Path, data: bytes) -> N
             "llama",
             "blk.0.attn_q.weight.lora_a",
             "adapter",
-            "an adapter.*llama-export-lora",
+            "an adapter.*give its base model",
         ),
         ("clip", "v.patch_embd.weight", "mmproj", "a projector.*the model's own file"),
         ("clip", "v.patch_embd.weight", "", "a projector"),  # of before there were types
@@ -450,8 +450,8 @@ def packed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (adapter, "an adapter.*merge it into its base"),
-        (adapter_alone, "an adapter.*merge it into its base"),
+        (adapter, "an adapter.*give its base model"),
+        (adapter_alone, "an adapter.*give its base model"),
         (graphs, r"has onnx/model_q4\.onnx, not model\.onnx or onnx/model\.onnx; rename the graph"),
         (gguf_files, r"GGUF files.*give one of them, such as .*b\.gguf"),
         (without_tokenizer("tekken.json"), r"only tekken\.json.*tokenizer\.json, or a GGUF file"),

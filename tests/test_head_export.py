@@ -277,7 +277,7 @@ def test_without_torch_the_error_says_what_to_install(
     folder = Head.random().write(tmp_path / "head")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(EdgespecError, match=r"pip install 'edgespec\[align\]'"):
+    with pytest.raises(EdgespecError, match=r"pip install .edgespec\[align\]"):
         export(folder, target, tmp_path / "out")
 
 

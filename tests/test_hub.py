@@ -294,6 +294,13 @@ def test_a_model_that_cannot_be_exported_is_refused_before_its_weights(hub: Hub)
     assert not set(SHARDS) & set(hub.fetched)
 
 
+def test_a_model_that_a_gpu_cannot_run_is_refused_before_its_weights(hub: Hub) -> None:
+    hub.files["config.json"] = json.dumps(config_of("gemma2")).encode()
+    with pytest.raises(UnsupportedModelError, match="lacks for ONNX Runtime's operators"):
+        open_model(NAME, "target", device="cuda")
+    assert not set(SHARDS) & set(hub.fetched)
+
+
 def test_export_load_and_pull_by_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     result = CliRunner().invoke(app, ["export", NAME, "-o", str(out), "--weights", "exact"])

@@ -316,7 +316,7 @@ def test_without_the_extra_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert app(["serve", "model"], standalone_mode=False)
     said = capsys.readouterr().err
-    assert "serving needs uvicorn, " in said and "pip install 'edgespec[server]'" in said
+    assert "serving needs uvicorn, " in said and 'pip install "edgespec[server]"' in said
 
 
 def test_the_extra_brings_what_response_format_needs() -> None:

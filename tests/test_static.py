@@ -60,7 +60,7 @@ REFUSED = (
     (replace(QNN, chip="tpu"), "chip 'tpu' is not known; allowed: snapdragon-x-elite, "),
     (replace(QNN, chip=CHIP, device="cuda"), "needs the device npu-qnn, and the device is cuda"),
     (ExportOptions(chip=CHIP), "needs the device npu-qnn, and the device is the CPU"),
-    (replace(QNN, chip=CHIP), r"x-elite takes Qualcomm's compiler.*pip install 'edgespec\[npu-qnn\]'"),
+    (replace(QNN, chip=CHIP), r"x-elite takes Qualcomm's compiler.*pip install .edgespec\[npu-qnn\]"),
 )
 
 

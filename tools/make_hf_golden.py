@@ -3,8 +3,9 @@
 Needs torch and transformers. Writes the checkpoints that ``tests/kit/hf.py`` describes into a temporary
 folder, lets transformers read them, and stores ``config.json`` and the logits of some positions in
 ``tests/golden_hf/NAME.npz``, and in ``vectors.npz`` what comes out of some at the last token of some texts,
-which is how models embed. With ``--llama-cpp DIR``, llama.cpp's sources, it lets their converter make a
-GGUF file of each instead, and says where those differ from what the tests write.
+which is how models embed, and in ``scores.npz`` the probabilities of rerankers. With ``--llama-cpp DIR``,
+llama.cpp's sources, it lets their converter make a GGUF file of each instead, and says where those differ
+from what the tests write.
 """
 
 import argparse
@@ -21,9 +22,10 @@ import numpy.typing as npt
 import torch
 import transformers
 from gguf import GGUFReader
+from tokenizers import Tokenizer  # noqa: TID251 - as rerankers' cards do it
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.kit import assistants
+from tests.kit import assistants, rerankers
 from tests.kit.gguf import TinyGGUF
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import CASES, EMBEDDED, EMBEDDERS, ROWS, TOKENS, config_of, write_checkpoint
@@ -76,6 +78,39 @@ def store_vectors(folder: Path) -> None:
     checkpoints = {case: write_checkpoint(folder / case, config_of(case)) for case in EMBEDDERS}
     vectors_by_case: dict[str, Any] = {case: vectors(path) for case, path in checkpoints.items()}
     np.savez_compressed(OUT / "vectors", **vectors_by_case)
+
+
+def store_scores(folder: Path) -> None:
+    """Write the probabilities of a query's texts that rerankers compute, as their model cards do it."""
+    found: dict[str, Any] = {}
+    for kind in rerankers.KINDS:
+        path = rerankers.write_reranker(folder, kind)
+        core = Tokenizer.from_file(str(path / "tokenizer.json"))
+        auto = transformers.AutoModelForCausalLM
+        if kind == "head":
+            auto = transformers.AutoModelForSequenceClassification
+        model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+        def ids(text: str, encoder: Tokenizer = core) -> list[int]:
+            return list(encoder.encode(text, add_special_tokens=False).ids)
+
+        rows = []
+        for text in rerankers.DOCUMENTS:
+            if kind == "head":
+                tokens = list(core.encode(rerankers.QUERY, text).ids)
+            else:
+                pair = rerankers.PAIR.format(rerankers.INSTRUCTION, rerankers.QUERY, text)
+                tokens = [*ids(rerankers.PREFIX), *ids(pair), *ids(rerankers.SUFFIX)]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([tokens])).logits[0]
+            if kind == "head":
+                rows.append(torch.sigmoid(logits[0]))
+            else:
+                words = [*ids("no"), *ids("yes")]
+                rows.append(torch.softmax(logits[-1, words], dim=0)[1])
+        found[kind] = torch.stack(rows).numpy()
+        print(f"{kind}: {found[kind]}")
+    np.savez_compressed(OUT / "scores", **found)
 
 
 def store_assistants(folder: Path) -> None:
@@ -180,6 +215,7 @@ def main() -> None:
         if args.llama_cpp is None:
             store(Path(folder))
             store_vectors(Path(folder))
+            store_scores(Path(folder))
             store_assistants(Path(folder))
         else:
             compare(Path(folder), args.llama_cpp)

@@ -226,6 +226,7 @@ _RENAMED: Final = {
     "memory_available_bytes": "available",
     "memory_limited": "limited",
     "disk_free_bytes": "disk_free",
+    "gpu_available_bytes": "gpu",
 }
 
 

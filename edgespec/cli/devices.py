@@ -43,7 +43,7 @@ def show_devices(devices: "Sequence[Device]") -> None:
         if device.problem is not None:
             say(f"  missing: {device.problem}")
         if device.remedy is not None:
-            say(f"  {device.remedy}")
+            say(f"  {device.remedy}".replace("\n", "\n    "))
         for limit in kind.limits:
             say(f"  - {limit}")
     first = next((d for d in devices[1:] if d.state == "ready"), None)

@@ -8,7 +8,7 @@ import typer
 
 from edgespec.cli.console import note, print_json, progress_bars, say
 from edgespec.cli.inspect import show_report
-from edgespec.cli.options import ChatTemplate, JsonFlag
+from edgespec.cli.options import Adapters, ChatTemplate, JsonFlag
 from edgespec_models.bundles.static_graphs import CHIPS
 from edgespec_models.errors import RequestError
 from edgespec_models.storage import size
@@ -126,6 +126,7 @@ def export(
             f"Known: {', '.join(CHIPS)}.",
         ),
     ] = None,
+    adapters: Adapters = None,
     chat_template: ChatTemplate = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     as_json: JsonFlag = False,
@@ -150,6 +151,8 @@ def export(
 
         edgespec export Qwen3.5-4B-MTP.gguf -o head --target Qwen3.5-4B-MTP.gguf
 
+        edgespec export model.gguf -o mine --adapter ./lora --adapter style.gguf=0.5
+
         edgespec export model.gguf -o small --bits 4 --mixed sensitive
 
         edgespec export qwen2.5-coder-0.5b-instruct -o npu --device npu-qnn --buckets 512,2048
@@ -169,13 +172,14 @@ def export(
         words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
         words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
         words |= {"--alignment": alignment, "--target": target, "--chat-template": chat_template}
+        words |= {"--adapter": adapters}
         words |= {"--role": role == "drafter"}
         words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
         _refuse_with_optimum([word for word, value in words.items() if value])
         _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
         return
     with progress_bars() as progress:
-        file, entry = locate(source, progress, note)
+        file, entry = locate(source, progress, note, made_for)
         drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
         options = ExportOptions(
             role=role or ("drafter" if drafts else "target"),
@@ -192,6 +196,7 @@ def export(
             calibration=tuple(calibration or ()),
             calibrate_with=tuple(calibrate_with or ()),
             chat_template=chat_template,
+            adapters=tuple(adapters or ()),
         )
         report = export_model(file, out, options=options, progress=progress)
     if as_json:

@@ -125,8 +125,9 @@ def _facts(bundle: "Bundle", verified: bool) -> "Table":
         table.add_row("advised sampling", str(manifest.sampling))
     table.add_row("chat template", "yes" if bundle.chat_template is not None else "no")
     table.add_row("source", manifest.provenance.get("source", "unknown"))
-    if "aligned" in manifest.provenance:
-        table.add_row("aligned", manifest.provenance["aligned"])
+    for change in ("aligned", "adapters"):
+        if change in manifest.provenance:
+            table.add_row(change, manifest.provenance[change])
     table.add_row("files", _files(bundle, verified))
     return table
 

@@ -62,6 +62,15 @@ ChatTemplate = Annotated[
         help="A file with a chat template in Jinja, in place of the model's own.",
     ),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="PATH[=SCALE]",
+        help="A LoRA adapter to merge into the target's weights: a directory of PEFT, or a GGUF file. May be "
+        "repeated.",
+    ),
+]
 Instructions = Annotated[
     str,
     typer.Option(
@@ -106,6 +115,7 @@ LOADING: Group = {
     "drafter_device": _option(
         str, "auto", "The device of the drafter: the same names as for --device.", metavar="DEVICE"
     ),
+    "adapters": (Adapters, None),
     "history": _option(
         str | None,
         None,
@@ -197,6 +207,7 @@ def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     values = context.params | named
     limited = ("threads", "instructions", "max_waiting", "parallel", "chat_template", "keep_prompts")
     limits = {name: values[name] for name in limited if name in values}
+    limits["adapters"] = tuple(values.get("adapters") or ())
     if not values.get(
         "prompt_cache"
     ):  # commands without the option measure, and the cache would falsify that

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgespec.cli.console import figure_table, output, print_json, say
-from edgespec.cli.options import Drafter, JsonFlag, Target
+from edgespec.cli.options import Adapters, Drafter, JsonFlag, Target
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def plan(
     context: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Plan for a text of N tokens too, with its answer.")
     ] = None,
+    adapters: Adapters = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a target and its drafter would take of memory and disk, and whether this machine has it.
@@ -44,7 +45,8 @@ def plan(
     """
     import edgespec
 
-    made = edgespec.plan(target, None if drafter == "none" else drafter, context=context)
+    drafts = None if drafter == "none" else drafter
+    made = edgespec.plan(target, drafts, context=context, adapters=tuple(adapters or ()))
     if as_json:
         print_json(made.to_json())
         return
@@ -102,6 +104,7 @@ def _machine(made: "Plan") -> list[str]:
             f"disk: {size(download)} to download, {size(made.disk_bytes - download)} to export; "
             f"{size(made.disk_free)} free"
         )
-    if any(model.device == "cuda" for model in made.models):
-        lines.append("weights and KV cache for CUDA lie in the GPU's memory and are not counted")
+    if made.gpu_bytes:
+        free = "its size is unknown" if made.gpu is None else f"{size(made.gpu.available)} available"
+        lines.append(f"GPU: {size(made.gpu_bytes)} with a text of 8,192 tokens; {free}")
     return lines

@@ -132,6 +132,8 @@ def serve(
         sampling=sampling,
         timeout_s=timeout,
     )
+    if len(targets) > 1 and context.params["adapters"]:
+        raise RequestError("--adapter is for one target, and there are several; serve each by itself")
     with bound_socket(host, port) as listening:  # a taken port is an error before models are loaded
         from edgespec.loading.planning import look_up
         from edgespec.models import Models

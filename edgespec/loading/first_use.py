@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,7 @@ class Wanted(Checked):
     weights: Annotated[str, one_of(WEIGHTS)] | None  # it becomes part of a path
     device: ExportDevice | None
     target: Path | None = None
+    adapters: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise the RequestError that an export would raise, but before anything is pulled."""
@@ -60,6 +62,11 @@ class Wanted(Checked):
         kind = "-".join(part for part in (self.device, self.weights) if part) or WEIGHTS[0]
         if self.target is not None:
             mark = f"{mark}-{mark_of(self.target)}"
+        if self.adapters:
+            from edgespec_export.sources.adapters import adapter_of
+
+            marks = [(mark_of(path), scale) for path, scale in map(adapter_of, self.adapters)]
+            mark = f"{mark}-{hashlib.sha256(repr(marks).encode()).hexdigest()[:8]}"
         recipe = RECIPES[self.device]
         return bundles_dir() / f"{name}-{mark}-{self.role}-{kind}{_RECIPE_MARK}{recipe}"
 
@@ -71,6 +78,8 @@ def look_up(path: Path, name: str, wanted: Wanted) -> Found:
     """
     is_folder = (path / HF_CONFIG).is_file()
     if path.is_dir() and (is_model(path) or not is_folder):
+        if wanted.adapters:
+            raise RequestError(f"{path} is no model's source, into which exports merge adapters; give that")
         return open_bundle(path)
     if is_folder or is_file(path) or path.suffix.lower() == ".gguf":
         if not path.exists():
@@ -165,7 +174,10 @@ def alignment_of(entry: CatalogueEntry, device: ExportDevice | None) -> Path | N
 
 
 def locate(
-    source: str, progress: ProgressCallback, notify: Callable[[str], None] = _LOG.warning
+    source: str,
+    progress: ProgressCallback,
+    notify: Callable[[str], None] = _LOG.warning,
+    device: ExportDevice | None = None,
 ) -> tuple[Path, CatalogueEntry | None]:
     """The checkpoint's file or directory, pulled if it is missing, and its entry in the catalogue."""
     path = Path(source)
@@ -173,7 +185,7 @@ def locate(
         return path, None
     named = on_hub(source)
     if named is not None:
-        return locate_hub(named, progress), None
+        return locate_hub(named, progress, device), None
     if path.suffix.lower() == ".gguf":
         raise ModelFileError(
             f"{source} does not exist; give a GGUF file, a Hugging Face directory, or a name that "
@@ -183,10 +195,12 @@ def locate(
     return pull(entry, progress=progress, notify=notify), entry
 
 
-def locate_hub(reference: HubReference, progress: ProgressCallback) -> Path:
+def locate_hub(
+    reference: HubReference, progress: ProgressCallback, device: ExportDevice | None = None
+) -> Path:
     """A checkpoint of the hub, pulled unless it is here already.
 
-    A model that edgespec cannot export is refused before its weights are fetched.
+    A model that edgespec cannot export, for ``device``, is refused before its weights are fetched.
 
     Raises:
         DownloadError: it cannot be pulled.
@@ -196,18 +210,26 @@ def locate_hub(reference: HubReference, progress: ProgressCallback) -> Path:
     pulled = pulled_hub(reference)
     if pulled is not None:
         return pulled
-    return pull_checked(reference, progress=progress, notify=_LOG.warning)
+    return pull_checked(reference, progress=progress, notify=_LOG.warning, device=device)
 
 
 def pull_checked(
-    reference: HubReference, *, progress: ProgressCallback, notify: Callable[[str], None]
+    reference: HubReference,
+    *,
+    progress: ProgressCallback,
+    notify: Callable[[str], None],
+    device: ExportDevice | None = None,
 ) -> Path:
     """Bring a model of the hub up to date; raises as :func:`locate_hub` does."""
-    return pull_hub(reference, check=_check_config, progress=progress, notify=notify)
+    return pull_hub(reference, check=partial(_check_config, device), progress=progress, notify=notify)
 
 
-def _check_config(folder: Path) -> None:
-    read_config(Facts.read(folder / HF_CONFIG))
+def _check_config(device: ExportDevice | None, folder: Path) -> None:
+    config = read_config(Facts.read(folder / HF_CONFIG))
+    if device == "cuda":
+        from edgespec_models.graphs.decoder import check_standard
+
+        check_standard(config)
 
 
 def name_of(source: Path, target: Path | None = None) -> str:
@@ -259,6 +281,7 @@ def _export(
         overwrite=True,
         alignment=alignment,
         target=wanted.target,
+        adapters=wanted.adapters,
     )
     lock = folder.with_name(f".{folder.name}.lock")
     with writing(folder):

@@ -26,6 +26,8 @@ _TEXT: Final = 8192  # tokens of the text that copied weights leave room for
 _PROGRAM_BYTES: Final = 125_000_000  # as measured (docs/apps.md)
 _LOG = logging.getLogger("edgespec")
 
+GPU_BYTES: Final = 600_000_000
+"""What CUDA's libraries and buffers take on a GPU beside weights and KV cache, estimated."""
 WORKING_BYTES: Final = 950
 """For each token of a vocabulary, as measured (docs/apps.md)."""
 
@@ -154,6 +156,7 @@ class Plan:
         disk_free: Free bytes of the disk that models are pulled and exported to.
         program_bytes: Bytes of the program itself: Python, ONNX Runtime and other packages.
         contexts: What texts of several lengths take, the shortest first.
+        gpu: The memory of the GPU that bundles for CUDA run on. None without, or if the driver does not say.
     """
 
     target: Footprint
@@ -162,6 +165,18 @@ class Plan:
     disk_free: int
     program_bytes: int = _PROGRAM_BYTES
     contexts: tuple[Fit, ...] = ()
+    gpu: MachineMemory | None = None
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of the GPU's memory with a text of 8,192 tokens; 0 if no model is for one."""
+        return self.on_gpu(min(_TEXT, self.target.cache.longest))
+
+    def on_gpu(self, tokens: int) -> int:
+        """Bytes of the GPU's memory with a text of ``tokens``."""
+        models = [model for model in self.models if model not in self._here]
+        used = (model.weights_bytes + model.table_bytes + model.cache.bytes(tokens) for model in models)
+        return sum(used) + GPU_BYTES * bool(models)
 
     @property
     def models(self) -> tuple[Footprint, ...]:
@@ -242,6 +257,8 @@ class Plan:
             "memory_limited": self.machine.limited,
             "disk_bytes": self.disk_bytes,
             "disk_free_bytes": self.disk_free,
+            "gpu_bytes": self.gpu_bytes,
+            "gpu_available_bytes": None if self.gpu is None else self.gpu.available,
             "contexts": [asdict(fit) for fit in self.contexts],
             "longest_context": self.longest_context,
         }
@@ -299,7 +316,17 @@ def _shares_cache(bundle: Bundle) -> bool:
 def plan_of(target: Bundle, drafter: Bundle | None) -> Plan:
     """The plan for both models beside this program, which runs already, on this machine now."""
     second = None if drafter is None else footprint_of(drafter, exact_rows=False)
-    return Plan(footprint_of(target, exact_rows=True), second, machine_memory(), 0, program_bytes=0)
+    first = footprint_of(target, exact_rows=True)
+    return with_gpu(Plan(first, second, machine_memory(), 0, program_bytes=0))
+
+
+def with_gpu(made: Plan) -> Plan:
+    """The plan with the memory of the GPU, if a model is for one."""
+    if not made.gpu_bytes:
+        return made
+    from edgespec_runtimes.discovery import Runtime  # and ONNX Runtime
+
+    return replace(made, gpu=Runtime().gpu_memory())
 
 
 def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> CpuOptions:
@@ -309,7 +336,12 @@ def room_for(target: Bundle, drafter: Bundle | None, options: CpuOptions) -> Cpu
         DeviceError: they do not fit even with a short text; the message says what they need.
     """
     made = plan_of(target, drafter)
-    fit = made.fit(KV_STEP)
+    fit, on_gpu = made.fit(KV_STEP), made.on_gpu(KV_STEP)
+    if made.gpu is not None and on_gpu > made.gpu.available:
+        raise DeviceError(
+            f"the GPU has no room for these models: they need {size(on_gpu)}, and {size(made.gpu.available)} "
+            f"of its {size(made.gpu.total)} are free. Free memory, or take smaller models or device='cpu'"
+        )
     if fit.verdict == "no":
         raise DeviceError(
             f"this machine's memory has no room for these models: {made.short()}. Free memory, take smaller "

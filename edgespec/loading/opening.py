@@ -84,6 +84,7 @@ def open_model(
     weights: Annotated[str, one_of(WEIGHTS)] | None = None,
     device: ExportDevice | None = None,
     target: Reference | None = None,
+    adapters: tuple[str, ...] = (),
     progress: ProgressCallback = ignore_progress,
 ) -> Bundle:
     """Open the bundle that ``reference`` names; make it first if it does not exist.
@@ -96,6 +97,7 @@ def open_model(
         weights: policy of a new export; None takes the default.
         device: what else than the CPU a new export is for.
         target: what a head drafts for; its export reads that too.
+        adapters: what a new export merges; see :attr:`.LoadOptions.adapters`.
         progress: told of downloads and exports.
 
     Raises:
@@ -113,20 +115,20 @@ def open_model(
             f"{shown(str(reference))} cannot be opened: {error.strerror}. Give a path that can be "
             "read, or a name that 'edgespec models' lists."
         ) from error
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() and not adapters:
         return Bundle(path)
     from edgespec_models.bundles.foreign import is_model, open_bundle  # what follows, bundles do not need
 
-    if is_model(path):
+    if is_model(path) and not adapters:
         return open_bundle(path)
     from edgespec.loading.first_use import Wanted, locate_hub, open_made
     from edgespec_models.downloads.hub import on_hub
 
-    wanted = Wanted(role, weights, device)
+    wanted = Wanted(role, weights, device, adapters=adapters)
     named = None if path.exists() else on_hub(str(reference))
     if named is not None:
         wanted.check()
-        path = locate_hub(named, progress)
+        path = locate_hub(named, progress, device)
     return open_made(path, str(reference), wanted, progress, None if target is None else str(target))
 
 
@@ -140,10 +142,10 @@ def check_target(bundle: Bundle) -> None:
 
 
 def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
-    """The layers of ``target`` whose states a head reads, after a check of its shapes, or embeddings need."""
+    """The layers of ``target`` whose states a head reads, after a check of its shapes, or texts need."""
     made = target.config
     if drafter is None or not drafter.config.is_head:
-        return (made.num_layers,) if target.embeds else ()
+        return (made.num_layers,) if target.embeds or target.ranks else ()
     head = drafter.config
     if not isinstance(made, ModelConfig) or target.manifest.operators != "edgespec":
         raise RequestError(

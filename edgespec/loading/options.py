@@ -41,6 +41,8 @@ class LoadOptions(Checked):
             again, in bytes. None is 2 GB, or a tenth of the free disk if that is less. 0 neither reads nor
             writes any. ``docs/security.md`` says who can read them.
         chat_template: A file with a Jinja chat template for the target, in place of the model's own.
+        adapters: LoRA adapters that the target's export merges into its weights, each ``PATH`` or
+            ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
     """
 
     threads: Threads = 0
@@ -58,6 +60,7 @@ class LoadOptions(Checked):
     cache_bytes: Annotated[int, within(0, 2**60)] = 256 << 20
     prompt_cache_bytes: Annotated[int, within(0, 2**60)] | None = None
     chat_template: Path | None = None
+    adapters: tuple[str, ...] = ()
 
     def cpu(self, *, low_priority: bool = False) -> CpuOptions:
         """The options of a session on the CPU."""

@@ -16,6 +16,7 @@ from edgespec.loading.footprint import (
     Plan,
     footprint_of,
     share_of_experts,
+    with_gpu,
 )
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
@@ -42,6 +43,7 @@ def plan(
     *,
     context: Annotated[int, within(1)] | None = None,
     weights: str | None = None,
+    adapters: tuple[str, ...] = (),
 ) -> Plan:
     """Plan the memory and disk space of a target and its drafter; nothing is pulled, exported or loaded.
 
@@ -51,17 +53,20 @@ def plan(
         drafter: the same; ``"auto"``, ``"ngram"`` and None as :func:`edgespec.load` takes them.
         context: tokens of a text to plan for besides 2,048, 8,192, 32,768 and the model's whole context.
         weights: policy of exports, as in :class:`edgespec.LoadOptions`.
+        adapters: adapters of the target, as there.
 
     Returns:
-        A :class:`Plan`. Its verdicts are for the CPU; weights and KV cache of a bundle that was made for
-        CUDA are not counted, since they lie in the GPU's memory.
+        A :class:`Plan`. Its verdicts are for the CPU's memory; weights and KV cache of a bundle that was made
+        for CUDA count in :meth:`Plan.gpu_bytes`.
 
     Raises:
         RequestError: a context longer than the model's, a model of the hub that was not pulled.
         EdgespecError: a model that cannot be found, read or exported.
     """
-    located = look_up(target, "target", weights)
-    first = footprint(located, "target", weights)
+    located = look_up(target, "target", weights, adapters)
+    first = footprint(located, "target", weights, adapters=adapters)
+    if adapters:
+        first = replace(first, name=" + ".join((first.name, *adapters)))
     if drafter == "auto":
         drafter = recommended(located, first.export_bytes, str(target), portable=not _is_native(weights))
         if Path(target).exists() and not (Path(drafter).exists() or pulled_place(drafter)):
@@ -81,11 +86,11 @@ def plan(
         )
     lengths = {min(tokens, longest) for tokens in (*_LENGTHS, longest, context or longest)}
     place = next(path for path in (home(), *home().resolve().parents) if path.is_dir())
-    made = Plan(first, second, machine_memory(), shutil.disk_usage(place).free)
+    made = with_gpu(Plan(first, second, machine_memory(), shutil.disk_usage(place).free))
     return replace(made, contexts=tuple(made.fit(tokens) for tokens in sorted(lengths)))
 
 
-def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
+def look_up(reference: Reference, role: Role, weights: str | None, adapters: tuple[str, ...] = ()) -> Found:
     """Find what :func:`.opening.open_model` would open for the CPU; nothing is pulled or exported."""
     path: Path | None = Path(reference)
     named = on_hub(str(reference))
@@ -96,7 +101,7 @@ def look_up(reference: Reference, role: Role, weights: str | None) -> Found:
             f"{reference} is not on this machine, and a plan needs its files; run 'edgespec pull "
             f"{reference}' first"
         )
-    return first_use.look_up(path, str(reference), Wanted(role, weights, None))
+    return first_use.look_up(path, str(reference), Wanted(role, weights, None, adapters=adapters))
 
 
 def recommended(target: Found, export_bytes: int, reference: str = "", *, portable: bool = False) -> str:
@@ -125,14 +130,20 @@ def recommended(target: Found, export_bytes: int, reference: str = "", *, portab
         return drafters.recommended(config, export_bytes, digest, reference, own)[0]
 
 
-def footprint(model: Found, role: Role, weights: str | None = None, target: Path | None = None) -> Footprint:
+def footprint(
+    model: Found,
+    role: Role,
+    weights: str | None = None,
+    target: Path | None = None,
+    adapters: tuple[str, ...] = (),
+) -> Footprint:
     """The footprint of a model of :func:`look_up`, with the same ``weights``. A head has a ``target``."""
     if isinstance(model, Bundle):
         return footprint_of(model, exact_rows=role == "target")
     if isinstance(model, Path):
-        return _of_checkpoint(name_of(model, target), model, role, weights, target)
+        return _of_checkpoint(name_of(model, target), model, role, weights, target, adapters)
     if is_pulled(model):
-        return _of_checkpoint(model.name, model_path(model), role, weights)
+        return _of_checkpoint(model.name, model_path(model), role, weights, adapters=adapters)
     size = model.size_bytes  # as its weights, because an export keeps them as they are
     assert model.shape is not None  # as _shape_of has checked
     shape, kind = model.shape, _kept_type(weights)
@@ -142,14 +153,19 @@ def footprint(model: Found, role: Role, weights: str | None = None, target: Path
 
 
 def _of_checkpoint(
-    name: str, source: Path, role: Role, weights: str | None, target: Path | None = None
+    name: str,
+    source: Path,
+    role: Role,
+    weights: str | None,
+    target: Path | None = None,
+    adapters: tuple[str, ...] = (),
 ) -> Footprint:
     """The footprint of the export of a checkpoint on this machine."""
     from edgespec_export.graphs.writer import weight_bytes
     from edgespec_export.sources.open import is_head, open_checkpoint
 
     is_draft = role == "drafter" and is_head(source, target)
-    with open_checkpoint(source, target if is_draft else None) as checkpoint:
+    with open_checkpoint(source, target if is_draft else None, adapters) as checkpoint:
         by_class, file_bytes = weight_bytes(checkpoint, weights)
         config = checkpoint.config
     kept = record(config).kept_in(_kept_type(weights))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Load, Remarks
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # requests import nothing of drafter models or histories that
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
-    from edgespec.requests.embedding import Embedder, EmbeddingTicket
+    from edgespec.requests.embedding import TextReader, TextsTicket
 
 
 _AGAIN = 0.7  # the chance that a token that was taken back is written again
@@ -83,7 +83,7 @@ class Runner:
         self.caches = KvStore(options.cache_bytes, None if limit == 0 else BlockFiles(prompts_dir(), limit))
         self.write_behind = self.caches.write_behind
         self.history: HistoryUse | None = None
-        self._embedder: Embedder | None = None
+        self._texts: TextReader | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
             from edgespec.drafting import side
@@ -220,32 +220,33 @@ class Runner:
         return self.target.manifest.kept_bytes(tokens) <= machine_memory().available // _SHARE
 
     @property
-    def embedder(self) -> "Embedder":
-        """The embedder of texts. Raises RequestError if the model has none."""
-        if self._embedder is not None:
-            return self._embedder
+    def text_reader(self) -> "TextReader":
+        """The reader of texts that become vectors or get scores. RequestError beside a head."""
+        if self._texts is not None:
+            return self._texts
         if self.side is not None and self.side.bundle.config.is_head:
             raise RequestError(
-                "this target has a head as drafter and makes no vectors of texts; load it without a drafter"
+                "this target has a head as drafter and makes no vectors or scores of texts; load it without "
+                "a drafter"
             )
-        from edgespec.requests.embedding import Embedder
+        from edgespec.requests.embedding import TextReader
 
-        self._embedder = Embedder(self.target, self.session.model, self.seats.readers)
-        return self._embedder
+        self._texts = TextReader(self.target, self.session.model, self.seats.readers)
+        return self._texts
 
-    def texts(self, tickets: list[Ticket]) -> "list[EmbeddingTicket]":
-        """Those of the tickets whose texts become vectors."""
-        return [] if self._embedder is None else self._embedder.own(tickets)
+    def texts(self, tickets: list[Ticket]) -> "list[TextsTicket[Any]]":
+        """Those of the tickets whose texts become vectors or scores."""
+        return [] if self._texts is None else self._texts.own(tickets)
 
-    def read_texts(self, texts: "list[EmbeddingTicket]", beside: int) -> None:
-        """Read texts that become vectors, in a pass of their own.
+    def read_texts(self, texts: "list[TextsTicket[Any]]", beside: int) -> None:
+        """Read texts that become vectors or scores, in a pass of their own.
 
         They wait if there is no memory for them beside the other requests, so many.
         """
         prices = self.pricing.at(Load(max(1, beside)))
         piece = prices.piece(beside) if beside else self.session.model.piece
         has_room = not beside or self._has_room(max(ticket.longest for ticket in texts))
-        self.embedder.turn(texts, piece if has_room else 0)
+        self.text_reader.turn(texts, piece if has_room else 0)
 
     def use_history(self, path: Path) -> None:
         """Draft from the history at ``path``, and learn into it, from the next request on."""

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from edgespec.history.manage import History
 from edgespec.models import Models
 from edgespec.serve.bodies import ForgetBody, read_body
-from edgespec.serve.completions import Completions, described
+from edgespec.serve.completions import RERANKING, Completions, described
 from edgespec.serve.messages import count_message_tokens, create_message
 from edgespec.serve.metrics import CLIENT_LEFT, Metrics, count_of
 from edgespec.serve.ollama import MANAGING, Ollama
@@ -74,6 +74,7 @@ class App:
             Route("/v1/chat/completions", completions.chat, methods=["POST"]),
             Route("/v1/completions", completions.complete, methods=["POST"]),
             Route("/v1/embeddings", completions.embed, methods=["POST"]),
+            *(Route(path, completions.rerank, methods=["POST"]) for path in RERANKING),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{id}", responses.kept_response, methods=["GET", "DELETE"]),
             Route("/v1/messages", partial(create_message, completions), methods=["POST"]),

@@ -315,6 +315,29 @@ class EmbeddingBody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RerankDocument:
+    """An item of ``documents`` that is no text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankBody:
+    """Body of ``POST /v1/rerank``, as Jina and Cohere have it."""
+
+    model: str
+    query: Annotated[str, length(1)]
+    documents: Annotated[Sequence[str | RerankDocument], length(1, 2048)]
+    top_n: Annotated[int, within(1)] | None = None
+    return_documents: bool = False
+    instruction: str | None = None  # edgespec's own
+
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [item if isinstance(item, str) else item.text for item in self.documents]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InfillFile:
     """An item of ``input_extra``."""
 

@@ -19,21 +19,30 @@ from edgespec.engine import Model
 from edgespec.models import Models
 from edgespec.requests import request as requests
 from edgespec.requests.attribution import Attribution
-from edgespec.requests.embedding import Embeddings
+from edgespec.requests.embedding import Embeddings, Scores
 from edgespec.requests.request import RequestOptions
 from edgespec.requests.results import Generation, Record, nothing
 from edgespec.requests.stream import Stream, results_async, together
-from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, read_body
+from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, RerankBody, read_body
 from edgespec.serve.metrics import RequestCount, count_of
 from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem, of_error, shutting_down
-from edgespec.serve.replies import ChatReply, CompletionReply, InfillReply, Json, Reply, vectors_json
+from edgespec.serve.replies import (
+    ChatReply,
+    CompletionReply,
+    InfillReply,
+    Json,
+    Reply,
+    scores_json,
+    vectors_json,
+)
 from edgespec_models.errors import Busy, Cancelled, EdgespecError, RequestError
 from edgespec_models.progress import Progress as LoadProgress
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+R = TypeVar("R", Embeddings, Scores)
 Ask = Callable[..., Stream]
 Asks = Callable[[Model], Sequence[Ask]]
 MakeReply = Callable[..., Reply]
@@ -43,6 +52,8 @@ Words = Mapping[str, str]
 NO_WORDS: Words = MappingProxyType({})
 _AT_ONCE_S = 0.2
 """Seconds that headers wait for an early error."""
+RERANKING = ("/v1/rerank", "/v2/rerank", "/rerank")
+"""Paths of one endpoint, since clients have bases of three kinds."""
 _SILENCE_S = 5.0
 """Seconds of silence before a comment. Proxies commonly give up after a minute, some clients sooner."""
 _LOAD_LOOK_S = 1.0  # seconds between comments on a load
@@ -87,12 +98,26 @@ class Completions:
     async def vectors(self, request: Request, body: EmbeddingBody, model: Model, left_s: float) -> Embeddings:
         """The vectors of a body's texts by the request's model, within the time limit."""
         embed = partial(model.embed_async, instruction=body.instruction, dimensions=body.dimensions)
+        return await self._read_texts(request, embed(body.texts(), timeout=left_s))
+
+    async def rerank(self, request: Request) -> Response:
+        """``POST /v1/rerank``."""
+        body = await self.read(RerankBody, request)
+        model, left_s = await self.model(request, body.model)
+        texts = body.texts()
+        scoring = model.rerank_async(body.query, texts, instruction=body.instruction, timeout=left_s)
+        scores = await self._read_texts(request, scoring)
+        reply = scores_json(scores, body.model, texts, top_n=body.top_n, whole=body.return_documents)
+        return JSONResponse(reply)
+
+    async def _read_texts(self, request: Request, reading: Awaitable[R]) -> R:
+        """What is read of texts, within the time limit, while the client is there."""
         try:
-            embeddings = await _while_connected(request, embed(body.texts(), timeout=left_s))
+            result = await _while_connected(request, reading)
         except Cancelled as error:
             raise Problem(503, str(error), "timeout", {"Retry-After": "30"}) from error
-        count_of(request).prompt_tokens += sum(embeddings.tokens)
-        return embeddings
+        count_of(request).prompt_tokens += sum(result.tokens)
+        return result
 
     async def infill(self, request: Request) -> Response:
         """``POST /infill``, as llama.cpp's server has it."""

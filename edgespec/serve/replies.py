@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from edgespec.decoding.draft import Progress
 from edgespec.requests.attribution import Attribution
-from edgespec.requests.embedding import Embeddings
+from edgespec.requests.embedding import Embeddings, Scores
 from edgespec.requests.results import Generation, Record, SourceStats, TokenRecord, choice_id
 from edgespec.serve.problems import Problem
 from edgespec_models.text.tokenizer import Tokenizer
@@ -48,6 +48,24 @@ def vectors_json(embeddings: Embeddings, model: str, *, base64: bool) -> str:
     prompt_tokens = sum(embeddings.tokens)
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     return with_rows({"object": "list", "model": model, "usage": usage}, "data", data)
+
+
+def scores_json(scores: Scores, model: str, texts: Sequence[str], *, top_n: int | None, whole: bool) -> Json:
+    """Scores in the order of relevance; with ``whole`` each has its text."""
+    results = [
+        {"index": at, "relevance_score": float(scores.scores[at])}
+        | ({"document": {"text": texts[at]}} if whole else {})
+        for at in scores.order[:top_n]
+    ]
+    read = sum(scores.tokens)
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    return {
+        "id": f"rerank-{secrets.token_hex(12)}",
+        "object": "list",
+        "model": model,
+        "usage": usage,
+        "results": results,
+    }
 
 
 def with_rows(table: Json, name: str, rows: Iterable[object]) -> str:

@@ -31,7 +31,7 @@ from edgespec_export.options import ExportOptions
 from edgespec_export.recipe import RECIPES
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
-from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, Bundle, Manifest
+from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, RANK_HEAD, Bundle, Manifest
 from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
 from edgespec_models.graphs.plan import FULL, DecoderPlan
@@ -55,7 +55,8 @@ def build_bundle(
     manifest, facts = _write(source, folder, options, (kept, ranges), progress)
     try:
         # Stored references belong to models without changes.
-        digest = manifest.provenance["sha256"] if options.alignment is None else ""
+        changed = options.alignment is not None or options.adapters
+        digest = "" if changed else manifest.provenance["sha256"]
         row_exact, parity = _check(folder, digest, progress)
     except RequestError as error:  # from a pass over our own tokens, which no user requested
         raise ModelFileError(f"the model cannot be run: {error}. Download or convert it again.") from error
@@ -115,6 +116,9 @@ def _write(
         digest, plan = checkpoint.digest(progress), _plan(checkpoint, options, settled)
         if kept is not None:
             np.save(folder / HEAD_TOKENS, kept)
+        ranking = checkpoint.ranking() if options.native else None
+        if ranking is not None:
+            np.save(folder / RANK_HEAD, ranking[1])
         made_of = {
             "source": f"{digest} {dict(checkpoint.changes)}",
             "version of edgespec": f"{version('edgespec')}, recipe {RECIPES[options.device]}",
@@ -140,6 +144,7 @@ def _write(
             device="cuda" if options.device == "cuda" else None,
             choices=plan.choices,
             operators="edgespec" if options.native else "standard",
+            ranking=None if ranking is None else ranking[0],
         )
         facts = {"source_bytes": checkpoint.n_bytes, "conversion_peak": peak_memory_bytes()}
     write_json(folder / MANIFEST, manifest.to_json())
@@ -147,9 +152,9 @@ def _write(
 
 
 def _open(source: Path, options: ExportOptions) -> Checkpoint:
-    """The checkpoint of a head, or of a model with its alignment."""
-    if options.target is not None:
-        return open_checkpoint(source, options.target)
+    """The checkpoint of a head, or of a model with its alignment or adapters."""
+    if options.alignment is None:
+        return open_checkpoint(source, options.target, options.adapters)
     return open_aligned(source, options.alignment)
 
 
@@ -172,7 +177,7 @@ def _ranges(
     """Ranges of activations; None for float32, which holds all."""
     if options.device is None:
         return None
-    with open_aligned(source, options.alignment) as checkpoint:
+    with _open(source, options) as checkpoint:
         checkpoint.end_where_queries_grow()
         return measure_ranges(checkpoint, options.calibration, folder / "ranges", progress)
 

@@ -36,6 +36,8 @@ class ExportOptions(Checked):
             rounded.
         chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
             for; None leaves that to the device, at each load.
+        adapters: LoRA adapters that are merged into the weights before they are rounded, each ``PATH`` or
+            ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
         chat_template: a file with a chat template in Jinja, in place of the source's.
         target: the GGUF file or Hugging Face directory of the target of a head or an MTP layer
             (:mod:`edgespec_export.sources.open`).
@@ -55,6 +57,7 @@ class ExportOptions(Checked):
     alignment: Path | None = None
     target: Path | None = None
     chat_template: Path | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def native(self) -> bool:

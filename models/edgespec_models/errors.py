@@ -118,7 +118,7 @@ def require(what: str, extra: str, *modules: str) -> None:
             import_module(module)
         except ImportError as error:
             raise EdgespecError(
-                f"{what} needs {error.name}, which is not installed: pip install 'edgespec[{extra}]'"
+                f'{what} needs {error.name}, which is not installed: pip install "edgespec[{extra}]"'
             ) from error
 
 

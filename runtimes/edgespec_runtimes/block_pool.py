@@ -1,5 +1,6 @@
 """The KV cache of edgespec's own graphs: a pool of blocks, and a table for each sequence."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy.typing as npt
 from edgespec_models.bundles.kept import BLOCK, EXTENT, KeptTensor
 from edgespec_runtimes.kv_cache import Block, KVBuffers, Saved, Stretch, ort_value
 
+_GROWTH = 4 if sys.platform == "win32" else 1  # a pool grows by this part of its size
+
 
 class BlockPool(KVBuffers):
     """Blocks in NumPy's memory, in an array for each tensor.
@@ -17,9 +20,10 @@ class BlockPool(KVBuffers):
     blocks of an extent as fast as a single buffer.
 
     Without room the pool is copied to twice its size. So a token is copied once or twice, which takes a
-    thousandth of the time to read it. Unused room takes no memory, because its pages are untouched. One
-    tensor at a time is in memory twice, and a lack of memory loses nothing. Before it moves it calls
-    ``moving``, because bindings refer to its memory.
+    thousandth of the time to read it. Unused room takes no memory, because its pages are untouched; Windows
+    counts it against what programs may have in all, so there the pool grows by a quarter. One tensor at a
+    time is in memory twice, and a lack of memory loses nothing. Before it moves it calls ``moving``, because
+    bindings refer to its memory.
     """
 
     def __init__(self, layout: Sequence[KeptTensor], moving: Callable[[], object]) -> None:
@@ -97,7 +101,7 @@ class BlockPool(KVBuffers):
                 return first
         if 4 * len(self._free) > count:
             return min(self._free)
-        self._resize(max(EXTENT, 2 * count))
+        self._resize(count + max(EXTENT, count // _GROWTH // EXTENT * EXTENT))
         return count
 
     def _read(self, number: int) -> bytes:

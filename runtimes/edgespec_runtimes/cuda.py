@@ -64,7 +64,8 @@ def open_cuda(
     with _GPU:
         session = OwnThread(partial(open_on, device, bundle.graph, options), "edgespec-gpu")
     chunk = max(options.prefill_chunk, _PREFILL_CHUNK)
-    return CudaModel(session, bundle, chunk=chunk, memory=DeviceMemory(device.kind.memory)).opened(row_exact)
+    memory = DeviceMemory(device.kind.memory, device.number)
+    return CudaModel(session, bundle, chunk=chunk, memory=memory).opened(row_exact)
 
 
 class CudaModel(OwnModel):
@@ -153,11 +154,12 @@ class CudaModel(OwnModel):
 class DeviceMemory(Memory):
     """Memory of a device, to which arrays are copied.
 
-    ``kind`` is ONNX Runtime's name, such as ``cuda``. With ``cpu`` arrays are copied, too.
+    ``kind`` is ONNX Runtime's name, such as ``cuda``, and ``number`` that of the device. With ``cpu`` arrays
+    are copied, too.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, number: int = 0) -> None:
+        self._kind, self._number = kind, number
 
     def value(self, array: _Array) -> Any:
         """An OrtValue on the device with the content of ``array``; DeviceError if there is no room."""
@@ -193,7 +195,9 @@ class DeviceMemory(Memory):
     def _allocate(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
         try:
             with _GPU:
-                return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype.type, self._kind, 0)
+                return ort.OrtValue.ortvalue_from_shape_and_type(
+                    list(shape), dtype.type, self._kind, self._number
+                )
         except RUN_ERRORS as error:
             wanted = prod(shape) * dtype.itemsize
             raise DeviceError(f"{self._kind} has no room for {wanted:,} more bytes: {error}") from error

@@ -29,7 +29,7 @@ class DeviceKind:
         runs: The kinds of graphs that it runs.
         export: The value of ``edgespec export --device`` for it. None needs no option.
         module: The plugin with the provider. None if it is built into ONNX Runtime.
-        install: The command that adds the provider.
+        install: The commands that add the provider, a line each, as sh, cmd and PowerShell take them.
         driver: Other needs of the machine, in a sentence.
         limits: Its limits and unknowns, with reasons.
         memory: ONNX Runtime's name of the memory that holds a session's KV cache.
@@ -71,7 +71,7 @@ _INTEL_NPU = DeviceKind(
     runs=frozenset[GraphKind]({"static-float"}),
     export="npu-openvino",
     module="onnxruntime_ep_openvino",
-    install="pip install 'edgespec[npu-openvino]'",
+    install='pip install "edgespec[npu-openvino]"',
     driver="A Core Ultra processor with Intel's NPU driver. " + _INTEL,
     limits=("static shapes: the NPU's compiler takes no others", _HOST_CACHE, "not tried on an NPU yet"),
 )
@@ -85,7 +85,7 @@ _ALL = (
         runs=frozenset[GraphKind]({"static-quantized"}),
         export="npu-qnn",
         module="onnxruntime_qnn",
-        install="pip install 'edgespec[npu-qnn]'",
+        install='pip install "edgespec[npu-qnn]"',
         driver="A Snapdragon processor with Qualcomm's NPU driver; Windows on Snapdragon has it.",
         limits=(
             "static shapes: the processor runs what was compiled before",
@@ -117,9 +117,9 @@ _ALL = (
         hardware="GPU",
         runs=frozenset[GraphKind]({"dynamic-float16"}),
         export="cuda",
-        install="pip uninstall --yes onnxruntime && pip install 'onnxruntime-gpu[cuda,cudnn]'",
+        install='pip uninstall --yes onnxruntime onnxruntime-gpu\npip install "onnxruntime-gpu[cuda,cudnn]"',
         driver="An NVIDIA GPU with its driver, which nvidia-smi must list, and CUDA's libraries: "
-        "pip install 'onnxruntime-gpu[cuda,cudnn]'.",
+        'pip install "onnxruntime-gpu[cuda,cudnn]".',
         limits=(
             "no bundles made for the CPU: their attention kernel takes 16-bit floats on CUDA",
             "passes over one, a few and many tokens take other kernels, whose sums differ in the last bits",
@@ -163,9 +163,15 @@ class Device:
         return self.kind.name
 
     @property
+    def number(self) -> int:
+        """The number of a GPU."""
+        return int(self.options.get("device_id", "0"))
+
+    @property
     def identity(self) -> str:
         """The key of measurements on it: name and version of the provider."""
-        return self.name if self.kind is CPU else f"{self.name} {self.version}"
+        place = f"{self.name}:{self.number}" if self.number else self.name
+        return self.name if self.kind is CPU else f"{place} {self.version}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -4,10 +4,12 @@ A device that the user names is used or is an error. A device that edgespec choo
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from ctypes import CDLL, byref, c_uint64, c_void_p
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from io import StringIO
@@ -20,12 +22,14 @@ import numpy as np
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind
-from edgespec_models.errors import DeviceError, shell_word
+from edgespec_models.errors import DeviceError
 from edgespec_runtimes.cpu import CpuOptions, session_settings
 from edgespec_runtimes.devices import AUTO, CPU, KINDS, PROCESSOR, Device, DeviceKind, Hardware, Placement
+from edgespec_runtimes.memory import MachineMemory
 from edgespec_runtimes.ort import open_session, ort
 
 _NPU, _CUDA = "npu", "CUDAExecutionProvider"
+_NUMBERED = re.compile("cuda:([0-9]{1,2})")
 
 _KINDS_OF_GRAPHS: Mapping[GraphKind, str] = MappingProxyType(
     {
@@ -77,12 +81,25 @@ class Runtime:
         """Options of the kind's provider."""
         if kind.provider == _CUDA:
             # Normalizations sum squares in 32 bits, because sums in float16 end at 65,504.
-            return {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"}
+            # Memory grows by what is needed; by default it doubles.
+            grows = {"arena_extend_strategy": "kSameAsRequested"}
+            return {"enable_skip_layer_norm_strict_mode": "1", "enable_cuda_graph": "1"} | grows
         if kind.name != "qnn:htp":
             return {}
         plugin = importlib.import_module("onnxruntime_qnn")
         # By default quantizing inputs is offloaded to the CPU, which counts as falling back.
         return {"backend_path": plugin.get_qnn_htp_path(), "offload_graph_io_quantization": "0"}
+
+    def gpu_memory(self, number: int = 0) -> MachineMemory | None:
+        """The memory of an NVIDIA GPU, by the driver's own library; None if that does not say."""
+        memory = (c_uint64 * 3)()  # in all, free, used
+        try:
+            driver, handle = CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"), c_void_p()
+            failed = driver.nvmlInit_v2() or driver.nvmlDeviceGetHandleByIndex_v2(number, byref(handle))
+            failed = failed or driver.nvmlDeviceGetMemoryInfo(handle, byref(memory))
+        except (OSError, AttributeError):
+            return None
+        return None if failed else MachineMemory(memory[0], memory[1])
 
     def version(self, kind: DeviceKind) -> str:
         """The version of the provider's package."""
@@ -142,7 +159,8 @@ def devices(runtime: Runtime | None = None) -> tuple[Device, ...]:
 def resolve(name: str, runtime: Runtime | None = None) -> Device:
     """The device of a name.
 
-    ``name`` is a kind, or ``npu`` for any NPU. Without a ``runtime`` it is this machine's.
+    ``name`` is a kind, ``npu`` for any NPU, or ``cuda:1`` for the second GPU. Without a ``runtime`` it is
+    this machine's.
 
     Raises:
         DeviceError: the name is unknown, or this machine lacks the device. The message says how to add it.
@@ -150,13 +168,16 @@ def resolve(name: str, runtime: Runtime | None = None) -> Device:
     machine = runtime or Runtime()
     if name == _NPU:
         return _any_npu(machine)
-    kind = KINDS.get(name)
+    numbered = _NUMBERED.fullmatch(name)
+    kind = KINDS.get(name if numbered is None else "cuda")
     if kind is None:
-        known = ", ".join((AUTO, *KINDS, _NPU))
+        known = ", ".join((AUTO, *KINDS, "cuda:NUMBER", _NPU))
         raise DeviceError(f"device {name!r} is not known; allowed: {known}")
     device = _look(kind, machine)
     if device.state == "missing":
         raise DeviceError(f"device {name} is not available: {device.problem}. {device.remedy}")
+    if numbered is not None:
+        return replace(device, options={**device.options, "device_id": numbered[1]})
     return device
 
 
@@ -251,7 +272,11 @@ def _check_fit(bundle: Bundle, device: Device) -> None:
     graphs, kind = bundle.manifest.graph_kind, device.kind
     if graphs in kind.runs:
         return
-    source = shell_word(bundle.manifest.provenance.get("source", "SOURCE"))
+    source = str(bundle.manifest.provenance.get("source", "SOURCE"))
+    if not re.fullmatch(
+        r"[\w./\\:+-]+", source
+    ):  # every shell takes double quotes, and runs what others hold
+        source = f'"{source}"' if re.fullmatch(r"[\w ./\\:+-]+", source) else "SOURCE"
     option = "" if kind.export is None else f" --device {kind.export}"
     role = "" if bundle.manifest.role == "target" else f" --role {bundle.manifest.role}"
     runs = " or ".join(_KINDS_OF_GRAPHS[name] for name in sorted(kind.runs))

@@ -6,8 +6,10 @@ acts when it is imported, which modules should not do. If an application importe
 the call ends the uploads; older Windows builds listen to the call alone.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -40,7 +42,22 @@ RUN_ERRORS = (
 )
 """ONNX Runtime's exceptions when a pass, or memory on a device, fails."""
 
+_PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")
 _NO_MEMORY = ("bad_alloc", "bad allocation", "Cannot allocate memory", "failed to map segment")
+
+
+def warn_of_mix(installed: Sequence[str] | None = None) -> None:
+    """Warn of several packages of ONNX Runtime; without ``installed`` of those in this environment."""
+    if installed is None:
+        installed = [name for name in _PACKAGES if [*metadata.Distribution.discover(name=name)]]
+    if len(installed) > 1:
+        names, last = " ".join(installed), installed[-1]
+        extra = "[cuda,cudnn]" if last == "onnxruntime-gpu" else ""
+        logging.getLogger("edgespec").warning(
+            "%s are installed, and each overwrites files of the other, as upgrades do. Run: pip uninstall "
+            '--yes %s, then: pip install "%s%s"',
+            *(" and ".join(installed), names, last, extra),
+        )
 
 
 def open_session(model: str | bytes, settings: Any, providers: Sequence[Any] | None = None) -> Any:
@@ -52,3 +69,6 @@ def open_session(model: str | bytes, settings: Any, providers: Sequence[Any] | N
 def lacks_memory(error: Exception) -> bool:
     """Whether memory was lacking, in the words of the system and of C++ that ONNX Runtime quotes."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
+warn_of_mix()

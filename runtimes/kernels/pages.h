@@ -9,7 +9,9 @@
 #include <utility>
 #include <vector>
 
-#if !defined(_WIN32)
+#if defined(_WIN32)
+#include <windows.h>
+#else
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
@@ -26,7 +28,10 @@ struct Mapped {
 
   // Tells the system to begin reading them from the disk, unless they are in memory, and does not wait.
   void ask() const {
-#if !defined(_WIN32)
+#if defined(_WIN32)
+    WIN32_MEMORY_RANGE_ENTRY range{const_cast<uint8_t*>(data), size};
+    PrefetchVirtualMemory(GetCurrentProcess(), 1, &range, 0);
+#else
     constexpr uintptr_t kAsked = 128 << 10;  // for a call Linux reads at most as much as it reads ahead
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const auto end = reinterpret_cast<uintptr_t>(data) + size;
@@ -100,7 +105,7 @@ class Pages {
     Block* before;
     size_t size;
   };
-  static constexpr size_t kHuge = size_t{2} << 20, kBlock = size_t{64} << 20, kPage = 4096, kAlignment = 64;
+  static constexpr size_t kHuge = size_t{2} << 20, kBlock = size_t{64} << 20, kAlignment = 64;
   static constexpr size_t kPiece = size_t{8} << 20;
 
   static size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
@@ -121,15 +126,16 @@ class Pages {
   // Gives pages of a file back; they return when they are read. Other memory would lose its content, also a copy of a
   // page that was written to. The system's table tells which kind it is.
   void give_back(uint8_t* data, size_t size) const {
-    const size_t skipped = rounded(reinterpret_cast<uintptr_t>(data), kPage) - reinterpret_cast<uintptr_t>(data);
-    if (size < skipped + kPage) return;
-    std::vector<uint64_t> pages((size - skipped) / kPage);
-    const size_t first = (reinterpret_cast<uintptr_t>(data) + skipped) / kPage, bytes = sizeof(uint64_t) * pages.size();
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // 16 or 64 KiB on some ARM systems
+    const size_t skipped = rounded(reinterpret_cast<uintptr_t>(data), page) - reinterpret_cast<uintptr_t>(data);
+    if (size < skipped + page) return;
+    std::vector<uint64_t> pages((size - skipped) / page);
+    const size_t first = (reinterpret_cast<uintptr_t>(data) + skipped) / page, bytes = sizeof(uint64_t) * pages.size();
     const ssize_t known = pread(table_, pages.data(), bytes, static_cast<off_t>(sizeof(uint64_t) * first));
     if (known != static_cast<ssize_t>(bytes)) return;
     constexpr int kOfFile = 61;
-    if (std::all_of(pages.begin(), pages.end(), [](uint64_t page) { return (page >> kOfFile & 1) != 0; }))
-      madvise(data + skipped, kPage * pages.size(), MADV_DONTNEED);
+    if (std::all_of(pages.begin(), pages.end(), [](uint64_t entry) { return (entry >> kOfFile & 1) != 0; }))
+      madvise(data + skipped, page * pages.size(), MADV_DONTNEED);
   }
 
   const int table_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);

@@ -10,6 +10,7 @@ import pytest
 
 from edgespec_runtimes.devices import DeviceKind
 from edgespec_runtimes.discovery import FoundHardware, Runtime
+from edgespec_runtimes.memory import MachineMemory
 
 _PROVIDERS = {
     "onnxruntime_qnn": "QNNExecutionProvider",
@@ -33,6 +34,7 @@ class Machine(Runtime):
     hardware: tuple[FoundHardware, ...] = ()
     broken: Mapping[str, str] = field(default_factory=dict)
     registered: list[str] = field(default_factory=list)
+    memory: MachineMemory | None = None
 
     def providers(self) -> Sequence[str]:
         return self.builtin
@@ -52,13 +54,16 @@ class Machine(Runtime):
     def options(self, kind: DeviceKind) -> Mapping[str, str]:
         return {"backend": kind.name}
 
+    def gpu_memory(self, number: int = 0) -> MachineMemory | None:
+        return self.memory
+
     def version(self, kind: DeviceKind) -> str:
         return "9.9"
 
 
 def on_machine(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Have everything that looks for devices find those of ``machine``."""
-    for name in ("providers", "register", "list_hardware", "options", "version"):
+    for name in ("providers", "register", "list_hardware", "options", "gpu_memory", "version"):
         patch.setattr(Runtime, name, lambda _, *arguments, name=name: getattr(machine, name)(*arguments))
 
 

@@ -7,7 +7,7 @@ any drafter. Answers are the target's own, so the mean gradient is the gradient 
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import cos, pi
 from pathlib import Path
@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Final
 
 import torch
-from edgespec_models.bundles.layers import Layer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as computed_again
 
@@ -35,9 +34,18 @@ _UNREADABLE = OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, 
 class SparingDecoder(TorchDecoder):
     """Computes layers again on the way back, which takes a third of the memory and a third more time."""
 
-    def layer(self, layer: Layer, x: Tensor) -> Tensor:
-        """The output of a layer."""
-        return computed_again(super().layer, layer, x, use_reentrant=False)
+    def computed(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """The stream behind a layer, with the layer's names on the way back too."""
+        prefix = self.prefix
+
+        def again(x: Tensor) -> Tensor:
+            self.prefix, before = prefix, self.prefix
+            try:
+                return layer(x)
+            finally:
+                self.prefix = before
+
+        return computed_again(again, x, use_reentrant=False)
 
 
 class _Run:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from edgespec_export.formats.encode import Arrays, decode_linear, encode_embedding, encode_linear
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.formats.rounding import round_matrix
+from edgespec_export.sources.adapters import Adapted
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
@@ -144,7 +145,9 @@ def _portable(
     kind, columns = checkpoint.tensor(source).type, checkpoint.tensor(source).shape[-1]
     if quantization is not None:
         return quantization.format_of(source, kind, columns, checkpoint.config.num_layers)
-    chosen = PORTABLE[kind]
+    tensor = checkpoint.tensor(source)
+    rounds = isinstance(tensor, Adapted) and tensor.base.type not in FLOATS
+    chosen = _INT8 if rounds else PORTABLE[kind]  # a file that is small stays small
     whole = chosen.block <= largest and columns % chosen.block == 0
     return chosen if whole or chosen.is_float else replace(chosen, block=_INT8.block)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_export.sources.experts import check_shape, one_below_the_other
-from edgespec_models.bundles.bundle import Embedding, Sampling
+from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
@@ -93,6 +93,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def embedding(self) -> Embedding | None:
         """How it makes vectors of texts; None unless its files say that it pools the last token."""
+        return None
+
+    def ranking(self) -> tuple[Ranking, F32] | None:
+        """How it scores texts for a query, and the row of the score's logit, float32 ``(hidden_size,)``; None
+        if it does not.
+        """
         return None
 
     def tiles_of(self, name: str) -> str | None:
@@ -227,6 +233,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         shapes = made.tensors | (made.biases if self.has_biases else {})
         outer_first = sorted(shapes, key=lambda name: ("layers." in name, len(shapes[name]) < 2))
         expected = {name: shapes[name] for name in outer_first}
+        if "score" in self.tensors:  # of a reranker: a row, or those of yes and no
+            expected["score"] = min(self.tensors["score"].shape[0], 2), config.hidden_size
         if self.tied_head:
             del expected["lm_head"]
         elif self.head_tokens is not None:

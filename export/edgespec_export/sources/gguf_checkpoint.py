@@ -16,7 +16,8 @@ from typing import Any, Final
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
-from edgespec_models.bundles.bundle import Embedding, Sampling
+from edgespec_export.sources.ranking import ranking_of
+from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
 from edgespec_models.families import NEEDS_TARGET, in_gguf
@@ -24,6 +25,7 @@ from edgespec_models.families.family import Family
 from edgespec_models.families.names import KEYS, OTHERS, own_names
 from edgespec_models.families.reading import CLASSIFIES, config_of, logits_factor
 from edgespec_models.families.rope import turning
+from edgespec_models.files.blocks import F32
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of, stem_of
 from edgespec_models.files.tensors import Tensor
@@ -31,11 +33,12 @@ from edgespec_models.schema import shown
 
 _SCALING = "rope.scaling."
 _LAST: Final = 3  # llama.cpp's LLAMA_POOLING_TYPE_LAST
+_RANK: Final = 4
 _SHORT = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _SAMPLING = {name: f"general.sampling.{_SHORT.get(name, name)}" for name in Sampling.__annotations__}
 _NO_MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "adapter": "an adapter (LoRA); merge it into its base model with llama.cpp's llama-export-lora",
+        "adapter": "an adapter (LoRA); give its base model, and this as --adapter",
         "mmproj": "a projector for images or sound; give the model's own file",
         "imatrix": "an importance matrix for quantization; give the model's own file",
     }
@@ -93,6 +96,8 @@ class GGUFCheckpoint(Checkpoint):
             if others:
                 _LOG.warning("%s: only the text model is exported, without %s", path.name, shown(others))
             self.tensors = named(file, family, left_out=drafter)
+            if "score" in self.tensors and self._pooling != _RANK:
+                raise UnsupportedModelError(f"{path.name} {CLASSIFIES}")
             self.config = self._read_config(file, own)
             self.split_stacked()
             self.check_shapes()
@@ -112,11 +117,31 @@ class GGUFCheckpoint(Checkpoint):
 
     def embedding(self) -> Embedding | None:
         """By the file's keys."""
-        if self.metadata.get(f"{self.metadata['general.architecture']}.pooling_type") != _LAST:
+        if self._pooling != _LAST:
             return None
         keys, ends = Facts(self.metadata, self.path.name), self.special_tokens().eos
         ended = keys.boolean("tokenizer.ggml.add_eos_token", default=False) and ends
         return Embedding(end=ends[0] if ended else None)
+
+    @property
+    def _pooling(self) -> object:
+        return self.metadata.get(f"{self.metadata['general.architecture']}.pooling_type")
+
+    def ranking(self) -> tuple[Ranking, F32] | None:
+        """By its head, or by its name."""
+        return ranking_of(self, f"{self.model_name} {self.metadata.get('general.name')}", self._template)
+
+    def _template(self) -> str:
+        """The text of a query and a document, as in llama.cpp's server."""
+        stated, special = self.metadata.get("tokenizer.chat_template.rerank"), self.special_tokens()
+        if isinstance(stated, str):
+            return stated
+        keys, tokens = Facts(self.metadata, self.path.name), self.metadata["tokenizer.ggml.tokens"]
+        assert isinstance(tokens, list)  # as the tokenizer's reader checked
+        ends = keys.boolean("tokenizer.ggml.add_eos_token", default=False) and special.eos
+        begin = str(tokens[special.bos]) if special.add_bos and special.bos is not None else ""
+        end = str(tokens[special.eos[0]]) if ends else ""
+        return f"{begin}{{query}}{end}{{document}}{end}"
 
     def _read_config(self, file: GGUFFile, own: dict[str, object], **more: Any) -> ModelConfig:
         where, family = self.path.name, self.family

@@ -198,7 +198,7 @@ def _read_torch(path: Path) -> dict[str, Tensor | npt.NDArray[Any]]:
         import torch
     except ImportError as error:
         raise EdgespecError(
-            f"{path} needs torch, which is not installed: pip install 'edgespec[align]', or take safetensors"
+            f'{path} needs torch, which is not installed: pip install "edgespec[align]", or take safetensors'
         ) from error
 
     def taken(name: str, value: Any) -> Tensor | npt.NDArray[Any]:

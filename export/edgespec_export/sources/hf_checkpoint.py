@@ -16,10 +16,12 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.experts import alternating_tensors
 from edgespec_export.sources.hf_tokenizer import HFTokenizer
 from edgespec_export.sources.nvfp4 import nvfp4_tensors
+from edgespec_export.sources.ranking import pair_template, ranking_of
 from edgespec_export.sources.safetensors_file import SafetensorsFile
-from edgespec_models.bundles.bundle import Embedding, Sampling
+from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.families import NEEDS_TARGET, head_of, model_of
+from edgespec_models.families.family import Family
 from edgespec_models.families.names import own_names
 from edgespec_models.families.reading import config_of, logits_factor
 from edgespec_models.files.blocks import F32
@@ -94,6 +96,10 @@ class HFCheckpoint(Checkpoint):
             raise ModelFileError(f"cannot read {where}: {error!r}. Download or copy it again.") from error
         return Embedding(end=self._ending()) if kinds <= _POOLED else None
 
+    def ranking(self) -> tuple[Ranking, F32] | None:
+        """By its head, or by its name."""
+        return ranking_of(self, self.model_name, lambda: pair_template(self.tokenizer_json()))
+
     def stored(self) -> Iterator[tuple[str, SafetensorsFile]]:
         """Every tensor's name and file. Of an index only the names of files count, as in transformers."""
         if (self.path / SINGLE).is_file():
@@ -141,7 +147,7 @@ class HFCheckpoint(Checkpoint):
         scaled, parts = nvfp4_tensors(files)
         unknown, has_mtp = [], False
         for name in (*(name for name in files if name not in taken | parts), *scaled):
-            own = own_name(self.alone(name), r"model\.layers\.", outer, layer)
+            own = own_name(alone(name, self.family), r"model\.layers\.", outer, layer)
             if own is not None:
                 named[own] = scaled[name] if name in scaled else files[name].tensor(name)
             elif self.family.mtp and _MTP.fullmatch(name):
@@ -171,20 +177,21 @@ class HFCheckpoint(Checkpoint):
                 _LOG.warning(
                     "%s is not tied, because its lm_head.weight is stored and differs", self.path.name
                 )
-        if not self._tied and "lm_head" not in named and self.embedding() is None:
+        if not self._tied and not {"lm_head", "score"} & named.keys() and self.embedding() is None:
             raise ModelFileError(
                 f"{self.path.name} lacks 'lm_head.weight', and {CONFIG} does not say tie_word_embeddings. "
                 "Download the checkpoint again."
             )
         return named
 
-    def alone(self, name: str) -> str:
-        """The name of a multimodal model's tensor in the text model alone."""
-        for before, alone in _WITH_EYES.items():
-            if name.startswith(before):
-                return alone + name.removeprefix(before)
-        bare = name.startswith("layers.") or f"model.{name}" in own_names(self.family.outer, "hub")
-        return f"model.{name}" if bare else name  # of models saved without their LM head
+
+def alone(name: str, family: Family) -> str:
+    """The name of a multimodal model's tensor in the text model alone."""
+    for before, text in _WITH_EYES.items():
+        if name.startswith(before):
+            return text + name.removeprefix(before)
+    bare = name.startswith("layers.") or f"model.{name}" in own_names(family.outer, "hub")
+    return f"model.{name}" if bare else name  # of models saved without their LM head
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

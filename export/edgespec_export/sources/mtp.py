@@ -14,7 +14,7 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
 from edgespec_export.sources.heads import Head
-from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_export.sources.hf_checkpoint import HFCheckpoint, alone
 from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
 from edgespec_models.families.heads import OTHER
@@ -96,10 +96,10 @@ class HFLayer(_Layer, HFCheckpoint):
             self.family, names = target.family, own_names(target.family.mtp, "hub")
             named = dict[str, Tensor]()
             for name, file in self.stored():
-                alone = self.alone(name).replace("model.mtp.", "mtp.", 1)
-                kind = alone.removeprefix("mtp.layers.0.")
-                own = names.get(alone)
-                if own is None and alone.startswith("mtp."):
+                inner = alone(name, self.family).replace("model.mtp.", "mtp.", 1)
+                kind = inner.removeprefix("mtp.layers.0.")
+                own = names.get(inner)
+                if own is None and inner.startswith("mtp."):
                     own = self._of_block(name, kind, "hub")
                 if own is not None:
                     named[own] = file.tensor(name)

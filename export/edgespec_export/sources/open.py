@@ -1,8 +1,9 @@
 """Opens the checkpoint at a path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from edgespec_export.sources.adapters import add_adapters
 from edgespec_export.sources.assistants import GGUFAssistant, HFAssistant
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf import GGUFFile
@@ -17,14 +18,27 @@ from edgespec_models.files.facts import Facts
 from edgespec_models.files.gguf_parts import parts_of
 
 
-def open_checkpoint(source: Path, target: Path | None = None) -> Checkpoint:
+def open_checkpoint(source: Path, target: Path | None = None, adapters: Sequence[str] = ()) -> Checkpoint:
     """Open a GGUF file or a Hugging Face directory; with a ``target``, a head of it, or its MTP layer.
 
+    ``adapters`` are merged (:func:`.adapters.add_adapters`).
+
     Raises:
-        ModelFileError: it is neither, or damaged.
+        ModelFileError: it is neither, or damaged, or an adapter does not fit.
         UnsupportedModelError: a model that edgespec cannot export.
         RequestError: a head without its target, or a target with something else.
     """
+    checkpoint = _open(source, target)
+    try:
+        if adapters:
+            add_adapters(checkpoint, adapters)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def _open(source: Path, target: Path | None) -> Checkpoint:
     if source.is_file():
         if target is None:
             return GGUFCheckpoint(source)

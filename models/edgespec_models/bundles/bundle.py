@@ -8,6 +8,7 @@
 ``tokenizer.json``     as the `tokenizers` library reads it
 ``chat_template.jinja`` where the model has one, ``chat_template.NAME.jinja`` for tools or documents
 ``head_tokens.npy``    of a trimmed drafter: the token of every row of the LM head
+``rank_head.npy``      of a reranker: the row whose product with a text's last state is its score's logit
 ``report.json``        the measurements of the export, with the parity check
 
 Nothing in a bundle is executed but the graph; the chat template runs in Jinja's sandbox.
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
-TEMPLATE, REPORT, HEAD_TOKENS = FILE, "report.json", "head_tokens.npy"
+TEMPLATE, REPORT, HEAD_TOKENS, RANK_HEAD = FILE, "report.json", "head_tokens.npy", "rank_head.npy"
 GENAI, HF_CONFIG = "genai_config.json", "config.json"
 """Files that mark directories of other exporters."""
 FORMAT_VERSION = 6
@@ -103,6 +104,18 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """How a model scores a text for a query, by its files.
+
+    ``template`` is what it reads: ``{query}`` and ``{document}``, and perhaps ``{instruction}``, for which
+    ``instruction`` stands unless a request has another.
+    """
+
+    template: Annotated[str, matching(r"(?s).*\{query\}.*\{document\}.*", "with {query} before {document}")]
+    instruction: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """The sampling that the makers of a model advise, by options of requests; None where they say nothing."""
 
@@ -158,6 +171,7 @@ class Manifest:
         choices: whether the graph returns the most likely columns.
         operators: of a graph of any shape: ``edgespec`` for its own kernels, ``standard`` for ONNX Runtime's.
         embedding: how texts become vectors; None for other models.
+        ranking: how texts get scores for a query; None for other models, and left out of the file.
         sampling: the sampling that the model's files advise; None if they advise none.
     """
 
@@ -179,6 +193,7 @@ class Manifest:
     choices: bool = False
     operators: Operators = "standard"
     embedding: Embedding | None = None
+    ranking: Ranking | None = None
     sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
@@ -250,6 +265,8 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         value = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if self.ranking is None:  # earlier versions of this format do not know it
+            del value["ranking"]
         return value | {_DIGEST: _digest(value)}
 
     @classmethod
@@ -334,6 +351,11 @@ class Bundle:
         """Whether texts become vectors: the files say how, and the graph returns the states."""
         return self.manifest.embedding is not None and self.manifest.operators == "edgespec"
 
+    @property
+    def ranks(self) -> bool:
+        """Whether texts get scores for a query."""
+        return self.manifest.ranking is not None
+
     @cached_property
     def tensors(self) -> GraphTensors:
         """Names of the inputs and outputs of a graph of any shape."""
@@ -368,16 +390,26 @@ class Bundle:
         rows = self.manifest.head_rows
         if rows is None:
             return None
-        where = self.path / HEAD_TOKENS
+        tokens = self._vector(HEAD_TOKENS, np.dtype(np.int32), rows)
+        if not rows or tokens[0] < 0 or tokens[-1] >= self.config.vocab_size or (np.diff(tokens) < 1).any():
+            raise BundleError(f"{self.path / HEAD_TOKENS} does not fit the model; export it again")
+        return tokens
+
+    def rank_head(self) -> npt.NDArray[np.float32]:
+        """The row of a reranker's score, float32 ``(hidden_size,)``; errors as :attr:`head_tokens` has."""
+        assert isinstance(self.config, ModelConfig)  # of bundles with a ranking
+        return self._vector(RANK_HEAD, np.dtype(np.float32), self.config.hidden_size)
+
+    def _vector(self, name: str, dtype: np.dtype[Any], size: int) -> npt.NDArray[Any]:
+        where = self.path / name
         try:
             with where.open("rb") as file:
-                tokens: npt.NDArray[np.int32] = npy.read_array(file, allow_pickle=False)
+                vector: npt.NDArray[Any] = npy.read_array(file, allow_pickle=False)
         except Exception as error:  # NumPy reads the header as Python, which may raise anything
             raise BundleError(f"cannot read {where} ({error}); export the model again") from error
-        fits = tokens.dtype == np.int32 and tokens.shape == (rows,) and rows > 0
-        if not fits or tokens[0] < 0 or tokens[-1] >= self.config.vocab_size or (np.diff(tokens) < 1).any():
+        if vector.dtype != dtype or vector.shape != (size,) or not np.isfinite(vector).all():
             raise BundleError(f"{where} does not fit the model; export it again")
-        return tokens
+        return vector
 
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":

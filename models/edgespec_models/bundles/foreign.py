@@ -19,7 +19,7 @@ def what_instead(folder: Path) -> str | None:
     if any(folder.glob("model*.safetensors")):
         return None
     if (folder / "adapter_config.json").is_file():
-        return "is an adapter (LoRA), not a model; merge it into its base model with peft's merge_and_unload"
+        return "is an adapter (LoRA), not a model; give its base model, and this as --adapter"
     files = [*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")]
     graphs = sorted(file.relative_to(folder).as_posix() for file in files)
     if graphs and (folder / HF_CONFIG).is_file():

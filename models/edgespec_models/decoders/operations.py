@@ -5,7 +5,7 @@ medium. Names are those of tensors, without the layer's prefix: within :meth:`Ba
 ``layers.3.attn_norm``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -140,6 +140,10 @@ class Backend:
         self.prefix = f"layers.{index}."
         yield x
         self.prefix = ""
+
+    def computed(self, layer: Callable[[Any], Any], x: Any) -> Any:
+        """The stream behind a layer that the stream ``x`` enters; a backend may compute it again later."""
+        return layer(x)
 
     def embed(self, rows: int, width: int, scale: float = 1.0) -> Any:
         """The rows of the pass's tokens in the table ``embed``, times ``scale``: the residual stream."""

@@ -3,6 +3,7 @@
 Tensors are named here, once; graphs also name the part of a layer that a product belongs to.
 """
 
+from functools import partial
 from typing import Any
 
 from edgespec_models.bundles.config import ModelConfig
@@ -24,7 +25,7 @@ def through_layers(b: Backend, f: ModelConfig, x: Any, known: Any = None) -> Any
             x, inputs = b.alone(x, inputs)
         with b.layer(index, x) as stream:
             if stream is not None:
-                x = layer(b, f, index, stream, inputs, known)
+                x = b.computed(partial(layer, b, f, index, inputs=inputs, known=known), stream)
     return x
 
 

@@ -15,6 +15,7 @@ OUTER: Final[Names] = {
     "embed": ("model.embed_tokens.weight", "token_embd.weight"),
     "final_norm": ("model.norm.weight", "output_norm.weight"),
     "lm_head": ("lm_head.weight", "output.weight"),
+    "score": ("score.weight", "cls.output.weight"),
     "rope_factors": ("", "rope_freqs.weight"),
     "short_factors": ("", "rope_factors_short.weight"),
     "long_factors": ("", "rope_factors_long.weight"),

@@ -131,7 +131,8 @@ def _check_features(facts: Facts, family: Family) -> None:
             f"{facts.where} says that the checkpoint is quantized already ({method}). edgespec quantizes by "
             "itself: use the model's unquantized checkpoint (F32, F16 or BF16), or a GGUF file."
         )
-    if "Classification" in str(facts.value("architectures")):
+    labels = len(facts.section("id2label").keys) or facts.integer("num_labels", 2)
+    if "Classification" in str(facts.value("architectures")) and labels != 1:  # one is a reranker's score
         raise UnsupportedModelError(f"{facts.where} says that the model {CLASSIFIES}")
     gelu = family.fixed.get("activation") == "gelu_tanh"
     plain: dict[str, object] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}

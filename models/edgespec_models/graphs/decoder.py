@@ -25,6 +25,7 @@ from edgespec_models.families import decode
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, scoped
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, embedding, linear
 from edgespec_models.graphs.plan import DecoderPlan
+from edgespec_models.graphs.record import record
 
 # CUDA's provider takes an operator only at versions that it lists, and lists all operators of older versions
 # (issue microsoft/onnxruntime#27729): 20 is the first with Gelu.
@@ -252,6 +253,11 @@ def choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, 
     columns = op.ArgMax(kept, axis=-1, keepdims=0)
     total = op.ReduceSum(op.Exp(op.Sub(logits, largest)), [-1], keepdims=0)
     return columns, op.Reciprocal(total)
+
+
+def check_standard(config: ModelConfig) -> None:
+    """Raise UnsupportedModelError for a model that ONNX Runtime's operators cannot compute."""
+    record(config).refuse(_StandardDecoder, config.architecture)
 
 
 def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
