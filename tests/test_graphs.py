@@ -15,9 +15,9 @@ from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError
+from edgespec_models.families.record import record
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
-from edgespec_models.graphs.record import record
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.ort import ort
 from tests.kit.native import tiny_native

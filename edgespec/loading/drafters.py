@@ -18,7 +18,7 @@ from edgespec_models.bundles.config import MTP_ROWS, DecoderShape, ModelConfig
 from edgespec_models.downloads.catalog import entries, find, hub_heads, hub_names
 from edgespec_models.downloads.download import pulled_place
 from edgespec_models.families import named
-from edgespec_models.graphs.record import record
+from edgespec_models.families.record import record
 
 _FAMILY, _OTHER = 0.84, 0.71
 """Right first guesses on Spec-Bench: of Qwen2.5-Coder-0.5B for the 1.5B, and of SmolLM2-135M for the same."""

@@ -19,7 +19,7 @@ from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import ExportDevice
 from edgespec_models.errors import DeviceError, RequestError
-from edgespec_models.graphs.record import record
+from edgespec_models.families.record import record
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_runtimes.cost import (

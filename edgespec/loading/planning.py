@@ -26,7 +26,7 @@ from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import RequestError
-from edgespec_models.graphs.record import record
+from edgespec_models.families.record import record
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import home

@@ -34,8 +34,8 @@ from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, RANK_HEAD, Bundle, Manifest
 from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
+from edgespec_models.families.record import record
 from edgespec_models.graphs.plan import FULL, DecoderPlan
-from edgespec_models.graphs.record import record
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cpu import CpuOptions, open_cpu

@@ -27,7 +27,7 @@ from edgespec_models.bundles.graph_contract import (
 )
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_models.graphs.record import record
+from edgespec_models.families.record import record
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import GrowingCache, KVBuffers, Memory, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort

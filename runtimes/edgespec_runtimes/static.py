@@ -23,7 +23,7 @@ from edgespec_models.bundles.graph_contract import Part, StaticInputs
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_models.graphs.record import record
+from edgespec_models.families.record import record
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on

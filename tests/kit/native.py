@@ -15,10 +15,10 @@ from edgespec_models.bundles.bundle import GRAPH, MANIFEST
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.families.record import record
 from edgespec_models.files.tensors import GGMLType
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
-from edgespec_models.graphs.record import record
 from tests.kit.gguf import random_raw
 from tests.kit.toy import LLAMA, TinyModel, write_bundle
 from tests.kit.weights import fill_others

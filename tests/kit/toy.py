@@ -33,9 +33,9 @@ from edgespec_models.bundles.config import DecoderShape, ModelConfig
 from edgespec_models.bundles.graph_contract import Part
 from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.families.record import record
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
-from edgespec_models.graphs.record import record
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.kv_cache import Saved, Stretch

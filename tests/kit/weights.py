@@ -10,10 +10,10 @@ from edgespec_export.formats.encode import decode_linear, encode_embedding, enco
 from edgespec_models.bundles.config import AGAIN, ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.errors import BundleError
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import Blocks
 from edgespec_models.graphs.decoder import rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
-from edgespec_models.graphs.record import record
 from edgespec_models.schema import read
 
 F32 = npt.NDArray[np.float32]

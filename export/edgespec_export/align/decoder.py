@@ -20,9 +20,9 @@ from edgespec_export.align.settings import Text
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.decoders.operations import Activation, Attention, Backend, Rope, Rows
 from edgespec_models.families import decode
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import fields
 from edgespec_models.files.tensors import FLOATS
-from edgespec_models.graphs.record import record
 
 _ROWS: Final = 256  # answer tokens with logits in memory at a time: a row may have 262,144 logits
 

@@ -26,8 +26,8 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import StaticInputs
 from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import F32
-from edgespec_models.graphs.record import record
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph

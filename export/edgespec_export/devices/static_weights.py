@@ -18,8 +18,8 @@ from edgespec_export.graphs.writer import allocate, bytes_by_class, row_writer
 from edgespec_export.journal import DATA_FILE
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import F32
-from edgespec_models.graphs.record import record
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding, matrix_path
 from edgespec_models.progress import Progress, ProgressCallback
 

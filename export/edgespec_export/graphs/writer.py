@@ -26,12 +26,12 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
 from edgespec_models.bundles.config import MTP_ROWS
 from edgespec_models.errors import ModelFileError
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import largest, unpack
 from edgespec_models.files.tensors import U8, Tensor
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan
-from edgespec_models.graphs.record import record
 from edgespec_models.progress import Progress, ProgressCallback
 
 JOURNALED_BYTES = 1 << 28

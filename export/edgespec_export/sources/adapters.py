@@ -23,10 +23,10 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.families import of_gguf
 from edgespec_models.families.names import own_names
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import U8, GGMLType, Tensor
-from edgespec_models.graphs.record import record
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PEFT = re.compile(r"base_model\.model\.(?P<name>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")

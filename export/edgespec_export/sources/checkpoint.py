@@ -20,9 +20,9 @@ from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import GGMLType, Tensor
-from edgespec_models.graphs.record import record
 from edgespec_models.progress import Progress, ProgressCallback
 from edgespec_models.storage import read_text
 from edgespec_models.text.tokenizer import SpecialTokens

@@ -13,9 +13,9 @@ from typing import Final
 from edgespec_export.sources.safetensors_file import Raw, SafetensorsFile
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.errors import ModelFileError
+from edgespec_models.families.record import record
 from edgespec_models.files.blocks import Blocks, unpack
 from edgespec_models.files.tensors import Columns, GGMLType, SplitBlocks, Stack, Tensor
-from edgespec_models.graphs.record import record
 
 _ALTERNATING: Final = re.compile(
     r"model\.(layers\.\d+\.)mlp\.experts\.(gate_up|down)_proj(?:_(blocks|scales|bias))?"

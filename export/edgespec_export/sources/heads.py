@@ -19,9 +19,9 @@ from edgespec_models.families import head_of, in_gguf
 from edgespec_models.families.heads import OTHER, Target, check_target
 from edgespec_models.families.names import own_names
 from edgespec_models.families.reading import config_of
+from edgespec_models.families.record import record
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import GGMLType, Tensor
-from edgespec_models.graphs.record import record
 from edgespec_models.progress import ProgressCallback
 from edgespec_models.storage import model_name
 

@@ -22,10 +22,10 @@ from onnxscript import GraphBuilder, OpBuilder
 from edgespec_models.bundles.config import FloatType, ModelConfig
 from edgespec_models.decoders.operations import Activation, Attention, Rows
 from edgespec_models.families import decode
+from edgespec_models.families.record import record
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, scoped
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, embedding, linear
 from edgespec_models.graphs.plan import DecoderPlan
-from edgespec_models.graphs.record import record
 
 # CUDA's provider takes an operator only at versions that it lists, and lists all operators of older versions
 # (issue microsoft/onnxruntime#27729): 20 is the first with Gelu.

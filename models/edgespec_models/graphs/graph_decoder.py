@@ -19,7 +19,7 @@ from onnxscript import GraphBuilder
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, KeptType
 from edgespec_models.decoders.operations import Backend
-from edgespec_models.graphs.record import record
+from edgespec_models.families.record import record
 
 FLOAT: Final = ir.DataType.FLOAT
 INT64: Final = ir.DataType.INT64

@@ -35,8 +35,8 @@ from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, KeptType
 from edgespec_models.decoders.operations import Activation, Attention, Rows
 from edgespec_models.families import decode
+from edgespec_models.families.record import Record, record
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
-from edgespec_models.graphs.record import Record, record
 
 _OPSET = 23
 _KV = (".key", ".value")
