@@ -87,6 +87,7 @@ LFM3: list[tuple[dict[str, Any], str]] = [
     ({"attention.sliding_window": 0}, "sliding_window"),
     ({"attention.value_length": 16}, "values 16 wide and keys 32 wide"),
     ({"block_count": 6}, "layer_types must say .* for each of 6 layers"),
+    ({"rope.dimension_count": 16}, "rope.dimension_count is 16; allowed: 32"),
     ({"shortconv.l_cache": 3}, r"shortconv\.conv.*\(64, 7\).*\(64, 3\)"),
     ({"shortconv.l_cache": 17}, "conv_taps is 17"),
 ]
@@ -159,6 +160,7 @@ def test_a_part_of_a_head_is_rotated_whatever_lfm3s_files_call_it() -> None:
         ({"layer_types": ["conv"] * 6}, "layer_types must say .* for each of 5 layers"),
         ({"layer_types": ["mamba"] * 5}, "layer_types must say full_attention, sliding_attention, conv"),
         ({"full": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"full": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
         ({"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "with a window: 1"),
     ],
@@ -185,6 +187,16 @@ def test_an_lfm3_with_other_tensors_is_refused(
     model = gguf_of("lfm3")
     edit(model.tensors)
     with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        open_checkpoint(model.write(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("case", ["llama3", "gemma4", "lfm3"])
+def test_divisors_for_a_part_of_the_frequencies_are_refused(tmp_path: Path, case: str) -> None:
+    """Else all pairs would turn where a file has the divisors of those alone that do."""
+    model = gguf_of(case)
+    kind, divisors = model.tensors["rope_freqs.weight"]
+    model.tensors["rope_freqs.weight"] = kind, divisors[: len(divisors) // 2]
+    with pytest.raises(ModelFileError, match=r"numbers in rope_freqs\.weight for the .* frequencies"):
         open_checkpoint(model.write(tmp_path / "m.gguf"))
 
 

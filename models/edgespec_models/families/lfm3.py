@@ -11,6 +11,7 @@ from edgespec_models.families.family import Family
 from edgespec_models.families.lfm2 import LFM2
 from edgespec_models.families.names import LAYER
 from edgespec_models.families.reading import trunk
+from edgespec_models.families.rope import kind_of
 from edgespec_models.families.windows import layer_count, layer_kinds
 from edgespec_models.files.facts import Facts
 
@@ -45,18 +46,18 @@ def _usual(facts: Facts) -> Facts:
     if facts.value("layer_types") is None:
         changed["layer_types"] = [_by_default(layer) for layer in range(layer_count(facts))]
     rope = facts.section("rope_parameters")
+    full = rope.section("full_attention") if "full_attention" in rope.keys else rope
+    for scaling in (full, facts.section("rope_scaling")):
+        if kind_of(scaling) not in ("default", "proportional"):
+            raise UnsupportedModelError(
+                f"{scaling.where}: rope_type is {kind_of(scaling)!r}; allowed: 'default' and 'proportional'"
+            )
     if rope.keys:
         windowed = rope.section("sliding_attention")
-        full = rope.section("full_attention") if "full_attention" in rope.keys else rope
         if windowed.positive("partial_rotary_factor", 1.0) != 1:
             raise UnsupportedModelError(
                 f"{windowed.where}: partial_rotary_factor is {windowed.value('partial_rotary_factor')}; "
                 "allowed in layers with a window: 1"
-            )
-        kind = full.text("rope_type", "default")
-        if kind not in ("default", "proportional"):
-            raise UnsupportedModelError(
-                f"{full.where}: rope_type is {kind!r}; lfm3 is supported with default and proportional"
             )
         factor = full.positive("partial_rotary_factor", facts.positive("partial_rotary_factor", 1.0))
         stated = {key: full.value(key) for key in full.keys}
@@ -82,6 +83,12 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
         raise UnsupportedModelError(
             f"{keys.where} lacks rope_freqs.weight, which says how much of a head is rotated; export the "
             "model's directory from the hub instead"
+        )
+    width = keys.integer("head_dim")
+    if keys.integer("rotary_dim", width) != width:
+        raise UnsupportedModelError(
+            f"{keys.where}: rope.dimension_count is {keys.value('rotary_dim')}; allowed: {width}, the width "
+            "of heads"
         )
     changed, windowed = dict(LFM2.from_gguf(keys, tensors)), keys.value("attention.sliding_window_pattern")
     kinds = changed.get("layer_types")
@@ -113,11 +120,11 @@ def _read(facts: Facts, family: Family) -> ModelConfig:
 
 
 def _decode(b: Backend, f: ModelConfig) -> None:
-    x = b.embed(f.vocab_size, f.hidden_size)
+    x = b.embed(f.vocab_size, f.hidden_size, f.embedding_scale)
     for index in range(f.num_layers):
         with b.layer(index, x):
             x = _layer(b, f, index, x)
-    b.write(b.logits(b.wanted(x), f.vocab_size))
+    b.write(b.logits(b.wanted(x), f.vocab_size, f.logit_cap))
 
 
 def _layer(b: Backend, f: ModelConfig, index: int, x: Any) -> Any:
