@@ -147,9 +147,9 @@ class GGUFCheckpoint(Checkpoint):
         if factors and config.rope_factors:
             raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")
         if factors and len(factors) != config.rotary_width // 2:
-            raise ModelFileError(
-                f"{where} has {len(factors)} numbers in rope_freqs.weight for the {config.rotary_width // 2} "
-                "frequencies of its rotary embedding; download or convert it again"
+            raise UnsupportedModelError(
+                f"{where}: there are {len(factors)} rope_factors (rope_freqs.weight) for "
+                f"{config.rotary_width // 2} frequencies; download or convert it again"
             )
         with naming(where):
             return replace(
