@@ -43,7 +43,16 @@ LFM2 = replace(
     conv_taps=3,
 )
 WIDE_TAPS = replace(LFM2, conv_taps=5, mixers=("attention", "short_conv", "short_conv", "attention"))
-CONFIGS = {"three taps": LFM2, "five taps": WIDE_TAPS}
+LFM3 = replace(
+    LFM2,
+    architecture="lfm3",
+    conv_taps=7,
+    mixers=("short_conv", "attention", "windowed_attention", "short_conv"),
+    sliding_window=40,
+    rope_local_theta=100.0,
+    post_norms=True,
+)
+CONFIGS = {"three taps": LFM2, "five taps": WIDE_TAPS, "seven taps, windows, gates": LFM3}
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(300)]
 
 
@@ -169,7 +178,9 @@ def test_costs_and_sizes_count_convolutions(bundle: Bundle, opened: Session) -> 
     assert bundle.manifest.kv_bytes_per_token == token
     assert bundle.manifest.kept_bytes(100) == state + 100 * token
     assert footprint_of(bundle, exact_rows=True).cache.bytes(100) == state + 128 * token
-    assert config.attended(100) == 100 * (1 - layers / config.num_layers)
+    window = config.sliding_window or 100
+    seen = config.mixers.count("attention") * 100 + config.mixers.count("windowed_attention") * window
+    assert config.attended(100) == seen / config.num_layers
     session = open_cpu(bundle, CpuOptions(threads=1))
     session.predict(TEXT[:20])
     assert session.model.kv_bytes == state + BLOCK * token

@@ -1,5 +1,6 @@
 """Families whose layers are special: files that contradict themselves, other backends, and texts."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ import edgespec
 from edgespec import LoadOptions
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.open import open_checkpoint
+from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.downloads.catalog import hub_names
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
-from edgespec_models.families import HEADS, MODELS, named
+from edgespec_models.families import HEADS, MODELS, named, read_config
+from edgespec_models.families.record import record
+from edgespec_models.files.facts import Facts
 from tests.kit.drafters import draft_eagerly
 from tests.kit.gguf_cases import converted, gguf_of
 from tests.kit.hf import config_of, weights
 from tests.kit.native import tiny_native
 
-CASES = ("gemma2", "gemma4", "gemma4_tied", "gemma4_moe", "gpt_oss", "qwen35", "qwen35_moe")
+CASES = ("gemma2", "gemma4", "gemma4_tied", "gemma4_moe", "gpt_oss", "qwen35", "qwen35_moe", "lfm3")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -71,10 +75,31 @@ QWEN35: list[tuple[dict[str, Any], str]] = [
     ({"ssm.group_count": None}, "lacks 'ssm.group_count'"),
 ]
 
+LFM3: list[tuple[dict[str, Any], str]] = [
+    ({"attention.causal": False}, "in both directions and writes by diffusion"),
+    ({"attention.sliding_window_pattern": None}, "true or false for each layer"),
+    ({"attention.sliding_window_pattern": [True] * 4}, "true or false for each layer"),
+    ({"attention.sliding_window_pattern": [0.5] * 5}, "true or false for each layer"),
+    ({"attention.head_count_kv": 2}, "must have a number"),
+    ({"attention.head_count_kv": [0, 0, 2, 0, 4]}, "head_count_kv is .* not a whole"),
+    ({"attention.head_count_kv": [0, 0, 2, 0, 0]}, r"lacks a tensor for layers\.4\.conv"),
+    ({"attention.sliding_window": None}, "sliding_window"),
+    ({"attention.sliding_window": 0}, "sliding_window"),
+    ({"attention.value_length": 16}, "values 16 wide and keys 32 wide"),
+    ({"block_count": 6}, "layer_types must say .* for each of 6 layers"),
+    ({"rope.dimension_count": 16}, "rope.dimension_count is 16; allowed: 32"),
+    ({"shortconv.l_cache": 3}, r"shortconv\.conv.*\(64, 7\).*\(64, 3\)"),
+    ({"shortconv.l_cache": 17}, "conv_taps is 17"),
+]
+
 
 @pytest.mark.parametrize(
     ("case", "changed", "words"),
-    [*(("gemma4", *wrong) for wrong in GEMMA4), *(("qwen35", *wrong) for wrong in QWEN35)],
+    [
+        (case, *wrong)
+        for case, cases in (("gemma4", GEMMA4), ("qwen35", QWEN35), ("lfm3", LFM3))
+        for wrong in cases
+    ],
 )
 def test_keys_that_contradict_each_other_are_named(
     tmp_path: Path, case: str, changed: dict[str, Any], words: str
@@ -91,6 +116,7 @@ REFUSED = {
     "gpt_oss": r"layers\.0 of this gpt-oss model is experts",
     "qwen3_moe": r"layers\.0 of this qwen3 model is experts",
     "qwen35": r"layers\.0 of this qwen35 model is delta_net",
+    "lfm3": r"layers\.0 of this lfm3 model is short_conv",
 }
 
 
@@ -101,6 +127,77 @@ def test_other_backends_refuse_by_name(tmp_path: Path, options: ExportOptions, c
     with pytest.raises(UnsupportedModelError, match=REFUSED[case]):
         export_model(source, tmp_path / "out", options=options)
     assert not (tmp_path / "out").exists()
+
+
+def _lfm3_of(full: Mapping[str, Any], **changed: Any) -> ModelConfig:
+    """The config of a directory whose layers without a window rotate in another way."""
+    facts = config_of("lfm3")
+    ropes = facts["rope_parameters"]
+    facts["rope_parameters"] = {**ropes, "full_attention": ropes["full_attention"] | full}
+    return read_config(Facts(facts | changed, "config.json"))
+
+
+def test_a_part_of_a_head_is_rotated_whatever_lfm3s_files_call_it() -> None:
+    config = _lfm3_of({})
+    assert (config.turning_pairs, config.rotary_width) == (8, 32)
+    assert config == _lfm3_of({"rope_type": "proportional"})
+    whole = _lfm3_of({"partial_rotary_factor": None})
+    assert whole.turning_pairs == 16 and whole == _lfm3_of({"partial_rotary_factor": 1.0})
+    ropes = {rope.name: (rope.theta, rope.pairs) for rope in record(config).ropes.values()}
+    assert ropes == {"rope": (100.0, 8), "rope_local": (50.0, 16)}
+    assert config == _lfm3_of({}, layer_types=None)  # as the published model's
+    assert _lfm3_of({}, sliding_window=500).rope_local_theta == 50.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"causal_attn": False}, "in both directions and writes by diffusion"),
+        ({"use_attention_gate": False}, "use_attention_gate is False; lfm3 is supported with True"),
+        ({"use_sandwich_norm": False}, "use_sandwich_norm is False"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"conv_bias": True}, "conv_bias is True"),
+        ({"layer_types": ["conv"] * 6}, "layer_types must say .* for each of 5 layers"),
+        ({"layer_types": ["mamba"] * 5}, "layer_types must say full_attention, sliding_attention, conv"),
+        ({"full": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"full": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
+        ({"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "with a window: 1"),
+    ],
+)
+def test_an_lfm3_that_edgespec_does_not_compute_is_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        _lfm3_of(changed.pop("full", {}), **changed)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda tensors: tensors.pop("rope_freqs.weight"), "lacks rope_freqs.weight"),
+        (lambda tensors: tensors.pop("blk.2.attn_gate.weight"), r"lacks a tensor for layers\.2\.head_gate"),
+        (
+            lambda tensors: tensors.update({"blk.2.attn_swiftness.weight": tensors["output_norm.weight"]}),
+            r"unknown tensors, such as 'blk\.2\.attn_swiftness",
+        ),
+    ],
+)
+def test_an_lfm3_with_other_tensors_is_refused(
+    tmp_path: Path, edit: Callable[[Any], Any], words: str
+) -> None:
+    model = gguf_of("lfm3")
+    edit(model.tensors)
+    with pytest.raises((ModelFileError, UnsupportedModelError), match=words):
+        open_checkpoint(model.write(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("case", ["llama3", "gemma4", "lfm3"])
+def test_divisors_for_a_part_of_the_frequencies_are_refused(tmp_path: Path, case: str) -> None:
+    """Else all pairs would turn where a file has the divisors of those alone that do."""
+    model = gguf_of(case)
+    kind, divisors = model.tensors["rope_freqs.weight"]
+    model.tensors["rope_freqs.weight"] = kind, divisors[: len(divisors) // 2]
+    with pytest.raises(UnsupportedModelError, match=r"rope_factors .* for .* frequencies"):
+        open_checkpoint(model.write(tmp_path / "m.gguf"))
 
 
 def test_drafts_do_not_change_what_is_written(bundle: Path, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_wrong_facts_of_single_families_are_named(tmp_path: Path) -> None:
     case=st.sampled_from(
         [
             *("llama3", "smollm3", "gemma3", "phi4", "qwen3_yarn", "granite", "ministral3", "qwen35"),
-            *("lfm2", "qwen3_moe", "qwen35_moe", "lfm2_moe", "gpt_oss", "gemma2", "gemma4_moe"),
+            *("lfm2", "lfm3", "qwen3_moe", "qwen35_moe", "lfm2_moe", "gpt_oss", "gemma2", "gemma4_moe"),
         ]
     ),
     key=st.sampled_from(

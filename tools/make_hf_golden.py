@@ -1,9 +1,10 @@
-"""Reference logits of tiny Hugging Face models: `python -m tools.make_hf_golden`.
+"""Reference logits of tiny Hugging Face models: `python -m tools.make_hf_golden [CASE ...]`.
 
 Needs torch and transformers. Writes the checkpoints that ``tests/kit/hf.py`` describes into a temporary
 folder, lets transformers read them, and stores ``config.json`` and the logits of some positions in
 ``tests/golden_hf/NAME.npz``, and in ``vectors.npz`` what comes out of some at the last token of some texts,
-which is how models embed, and in ``scores.npz`` the probabilities of rerankers. With ``--llama-cpp DIR``,
+which is how models embed, and in ``scores.npz`` the probabilities of rerankers. With cases it stores the
+logits of these alone. With ``--llama-cpp DIR``,
 llama.cpp's sources, it lets their converter make a GGUF file of each instead, and says where those differ
 from what the tests write.
 """
@@ -13,7 +14,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,22 @@ def logits(folder: Path) -> npt.NDArray[np.float32]:
     return rows
 
 
-def store(folder: Path) -> None:
+def as_published(config: dict[str, Any]) -> dict[str, Any]:
+    """What makes transformers compute what a model's publishers do.
+
+    Files of LFM3 call a rotation of half the pairs "default", and transformers then turns all of them.
+    """
+    if config["model_type"] == "lfm3":
+        full = config["rope_parameters"]["full_attention"] | {"rope_type": "proportional"}
+        return config | {"rope_parameters": config["rope_parameters"] | {"full_attention": full}}
+    return config
+
+
+def store(folder: Path, cases: Iterable[str] = CASES) -> None:
     """Write one file for each case."""
     OUT.mkdir(exist_ok=True)
-    for case in CASES:
-        rows = logits(write_checkpoint(folder / case, config_of(case)))
+    for case in cases:
+        rows = logits(write_checkpoint(folder / case, as_published(config_of(case))))
         config = json.dumps(config_of(case), sort_keys=True)
         np.savez_compressed(OUT / f"{case}.npz", config=config, logits=rows)
         print(f"{case}: std {rows.std():.3f}, transformers {transformers.__version__}")
@@ -178,6 +190,8 @@ def compare(folder: Path, llama_cpp: Path) -> None:
     """Say where the converter's files differ from the tests'."""
     for case in GGUF_CASES:
         config = config_of(case)
+        if config["model_type"] == "lfm3":  # llama.cpp b11434 lacks it
+            continue
         config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
         config.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         source = write_checkpoint(folder / case, config)
@@ -209,10 +223,13 @@ def differences(ours: TinyGGUF, made: Path) -> Iterator[str]:
 def main() -> None:
     """Store what transformers computes, or compare what llama.cpp's converter makes."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--llama-cpp", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if args.llama_cpp is None:
+        if args.cases:
+            store(Path(folder), args.cases)
+        elif args.llama_cpp is None:
             store(Path(folder))
             store_vectors(Path(folder))
             store_scores(Path(folder))

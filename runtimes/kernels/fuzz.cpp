@@ -312,16 +312,21 @@ void fill_clusters(Choices& choices, OrtKernelInfo& node) {
   node.texts = {{"format", broken(choices, kFormats[format].name)}};
 }
 
+void fill_head_gate(Choices& choices, OrtKernelInfo& node) {
+  const int64_t heads = choices.below(20), head_dim = choices.below(70), rows = choices.below(12);
+  node.inputs = {made(choices, kFloat, {1, rows, heads * head_dim}), made(choices, kFloat, {1, rows, heads})};
+}
+
 OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
   const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
   Choices choices(data, size);
   OrtKernelInfo node;
-  node.op = static_cast<size_t>(choices.below(11));
+  node.op = static_cast<size_t>(choices.below(12));
   *set = sets[choices.below(6)];
   void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups,
                                                     fill_delta,  fill_convolution, fill_experts,
                                                     fill_layer_inputs, fill_input_gate, fill_cap,
-                                                    fill_clusters};
+                                                    fill_clusters, fill_head_gate};
   fill[node.op](choices, node);
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;

@@ -3,6 +3,7 @@
 //     Linear     normalization, rounding of activations, products, bias, gate, residual
 //     Experts    a router, and the products of the experts that it chooses
 //     Attention  rotation, KV cache in place, attention
+//     HeadGate   outputs of attention's heads times their gates
 //     Delta      a gated delta net, its state in place
 //     ShortConv  a gated convolution over the last tokens, whose inputs are kept in place
 //     Embedding  rows of a matrix
@@ -21,6 +22,7 @@
 #include "convolution.h"
 #include "delta.h"
 #include "experts.h"
+#include "gates.h"
 #include "linear.h"
 #include "lookup.h"
 
@@ -115,11 +117,12 @@ struct Domain {
         inputs(api, host),
         gate(api, host),
         cap(api, host),
-        clusters(api, host) {
+        clusters(api, host),
+        heads(api, host) {
     check(api.create_domain("edgespec", &domain));
     const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose, &delta,
                                                              &convolution, &experts, &inputs, &gate, &cap,
-                                                             &clusters};
+                                                             &clusters, &heads};
     for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
   }
 
@@ -137,6 +140,7 @@ struct Domain {
   Registered<InputGate> gate;
   Registered<Cap> cap;
   Registered<Clusters> clusters;
+  Registered<HeadGate> heads;
   OrtCustomOpDomain* domain = nullptr;
 };
 

@@ -89,6 +89,8 @@ _POST_NORMED = {
     "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }
+_LFM3 = {"model.embedding_norm": "output_norm", "self_attn.g_proj": "attn_gate"}
+_LFM3 |= {"post_operator_norm": "post_attention_norm", "post_ffn_norm": "post_ffw_norm"}
 _POST_NORMED_FILES = ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4")
 _LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
@@ -234,6 +236,7 @@ def _take_gpt_oss(model: TinyGGUF, layer: str, kind: str, tensors: Tensors, sour
 def _renamed(source: str, architecture: str) -> str:
     names = _TENSORS | (_POST_NORMED if architecture in _POST_NORMED_FILES else {})
     names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss")) else {}
+    names |= _LFM3 if architecture == "lfm3" else {}
     *_, layer, kind = source.split(".", 3)
     if kind in _PARAMETERS:
         return f"blk.{layer}.{_PARAMETERS[kind]}"
@@ -304,7 +307,7 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
     if config["model_type"] == "gemma4_text":
         facts |= _gemma4_facts(config)
-    if config["model_type"].startswith("lfm2"):
+    if config["model_type"].startswith("lfm"):
         kv, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])
         facts |= {
             "attention.head_count_kv": [0 if convolves(config, layer) else kv for layer in layers],
@@ -313,6 +316,12 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
             "shortconv.l_cache": config["conv_L_cache"],
             "vocab_size": config["vocab_size"],
         } | ({"expert_gating_func": 2} if "num_experts" in config else {})
+        if config["model_type"] == "lfm3":
+            facts["attention.sliding_window_pattern"] = [
+                kind == "sliding_attention" for kind in config["layer_types"]
+            ]
+            facts["rope.freq_base_swa"] = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+            facts["rope.dimension_count"] = head
     elif "layer_types" in config and config["model_type"] == "qwen3_5_text":
         facts["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
     elif "layer_types" in config and config["model_type"] != "gpt_oss":
@@ -360,14 +369,15 @@ _WITHOUT_ROTARY_DIM = (
     "gemma4_text",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "gpt_oss",
 )
 
 
 def _factors(config: Mapping[str, Any]) -> dict[str, F32]:
     """What frequencies are divided by, as tensors."""
-    if config["model_type"] == "gemma4_text":
-        pairs = config["global_head_dim"] // 2
+    if config["model_type"] in ("gemma4_text", "lfm3"):
+        pairs = config.get("global_head_dim", config["head_dim"]) // 2
         share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
         return {
             "rope_freqs": np.array([1.0 if n < pairs * share else 1e30 for n in range(pairs)], np.float32)

@@ -107,6 +107,20 @@ _LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
+_LFM3 = {
+    "model_type": "lfm3",
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention"],
+    "head_dim": 32,
+    "sliding_window": 6,
+    "conv_L_cache": 7,
+    "norm_eps": 1e-4,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 _GEMMA4 = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 6,
@@ -270,6 +284,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "use_expert_bias": True,
     },
+    "lfm3": _LFM3,
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL3},
     "ministral3_long": {
         "model_type": "ministral3",
@@ -326,7 +341,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 NATIVE = tuple(
     case
     for case in CASES
-    if case.startswith(("ministral3_long", "qwen35", "lfm2", "gpt")) or "_moe" in case or case == "gemma4"
+    if case.startswith(("ministral3_long", "qwen35", "lfm", "gpt")) or "_moe" in case or case == "gemma4"
 )
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
@@ -343,7 +358,7 @@ def config_of(case: str) -> dict[str, Any]:
 def convolves(config: Mapping[str, Any], layer: int) -> bool:
     """Whether a layer is a short convolution."""
     attention = config.get("full_attn_idxs")
-    if config["model_type"] not in ("lfm2", "lfm2_moe") or attention is not None:
+    if config["model_type"] not in ("lfm2", "lfm2_moe", "lfm3") or attention is not None:
         return attention is not None and layer not in attention
     return bool(config["layer_types"][layer] == "conv")
 
@@ -363,7 +378,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, kind = config["hidden_size"], config["model_type"]
     tensors: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        f"model.{'embedding_' * kind.startswith('lfm2')}norm.weight": (hidden,),
+        f"model.{'embedding_' * kind.startswith('lfm')}norm.weight": (hidden,),
     }
     if not config.get("tie_embedding", config["tie_word_embeddings"]):
         tensors["lm_head.weight"] = (config["vocab_size"], hidden)
@@ -376,7 +391,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if is_delta_net(config, layer):
             shaped = _delta_net(config)
         else:
-            own = {"lfm2": _lfm2_layer, "lfm2_moe": _lfm2_layer, "gemma4_text": _gemma4_layer}.get(kind)
+            own = {"lfm2": _lfm2_layer, "lfm2_moe": _lfm2_layer, "lfm3": _lfm3_layer}.get(kind)
+            own = _gemma4_layer if kind == "gemma4_text" else own
             named = _layer(config) if own is None else own(config, layer)
             shaped = {f"{name}.weight": shape for name, shape in named.items()}
         if kind == "gemma4_text":
@@ -565,6 +581,24 @@ def _lfm2_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, .
         f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", hidden), ("k", kv), ("v", kv))
     }
     return tensors | {"self_attn.out_proj": (hidden, hidden)}
+
+
+def _lfm3_layer(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, mlp, heads, head = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+    )
+    names = ("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")
+    tensors: dict[str, tuple[int, ...]] = dict.fromkeys(names, (hidden,))
+    tensors |= {"feed_forward.w1": (mlp, hidden), "feed_forward.w3": (mlp, hidden)}
+    tensors |= {"feed_forward.w2": (hidden, mlp)}
+    if convolves(config, layer):
+        tensors |= {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
+        return tensors | {"conv.conv": (hidden, 1, config["conv_L_cache"])}
+    tensors |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    kv = config["num_key_value_heads"] * head
+    rows = {"q": heads * head, "k": kv, "v": kv, "g": heads}
+    tensors |= {f"self_attn.{name}_proj": (count, hidden) for name, count in rows.items()}
+    return tensors | {"self_attn.o_proj": (hidden, heads * head)}
 
 
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight", "router.layer.weight")

@@ -173,7 +173,10 @@ def gguf(folder: Path) -> Reader:
     models = [tiny_gguf(architecture, "Q8_0", layers=1) for architecture in ARCHITECTURES]
     models += [
         gguf_of(case, "Q8_0")
-        for case in ("phi4", "granite", "ministral3", "gemma3_linear", "olmo3", "lfm2", "lfm2_moe", "gpt_oss")
+        for case in (
+            *("phi4", "granite", "ministral3", "gemma3_linear", "olmo3", "lfm2", "lfm2_moe", "lfm3"),
+            "gpt_oss",
+        )
     ]
     models += [gguf_with_mtp()]
     other = seed(tiny_gguf("llama", "Q8_0", layers=1), **gemma4_metadata(size=380))
@@ -187,7 +190,7 @@ def safetensors(folder: Path) -> Reader:
 
     def seed(case: str) -> bytes:
         header, at = dict[str, Any](), 0
-        config = config_of(case) | ({} if case.startswith("lfm2") else {"num_hidden_layers": 1})
+        config = config_of(case) | ({} if case.startswith("lfm") else {"num_hidden_layers": 1})
         for name, shape in shapes(config).items():
             size = 2 * prod(shape)
             header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}

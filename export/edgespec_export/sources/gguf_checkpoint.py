@@ -171,6 +171,11 @@ class GGUFCheckpoint(Checkpoint):
         factors = self._taken("rope_factors")
         if factors and config.rope_factors:
             raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")
+        if factors and len(factors) != config.rotary_width // 2:
+            raise UnsupportedModelError(
+                f"{where}: there are {len(factors)} rope_factors (rope_freqs.weight) for "
+                f"{config.rotary_width // 2} frequencies; download or convert it again"
+            )
         with naming(where):
             return replace(
                 config,

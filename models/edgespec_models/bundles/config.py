@@ -8,8 +8,9 @@ from edgespec_models.schema import check_fields, length, within
 
 FloatType = Literal["float32", "float16"]
 """The number types that a graph of any shape computes in."""
-Mixer = Literal["attention", "short_conv", "delta_net"]
+Mixer = Literal["attention", "windowed_attention", "short_conv", "delta_net"]
 """The part of a layer in which tokens see each other."""
+_ATTENTION: Final = ("attention", "windowed_attention")
 MLP = Literal["gated_mlp", "experts"]
 """The part of a layer behind the mixer."""
 Count = Annotated[int, within(1, 2**31 - 1)]
@@ -254,7 +255,8 @@ class ModelConfig(DecoderShape):
         rope_local_theta: base in sliding-window layers; None for ``rope_theta``.
         sliding_window: tokens that a sliding-window layer sees, the token itself included; None without such
             layers.
-        global_every: with a sliding window, every n-th layer sees all; 0 where none does.
+        global_every: with a sliding window, every n-th layer sees all; 0 where none does. Of no effect where
+            ``mixers`` name windowed layers.
         qk_norm: RMSNorm on each query and key head before the rotary embedding.
         wide_qk_norm: RMSNorm on all heads of a token at once instead.
         normed_values: RMSNorm without a gain on each value head.
@@ -352,7 +354,7 @@ class ModelConfig(DecoderShape):
         self._check_head()
         if self.mixers and len(self.mixers) != self.num_layers:
             raise UnsupportedModelError(f"there are {len(self.mixers)} mixers for {self.num_layers} layers")
-        stateful = [mixer for mixer in self.mixers if mixer != "attention"]
+        stateful = [mixer for mixer in self.mixers if mixer not in _ATTENTION]
         nets, both = stateful.count("delta_net"), "there are both, or none"
         if bool(stateful) != (self.conv_taps is not None):
             kinds = " and ".join(sorted({*stateful})) or "other than attention"
@@ -361,6 +363,8 @@ class ModelConfig(DecoderShape):
             )
         if bool(nets) != (self.delta is not None):
             raise UnsupportedModelError(f"delta is {self.delta} and {nets} layers are delta_net; {both}")
+        if "windowed_attention" in self.mixers and self.sliding_window is None:
+            raise UnsupportedModelError("mixers are windowed_attention; they need a sliding_window")
         if self.sinks and self.experts is None:
             raise UnsupportedModelError("heads have sinks and layers no experts; allowed: both, or none")
         for count in (self.num_kv_heads, self.local_kv_heads or 1):
@@ -488,7 +492,7 @@ class ModelConfig(DecoderShape):
             return float(tokens)
         window = tokens if self.sliding_window is None else min(tokens, self.sliding_window)
         seen = (
-            (tokens if self.is_global(n) else window) * (self.mixer(n) == "attention")
+            (tokens if self.is_global(n) else window) * (self.mixer(n) in _ATTENTION)
             for n in range(self.num_layers)
         )
         return sum(seen) / self.num_layers
@@ -506,4 +510,6 @@ class ModelConfig(DecoderShape):
         """Whether ``layer`` sees the whole context."""
         if self.sliding_window is None:
             return True
+        if "windowed_attention" in self.mixers:
+            return self.mixers[layer] != "windowed_attention"
         return self.global_every > 0 and (layer + 1) % self.global_every == 0

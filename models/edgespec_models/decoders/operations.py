@@ -185,6 +185,10 @@ class Backend:
         """
         raise NotImplementedError
 
+    def head_gate(self, y: Any, gates: Any) -> Any:
+        """The outputs of heads, side by side, times the sigmoids of ``gates``, one for each head (LFM3)."""
+        raise NotImplementedError
+
     def short_conv(self, x: Any, channels: int, taps: int) -> Any:
         """A gated convolution over tokens (LFM2): ``x`` is three times as wide as ``channels``."""
         raise NotImplementedError

@@ -22,6 +22,7 @@ from edgespec_models.families.granite import GRANITE, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
 from edgespec_models.families.lacking import unknown
 from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
+from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
 from edgespec_models.families.mtp import MTP
@@ -38,7 +39,7 @@ MODELS: Final = (
     *(LLAMA, MISTRAL, SMOLLM3, MINISTRAL3, PHI3),
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
-    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE),
+    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""

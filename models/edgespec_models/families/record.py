@@ -241,6 +241,10 @@ class _Recording(Backend):
             made.read.extend(pair)
         return facts.outputs
 
+    def head_gate(self, y: int, gates: int) -> int:
+        self.use("head_gate")
+        return y
+
     def short_conv(self, x: int, channels: int, taps: int) -> int:
         self.use("short_conv")
         self.parameter("conv", (taps, channels), "mixer", transposed=True)

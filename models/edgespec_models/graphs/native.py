@@ -269,6 +269,9 @@ class _NativeDecoder(GraphDecoder):
         self.present += new
         return y
 
+    def head_gate(self, y: ir.Value, gates: _Product) -> ir.Value:
+        return self.node("HeadGate", y, self.value(gates))[0]
+
     def short_conv(self, x: Any, channels: int, taps: int) -> ir.Value:
         y, *new = self.node(
             "ShortConv",
