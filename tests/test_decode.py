@@ -19,7 +19,6 @@ from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
 from edgespec.drafting.source import Extending, Source, Wanted
-from edgespec.requests.loop import Decoding
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
@@ -38,6 +37,7 @@ from tests.kit.toy import (
     ToySession,
     decode,
     in_loop,
+    loop_of,
     markov_logits,
     tiny_bundle,
 )
@@ -234,7 +234,7 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
     target, tokens = _target(False), [*range(24)]
     target.prefill(range(5))
     target.passes.clear()
-    decoding = Decoding(target, in_loop(Silent()), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
+    decoding = loop_of(target, in_loop(Silent()), Verifier(GREEDY), tokens, max_new_tokens=2, max_draft=3)
     left = list[int]()
     while decoding.reason is None:
         assert decoding.propose(PRICES) is None

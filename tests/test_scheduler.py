@@ -45,6 +45,20 @@ def test_what_waits_behind_a_request_without_room_begins_when_that_leaves(
         assert third._ticket.stage is Stage.RUNNING and not first.ended
 
 
+def test_what_finds_no_room_waits_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind one that waits for another answer of its conversation."""
+    _has_room_for(lambda: 500, monkeypatch)
+    with driving() as (driven, _):
+        talk = driven.model.conversation()
+        streams = [driven.queue(talk.stream("x", max_new_tokens=60)) for _ in range(2)]
+        driven.turn()
+        streams.append(queued(driven, "y", **LARGE))
+        driven.turn()
+        assert [stream.place for stream in streams] == [0, 1, 2]
+        for stream in streams:
+            stream.cancel()
+
+
 def test_room_that_comes_in_the_turn_in_which_one_lacks_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three, the first ends behind the attempt to begin the last, which does not wait for the second."""
     with driving() as (driven, _):

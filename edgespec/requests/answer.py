@@ -7,18 +7,22 @@ from dataclasses import replace
 from edgespec.decoding.draft import Clock, Remarks, Step
 from edgespec.decoding.grammar import Constraint
 from edgespec.requests.answer_reading import AnswerReader
-from edgespec.requests.loop import Decoding
 from edgespec.requests.request import Prompt, Request, call_reader
 from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
 from edgespec_models.bundles.bundle import Bundle
 
+TopLogprobs = tuple[tuple[int, float], ...]
+
 
 class Answer:
-    """Turns the rounds of ``decoding`` into the answer to a request.
+    """Turns rounds into the answer to a request.
 
-    ``started`` is the time of the request's turn by the clock, and ``remarks`` go into the statistics.
+    ``tokens`` are the prompt and all committed tokens; the list grows. ``remarks`` go into the statistics.
 
     Attributes:
+        started: the time of the request's turn by the clock.
+        scores: for each token of the prompt that was read, if asked for: its log probability, and the most
+            likely tokens there with theirs. The first token has none.
         rounds: the rounds so far.
         reason: why the answer ended; None while it goes on.
         prompt_tokens: the tokens of the prompt.
@@ -30,7 +34,7 @@ class Answer:
         target: Bundle,
         prompt: Prompt,
         request: Request,
-        decoding: Decoding,
+        tokens: list[int],
         constraint: Constraint | None,
         *,
         remarks: Remarks,
@@ -38,9 +42,10 @@ class Answer:
         started: float,
         queued_s: float,
     ) -> None:
-        self._tokens, self._scores, self._tokenizer = decoding.tokens, decoding.scores, target.tokenizer
+        self._tokens, self._tokenizer, self.started = tokens, target.tokenizer, started
+        self.scores: list[tuple[float | None, TopLogprobs]] = [(None, ())] if request.prompt_logprobs else []
         self._constraint, self._remarks, self._clock = constraint, remarks, clock
-        self.prompt_tokens, self.cached_tokens = len(prompt.target), decoding.session.length
+        self.prompt_tokens, self.cached_tokens = len(tokens), 0
         self._calls, fill = call_reader(target, request, prompt.target), None
         if prompt.hole is not None:
             from edgespec.requests.fill_reading import FillReader
@@ -55,7 +60,7 @@ class Answer:
         self._again = 0 if fill is None else fill.skip  # bytes of a cut word to come
         self.rounds, self._records = list[Step](), list[Record]()
         self.reason: FinishReason | None = None
-        self._started, self._queued_s = started, queued_s
+        self._queued_s = queued_s
         self._first_at = self._decode_s = 0.0
 
     def push(self, step: Step, reason: FinishReason | None) -> Record:
@@ -90,7 +95,7 @@ class Answer:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             queued_s=self._queued_s,
-            ttft_s=self._first_at - self._started if self.rounds else 0.0,
+            ttft_s=self._first_at - self.started if self.rounds else 0.0,
             decode_s=self._decode_s,
             reasoning_tokens=len(thoughts),
             schema_problems=self._schema_problems(),
@@ -146,7 +151,7 @@ class Answer:
                 stop=self._reader.stop_string,
             )
         if not self._records:
-            scored = zip(self._tokens, self._scores, strict=False)
+            scored = zip(self._tokens, self.scores, strict=False)
             prompt = tuple(TokenRecord(token, "prompt", *score) for token, score in scored)
             record = replace(record, prompt=prompt)
         self._records.append(record)

@@ -18,18 +18,18 @@ def take_further(sequences: list[Sequence], pricing: Pricing) -> None:
     """
     for sequence in sequences:
         with sequence.ticket.ending_on_error():
-            sequence.decoding.prepare()
+            sequence.prepare()
     sequences = [sequence for sequence in sequences if sequence.is_live]
-    reading = sum(sequence.decoding.unread > 0 for sequence in sequences)
+    reading = sum(sequence.unread > 0 for sequence in sequences)
     prices = pricing.at(Load(max(1, len(sequences) - max(0, reading - 1)), context(sequences)))
     _draft(sequences, prices)
     sequences = [sequence for sequence in sequences if sequence.is_live]
     if not sequences:
         return
-    counts = prices.share([sequence.decoding.draft.confidence for sequence in sequences])
+    counts = prices.share([sequence.draft.confidence for sequence in sequences])
     most = _most_rows(sequences, counts, prices)
     shares = [share for share in zip(sequences, counts, most, strict=True) if share[2]]
-    rows = [sequence.decoding.rows(room, count) for sequence, count, room in shares]
+    rows = [sequence.rows(room, count) for sequence, count, room in shares]
     try:
         predictions, seconds = _pass(rows, sequences[0].clock)
     except BaseException as error:  # noqa: BLE001 - raised where the answers are read
@@ -44,7 +44,7 @@ def take_further(sequences: list[Sequence], pricing: Pricing) -> None:
 
 def context(sequences: list[Sequence]) -> float:
     """The mean number of tokens that a layer attends to."""
-    return fmean([sequence.decoding.session.attended for sequence in sequences] or [0.0])
+    return fmean([sequence.session.attended for sequence in sequences] or [0.0])
 
 
 def _draft(sequences: list[Sequence], prices: Prices) -> None:
@@ -52,7 +52,7 @@ def _draft(sequences: list[Sequence], prices: Prices) -> None:
     wanted = list[tuple[Sequence, Rows]]()
     for sequence in sequences:
         with sequence.ticket.ending_on_error():
-            if part := sequence.decoding.propose(prices):
+            if part := sequence.propose(prices):
                 wanted.append((sequence, part))
     while wanted:
         asked, wanted = wanted, []
@@ -62,12 +62,12 @@ def _draft(sequences: list[Sequence], prices: Prices) -> None:
         except Exception as error:  # noqa: BLE001 - answers go on without drafts
             for sequence, _ in asked:
                 with sequence.ticket.ending_on_error():
-                    sequence.decoding.fail_drafter(error)
+                    sequence.fail_drafter(error)
             return
         passes = step_shares(rows, seconds)
         for (sequence, _), predicted, passed in zip(asked, predictions, passes, strict=True):
             with sequence.ticket.ending_on_error():
-                if part := sequence.decoding.take_drafter(predicted, passed):
+                if part := sequence.take_drafter(predicted, passed):
                     wanted.append((sequence, part))
 
 
@@ -83,7 +83,7 @@ def _most_rows(sequences: list[Sequence], drafted: list[int], prices: Prices) ->
 
     A share is for the prompt that came first, so that it ends however many short ones come.
     """
-    model, unread = sequences[0].decoding.session.model, [one.decoding.unread for one in sequences]
+    model, unread = sequences[0].session.model, [one.unread for one in sequences]
     answering = sum(1 + count for count, left in zip(drafted, unread, strict=True) if not left)
     piece = min(model.piece, prices.piece(answering)) if answering else model.piece
     wanted = {at: left + 1 + drafted[at] for at, left in enumerate(unread) if left}

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Drafter, Load, Remarks
 from edgespec.decoding.grammar import Constraint, GrammarConstraint, Grammars
+from edgespec.decoding.sampling import RowStep, Spelled, Suppressed
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.copies import CopyDrafter, Finder
 from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
@@ -17,6 +19,7 @@ from edgespec.drafting.pricing import USUAL_TOKENS, Guard, Prices, Pricing
 from edgespec.drafting.source import Source
 from edgespec.loading.opening import Loaded
 from edgespec.loading.options import LoadOptions
+from edgespec.requests.answer import Answer
 from edgespec.requests.request import (
     Hole,
     Prompt,
@@ -177,22 +180,49 @@ class Runner:
                 seat.target.rewind(0)  # a cached token has no log probability
             policy = self._policy(prompt, request, constraint, seat, prices)
             undoing.callback(policy.close)
-            sequence = Sequence(
-                ticket,
+            tokens = prompt.target.copy()
+            answer = Answer(
                 self.target,
-                seat,
-                policy,
                 prompt,
                 request,
+                tokens,
                 constraint,
-                max_draft=self.options.max_draft,
+                remarks=policy.remarks,
                 clock=self._clock,
                 started=started,
                 queued_s=queued_s,
+            )
+            sequence = Sequence(
+                ticket,
+                seat,
+                policy,
+                self._verifier(prompt, request, constraint),
+                answer,
+                tokens,
+                max_new_tokens=new,
+                max_draft=self.options.max_draft,
+                stop=self._ends(prompt, request),
+                top_logprobs=request.top_logprobs if request.logprobs else None,
+                prompt_logprobs=request.top_logprobs if request.prompt_logprobs else None,
                 checkpoints=checkpoints,
+                clock=self._clock,
             )
             undoing.pop_all()  # it closes them at its end
         return sequence
+
+    def _verifier(self, prompt: Prompt, request: Request, constraint: Constraint | None) -> Verifier:
+        special, count = self.target.manifest.special_tokens, len(prompt.target)
+        masks: list[RowStep] = [] if constraint is None else [constraint]
+        if prompt.hole is not None and prompt.hole.held:
+            masks.append(Spelled(self.target.tokenizer, prompt.hole.held, count))
+        excluded = special.suppressed or special.suppressed_first or special.bad_words
+        return Verifier(request.sampler, masks, Suppressed(special, count) if excluded else None)
+
+    def _ends(self, prompt: Prompt, request: Request) -> frozenset[int]:
+        """The tokens that end an answer."""
+        of_fills = () if prompt.hole is None else prompt.hole.ends
+        ends = *self.target.manifest.special_tokens.eos, *of_fills
+        return frozenset(ends if request.stop_at_eos else ())
 
     def _with_calls(self, request: Request, constraint: Constraint | None) -> Constraint | None:
         """``constraint``, and a grammar for the calls that the model begins of its own accord."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, Flag
+from itertools import count
 from threading import Condition, Lock, Thread, current_thread
 
 from edgespec.decoding.draft import Load
@@ -52,7 +53,7 @@ class Scheduler:
     def __init__(self, most_waiting: int, runner: Runner, at_once: int = 1) -> None:
         self._most_waiting, self._runner, self.at_once = most_waiting, runner, at_once
         self._changed = Condition()
-        self.waiting: deque[Ticket] = deque()
+        self._numbers, self.waiting = count(), deque[Ticket]()
         self.running: list[Ticket] = []
         self.sequences: dict[Ticket, Sequence] = {}  # of those that have begun
         self._state, self._pause = _State.IDLE, _Pause.NOBODY
@@ -96,7 +97,7 @@ class Scheduler:
                 thread.start()  # the thread waits for the lock
                 atexit.register(self._leave)
                 self.thread = thread
-            ticket.queue()
+            ticket.queue(next(self._numbers))
             self.waiting.append(ticket)
 
     def withdraw(self, ticket: Ticket, reason: FinishReason) -> None:
@@ -234,11 +235,12 @@ class Scheduler:
         sequence = self._runner.begin(ticket, prices)
         if sequence is not None:
             self.sequences[ticket] = sequence
+            sequence.begin()
             return
         late = [other for other in tickets[tickets.index(ticket) :] if other not in self.sequences]
         with self._changed:  # nobody overtakes it
             self.running = [other for other in self.running if other not in late]
-            self.waiting.extendleft(reversed(late))
+            self.waiting = deque(sorted([*late, *self.waiting], key=lambda waiting: waiting.number))
             self.lacks_room = ticket
             for other in late:
                 other.postpone()
@@ -352,8 +354,8 @@ def _is_being_read(ticket: Ticket, others: list[Sequence]) -> bool:
     """Whether others read most of its prompt just now, so that it need not be read twice."""
     if ticket.request.prompt_logprobs:  # for which it reads its prompt itself
         return False
-    tokens, decodings = ticket.prompt.target, [other.decoding for other in others]
-    known = max((decoding.session.shared_prefix(tokens) for decoding in decodings), default=0)
-    shared = (shared_length(decoding.tokens, tokens) for decoding in decodings if decoding.unread > 0)
+    tokens = ticket.prompt.target
+    known = max((other.session.shared_prefix(tokens) for other in others), default=0)
+    shared = (shared_length(other.tokens, tokens) for other in others if other.unread > 0)
     coming = max(shared, default=0) - known
     return coming > 0 and 2 * coming >= len(tokens) - known

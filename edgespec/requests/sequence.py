@@ -1,91 +1,202 @@
-"""A running request: its decoding, its answer, and the seat that it has."""
+"""The one decoding loop: propose, predict, verify, commit, observe; plain decoding has no drafts."""
 
 from collections import abc
 from dataclasses import replace
 
-from edgespec.decoding.draft import Clock, Passed, Progress
-from edgespec.decoding.grammar import Constraint
-from edgespec.decoding.sampling import RowStep, Spelled, Suppressed
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Progress, Step
+from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
-from edgespec.requests.answer import Answer
-from edgespec.requests.loop import Decoding
-from edgespec.requests.request import Prompt, Request
+from edgespec.drafting.pricing import Prices
+from edgespec.requests.answer import Answer, TopLogprobs
 from edgespec.requests.results import FinishReason, Generation, Record
 from edgespec.requests.seats import Seat
 from edgespec.requests.ticket import Ticket
-from edgespec_models.bundles.bundle import Bundle
-from edgespec_runtimes.predictions import Predictions
+from edgespec_models.errors import EdgespecError, RequestError
+from edgespec_runtimes.predictions import Floats, Predictions, joined
+from edgespec_runtimes.session import Rows
+
+_FEW = 32  # a pass over at most so many tokens of a prompt also verifies a draft
+_SCORED = 32  # tokens of a prompt in a pass that scores them: rows of logits are long
 
 
 class Sequence:
-    """One sequence of tokens from a request's turn to its end. The model's thread alone uses it.
+    """A running request, a round at a time: :meth:`propose`, a pass over :meth:`rows`, :meth:`advance`.
 
-    The ``request`` has as many new tokens as fit the context. At the lengths ``checkpoints`` of the prompt
-    the target's states are kept. ``started`` is the time of its turn by the clock.
+    Between two rounds the target's cache holds every token but the last, or the part of the prompt that was
+    read. The caller may stop there, and other requests may share the passes. The prompt is read in pieces;
+    the pass over the last piece gives the first token, and verifies a draft if it reads few tokens. The
+    model's thread alone uses it.
+
+    Args:
+        ticket: gets the records and the result.
+        seat: the sessions. Tokens of the prompt in the target's cache are not read again.
+        policy: drafts, and observes every round.
+        verify: decides which proposals are kept.
+        answer: makes the text.
+        tokens: the prompt, at least one token. The list grows.
+        max_new_tokens: the most tokens that are committed.
+        max_draft: the most tokens of a draft.
+        stop: tokens that end the generation. They are committed.
+        top_logprobs: the number of most likely tokens whose log probabilities are in the steps, besides the
+            committed token's. None gives no log probabilities.
+        prompt_logprobs: the same for the prompt. The cache must hold none of its tokens.
+        checkpoints: lengths of the prompt behind which a pass ends, and the target's states are kept.
+        clock: times the rounds.
 
     Attributes:
-        ticket: what the request's threads share.
-        decoding: the tokens, the target's session, and the round that runs.
-        answer: the text.
+        session: the target's session.
+        draft: the proposal of this round, of which the pass over :meth:`rows` verifies the beginning.
+        reason: why no further token is wanted: a token of ``stop``, or the length; None if one is.
     """
 
     def __init__(
         self,
         ticket: Ticket,
-        target: Bundle,
         seat: Seat,
         policy: Policy,
-        prompt: Prompt,
-        request: Request,
-        constraint: Constraint | None = None,
+        verify: Verifier,
+        answer: Answer,
+        tokens: list[int],
         *,
+        max_new_tokens: int,
         max_draft: int,
-        clock: Clock,
-        started: float = 0.0,
-        queued_s: float = 0.0,
+        stop: abc.Collection[int] = (),
+        top_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         checkpoints: abc.Sequence[int] = (),
+        clock: Clock,
     ) -> None:
-        tokens, hole, special = prompt.target.copy(), prompt.hole, target.manifest.special_tokens
-        masks: list[RowStep] = [] if constraint is None else [constraint]
-        ends, excluded = special.eos, special.suppressed or special.suppressed_first or special.bad_words
-        if hole is not None:
-            ends = (*ends, *hole.ends)
-            if hole.held:
-                masks.append(Spelled(target.tokenizer, hole.held, len(tokens)))
-        suppressed = Suppressed(special, len(tokens)) if excluded else None
-        self.ticket, self._seat, self._policy, self._checkpoints = ticket, seat, policy, checkpoints
-        self.clock, self._started = clock, started
-        self.decoding = Decoding(
-            seat.target,
-            policy,
-            Verifier(request.sampler, masks, suppressed),
-            tokens,
-            max_new_tokens=request.max_new_tokens,
-            max_draft=max_draft,
-            stop=frozenset(ends) if request.stop_at_eos else (),
-            top_logprobs=request.top_logprobs if request.logprobs else None,
-            prompt_logprobs=request.top_logprobs if request.prompt_logprobs else None,
-            checkpoints=checkpoints,
-            clock=clock,
-        )
-        self.answer = Answer(
-            target,
-            prompt,
-            request,
-            self.decoding,
-            constraint,
-            remarks=policy.remarks,
-            clock=clock,
-            started=started,
-            queued_s=queued_s,
-        )
-        ticket.running = self
+        self.ticket, self.answer, self.tokens, self.draft = ticket, answer, tokens, NO_DRAFT
+        self.reason: FinishReason | None = "length" if max_new_tokens < 1 else None
+        self._seat, self._policy, self._verify, self.clock = seat, policy, verify, clock
+        self.session = session = seat.target
+        self._end, undone = len(tokens) + max_new_tokens, session.model.places.undone
+        self._max_draft = max_draft if undone is None else min(max_draft, undone)
+        self._stop, self._top_logprobs, self._drafter_s = stop, top_logprobs, 0.0
+        self._prompt_logprobs, self._checkpoints = prompt_logprobs, checkpoints
+        self._features: Floats | None = None  # features of the end of the prompt
+        self._read = 0  # rows of this round's pass
+        held = answer.cached_tokens = session.rewind(session.shared_prefix(tokens[:-1]))
         self._progress: Progress | None = None  # of a prompt that takes several passes
-        if self.decoding.unread >= seat.target.model.piece:
-            held = seat.target.length
+        if self.unread >= session.model.piece:
             self._progress = Progress(len(tokens), held, held, 0.0)
-            ticket.put(Record("", (), progress=self._progress))
+
+    def begin(self) -> None:
+        """Tell the readers that the request runs."""
+        self.ticket.running = self
+        if self._progress is not None:
+            self.ticket.put(Record("", (), progress=self._progress))
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens that the target has to read before the prompt's last token."""
+        return len(self.tokens) - 1 - self.session.length
+
+    def prepare(self) -> None:
+        """Have memory for the rows of the next round, so that a lack of it is this request's alone.
+
+        Raises:
+            DeviceError: there is none. The caches of all sessions may be empty then, and are read again.
+        """
+        rows = max(1 + self._max_draft, min(1 + self.unread, self.session.model.piece))
+        self.session.prepare(min(self.session.length + rows, self._end))
+
+    def propose(self, prices: Prices) -> Rows | None:
+        """Begin to draft; the rows that a drafter has to read next, or None if :attr:`draft` is complete."""
+        self.draft, self._drafter_s = NO_DRAFT, 0.0
+        limit = min(self._max_draft, self._end - len(self.tokens) - 1)
+        if limit < 1 or self.unread > _FEW or self._scores:
+            return None
+        began = self.clock()
+        wanted = self._policy.begin(self.tokens, limit, prices)
+        return self._spend(wanted, self.clock() - began)
+
+    def take_drafter(self, predictions: Predictions, passed: Passed) -> Rows | None:
+        """Go on drafting with the predictions for the drafter's rows; returns the next ones, or None."""
+        began = self.clock()
+        wanted = self._policy.take(predictions, passed)
+        return self._spend(wanted, self.clock() - began + passed.share_s)
+
+    def fail_drafter(self, error: Exception) -> Rows | None:
+        """Go on without the pass over the drafter's rows, which failed."""
+        return self._spend(self._policy.fail(error), 0.0)
+
+    def _spend(self, wanted: Rows | Draft, seconds: float) -> Rows | None:
+        self._drafter_s += seconds
+        if isinstance(wanted, Rows):
+            return wanted
+        draft = self._verify.head(wanted)
+        # No token is committed behind the end.
+        self.draft = draft.head(len(_until_stop(draft.tokens, self._stop)[0]))
+        return None
+
+    @property
+    def _scores(self) -> bool:
+        """Whether this round scores tokens of the prompt."""
+        return self._prompt_logprobs is not None and self.unread > 0
+
+    def rows(self, most: int, drafted: int) -> Rows:
+        """The rows that the target reads in this round: at most ``most`` tokens of a prompt, or the draft.
+
+        At most the first ``drafted`` proposals are verified.
+        """
+        scored = self._scores
+        next_ = min(
+            (place for place in self._checkpoints if place > self.session.length), default=len(self.tokens)
+        )
+        piece = self.tokens[self.session.length : next_][: min(most, _SCORED) if scored else most]
+        begins = len(piece) > self.unread
+        if self.unread:
+            drafted = min(drafted, most - len(piece)) if begins else 0
+        self.draft = self.draft.head(drafted)
+        self._read = len(piece)
+        if begins and not scored:
+            self._read += len(self.draft.tokens)
+            return Rows(self.session, [*piece, *self.draft.tokens], 1 + len(self.draft.tokens))
+        return Rows(self.session, piece, len(piece) if scored else 0)
+
+    def take(self, predictions: Predictions, passed: Passed) -> Step | None:
+        """Commit tokens by the target's pass. None if it read a part of the prompt, or no token is wanted.
+
+        The time of the pass over a prompt's end does not count as decoding.
+        """
+        features = self._features = joined(self._features, predictions.hidden)
+        if self._prompt_logprobs is not None:
+            predictions = self._scored(predictions, self._prompt_logprobs)
+        if self.session.length < len(self.tokens) or self.reason is not None:
+            return None
+        began, draft, self._features = self.clock(), self.draft, None
+        try:
+            accepted, token = self._verify(predictions, draft, self.tokens)
+        except EdgespecError as error:
+            if not isinstance(error, RequestError):  # a state that is no number is not kept
+                self.session.rewind(0)
+            raise
+        new, is_stopped = _until_stop((*draft.tokens[:accepted], token), self._stop)
+        top = self._top_logprobs
+        logprobs = ((), ()) if top is None else _log_probabilities(predictions, new, top)
+        self.tokens += new
+        self.session.keep(self._read - len(draft.tokens) + len(new) - 1)
+        if is_stopped or len(self.tokens) >= self._end:
+            self.reason = "stop" if is_stopped else "length"
+        seconds = self._drafter_s + passed.share_s + self.clock() - began
+        times = self._drafter_s, passed.share_s, seconds
+        step = Step(new, draft, min(accepted, len(new)), *times, *logprobs, passed)
+        if features is not None:  # only the policy keeps features
+            features = features[: len(features) - len(draft.tokens) + accepted]
+        self._policy.observe(step if features is None else replace(step, features=features))
+        return step
+
+    def _scored(self, predictions: Predictions, top: int) -> Predictions:
+        """Score the prompt's next tokens, and return the rows that did not score any."""
+        length = self.session.length
+        scored = self.tokens[length - predictions.shape[0] + 1 : length + 1]
+        if not scored:
+            return predictions
+        first = length - len(scored) + 1  # scored again, if the cache was emptied for want of memory
+        self.answer.scores[first:] = zip(*_log_probabilities(predictions, scored, top), strict=True)
+        return Predictions(predictions.logits[len(scored) :])
 
     @property
     def is_live(self) -> bool:
@@ -94,18 +205,17 @@ class Sequence:
 
     def advance(self, predictions: Predictions, passed: Passed) -> None:
         """Put the records of a pass onto the ticket, and end the request if it is complete."""
-        decoding, session = self.decoding, self.decoding.session
-        step = decoding.take(predictions, passed)
+        step, session = self.take(predictions, passed), self.session
         if self._progress is not None:
-            seconds = self.clock() - self._started
+            seconds = self.clock() - self.answer.started
             self._progress = replace(self._progress, read=session.length, seconds=seconds)
             self.ticket.put(Record("", (), progress=self._progress))
-        is_over = decoding.reason is not None and decoding.unread <= 0
+        is_over = self.reason is not None and self.unread <= 0
         if not self.answer.rounds and (step or is_over or session.length in self._checkpoints):
             self._seat.caches.checkpoint(session)
         if step is not None:
             self._progress = None
-            self.ticket.put(self.answer.push(step, decoding.reason))
+            self.ticket.put(self.answer.push(step, self.reason))
             if self.answer.reason is not None:
                 self.ticket.finish()
         elif is_over:
@@ -132,3 +242,20 @@ class Sequence:
             self._policy.close()
         finally:
             self._seat.free()
+
+
+def _until_stop(tokens: tuple[int, ...], stop: abc.Collection[int]) -> tuple[tuple[int, ...], bool]:
+    """The tokens up to the first that ends the generation, included, and whether there is one."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: index + 1], True
+    return tokens, False
+
+
+def _log_probabilities(
+    predictions: Predictions, tokens: abc.Sequence[int], top: int
+) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
+    """Log probabilities of every token that follows, and the ``top`` most likely ones at its place."""
+    rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
+    own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+    return own, tuple(most_likely(row, top) for row in rows)

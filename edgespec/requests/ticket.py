@@ -78,7 +78,7 @@ class Ticket:
         self.interruption: FinishReason | None = None
         self.result: Generation | None = None
         self._error: BaseException | None = None
-        self._queued_at = 0.0
+        self._queued_at, self.number = 0.0, 0
         self._changed = Condition()
         self._records: deque[Record] = deque()
         self._wakers: list[Callable[[], None]] = []  # functions that wake waiting tasks
@@ -89,9 +89,9 @@ class Ticket:
         assert self._read is not None
         return self._read()
 
-    def queue(self) -> None:
-        """Note that the request is queued: its time begins."""
-        self._queued_at, self.stage = monotonic(), Stage.WAITING
+    def queue(self, number: int) -> None:
+        """Note that the request is queued, the ``number``-th one: its time begins."""
+        self.number, self._queued_at, self.stage = number, monotonic(), Stage.WAITING
 
     @property
     def queued_s(self) -> float:

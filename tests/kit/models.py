@@ -5,15 +5,17 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter, sleep
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from edgespec.decoding.draft import Clock
+from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.ahead import Beside
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.side import DrafterSide
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
+from edgespec.requests.answer import Answer
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.runner import Runner
 from edgespec.requests.scheduler import Scheduler
@@ -184,17 +186,21 @@ def answering(
     bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
 
     def begin(ticket: Ticket, prices: Prices) -> RunningSequence:
-        return RunningSequence(
-            ticket,
+        drafts, tokens = policy(), [*prompt]
+        answer = Answer(
             bundle,
-            Seat(session, None, KvStore(0)),
-            policy(),
             read,
             request,
-            max_draft=max_draft,
+            tokens,
+            None,
+            remarks=drafts.remarks,
             clock=clock,
             started=clock(),
+            queued_s=0.0,
         )
+        verify, seat = Verifier(request.sampler), Seat(session, None, KvStore(0))
+        limits: Any = {"max_new_tokens": request.max_new_tokens, "max_draft": max_draft}
+        return RunningSequence(ticket, seat, drafts, verify, answer, tokens, clock=clock, **limits)
 
     models = SimpleNamespace(
         begin=begin,

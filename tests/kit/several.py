@@ -135,7 +135,7 @@ def driving(parallel: int = 4, **options: Any) -> Iterator[tuple[Driven, ToySess
 def reads(stream: Stream) -> bool:
     """Whether it waits for its first token."""
     running = cast(requests.Sequence | None, stream._ticket.running)
-    return running is None or running.decoding.unread > 0
+    return running is None or running.unread > 0
 
 
 def queued(driven: Driven, prompt: str, **options: Any) -> Stream:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,7 +19,9 @@ from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.source import Extending, Source, Wanted
-from edgespec.requests.loop import Decoding
+from edgespec.requests import sequence as requests
+from edgespec.requests.answer import Answer
+from edgespec.requests.seats import Seat
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -39,6 +42,7 @@ from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.kv_cache import Saved, Stretch
+from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import LoadedModel, Rows, Session
 from tests.kit.tokenizers import byte_level_json
@@ -279,7 +283,7 @@ def decode(
     **options: Any,
 ) -> Iterator[Step]:
     """All rounds of one request that has the target for itself."""
-    one = Decoding(target, in_loop(source), verify, tokens, clock=clock, **options)
+    one = loop_of(target, in_loop(source), verify, tokens, clock=clock, **options)
     while one.reason is None:
         alone(one.propose(prices), one.take_drafter, clock)
         rows, began = one.rows(target.model.piece, len(one.draft.tokens)), clock()
@@ -288,6 +292,19 @@ def decode(
         step = one.take(outputs, Passed(len(rows.tokens), passed, passed))
         if step is not None:
             yield step
+
+
+def loop_of(
+    target: Session,
+    policy: Policy,
+    verify: Verifier,
+    tokens: list[int],
+    clock: Clock = perf_counter,
+    **options: Any,
+) -> requests.Sequence:
+    """The loop of a request that nobody has asked for, without text."""
+    seat, answer = Seat(target, None, KvStore(0)), cast(Answer, SimpleNamespace())
+    return requests.Sequence(cast(Any, None), seat, policy, verify, answer, tokens, clock=clock, **options)
 
 
 def until(happened: Callable[[], object]) -> None:
