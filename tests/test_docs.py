@@ -109,6 +109,15 @@ def _commands(page: Path) -> Iterator[str]:
     yield from re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
 
 
+@pytest.mark.parametrize(
+    "name", ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "apps", "requests"))]
+)
+def test_blocks_show_what_they_print(name: str) -> None:
+    for marked, language, code, prints in FENCE.findall((ROOT / name).read_text(encoding="utf-8")):
+        if language == "python" and not marked and "print(" in code:
+            assert prints, f"{name}: no text says what this prints:\n{code}"
+
+
 def test_texts_of_pages_are_compared_but_for_what_may_be_anything() -> None:
     assert not differences("a\nb ... tokens/s\n", "a\nb 3.5 tokens/s\n") and not differences("", "a")
     assert "it printed:\nc" in differences("a\nb ...\n", "c\nb 1\n")

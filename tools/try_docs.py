@@ -103,7 +103,7 @@ def updated(page: str, printed: list[str]) -> str:
         now = next(rest, "")
         if not now.strip() or (match[4] and not differences(match[4], now)):
             return match[0]
-        text = re.sub(r"\d+\.\d+(e-\d+)?", "...", now).strip()
+        text = re.sub(r"\d+\.\d+(e-\d+)?", "...", now).strip("\n").rstrip()
         lines = [
             line if len(line) <= WIDTH else f"{line[:WIDTH].rpartition(' ')[0]} ..."
             for line in text.partition("```")[0].splitlines()[:LINES]
