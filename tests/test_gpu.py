@@ -61,7 +61,7 @@ def test_else_it_is_the_cpu_and_the_reason_is_told(
     assert re.match(reason or "$", why)
 
 
-@pytest.mark.parametrize("case", ["gemma2", "qwen35", "gpt_oss"])
+@pytest.mark.parametrize("case", ["lfm2", "qwen35", "gpt_oss"])
 def test_families_without_a_graph_for_it_stay_on_the_cpu(tmp_path: Path, case: str) -> None:
     source = gguf_of(case, "F32").write(tmp_path / "m.gguf")
     takes, why = choose_gpu(source, None, OPTIONS, LAPTOP)

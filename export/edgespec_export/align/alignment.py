@@ -210,7 +210,8 @@ class AlignedCheckpoint(Checkpoint):
 
     def __init__(self, base: Checkpoint, alignment: Alignment) -> None:
         self.path, self.files, self.model_name = base.path, base.files, base.model_name
-        self.config, self.stack, self.base, self.alignment = base.config, base.stack, base, alignment
+        self.config, self.family, self.stack = base.config, base.family, base.stack
+        self.base, self.alignment = base, alignment
         self.take_texts(base)
         origin = alignment.origin
         if base.digest(ignore_progress) != origin.source_sha256:
