@@ -263,9 +263,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
             Cancelled: ``cancelled`` said so.
             EdgespecError: there is no history, or too little in it; or the training failed.
         """
-        from edgespec.history.adapting import adapt
-
-        return adapt(self._adapting(progress), cancelled)
+        return self._adapting(progress).run(cancelled)
 
     def _adapting(self, progress: ProgressCallback = ignore_progress) -> "Adapting":
         from edgespec.history.adapting import Adapting, Prices, check_can_train

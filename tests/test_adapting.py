@@ -16,7 +16,6 @@ from edgespec import History
 from edgespec.align.adapting import adapt
 from edgespec.cli import app
 from edgespec.history.adapting import Adapting, Prices
-from edgespec.history.adapting import adapt as wait_for
 from edgespec.history.changes import Adaptation, Learner, learner_of
 from edgespec.history.passages import Turn
 from edgespec.history.store import Scope
@@ -136,7 +135,7 @@ def test_a_process_trains_is_paused_at_once_and_goes_on(tmp_path: Path) -> None:
     count = len(seen)
     assert not running.wait(1.0) and len(seen) <= count + 1
     running.go()
-    assert wait_for(running, lambda: False).texts == 54
+    assert running.run(lambda: False).texts == 54
 
 
 def test_a_cancelled_process_goes_on_from_where_it_was(tmp_path: Path) -> None:
@@ -149,12 +148,12 @@ def test_a_cancelled_process_goes_on_from_where_it_was(tmp_path: Path) -> None:
 
     running = Adapting(learner, PRICES, report)
     with pytest.raises(Cancelled):
-        wait_for(running, reached.is_set)
+        running.run(reached.is_set)
     assert running.wait(60)
     with pytest.raises(EdgespecError, match="not trained"):
         assert running.result
     again = list[Progress]()
-    assert wait_for(Adapting(learner, PRICES, again.append), lambda: False).texts == 270
+    assert Adapting(learner, PRICES, again.append).run(lambda: False).texts == 270
     assert next(report for report in again if report.stage == "Training").done >= 2
 
 

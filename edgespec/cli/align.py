@@ -164,16 +164,14 @@ def _adapt(
     from edgespec.history.store import Scope
     from edgespec.loading.drafters import choose
     from edgespec.loading.opening import open_model
-    from edgespec_models.errors import StorageError
 
-    path = History(history).path
-    if not path.is_file():
-        raise StorageError(f"there is no history {path}; 'edgespec history list' shows all")
+    named = History(history)
+    named.namespaces()  # raises if there is none
     with progress_bars() as progress:
         bundle = open_model(target, "target", progress=progress)
         name = choose(bundle, target) if drafter == "auto" else drafter
         drafting = open_model(name, "drafter", target=target, progress=progress)
-        learner = learner_of(path, Scope.of(bundle, namespace), drafting, name)
+        learner = learner_of(named.path, Scope.of(bundle, namespace), drafting, name)
         if learner is None:
             raise RequestError(f"{name} cannot be trained; give a model that drafts, by name or checkpoint")
         device = torch_device(*where)

@@ -92,6 +92,16 @@ class Adapting:
             raise EdgespecError(f"the drafter was not trained: {self._error}")
         return self._result
 
+    def run(self, cancelled: Callable[[], bool]) -> Adaptation:
+        """Wait for the result. Raises Cancelled when ``cancelled`` is true, EdgespecError after a failure."""
+        try:
+            while not self.wait(_LOOK_S):
+                if cancelled():
+                    raise Cancelled("the training was cancelled; the next one goes on from where it was")
+        finally:
+            self.stop()
+        return self.result
+
     def _send(self, line: str) -> None:
         with suppress(OSError, ValueError):  # it has ended
             self._process.stdin.write(line + "\n")  # type: ignore[union-attr]
@@ -107,17 +117,6 @@ class Adapting:
                     self._result = Adaptation(**message["result"])
                 else:
                     self._error = message["error"]
-
-
-def adapt(adapting: Adapting, cancelled: Callable[[], bool]) -> Adaptation:
-    """Wait for the result. Raises Cancelled if ``cancelled`` says so, EdgespecError if training failed."""
-    try:
-        while not adapting.wait(_LOOK_S):
-            if cancelled():
-                raise Cancelled("the training was cancelled; the next one goes on from where it was")
-    finally:
-        adapting.stop()
-    return adapting.result
 
 
 class WhenIdle:
