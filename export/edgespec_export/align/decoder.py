@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Text
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.decoders.operations import Activation, Attention, Backend, Rope, Rows
+from edgespec_models.decoders.operations import UNUSUAL, Activation, Attention, Backend, Rope, Rows
 from edgespec_models.families import decode
 from edgespec_models.families.record import record
 from edgespec_models.files.blocks import fields
@@ -52,13 +52,7 @@ class TorchDecoder(Backend):
     """
 
     medium = "PyTorch"
-    lacks = frozenset(
-        f"attention.{fact}"
-        for fact in (
-            *("normed_values", "cap", "sinks", "gates", "growth", "keys_of_another_layer"),
-            *("values_from_keys", "known_rows", "unturned_pairs"),
-        )
-    ) | {"logits.cap"}
+    lacks = UNUSUAL
 
     def __init__(
         self,

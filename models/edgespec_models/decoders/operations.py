@@ -8,7 +8,7 @@ medium. Names are those of tensors, without the layer's prefix: within :meth:`Ba
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,12 @@ import numpy.typing as npt
 from edgespec_models.bundles.config import Block, DeltaNet, Experts
 
 Activation = Literal["silu", "gelu_tanh"]
+UNUSUAL: Final = frozenset(
+    {f"attention.{fact}" for fact in ("normed_values", "cap", "sinks", "gates", "growth", "known_rows")}
+    | {f"attention.{fact}" for fact in ("keys_of_another_layer", "values_from_keys", "unturned_pairs")}
+    | {"logits.cap"}
+)
+"""Facts of operations that few families have, for backends that compute none of these."""
 Rows = int | Mapping[str, int]
 """Of the matrix that a product is called after, or of several, by their names."""
 
@@ -197,9 +203,7 @@ class Backend:
         """A gated delta net (Yang et al. 2024, arXiv 2412.06464), behind a convolution of ``taps``."""
         raise NotImplementedError
 
-    def experts(
-        self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None, post_norm: str = ""
-    ) -> Any:
+    def experts(self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None) -> Any:
         """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538), and the output ``shared`` besides."""
         raise NotImplementedError
 

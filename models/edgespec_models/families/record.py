@@ -263,15 +263,7 @@ class _Recording(Backend):
         self.record.kept.extend(delta_states(self.index, state, logged, net.channels, taps))
         return net.values
 
-    def experts(
-        self,
-        x: int,
-        experts: Experts,
-        activation: Activation,
-        *,
-        shared: int | None = None,
-        post_norm: str = "",
-    ) -> int:
+    def experts(self, x: int, experts: Experts, activation: Activation, *, shared: int | None = None) -> int:
         self.use("experts")
         count, width, made = experts.count, experts.width, self.record
         made.routed.append(self.index)

@@ -33,7 +33,7 @@ from onnxscript import GraphBuilder
 
 from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.kept import KeptTensor, KeptType
-from edgespec_models.decoders.operations import Activation, Attention, Rows
+from edgespec_models.decoders.operations import UNUSUAL, Activation, Attention, Rows
 from edgespec_models.families import decode
 from edgespec_models.families.record import Record, record
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
@@ -98,13 +98,7 @@ class _StaticDecoder(GraphDecoder):
     """Every value has the name of its point."""
 
     medium = "graphs of fixed shapes"
-    lacks = frozenset(
-        f"attention.{fact}"
-        for fact in (
-            *("normed_values", "cap", "sinks", "gates", "growth", "keys_of_another_layer"),
-            *("values_from_keys", "known_rows", "unturned_pairs"),
-        )
-    ) | {"logits.cap"}
+    lacks = UNUSUAL
 
     def __init__(self, config: ModelConfig, plan: StaticPlan) -> None:
         super().__init__(config, {"": _OPSET})
