@@ -28,14 +28,15 @@ from tools.arguments import arguments
 
 def main() -> None:
     """Train in each way and print a line for it."""
-    from edgespec_export.align.alignment import read_alignment
+    args = arguments(
+        __doc__, "target", drafter=str, answers=Path, ways="turns", threads=1, teach=150, measure=150
+    )
+
+    from edgespec_export.align.alignment import read_alignment  # with PyTorch, which --help does without
     from edgespec_export.align.decoder import TorchDecoder
     from edgespec_export.align.training import first_guesses
     from edgespec_export.sources.open import open_checkpoint
 
-    args = arguments(
-        __doc__, "target", drafter=str, answers=Path, ways="turns", threads=1, teach=150, measure=150
-    )
     torch_device("cpu", args.threads)
     target = open_model(args.target, "target")
     drafter, answers = open_model(args.drafter, "drafter", target=args.target), read_answers(args.answers)
