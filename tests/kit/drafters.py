@@ -12,7 +12,6 @@ from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Remarks
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verifier import Verifier
-from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter
@@ -163,10 +162,6 @@ def policy_of(
 
 def reader_of(session: Session, curve: CostCurve = QUICK) -> Reader:
     return Reader(session, curve, Followers(curve))
-
-
-def ahead_of(model: ModelDrafter, reader: Reader, beside: Beside, remarks: Remarks | None = None) -> Ahead:
-    return Ahead(model, reader, beside, remarks=remarks or Remarks())
 
 
 def draft_of(
