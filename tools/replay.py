@@ -302,8 +302,8 @@ def main() -> None:
         memo=Path("replay.memo"),
     )
     prompts, written = load_prompts(args.prompts), answers(args.answers)
-    target = open_bundle(Path(args.target))
     for path in args.drafter or [None]:
+        target = open_bundle(Path(args.target))  # its templates end with the model
         drafter = None if path is None else open_bundle(path)
         with replayed(target, drafter, args) as (model, recorded):
             print(path.name if path else "ngram")
