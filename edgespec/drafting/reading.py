@@ -19,12 +19,12 @@ _FEW = 8  # tokens; with more of them guesses save little, and may need another 
 class RunningMean:
     """A mean that outliers hardly move, and that drifts back to a usual value while it is not used.
 
-    The usual value weighs as much as ``worth`` observations.
+    The usual value weighs as much as ten observations.
     """
 
-    def __init__(self, usual: float, worth: int = 10) -> None:
+    def __init__(self, usual: float) -> None:
         self.value = self._usual = usual
-        self._seen = worth
+        self._seen = 10
 
     def observe(self, value: float) -> None:
         """Add an observation."""

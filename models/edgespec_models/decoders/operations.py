@@ -197,9 +197,7 @@ class Backend:
         """A gated delta net (Yang et al. 2024, arXiv 2412.06464), behind a convolution of ``taps``."""
         raise NotImplementedError
 
-    def experts(
-        self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None, post_norm: str = ""
-    ) -> Any:
+    def experts(self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None) -> Any:
         """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538), and the output ``shared`` besides."""
         raise NotImplementedError
 

@@ -269,7 +269,6 @@ class _Recording(Backend):
         activation: Activation,
         *,
         shared: int | None = None,
-        post_norm: str = "",
     ) -> int:
         self.use("experts")
         count, width, made = experts.count, experts.width, self.record

@@ -307,9 +307,7 @@ class _NativeDecoder(GraphDecoder):
         self.present += new
         return y
 
-    def experts(
-        self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None, post_norm: str = ""
-    ) -> _Mixture:
+    def experts(self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None) -> _Mixture:
         gate = "clamped" if experts.clamped else _GATES[activation]
         return _Mixture(x, experts, gate, None if shared is None else self.value(shared))
 
