@@ -139,7 +139,6 @@ def policy_of(
     pricing: Pricing | None = None,
     constraint: Constraint | None = None,
     opening: Draft | None = None,
-    clock: Clock = perf_counter,
 ) -> Policy:
     if pricing is None:
         pricing = Pricing(FREE)
@@ -152,7 +151,6 @@ def policy_of(
         guard=Guard(pricing),
         constraint=constraint,
         opening=opening,
-        clock=clock,
     )
 
 
