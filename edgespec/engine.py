@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, Unpack
 
 from edgespec.decoding.draft import Drafter
 from edgespec.loading.footprint import room_for
-from edgespec.loading.opening import NGRAM, Loaded, Reference, open_model, open_pair, placed
+from edgespec.loading.opening import NGRAM, Reference, open_model, open_pair, placed
 from edgespec.loading.options import LoadOptions
 from edgespec.requests.request import (
     Hole,
@@ -38,10 +38,9 @@ from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.progress import ProgressCallback, ignore_progress, show_progress
 from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_models.storage import is_file
-from edgespec_runtimes.devices import AUTO, Placement, run_at_once
+from edgespec_runtimes.devices import AUTO, Placement
 
 if TYPE_CHECKING:  # models without a drafter model or a history import none of these
-    from edgespec.drafting.ahead import Beside
     from edgespec.history.adapting import Adapting
     from edgespec.history.changes import Adaptation, Learner
     from edgespec.requests.conversation import Conversation
@@ -184,7 +183,6 @@ def load(
             loaded,
             options,
             drafts=drafter is not None,
-            beside=_beside(loaded),
             own=own,
             clock=perf_counter,  # looked up in this module, where tests replace it
         ),
@@ -546,13 +544,3 @@ def _made_for(device: str) -> "ExportDevice | None":
     from edgespec_runtimes.discovery import export_for
 
     return export_for(device)
-
-
-def _beside(loaded: Loaded) -> "Beside | None":
-    """Drafting ahead, if target and drafter compute side by side."""
-    target, drafter = loaded.target, loaded.drafter
-    if drafter is None or not run_at_once(target.placed, drafter.placed):
-        return None
-    from edgespec.drafting.ahead import Beside
-
-    return Beside(drafter.curve)

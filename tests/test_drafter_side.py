@@ -7,7 +7,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edgespec.decoding.draft import Remarks
 from edgespec.drafting.model import ModelDrafter, context_tokens
 from edgespec.drafting.side import DrafterSide
 from edgespec.drafting.source import Source
@@ -48,7 +47,6 @@ def _begin(side: DrafterSide, prompt: list[int], max_new_tokens: int = 20) -> So
         max_draft=4,
         target_end=EOS,
         token_s=1.0,
-        remarks=Remarks(),
     )
 
 

@@ -18,7 +18,7 @@ UNUSED = (
     *("edgespec_runtimes.cuda", "edgespec_runtimes.discovery", "edgespec_runtimes.static"),
     *("huggingface_hub", "filelock", "jinja2", "rich", "typer", "onnx", "onnx_ir", "onnxscript", "sqlite3"),
 )
-DRAFTER = ("edgespec.drafting.side", "edgespec.drafting.model", "edgespec.drafting.ahead")
+DRAFTER = ("edgespec.drafting.side", "edgespec.drafting.model")
 
 IMPORT = """
 before = set(sys.modules)

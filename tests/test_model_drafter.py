@@ -274,31 +274,13 @@ def test_drafted_tokens_that_were_committed_are_not_read_again() -> None:
     assert session.passes == [3, 1, 1, 1, 1]
 
 
-def test_what_was_read_ahead_is_counted_when_it_is_needed() -> None:
-    session, reader, text = _reading()
-    latest = reader.latest
-    for _ in range(4):
-        text.append(latest.following)
-        latest = reader.read_on(latest.following)
-    assert (reader.drafted_ahead, reader.used_ahead) == (4, 0)
-    assert read(reader, text[:5]).following == text[5]
-    assert (reader.drafted_ahead, reader.used_ahead) == (4, 2)
-    assert reader.ahead(0) is not None and reader.ahead(2) is None
-    assert step(reader, text[5]).following == text[6]
-    assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
-    read(reader, [*text[:6], (text[6] + 1) % VOCAB])
-    assert (reader.drafted_ahead, reader.used_ahead) == (4, 3)
-    assert session.passes == [3, 1, 1, 1, 1, 1]
-
-
 def test_it_has_room_for_what_the_cache_holds() -> None:
     session = _session()
     reader = reader_of(session, SLOW)
     read(reader, [1, 2, 3])
-    assert reader.has_read
-    assert reader.room_ahead and reader.room_for([1] * session.capacity, 0)
+    assert reader.room_for([1] * session.capacity, 0)
     read(reader, [1] * session.capacity)
-    assert not reader.room_ahead and not reader.room_for([1] * session.capacity, 1)
+    assert not reader.room_for([1] * session.capacity, 1)
 
 
 def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:
@@ -321,7 +303,6 @@ def test_what_passes_take_is_learned_and_fades_where_none_run() -> None:
     st.lists(
         st.one_of(
             st.tuples(st.just("step"), st.booleans()),
-            st.tuples(st.just("ahead"), st.booleans()),
             st.tuples(st.just("read"), st.integers(-6, 3), st.integers(0, VOCAB - 1)),
         ),
         max_size=40,
@@ -336,13 +317,9 @@ def test_whatever_is_asked_in_whatever_order_the_answer_is_the_model_s(
             # Shorter than before, or longer by what was guessed, and one token of anybody's.
             text = [*session.cache[: max(1, len(text) + value)], *rest]
             assert read(reader, text).following == _next(text)
-        elif what == "step":
+        else:
             token = reader.latest.following if value else (reader.latest.following + 1) % VOCAB
             text.append(token)
             assert step(reader, token).following == _next(text)
-        elif reader.room_ahead:
-            token = _next(session.cache)
-            latest = reader.read_on(token)
-            assert latest.token == token and latest.following == _next(session.cache)
         assert session.cache[: len(text)] == text
         assert reader.latest.following == _next(text)

@@ -47,28 +47,26 @@ def test_recorded_answers_are_replayed(
 
 def test_prices_that_know_a_context_lose_less_behind_it(tmp_path: Path) -> None:
     """Drafts are seldom right and rows are dear, so who knows that drafts less from the first round on."""
-    target = open_bundle(_chatting(tmp_path / "t", 0))
+    place = _chatting(tmp_path / "t", 0)
     words = [20 + number % 7 for number in random.Random(0).choices(range(1000), k=60)]
     seconds = {}
     for blind in (True, False):
-        how = Namespace(
-            memo=tmp_path / "memo", ahead=False, max_draft=8, behind="8000", attention_us="1,8", blind=blind
-        )
+        how = Namespace(memo=tmp_path / "memo", max_draft=8, behind="8000", attention_us="1,8", blind=blind)
         how.target_ms, how.experts = "1:30,8:33", ""
-        with replay.replayed(target, None, how) as (model, recorded):
+        with replay.replayed(open_bundle(place), None, how) as (model, recorded):
             (result,) = replay.replay(model, recorded, [Prompt("a", "c", ("prompt",))], {"a": (words, {})})
             seconds[blind] = result[1].stats.decode_s
     assert seconds[False] < seconds[True]
 
 
 def test_rows_that_share_experts_gain_more(tmp_path: Path) -> None:
-    target, ratios = open_bundle(_chatting(tmp_path / "t", 0)), []
+    place, ratios = _chatting(tmp_path / "t", 0), []
     words = [20 + number * number % 9 for number in range(90)]  # comes again and again
     for overlap in ("0.05", "0.9"):
-        how = Namespace(memo=tmp_path / "memo", ahead=False, max_draft=8, behind="0", blind=False)
+        how = Namespace(memo=tmp_path / "memo", max_draft=8, behind="0", blind=False)
         how.attention_us, how.target_ms = "0,0", "1:40,8:180"
         how.experts = f"250,80,0.1,{overlap}"
-        with replay.replayed(target, None, how) as (model, recorded):
+        with replay.replayed(open_bundle(place), None, how) as (model, recorded):
             (result,) = replay.replay(model, recorded, [Prompt("a", "c", ("prompt",))], {"a": (words, {})})
             ratios.append(result[2])
     assert 0.9 < ratios[0] < 0.8 * ratios[1]
@@ -78,9 +76,7 @@ def test_answers_that_come_again_are_learned(tmp_path: Path) -> None:
     target = open_bundle(_chatting(tmp_path / "t", 0))
     once = random.Random(0).sample(range(20, 400), 60)  # nothing in it comes twice
     prompts = [Prompt(str(number), "c", (f"prompt {number}",)) for number in range(8)]
-    how = Namespace(
-        memo=tmp_path / "memo", ahead=False, max_draft=8, behind="0", attention_us="0,0", blind=False
-    )
+    how = Namespace(memo=tmp_path / "memo", max_draft=8, behind="0", attention_us="0,0", blind=False)
     how.target_ms, how.experts = "1:38,2:48,3:60,4:72,5:82,6:93,8:120", ""
     with replay.replayed(target, None, how) as (model, recorded):
         model.use_history(tmp_path / "stream.history")

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.answers import answer_json, stream_as_markdown, stream_to_terminal
+from edgespec.cli.answers import answer_json, stream_to_terminal
 from edgespec.serve.bodies import ChatBody, parse
 from tests.kit.serving import ask, events, serving
 from tests.kit.templates import TOOLS
@@ -144,7 +144,7 @@ def test_the_terminal_shows_thoughts_beside_the_output(capsys: pytest.CaptureFix
         answer = stream_to_terminal(model.stream_chat(ASK))
         written = capsys.readouterr()
         assert written.out == "Three.\n" and written.err == f"{answer.reasoning}\n\n"
-        stream_as_markdown(model.stream_chat(ASK, max_tokens=5), model.target.tokenizer)
+        stream_to_terminal(model.stream_chat(ASK, max_tokens=5), model.target.tokenizer)
         assert capsys.readouterr().err == "One\n"
         assert answer_json(answer)["reasoning"] == answer.reasoning
 

@@ -7,29 +7,27 @@ Benchmarks on a shared machine differ more from run to run than policies do from
 engine runs as it is, with sessions and a clock of its own: the target's passes return the recorded answer
 instead of computing it; the clock shows the sum of the given pass times; and what the drafter says after a
 text is kept in a file, so that another policy is replayed in seconds. ANSWERS comes from
-``python -m tools.record_answers``. ``--drafter`` may be repeated; without one, n-grams draft. ``--ahead``:
-target and drafter are on two devices, and the drafter goes on while the target verifies. ``--behind TOKENS``:
-prompts stand behind so many tokens of context, or behind several numbers in turn (``0,8000``). Along it
-passes get longer by ``--attention-us A,B``: A for a token of context, B for a token and row. ``edgespec cost
---json`` has both. With ``--blind`` prices know nothing of that. ``--experts US,USED,MEASURED,TEXT`` makes the
-target a mixture of experts: a row uses USED, each different one takes US microseconds. The pass times are of
-rows that overlap by MEASURED; those of the text overlap by TEXT, at random.
+``python -m tools.record_answers``. ``--drafter`` may be repeated; without one, n-grams draft. ``--behind
+TOKENS``: prompts stand behind so many tokens of context, or behind several numbers in turn (``0,8000``).
+Along it passes get longer by ``--attention-us A,B``: A for a token of context, B for a token and row.
+``edgespec cost --json`` has both. With ``--blind`` prices know nothing of that. ``--experts
+US,USED,MEASURED,TEXT`` makes the target a mixture of experts: a row uses USED, each different one takes US
+microseconds. The pass times are of rows that overlap by MEASURED; those of the text overlap by TEXT, at
+random.
 """
 
 import argparse
 import hashlib
 import json
 import shelve
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from edgespec.drafting.ahead import Beside
 from edgespec.engine import LoadOptions, Model
 from edgespec.loading.opening import Loaded, Running
 from edgespec.measuring.prompts import Prompt, ask, load_prompts
@@ -67,32 +65,6 @@ class Clock:
     def spend(self, seconds: float) -> None:
         """Let time pass."""
         self.now += seconds
-
-
-def lane(clock: Clock) -> Any:
-    """What stands in for :class:`threading.Thread` beside a clock: its time runs beside the clock's."""
-
-    class Lane:
-        """All it does is done at its start; who waits for it waits until the time when it was through."""
-
-        def __init__(self, target: Callable[..., None], args: Sequence[Any], name: str) -> None:
-            self._run, self._end = partial(target, *args), 0.0
-
-        def start(self) -> None:
-            """Run."""
-            before = clock.now
-            self._run()
-            self._end, clock.now = clock.now, before
-
-        def is_alive(self) -> bool:
-            """Whether it is still running."""
-            return clock.now < self._end
-
-        def join(self) -> None:
-            """Wait."""
-            clock.now = self._end
-
-    return Lane
 
 
 class Recorded:
@@ -276,7 +248,6 @@ def replayed(
     session = Recorded(target.config.vocab_size, curve, clock, behind, overlap)
     known = curve_of(args.target_ms) if args.blind else curve
     loaded = Loaded(Running(target, cast(Any, session), known, place(target)))
-    beside = None
     # What these sessions say does not lie in KV caches: there is nothing to put aside.
     options = LoadOptions(max_draft=args.max_draft, cache_bytes=0, prompt_cache_bytes=0)
     with shelve.open(str(args.memo)) as memo:
@@ -285,8 +256,7 @@ def replayed(
             small = Priced(drafter, CpuOptions(exact_rows=False), (curve, clock, memo)).opened(True)
             same = drafter.tokenizer.matches(target.tokenizer)
             loaded = Loaded(loaded.target, Running(drafter, small, curve, place(drafter)), same)
-            beside = Beside(curve, clock=clock, thread=lane(clock)) if args.ahead else None
-        with Model(Runner(loaded, options, clock=clock, beside=beside)) as model:
+        with Model(Runner(loaded, options, clock=clock)) as model:
             yield model, session
 
 
@@ -325,7 +295,6 @@ def main() -> None:
         target_ms="1:38,2:48,3:60,4:72,5:82,6:93,8:120",
         drafter_ms="1:6.5,2:7,32:38",
         max_draft=8,
-        ahead=False,
         behind="0",
         attention_us="0,0",
         experts="",
@@ -333,8 +302,8 @@ def main() -> None:
         memo=Path("replay.memo"),
     )
     prompts, written = load_prompts(args.prompts), answers(args.answers)
-    target = open_bundle(Path(args.target))
     for path in args.drafter or [None]:
+        target = open_bundle(Path(args.target))  # its templates end with the model
         drafter = None if path is None else open_bundle(path)
         with replayed(target, drafter, args) as (model, recorded):
             print(path.name if path else "ngram")

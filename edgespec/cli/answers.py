@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from edgespec.cli.console import errors, output, progress_bars
-from edgespec.cli.line_breaks import LineBreaks, Piece
-from edgespec.cli.markdown import MarkdownStream
 from edgespec_models.progress import Progress
 
 if TYPE_CHECKING:
@@ -34,70 +32,45 @@ _MARKS: Final = {
 _PATIENCE_S: Final = 0.5
 
 
-def stream_to_terminal(stream: "Stream") -> "Generation":
-    """Print the text as it comes, ending the line."""
-    text_ends_line = True
-    try:
-        for record in _records(stream):
-            if record.text:
-                typer.echo(record.text, nl=False)
-                sys.stdout.flush()
-                text_ends_line = record.text.endswith("\n")
-    finally:
-        if not text_ends_line:
-            typer.echo()
-    return stream.result
+def stream_to_terminal(stream: "Stream", marked: "Tokenizer | None" = None) -> "Generation":
+    """Print the text as it comes, ending the line. With ``marked``, a terminal shows each token's source."""
+    attribution = None
+    if marked is not None and output().is_terminal:
+        from edgespec.requests.attribution import Attribution
 
-
-def stream_as_markdown(stream: "Stream", marked: "Tokenizer | None" = None) -> "Generation":
-    """Print the text as it comes, formatted, with lines broken between words.
-
-    With ``marked``, drafted tokens are marked. Output that is no terminal gets the text unchanged.
-    """
-    if not output().is_terminal:
-        return stream_to_terminal(stream)
-    from edgespec.requests.attribution import Attribution
-
-    attribution = None if marked is None else Attribution(marked)
-    markdown, ends_line = MarkdownStream(), True
-    lines = LineBreaks(lambda: output().width)
-
-    def show(pieces: list[Piece], mark: str = "") -> None:
-        for text, style, breaks in pieces:
-            _print(output(), lines.push(Piece(text, f"{style} {mark}".strip(), breaks)))
-
+        attribution = Attribution(marked)
+    ends_line = True
     try:
         for record in _records(stream):
             ends_line = record.text.endswith("\n") if record.text else ends_line
-            if attribution is None:
-                show(markdown.push(record.text))
-                continue
-            for token in attribution.push(record):
-                if "reasoning" not in token:
-                    show(markdown.push(token["text"]), _MARKS.get(token["source"], ""))
+            if attribution is not None:
+                for token in attribution.push(record):
+                    if "reasoning" not in token:
+                        _print(output(), token["text"], _MARKS.get(token["source"], ""))
+            elif record.text:
+                typer.echo(record.text, nl=False)
+                sys.stdout.flush()
     finally:
-        show(markdown.finish())
-        _print(output(), lines.finish())
         if not ends_line:
-            output().print()
+            typer.echo()
     return stream.result
 
 
 def _records(stream: "Stream") -> "Iterator[Record]":
     """The stream's records. Thoughts are printed dimmed on standard error: the output is the answer alone."""
-    thinks, lines = False, LineBreaks(lambda: errors().width)
+    thinks = False
     try:
         for record in _behind_prompt(stream):
             if record.reasoning:
                 thinks = True
-                _print(errors(), lines.push(Piece(record.reasoning, "dim italic")))
+                _print(errors(), record.reasoning, "dim italic")
             if thinks and record.text:
                 thinks = False
-                _print(errors(), [*lines.finish(), Piece("\n\n")])
+                _print(errors(), "\n\n")
             yield record
     finally:
         if thinks:
-            _print(errors(), [*lines.finish(), Piece("\n")])
+            _print(errors(), "\n")
 
 
 def _behind_prompt(stream: "Stream") -> "Iterator[Record]":
@@ -114,11 +87,10 @@ def _behind_prompt(stream: "Stream") -> "Iterator[Record]":
                 draw(Progress("Reading the prompt", progress.read, progress.total, "tokens"))
 
 
-def _print(console: "Console", pieces: list[Piece]) -> None:
+def _print(console: "Console", text: str, style: str = "") -> None:
     from rich.text import Text
 
-    for text, style, _ in pieces:
-        console.print(Text(text, style), end="", soft_wrap=True)
+    console.print(Text(text, style), end="", soft_wrap=True)
 
 
 def sources_line(answer: "Generation") -> "Text":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.answers import answer_json, sources_line, stats_line, stream_as_markdown
+from edgespec.cli.answers import answer_json, sources_line, stats_line, stream_to_terminal
 from edgespec.cli.console import errors, json_text, note, print_json, progress_bars
 from edgespec_models.errors import RequestError
 
@@ -94,7 +94,7 @@ def _show_answer(talk: _Chat, text: str) -> None:
     try:
         stream = talk.conversation.stream(text)
         try:
-            answer = stream_as_markdown(stream, talk.tokenizer if talk.sources else None)
+            answer = stream_to_terminal(stream, talk.tokenizer if talk.sources else None)
         except KeyboardInterrupt:
             stream.cancel()
             answer = stream.result

@@ -155,8 +155,6 @@ class Remarks:
     prompt_cache_problem: str | None = None
     rolled_back: tuple[str, ...] = ()
     placement: str = ""
-    drafted_ahead: int = 0
-    used_ahead: int = 0
 
     def note_failure(self, error: Exception) -> None:
         """Note, and log, that the drafter failed and the request goes on without it."""

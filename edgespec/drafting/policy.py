@@ -121,9 +121,9 @@ class Policy:
         if self._written and not passed.reads:
             rests = self._drafts and not self._guard.allows
             self._judge_model(choice, prices)
-            slowdown = 1.0 if self._model is None else self._model.slowdown
-            alone_s = passed.seconds / slowdown
-            self._pricing.observe_pass(passed.rows, alone_s, passed.experts, step.draft.first, passed.load)
+            self._pricing.observe_pass(
+                passed.rows, passed.seconds, passed.experts, step.draft.first, passed.load
+            )
             self._judge_round(choice, step, prices)
             if rests:
                 self._guard.rest()

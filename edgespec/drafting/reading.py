@@ -19,12 +19,12 @@ _FEW = 8  # tokens; with more of them guesses save little, and may need another 
 class RunningMean:
     """A mean that outliers hardly move, and that drifts back to a usual value while it is not used.
 
-    The usual value weighs as much as ``worth`` observations.
+    The usual value weighs as much as ten observations.
     """
 
-    def __init__(self, usual: float, worth: int = 10) -> None:
+    def __init__(self, usual: float) -> None:
         self.value = self._usual = usual
-        self._seen = worth
+        self._seen = 10
 
     def observe(self, value: float) -> None:
         """Add an observation."""
@@ -114,20 +114,15 @@ class Reader(Chain):
     """Reads committed and drafted tokens with a drafter model's session.
 
     A prediction is kept as long as the KV cache holds the token before it, so no token is read twice. This
-    holds for drafted tokens that were not proposed, for tokens that were read ahead (:meth:`read_on`), and
-    for right guesses of ``followers``, which a pass reads too. Use it in one thread at a time.
+    holds for drafted tokens that were not proposed, and for right guesses of ``followers``, which a pass
+    reads too. Use it in one thread at a time.
 
     ``followers`` know the first ``held`` tokens of the text already.
-
-    Attributes:
-        has_read: whether the prompt was read.
-        drafted_ahead: the tokens read ahead so far.
-        used_ahead: the tokens read ahead that later drafts needed.
     """
 
     def __init__(self, session: Session, curve: CostCurve, followers: Followers, *, held: int = 0) -> None:
         super().__init__(session, curve)
-        self._followers, self.drafted_ahead, self.used_ahead = followers, 0, 0
+        self._followers = followers
         self._asked: Rows | None = None  # of the next pass
         self._requests = 1
         self._unread: Sequence[int] = ()  # tokens of the text behind the next pass's tokens
@@ -135,21 +130,15 @@ class Reader(Chain):
         self._seconds = 0.0  # time of the reading
         self._mean: RunningMean | None = None  # learns from that time
         self._predicted: dict[int, Prediction] = {}  # predictions by position
-        self._ahead: set[int] = set()  # positions read ahead that no draft has needed yet
         self._guesses: list[Follower] = []  # guesses that the next pass reads too
         self._guessed: dict[int, Follower] = {}  # right guesses that no draft has needed yet, by position
         self._text: list[int] = []  # the text and the drafted tokens
         self._learned = held  # tokens of the text that followers know
-        self.has_read = False
+        self._has_read = False  # the prompt
 
     @property
     def latest(self) -> Prediction:
         return self._predicted[self._length - 1]
-
-    @property
-    def room_ahead(self) -> bool:
-        """Whether the KV cache has room for one more token."""
-        return self._session.length < self._session.capacity
 
     def room_for(self, text: Sequence[int], more: int) -> bool:
         return len(text) + more <= self._session.capacity
@@ -175,8 +164,8 @@ class Reader(Chain):
         if self._knows(text):
             self._move(len(text))
             return None
-        self._end, self._seconds, self._mean = len(text), 0.0, self._first if self.has_read else None
-        self.has_read = True
+        self._end, self._seconds, self._mean = len(text), 0.0, self._first if self._has_read else None
+        self._has_read = True
         self._unread = text[self._roll_back(text) :]
         return self._read_piece()
 
@@ -204,18 +193,6 @@ class Reader(Chain):
             self._move(self._end)
         return None
 
-    def ahead(self, count: int) -> Prediction | None:
-        """The prediction ``count`` tokens behind the text, if these were read already."""
-        return self._predicted.get(self._length + count)
-
-    def read_on(self, token: int) -> Prediction:
-        """Read one more token ahead, in a pass of its own."""
-        (predictions,) = self._session.model.predict_together([Rows(self._session, [token], 1)])
-        prediction = self._keep([token], [], predictions)
-        self._ahead.add(self._session.length - 1)
-        self.drafted_ahead += 1
-        return prediction
-
     def _read_piece(self) -> Rows:
         count = self._session.model.piece
         piece, self._unread = self._unread[:count], self._unread[count:]
@@ -234,7 +211,7 @@ class Reader(Chain):
         self._asked = Rows(self._session, rows, is_last + len(guesses))
         return self._asked
 
-    def _keep(self, rows: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> Prediction:
+    def _keep(self, rows: Sequence[int], guesses: Sequence[Follower], predictions: Predictions) -> None:
         """Keep the predictions behind the text and each right guess, and drop the others."""
         at, right = self._session.length - len(guesses) - 1, 0
         token = rows[len(rows) - len(guesses) - 1]
@@ -248,7 +225,6 @@ class Reader(Chain):
         for guess in guesses[right:]:
             self._followers.fared(guess, spared=False)
         self._session.keep(len(rows) - len(guesses) + right)
-        return self._predicted[at]
 
     def _knows(self, text: Sequence[int]) -> bool:
         return len(text) - 1 in self._predicted and self._session.shared_prefix(text) == len(text)
@@ -266,15 +242,11 @@ class Reader(Chain):
     def _move(self, length: int) -> None:
         """Set the length of the text to ``length`` tokens."""
         self._length = length
-        needed = {at for at in self._ahead if at < length}
-        self.used_ahead += len(needed)
-        self._ahead -= needed
         for at in [at for at in self._guessed if at < length]:
             self._followers.fared(self._guessed.pop(at), spared=True)
 
     def _drop(self, length: int) -> None:
         """Drop predictions from position ``length`` on: the KV cache is about to lose these tokens."""
         self._predicted = {at: known for at, known in self._predicted.items() if at < length}
-        self._ahead = {at for at in self._ahead if at < length}
         for at in [at for at in self._guessed if at >= length]:
             self._followers.fared(self._guessed.pop(at), spared=False)

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from edgespec.decoding.draft import Remarks
-from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, ByteBridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter, context_tokens
@@ -24,24 +22,12 @@ _GAIN = 0.15  # of an answer's time, which drafting saves at least where it pays
 
 
 class DrafterSide:
-    """The drafter of a target: a model that reads the text, or a head that reads the target's states.
+    """The drafter of a target: a model that reads the text, or a head that reads the target's states."""
 
-    ``beside`` lets it draft on during the target's pass; it is None if both run on one device.
-    """
-
-    def __init__(
-        self,
-        target: Bundle,
-        running: Running,
-        *,
-        same_vocabulary: bool,
-        caches: KvStore,
-        beside: Beside | None = None,
-    ) -> None:
+    def __init__(self, target: Bundle, running: Running, *, same_vocabulary: bool, caches: KvStore) -> None:
         self.bundle, self.session, self.curve = running.bundle, running.session, running.curve
         self._row_s = running.curve.seconds(DRAFTER_READING_ROWS) / DRAFTER_READING_ROWS  # of a prompt
-        self._target, self._same_vocabulary = target, same_vocabulary
-        self._caches, self._beside = caches, beside
+        self._target, self._same_vocabulary, self._caches = target, same_vocabulary, caches
         self.calibration = Calibration()
         self._rates = list[Rate]()  # of a head that drafts blocks
         self._followers = Followers(running.curve)
@@ -67,14 +53,12 @@ class DrafterSide:
         max_draft: int,
         target_end: int | None,
         token_s: float,
-        remarks: Remarks,
     ) -> Source | None:
         """The source of a new request; None if its answer cannot be long enough.
 
         ``prompt`` is ``tokens`` as the drafter reads them. It reads with the first of ``sessions``; the other
         sessions belong to running requests. ``target`` is the target's; ``target_end`` is its token to
-        propose where the drafter ends the text. Plain decoding takes ``token_s`` seconds a token. ``remarks``
-        receive how much was read ahead.
+        propose where the drafter ends the text. Plain decoding takes ``token_s`` seconds a token.
         """
         session, others = sessions
         if self.bundle.config.is_head:
@@ -95,7 +79,7 @@ class DrafterSide:
             return None
         bridge, reader = self._bridge(tokens, prompt), Reader(session, self.curve, self._followers, held=held)
         self._offer(session, others, prompt)
-        model = ModelDrafter(
+        return ModelDrafter(
             reader,
             bridge,
             ends=self.bundle.manifest.special_tokens.eos,
@@ -104,14 +88,6 @@ class DrafterSide:
             left_out=left_out,
             earliest=_EARLIEST,
         )
-        if self._beside is None:
-            return model
-        return Ahead(model, reader, self._beside, remarks=remarks)
-
-    def stop(self) -> None:
-        """Wait for work that an earlier request may have left running."""
-        if self._beside is not None:
-            self._beside.stop()
 
     def forget(self) -> None:
         """Forget all texts that it read, except in its KV caches."""

@@ -31,12 +31,10 @@ class Source(Observer, Protocol):
     draft is always legal.
 
     Attributes:
-        slowdown: the factor by which the target's pass takes longer while this source computes.
         earliest: the number of answer tokens before this source is asked.
         is_needed: whether its errors end the request. Otherwise decoding goes on without it.
     """
 
-    slowdown: float = 1.0
     earliest: int = 0
     is_needed: bool = False
 

@@ -150,9 +150,6 @@ class GenerationStats:
         drafter_s: Time that rounds waited for the drafter, with its reading of the prompt.
         speculation_off_reason: Why little or nothing was drafted. None while drafting pays.
         placement: The devices on which target and drafter ran, and why.
-        drafted_ahead: Tokens that a drafter on a second device read while passes of the target ran, in the
-            drafter's vocabulary.
-        used_ahead: Tokens read ahead that a later draft needed.
         history_problem: Why the history cannot be read or written. None if it can, or without one.
         prompt_cache_problem: Why prompts cannot be kept on disk. None if they can.
         rolled_back: Statistics of the history that misled and were put back, and why.
@@ -179,8 +176,6 @@ class GenerationStats:
     prompt_cache_problem: str | None = None
     rolled_back: tuple[str, ...] = ()
     placement: str = ""
-    drafted_ahead: int = 0
-    used_ahead: int = 0
     queued_s: float = 0.0
     reasoning_tokens: int = 0
     schema_problems: tuple[str, ...] = ()

@@ -43,7 +43,6 @@ from edgespec_runtimes.kv_store import KvStore
 from edgespec_runtimes.memory import machine_memory
 
 if TYPE_CHECKING:  # requests import nothing of drafter models or histories that they do not have
-    from edgespec.drafting.ahead import Beside
     from edgespec.drafting.custom import Custom
     from edgespec.drafting.side import DrafterSide
     from edgespec.history.use import HistoryUse
@@ -61,9 +60,8 @@ class Runner:
 
     ``write_behind`` writes prompts to disk while no request runs; see :class:`KvStore`.
 
-    It closes ``loaded``. ``beside`` lets the drafter go on while the target verifies; None if both run on one
-    device. ``side``, ``own`` and ``history`` are None without a drafter model, without an app's own drafter,
-    and without a history.
+    It closes ``loaded``. ``side``, ``own`` and ``history`` are None without a drafter model, without an app's
+    own drafter, and without a history.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class Runner:
         *,
         drafts: bool = True,
         clock: Clock = perf_counter,
-        beside: "Beside | None" = None,
         own: Drafter | None = None,
     ) -> None:
         self.target, self.session = loaded.target.bundle, loaded.target.session
@@ -92,17 +89,13 @@ class Runner:
             from edgespec.drafting import side
 
             self.side = side.DrafterSide(
-                self.target,
-                loaded.drafter,
-                same_vocabulary=loaded.same_vocabulary,
-                caches=self.caches,
-                beside=beside,
+                self.target, loaded.drafter, same_vocabulary=loaded.same_vocabulary, caches=self.caches
             )
         self.seats = Seats(
             self.session,
             None if self.side is None else self.side.session,
             self.caches,
-            1 if self.own is not None or beside is not None else options.parallel,
+            1 if self.own is not None else options.parallel,
         )
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
@@ -313,8 +306,6 @@ class Runner:
         for running in filter(None, (self.loaded.target, self.loaded.drafter)):
             if template := vars(running.bundle).get("chat_template"):  # it is compiled at its first use
                 template.close()
-        if self.side is not None:
-            self.side.stop()
         try:
             self.caches.write_behind()
             if self.history is not None:
@@ -399,7 +390,6 @@ class Runner:
                 max_draft=self.options.max_draft,
                 target_end=eos[0] if eos else None,
                 token_s=prices.token_s,
-                remarks=remarks,
             )
         except Exception as error:  # noqa: BLE001 - mostly for lack of memory; the target goes on alone
             remarks.note_failure(error)

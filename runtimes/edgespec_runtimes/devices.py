@@ -210,9 +210,3 @@ class Placement:
         """The placement after opening the graphs, which tells whether context binaries are used."""
         compiled = session.model.compiled
         return replace(self, reason=f"{self.reason}; {compiled}") if compiled else self
-
-
-def run_at_once(placement: Placement, other: Placement) -> bool:
-    """Whether two models compute side by side: on hardware of two kinds, none of it emulated."""
-    first, second = placement.device, other.device
-    return first.kind.hardware != second.kind.hardware and first.state == second.state == "ready"

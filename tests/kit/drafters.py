@@ -8,11 +8,10 @@ from time import perf_counter
 from typing import Any
 
 from edgespec import Model, RequestOptions, load
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Remarks
+from edgespec.decoding.draft import NO_DRAFT, Clock, Draft
 from edgespec.decoding.grammar import Constraint
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.decoding.verifier import Verifier
-from edgespec.drafting.ahead import Ahead, Beside
 from edgespec.drafting.bridge import Bridge, IdentityBridge
 from edgespec.drafting.cascade import Followers
 from edgespec.drafting.model import Calibration, ModelDrafter
@@ -20,16 +19,14 @@ from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Guard, Prices, Pricing
 from edgespec.drafting.reading import Chain, Prediction, Reader
 from edgespec.drafting.source import Extending, Source
-from edgespec.requests.request import Request
-from edgespec.requests.stream import Stream
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
-from tests.kit.models import answering, runner_of
+from tests.kit.models import runner_of
 from tests.kit.several import Driven
 from tests.kit.tokenizers import byte_level_json, sentencepiece_json
-from tests.kit.toy import F32, PRICES, NextLogits, Silent, ToySession, alone
+from tests.kit.toy import F32, PRICES, NextLogits, ToySession, alone
 from tools import replay
 
 VOCAB = 50
@@ -142,8 +139,6 @@ def policy_of(
     pricing: Pricing | None = None,
     constraint: Constraint | None = None,
     opening: Draft | None = None,
-    remarks: Remarks | None = None,
-    clock: Clock = perf_counter,
 ) -> Policy:
     if pricing is None:
         pricing = Pricing(FREE)
@@ -156,17 +151,11 @@ def policy_of(
         guard=Guard(pricing),
         constraint=constraint,
         opening=opening,
-        remarks=remarks,
-        clock=clock,
     )
 
 
 def reader_of(session: Session, curve: CostCurve = QUICK) -> Reader:
     return Reader(session, curve, Followers(curve))
-
-
-def ahead_of(model: ModelDrafter, reader: Reader, beside: Beside, remarks: Remarks | None = None) -> Ahead:
-    return Ahead(model, reader, beside, remarks=remarks or Remarks())
 
 
 def draft_of(
@@ -199,16 +188,3 @@ def mixed(next_logits: NextLogits, other: NextLogits, right: float) -> NextLogit
         return (next_logits if hash(tuple(tokens[-4:])) % 1000 < 1000 * right else other)(tokens)
 
     return law_here
-
-
-def stream_of(
-    target: ToySession,
-    model: Source,
-    pricing: Pricing,
-    request: Request,
-    clock: Clock = perf_counter,
-    remarks: Remarks | None = None,
-) -> Stream:
-    """A request that drafts with a model alone."""
-    policy = policy_of(Silent(), model, pricing=pricing, remarks=remarks, clock=clock)
-    return answering(target, lambda: policy, request, clock, max_draft=4, pricing=pricing)

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from edgespec.decoding.draft import Clock
 from edgespec.decoding.verifier import Verifier
-from edgespec.drafting.ahead import Beside
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.side import DrafterSide
@@ -136,7 +135,6 @@ def toy_model(
     drafter_s: float = 0.1,
     bundle: Callable[[str, int], Bundle] = toy_bundle,
     same_vocabulary: bool = True,
-    beside: Beside | None = None,
 ) -> Model:
     """A model over ``session``, a second a pass; with a drafter over the same vocabulary."""
 
@@ -152,7 +150,7 @@ def toy_model(
     target = running("toy", session or toy_session(), 1.0)
     small = None if drafter is None else running("small", drafter, drafter_s)
     loaded = Loaded(target, small, same_vocabulary)
-    return Model(Runner(loaded, options or LoadOptions(), clock=clock, beside=beside))
+    return Model(Runner(loaded, options or LoadOptions(), clock=clock))
 
 
 def runner_of(model: Model) -> Runner:

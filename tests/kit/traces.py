@@ -1,4 +1,4 @@
-"""Passes of models in five settings, whose rows, drafts and order no change of the inside may move.
+"""Passes of models in four settings, whose rows, drafts and order no change of the inside may move.
 
 ``python -m tests.kit.traces`` writes the passes anew, for a change that is meant to move them.
 """
@@ -12,17 +12,15 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from edgespec import Choice, LoadOptions, Model, Regex
-from edgespec.drafting.ahead import Beside
 from edgespec.requests.stream import Stream
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows, Session
 from tests.kit.drafters import mixed, tokenizer
 from tests.kit.models import VOCAB, toy_bundle, toy_model, toy_tokenizer
 from tests.kit.several import LAW, LONG, OTHER, Driven
 from tests.kit.toy import F32, NextLogits, ToyModel, settle
-from tools.replay import Clock, lane
+from tools.replay import Clock
 
 STORED: Final = Path(__file__).parent.parent / "golden" / "traces.json"
 Ask = tuple[int, str, dict[str, Any]]
@@ -110,16 +108,14 @@ def _of_a_model(
     *,
     parallel: int = 1,
     asks: Sequence[Ask] = ONE_BY_ONE,
-    is_ahead: bool = False,
     has_history: bool = False,
 ) -> list[str]:
     """A drafter of the same vocabulary, which is right in eight of ten places."""
     several = parallel > 1
     target = _Traced(LAW, trace, "target", chunk=16, several=several)
     drafter = _Traced(mixed(LAW, OTHER, 0.8), trace, "drafter", several=several)
-    beside = Beside(CostCurve({1: 0.11}), clock=trace.clock, thread=lane(trace.clock)) if is_ahead else None
     options = LoadOptions(parallel=parallel)
-    model = toy_model(target.session(), drafter.session(), options=options, clock=trace.clock, beside=beside)
+    model = toy_model(target.session(), drafter.session(), options=options, clock=trace.clock)
     if has_history:
         model.use_history(folder / "model.history")
     return trace.run(model, [*asks, *asks[:2]])
@@ -157,7 +153,6 @@ SETTINGS: Final[dict[str, Callable[[Path, _Trace], list[str]]]] = {
     "a model": partial(_of_a_model, has_history=True),
     "several": partial(_of_a_model, parallel=4, asks=AT_ONCE),
     "another vocabulary": _of_other_vocabulary,
-    "ahead": partial(_of_a_model, is_ahead=True),
 }
 
 

@@ -24,7 +24,6 @@ from edgespec_models.families import decode
 
 _Shape = tuple[int, ...]
 _LANES: Final = 16  # of a delta net's states, which lie as its kernel reads them
-_DELTA_PARTS: Final = ("delta_qkv", "delta_gate", "delta_decay", "delta_strength")
 
 
 @dataclass(frozen=True, slots=True)
