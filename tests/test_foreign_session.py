@@ -79,7 +79,7 @@ def test_the_cache_is_kept_as_the_graph_wants_it(
     KINDS[kind](tmp_path / "m")
     session = opened(tmp_path / "m")
     assert isinstance(session.model, ForeignModel)
-    assert isinstance(session.model.cache, cache)
+    assert isinstance(session.model.cache, cache) and session.model.copies_cache == (cache is GrowingCache)
     # A token that runs twice needs a row more; graphs that concatenate are written to another buffer.
     rows = (session.capacity + 1) * (1 if cache is SharedCache else 2)
     assert session.kv_bytes == rows * LAYERS * 2 * KV_HEADS * WIDTH * 4

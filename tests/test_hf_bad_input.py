@@ -64,7 +64,7 @@ def refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*optimum-cli export onnx"),
+        ({"model_type": "mamba"}, r"'mamba'.*llama, mistral.*--via optimum"),
         ({"model_type": "absent"}, "architecture ''"),
         (
             {"model_type": "mixtral"},

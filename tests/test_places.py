@@ -30,7 +30,7 @@ Patch = pytest.MonkeyPatch
 
 def export_to(out: Path, meanwhile: Callable[[], object], *, overwrite: bool = False) -> None:
     """What an export does at ``out``, while somebody else does something."""
-    check = partial(check_place, out.parent, out, overwrite=overwrite)
+    check = partial(check_place, out.parent, out, overwrite=overwrite, replaceable=(out / MANIFEST).is_file)
     with writing(out), staging.staging(out, check) as folder:
         (folder / MANIFEST).write_text("bundle")
         meanwhile()

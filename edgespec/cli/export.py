@@ -89,6 +89,19 @@ def export(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
+    via: Annotated[
+        Literal["edgespec", "optimum"],
+        typer.Option(
+            help="The program that builds the graph. optimum has more architectures, keeps weights "
+            "in floating point, and copies the KV cache in every pass."
+        ),
+    ] = "edgespec",
+    optimum_cli: Annotated[
+        str,
+        typer.Option(
+            "--optimum-cli", metavar="PROGRAM", help="Optimum's command, in an environment of its own."
+        ),
+    ] = "optimum-cli",
     device: Annotated[
         Literal["cpu", "npu-qnn", "npu-openvino", "cuda"],
         typer.Option(
@@ -147,12 +160,24 @@ def export(
         edgespec export qwen2.5-coder-0.5b-instruct -o laptop --device npu-qnn --chip snapdragon-x-elite
 
         edgespec export qwen2.5-coder-1.5b-instruct -o gpu --device cuda
+
+        edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
     from edgespec.loading.first_use import alignment_of, locate
     from edgespec_export.export import ExportOptions, export_model
 
     quantization = _quantization(bits, mixed)
     made_for = None if device == "cpu" else device
+    if via == "optimum":
+        words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
+        words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
+        words |= {"--alignment": alignment, "--target": target, "--chat-template": chat_template}
+        words |= {"--adapter": adapters}
+        words |= {"--role": role == "drafter"}
+        words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
+        _refuse_with_optimum([word for word, value in words.items() if value])
+        _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
+        return
     with progress_bars() as progress:
         file, entry = locate(source, progress, note, made_for)
         drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
@@ -193,6 +218,36 @@ def _warn_of_rounding(report: Mapping[str, Any]) -> None:
             "--bits and --mixed the source's weights are kept.",
             style="yellow",
         )
+
+
+def _refuse_with_optimum(options: list[str]) -> None:
+    if options:
+        raise RequestError(
+            "--via optimum keeps the weights as Optimum writes them, for targets and drafters; leave out "
+            f"{', '.join(options)}"
+        )
+
+
+def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_json: bool) -> None:
+    from edgespec_export.optimum import export_with_optimum
+    from edgespec_models.downloads.hub import on_hub, pull_hub, pulled_hub
+
+    with progress_bars() as progress:
+        folder, reference = Path(source), on_hub(source)
+        if reference is not None:
+            folder = pulled_hub(reference) or pull_hub(reference, progress=progress, notify=note)
+        report = export_with_optimum(folder, out, program=program, overwrite=overwrite, progress=progress)
+    if as_json:
+        print_json({"path": str(out), **report})
+        return
+    cache = "copied in every pass" if report["copies_cache"] else "in place"
+    exact = (
+        "yes" if report["row_exact"] else "no: where two tokens are nearly equally likely, answers may differ"
+    )
+    say(f"{out}: {report['architecture']}, {size(report['bytes'])}, from {size(report['source_bytes'])}")
+    say(f"  KV cache: {cache}")
+    say(f"  same bits for any rows: {exact}")
+    say(f"  export: {report['seconds']:.1f} s, by Optimum; not compared with its source")
 
 
 def _trim_size(value: str | None) -> "TrimSize | None":

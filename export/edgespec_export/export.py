@@ -8,6 +8,7 @@ from typing import Any
 
 from edgespec_export.options import ExportOptions
 from edgespec_export.staging import check_place, staging
+from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.bundles.static_graphs import find_chip
 from edgespec_models.errors import RequestError, naming
 from edgespec_models.progress import ProgressCallback, ignore_progress
@@ -49,7 +50,9 @@ def export_model(
     options = options or ExportOptions()
     _check_request(options)
     started = perf_counter()
-    check = partial(check_place, source, out, overwrite=options.overwrite)
+    check = partial(
+        check_place, source, out, overwrite=options.overwrite, replaceable=(out / MANIFEST).is_file
+    )
     with writing(out), staging(out, check) as folder, naming(source):
         if options.device in (None, "cuda"):
             from edgespec_export.graph_bundle import build_bundle as build

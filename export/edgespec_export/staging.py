@@ -10,7 +10,6 @@ from secrets import token_hex
 from stat import S_IMODE, S_ISDIR
 
 from edgespec_export.journal import DATA_FILE, JOURNAL
-from edgespec_models.bundles.bundle import MANIFEST
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, StorageError
 from edgespec_models.storage import leftovers, move, own_name, sync, sync_names
 
@@ -18,8 +17,10 @@ _OLD = "-old"
 _LOG = logging.getLogger("edgespec")
 
 
-def check_place(source: Path, out: Path, *, overwrite: bool) -> None:
+def check_place(source: Path, out: Path, *, overwrite: bool, replaceable: Callable[[], bool]) -> None:
     """Raise early if the bundle could not be put in its place.
+
+    ``replaceable`` says whether the present content of ``out`` may be replaced.
 
     Raises:
         ModelFileError: the source does not exist.
@@ -38,7 +39,7 @@ def check_place(source: Path, out: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise RequestError(f"{out} exists; choose another directory, or overwrite it (--overwrite)")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
+    if not out.is_dir() or (any(out.iterdir()) and not replaceable()):
         raise RequestError(f"{out} is not a bundle and is not overwritten; choose another directory")
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise RequestError(

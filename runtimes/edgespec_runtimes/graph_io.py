@@ -316,7 +316,8 @@ class ForeignModel(_GraphModel):
         """Bind nothing yet; ``exact_rows`` is as in :class:`OwnModel`."""
         super().__init__(session, bundle, chunk=chunk)
         self._pairs, kept = exact_rows, bundle.manifest.kept
-        self.cache = GrowingCache(kept) if self._grows(kept) else self._memory.cache(kept)
+        self.copies_cache = self._grows(kept)
+        self.cache = GrowingCache(kept) if self.copies_cache else self._memory.cache(kept)
         self.most_rows = max(1, _LOGITS_BYTES // (self._columns * self._logits.itemsize))
 
     def make_room(self, stretch: Stretch, capacity: int) -> None:

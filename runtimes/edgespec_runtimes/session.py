@@ -53,6 +53,7 @@ class LoadedModel(ABC):
         config: the shape of the decoder.
         most_rows: the most rows of a pass with logits if not all are wanted, which bounds their memory.
         takes_several: whether a pass may have rows of several sessions.
+        copies_cache: whether every pass writes the whole KV cache anew, as in graphs that concatenate.
         cache: keys and values of all sessions; None if the host has none.
         stretches: the sessions' parts of it.
         states: states of all sessions; None without such layers.
@@ -67,6 +68,7 @@ class LoadedModel(ABC):
 
     most_rows: int
     takes_several = False
+    copies_cache = False
     cache: KVBuffers | None = None
     states: States | None = None
     places = ANYWHERE

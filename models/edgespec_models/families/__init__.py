@@ -124,8 +124,7 @@ def _of_type(facts: Facts) -> Family:
     if model_type not in known:
         how = (
             f"edgespec exports these model types from Hugging Face checkpoints: {', '.join(known)}. Other "
-            "decoders go through Optimum, whose directories edgespec runs: optimum-cli export onnx --task "
-            "text-generation-with-past --model SOURCE OUT."
+            "decoders go through Optimum: edgespec export SOURCE -o OUT --via optimum."
         )
         raise unknown(facts.where, model_type, how)
     return known[model_type]
