@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -80,14 +81,16 @@ def test_what_the_library_raises_is_an_error_of_ours_but_ctrl_c_and_exits(
 
 
 @pytest.mark.parametrize("whose", ["target", "drafter"])
-def test_a_prompt_that_panics_is_an_error_and_the_next_is_answered(tmp_path: Path, whose: str) -> None:
+def test_a_prompt_that_panics_is_an_error_of_the_target_alone(tmp_path: Path, whose: str) -> None:
+    """The drafter is left out, and the next request is answered in any case."""
     texts = {"target": byte_level_json(), "drafter": sentencepiece_json()}
     texts[whose] = _cut_by(BACKTRACKS, texts[whose])
     for name, text in texts.items():
         config = replace(LLAMA, vocab_size=Tokenizer.from_json(text).vocab_size)
         tiny_bundle(tmp_path / name, config, tokenizer_json=text)
     with edgespec.load(tmp_path / "target", tmp_path / "drafter", options=LoadOptions(threads=1)) as model:
-        with pytest.raises(TokenizerError, match="cannot encode the text"):
+        fails = pytest.raises(TokenizerError, match="cannot encode the text")
+        with fails if whose == "target" else nullcontext():
             model.generate(FATAL, max_new_tokens=4)
         assert model.generate("the quick", max_new_tokens=4, stop_at_eos=False).tokens
 

@@ -295,7 +295,7 @@ def test_a_model_that_cannot_be_exported_is_refused_before_its_weights(hub: Hub)
 
 
 def test_a_model_that_a_gpu_cannot_run_is_refused_before_its_weights(hub: Hub) -> None:
-    hub.files["config.json"] = json.dumps(config_of("gemma2")).encode()
+    hub.files["config.json"] = json.dumps(config_of("qwen35")).encode()
     with pytest.raises(UnsupportedModelError, match="lacks for ONNX Runtime's operators"):
         open_model(NAME, "target", device="cuda")
     assert not set(SHARDS) & set(hub.fetched)

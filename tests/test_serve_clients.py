@@ -18,6 +18,7 @@ from edgespec.serve.options import ServeOptions
 from edgespec.serve.replies import ChatReply, CompletionReply
 from edgespec.serve.responses import Kept, ResponseReply, ResponsesBody
 from edgespec_models.errors import RequestError
+from edgespec_models.text.chat_template import ChatTemplate
 from tests.kit.models import toy_model, toy_session
 from tests.kit.serving import ServedModel, ask, events, question, serving, tokenizer
 from tests.kit.templates import HERMES
@@ -267,7 +268,7 @@ def test_json_of_free_names_may_have_a_space_in_each_place(text: str) -> None:
 
 def test_what_a_model_holds_is_neither_pickled_nor_copied() -> None:
     with toy_model(toy_session()) as model, Models({"a": "b"}) as models:
-        model.target.chat_template = HERMES  # type: ignore[assignment]  # whether there is one is all that counts
+        model.target.chat_template = ChatTemplate(HERMES)
         for held in (model, models, model.conversation(), model.stream("a")):
             for copied in (pickle.dumps, copy.copy, copy.deepcopy):
                 with pytest.raises(TypeError, match=r"call edgespec\.load in each process"):

@@ -161,7 +161,8 @@ def test_a_limit_is_said_and_what_to_do(source: str, reason: str) -> None:
 
 def test_closing_ends_a_rendering() -> None:
     """Within moments, not after the seconds that a template has."""
-    slow = ChatTemplate(ATTACKS[45], named={"rag": ATTACKS[45]})
+    endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    slow = ChatTemplate(endless, named={"rag": endless})
     with ThreadPoolExecutor(1) as thread:
         rendering = thread.submit(slow.render, ASK, {})
         sleep(0.1)

@@ -99,7 +99,8 @@ def native_plan(config: ModelConfig, kind: str, *, head_tokens: tuple[int, ...] 
         return LinearPart((name,), kept, form, (f"{name}_bias",) * biased)
 
     linears = dict[str, LinearSpec]()
-    for name, product in made.products.items():
+    head_first = sorted(made.products.items(), key=lambda product: product[0] != "lm_head")
+    for name, product in head_first:  # random weights go by this order
         columns = made.tensors[product.matrices[0]][1]
         linears[name] = LinearSpec(columns, tuple(map(part, product.matrices)), product.path)
     return DecoderPlan(EmbeddingSpec(form), linears, head_tokens=head_tokens)

@@ -17,12 +17,9 @@ def _decode(b: Backend, f: ModelConfig) -> None:
     """
     features, states = b.features(f.feature_width), b.states(f.hidden_size)
     normed = b.normalized(features, "target_norm"), b.normalized(states, "final_norm")
+    known = b.linear(b.norm(b.joined(*normed), "fuse_norm"), "fuse", f.hidden_size)
     embedding = b.norm(b.embed(f.vocab_size, f.hidden_size, f.embedding_scale), "embed_norm")
-    known = b.norm(b.joined(*normed), "fuse_norm")
-    x = b.add(
-        b.linear(embedding, "embed_fuse", f.hidden_size),
-        b.linear(known, "fuse", f.hidden_size),
-    )
+    x = b.add(b.linear(embedding, "embed_fuse", f.hidden_size), known)
     x = b.wanted(through_layers(b, f, x))
     b.write(b.logits(x, f.vocab_size, f.logit_cap))
     b.write_states(x, f.hidden_size)
