@@ -72,15 +72,10 @@ inline Tensor read(const Api& api, const OrtValue* value) {
   Tensor tensor;
   if (value == nullptr) return tensor;
   tensor.present = true;
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  check(api.type_and_shape(value, &info));
-  const auto released = [&](OrtTensorTypeAndShapeInfo* owned) { api.release_shape(owned); };
-  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(released)> owner(info, released);
+  const int64_t* dimensions = nullptr;
   size_t count = 0;
-  check(api.dimension_count(info, &count));
-  tensor.shape.resize(count);
-  check(api.dimensions(info, tensor.shape.data(), count));
-  check(api.element_type(info, &tensor.type));
+  check(api.type_and_shape(value, &tensor.type, &dimensions, &count));
+  tensor.shape.assign(dimensions, dimensions + count);
   check(api.data(const_cast<OrtValue*>(value), &tensor.data));
   return tensor;
 }

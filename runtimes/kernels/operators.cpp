@@ -179,7 +179,7 @@ std::string setting(const Api& api, OrtSessionOptions* options, const char* key)
 EDGESPEC_EXPORT OrtStatus* EDGESPEC_ORT_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                const edgespec::ort::ApiBase* base) {
   using namespace edgespec;
-  const void* const* table = base->get_api(ort::kVersion);
+  const void* const* table = base->get_api(ort::kApiVersion);
   if (table == nullptr) return nullptr;  // too old for an error: sessions will not know the operators
   const Api api(table);
   try {

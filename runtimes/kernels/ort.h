@@ -18,11 +18,11 @@ struct OrtSessionOptions;
 struct OrtKernelInfo;
 struct OrtKernelContext;
 struct OrtCustomOpDomain;
-struct OrtTensorTypeAndShapeInfo;
 
 namespace edgespec::ort {
 
 constexpr uint32_t kVersion = 16;  // the oldest version whose kernels return errors
+constexpr uint32_t kApiVersion = 24;  // the oldest version whose tensors show their shape without a copy
 enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7, kFloat16 = 10 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kFailure = 1, kInvalidArgument = 2;  // OrtErrorCode
@@ -77,21 +77,17 @@ class Api {
   Call<OrtCustomOpDomain*, const CustomOp*> add_operator = at(27);
   Call<OrtSessionOptions*, OrtCustomOpDomain*> add_domain = at(28);
   Call<OrtValue*, void**> data = at(51);
-  Call<const OrtTensorTypeAndShapeInfo*, int*> element_type = at(60);
-  Call<const OrtTensorTypeAndShapeInfo*, size_t*> dimension_count = at(61);
-  Call<const OrtTensorTypeAndShapeInfo*, int64_t*, size_t> dimensions = at(62);
-  Call<const OrtValue*, OrtTensorTypeAndShapeInfo**> type_and_shape = at(65);
   Call<const OrtKernelInfo*, const char*, float*> float_attribute = at(85);
   Call<const OrtKernelInfo*, const char*, int64_t*> int_attribute = at(86);
   Call<const OrtKernelInfo*, const char*, char*, size_t*> string_attribute = at(87);
   Call<const OrtKernelContext*, size_t, const OrtValue**> input = at(90);
   Call<OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**> output = at(91);
   void(EDGESPEC_ORT_CALL* release_status)(OrtStatus*) = at(93);
-  void(EDGESPEC_ORT_CALL* release_shape)(OrtTensorTypeAndShapeInfo*) = at(99);
   Call<const OrtKernelInfo*, size_t*> info_input_count = at(230);
   Call<const OrtSessionOptions*, const char*, int*> has_setting = at(237);
   Call<const OrtSessionOptions*, const char*, char*, size_t*> setting = at(238);
   Call<const OrtKernelInfo*, size_t, int*, const OrtValue**> constant_input = at(249);
+  Call<const OrtValue*, int*, const int64_t**, size_t*> type_and_shape = at(414);
 };
 
 }  // namespace edgespec::ort

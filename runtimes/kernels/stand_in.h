@@ -14,7 +14,6 @@
 using Shape = std::vector<int64_t>;
 
 struct OrtStatus { std::string message; };
-struct OrtTensorTypeAndShapeInfo { int type; Shape shape; };
 struct OrtValue {
   int type;
   Shape shape;
@@ -97,14 +96,13 @@ inline OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t*
   return nullptr;
 }
 
-inline const void* table[250];
+inline const void* table[415];
 
 template <class R, class... A>
 void put(size_t place, R (*function)(A...)) { table[place] = reinterpret_cast<const void*>(function); }
 
 inline void fill_table() {
   typedef OrtStatus S;
-  typedef const OrtTensorTypeAndShapeInfo* Type;
   typedef const OrtKernelInfo* Info;
   put(0, +[](int, const char* message) -> S* { return new S{message}; });
   put(26, +[](const char*, OrtCustomOpDomain** out) -> S* { *out = new OrtCustomOpDomain; return nullptr; });
@@ -114,16 +112,6 @@ inline void fill_table() {
   });
   put(28, +[](OrtSessionOptions* to, OrtCustomOpDomain* domain) -> S* { to->domain = domain; return nullptr; });
   put(51, +[](OrtValue* value, void** out) -> S* { *out = value->bytes.data(); return nullptr; });
-  put(60, +[](Type type, int* out) -> S* { *out = type->type; return nullptr; });
-  put(61, +[](Type type, size_t* out) -> S* { *out = type->shape.size(); return nullptr; });
-  put(62, +[](Type type, int64_t* out, size_t) -> S* {
-    std::copy(type->shape.begin(), type->shape.end(), out);
-    return nullptr;
-  });
-  put(65, +[](const OrtValue* value, OrtTensorTypeAndShapeInfo** out) -> S* {
-    *out = new OrtTensorTypeAndShapeInfo{value->type, value->shape};
-    return nullptr;
-  });
   put(85, +[](Info info, const char* name, float* out) -> S* { return attribute(info->reals, name, out); });
   put(86, +[](Info info, const char* name, int64_t* out) -> S* { return attribute(info->numbers, name, out); });
   put(87, +[](Info info, const char* name, char* out, size_t* size) -> S* {
@@ -135,7 +123,6 @@ inline void fill_table() {
   });
   put(91, output);
   put(93, +[](OrtStatus* status) { delete status; });
-  put(99, +[](OrtTensorTypeAndShapeInfo* info) { delete info; });
   put(230, +[](Info info, size_t* out) -> S* { *out = info->inputs.size(); return nullptr; });
   put(237, +[](const OrtSessionOptions* from, const char* key, int* out) -> S* {
     *out = static_cast<int>(from->settings.count(key));
@@ -147,6 +134,10 @@ inline void fill_table() {
   put(249, +[](Info info, size_t index, int* is_constant, const OrtValue** out) -> S* {
     *out = index < info->constants.size() ? info->constants[index].get() : nullptr;
     *is_constant = *out != nullptr;
+    return nullptr;
+  });
+  put(414, +[](const OrtValue* value, int* type, const int64_t** shape, size_t* count) -> S* {
+    *type = value->type, *shape = value->shape.data(), *count = value->shape.size();
     return nullptr;
   });
 }

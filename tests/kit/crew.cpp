@@ -25,7 +25,7 @@ static long wrong_pieces(Crew& crew, const Weights* weights, int jobs) {
 
 // Whether an exception of a piece keeps its kind and its words.
 static bool keeps_words(Crew& crew) {
-  const void* const table[256] = {};
+  const void* const table[512] = {};
   const Api api(table);
   const Pass pass(api, crew, nullptr);
   bool kept = false;
