@@ -227,13 +227,15 @@ class Attention {
   void append(const State& s, const Rows& rows, int64_t head, const float* from, int64_t width,
               int64_t value_step) const {
     const Buffer<float> key(head_dim_);
+    const Buffer<Half> narrowed(head_dim_);
     const BlockTable table = {rows.blocks, kv_heads_, head_dim_};
     for (int64_t row = 0; row < rows.count; row++) {
       const float* x = from + (rows.first + row) * width + head * head_dim_;
       const int64_t token = rows.past + row, lane = token % kLanes, first = head * kExtent * head_dim_;
       prepare(s, x, s.key_gain, token, 1.0f, key.get());
       Half* keys = s.keys + first + table.of(token - lane) + lane;
-      for (int64_t d = 0; d < head_dim_; d++) keys[d * kLanes] = narrow(key.get()[d]);
+      std::transform(key.get(), key.get() + head_dim_, narrowed.get(), narrow);
+      for (int64_t d = 0; d < head_dim_; d++) keys[d * kLanes] = narrowed.get()[d];
       const float* value = x + value_step;
       if (!units_.empty()) {
         kernels_.normalize(value, units_.data(), epsilon_, head_dim_, key.get());
