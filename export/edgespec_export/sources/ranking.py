@@ -13,7 +13,6 @@ from edgespec_models.bundles.bundle import Ranking
 from edgespec_models.files.blocks import F32
 from edgespec_models.text.tokenizer import Tokenizer
 
-_NAME = re.compile(r"qwen3.reranker", re.IGNORECASE)
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3 = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
@@ -29,11 +28,12 @@ def ranking_of(checkpoint: Checkpoint, name: str, template: Callable[[], str]) -
     Without a head, models are rerankers by their ``name``, as in llama.cpp's converter. Other heads than
     Qwen3-Reranker's read ``template``.
     """
-    is_qwen3 = checkpoint.config.architecture == "qwen3" and _NAME.search(name) is not None
+    pattern = checkpoint.family.reranker
+    says_yes = bool(pattern) and re.search(pattern, name, re.IGNORECASE) is not None
     if "score" in checkpoint.tensors:
         rows = checkpoint.values("score") / checkpoint.logits_factor
         row = rows[0] - rows[1:].sum(axis=0)  # of two, yes and no, the probability is the difference's
-    elif is_qwen3:
+    elif says_yes:
         tokenizer = Tokenizer.from_json(checkpoint.tokenizer_json())
         words = [tokenizer.encode(word) for word in ("yes", "no")]
         if any(len(tokens) > 1 for tokens in words):
@@ -42,7 +42,7 @@ def ranking_of(checkpoint: Checkpoint, name: str, template: Callable[[], str]) -
         row = yes - no
     else:
         return None
-    text = _QWEN3 if is_qwen3 else template().replace(_INSTRUCTION, "{instruction}")
+    text = _QWEN3 if says_yes else template().replace(_INSTRUCTION, "{instruction}")
     return Ranking(template=text, instruction=_INSTRUCTION if "{instruction}" in text else ""), row
 
 

@@ -53,6 +53,7 @@ class Family(NamedTuple):
         cut: the name of its cut of texts, where files of ollama call it ``default``.
         takes_space: whether tokens of SentencePiece's kind that were added take the whitespace behind them.
         one_vocabulary: whether all its models have the same tokens.
+        reranker: a pattern of the names of its models that score texts by the words yes and no.
         kind: heads and assistants draft for a target.
         classes: parts of the names of a head's classes.
         sign: a key that only its ``config.json`` has.
@@ -89,6 +90,7 @@ class Family(NamedTuple):
     cut: str = "default"
     takes_space: bool = False
     one_vocabulary: bool = False
+    reranker: str = ""
     kind: Literal["model", "head", "assistant"] = "model"
     classes: tuple[str, ...] = ()
     sign: str = ""

@@ -4,7 +4,12 @@ from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS
 
 QWEN3 = Family(
-    name="qwen3", hub=("qwen3",), gguf="qwen3", fixed={"qk_norm": True}, defaults={"head_dim": 128}
+    name="qwen3",
+    hub=("qwen3",),
+    gguf="qwen3",
+    fixed={"qk_norm": True},
+    defaults={"head_dim": 128},
+    reranker="qwen3.reranker",
 )
 QWEN3_MOE = QWEN3._replace(
     hub=("qwen3_moe",),
