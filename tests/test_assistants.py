@@ -19,9 +19,10 @@ from edgespec.loading import drafters
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import Assistant, ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import EdgespecError, ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.families import read_config
+from edgespec_models.families.gemma4_assistant import Gemma4Assistant
 from edgespec_models.files.facts import Facts
 from edgespec_runtimes.cost import CostCurve
 from edgespec_runtimes.cpu import open_cpu
@@ -61,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def opened(target: Path, head: Path) -> tuple[Session, Session]:
-    config = cast(ModelConfig, Bundle(head).config)
+    config = cast(Transformer, Bundle(head).config)
     return open_cpu(Bundle(target), read_layers=config.feature_layers), open_cpu(Bundle(head))
 
 
@@ -151,9 +152,10 @@ def test_rows_of_several_have_the_bits_that_each_has_alone(made: dict[str, Path]
 
 def test_a_bundle_of_an_assistant(made: dict[str, Path]) -> None:
     target, head = Bundle(made["target"]), Bundle(made["clustered"], verify_digests=True)
-    config, manifest = cast(ModelConfig, head.config), head.manifest
-    assert config.is_head and config.architecture == "assistant" and config.feature_layers == (6,)
-    assert config.assistant == Assistant(windowed=1, whole=2, clusters=kit.CLUSTERS, clusters_read=kit.READ)
+    config, manifest = cast(Transformer, head.config), head.manifest
+    assert isinstance(config, Gemma4Assistant) and config.is_head and config.feature_layers == (6,)
+    assert (config.windowed, config.whole) == (1, 2)
+    assert (config.clusters, config.clusters_read) == (kit.CLUSTERS, kit.READ)
     assert manifest.role == "drafter" and manifest.name == "a-it-assistant" and manifest.head_rows is None
     assert manifest.kept == () and manifest.kept_bytes(96) == 0
     assert manifest.provenance["target_sha256"] == target.manifest.provenance["sha256"]
@@ -288,12 +290,7 @@ def test_other_targets_are_refused(tmp_path: Path, made: dict[str, Path]) -> Non
 
 
 def test_a_configuration_of_an_assistant_is_whole(made: dict[str, Path]) -> None:
-    config = cast(ModelConfig, Bundle(made["clustered"]).config)
-    for change in (
-        {"assistant": None},
-        {"architecture": "gemma4"},
-        {"feature_layers": ()},
-        {"qk_norm": False},
-    ):
-        with pytest.raises(UnsupportedModelError, match="assistant"):
+    config = cast(Transformer, Bundle(made["clustered"]).config)
+    for change in ({"feature_layers": ()}, {"clusters_read": 0}, {"clusters": 7}, {"shared_layers": 1}):
+        with pytest.raises(UnsupportedModelError, match=r"assistant|clusters"):
             replace(config, **cast(Any, change))

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from edgespec_models.bundles.kept import BLOCK, EXTENT, keys_and_values
+from edgespec_models.decoders.kept import BLOCK, EXTENT, keys_and_values
 from edgespec_runtimes import block_pool
 from edgespec_runtimes.kv_cache import Stretch
 

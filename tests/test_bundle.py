@@ -24,6 +24,8 @@ from edgespec_models.bundles.bundle import (
     FileRecord,
     Manifest,
 )
+from edgespec_models.decoders.operations import Rope
+from edgespec_models.decoders.transformer import FULL, SLIDING
 from edgespec_models.errors import BundleError, RequestError, TokenizerError, UnsupportedModelError
 from edgespec_runtimes.cpu import open_cpu
 from tests.kit.native import Edit, edit_manifest
@@ -53,19 +55,27 @@ def test_a_manifest_survives_json(folder: Path) -> None:
     assert manifest.bytes_per_pass == manifest.parameters_per_pass == 3000
 
 
-def test_a_manifest_of_before_rotary_factors_opens(folder: Path) -> None:
-    later = ("rope_factors", "rope_magnitude", "rotary_dim", "unrotated_layers")
-    edit_manifest(folder, lambda m: [m["config"].pop(key) for key in later])
-    assert Bundle(folder).config == LLAMA
-
-
 IMPOSSIBLE: tuple[tuple[str, Any, str], ...] = (
-    *(("rotary_dim", 24, "rotary_dim"), ("rotary_dim", 48, "rotary_dim")),
-    ("rope_factors", (1.0,), "there are 1 rope_factors for 16 frequencies"),
-    *(("rope_factors", (0.0,) * 16, "rope_factors"), ("rope_magnitude", 0.0, "rope_magnitude")),
-    *(("global_every", -1, "global_every"), ("hidden_size", 0, "hidden_size")),
+    ("rope", Rope(theta=1e4, width=24, pairs=12), "rotary_dim"),
+    ("rope", Rope(theta=1e4, width=48, pairs=24), "rotary_dim"),
+    *(("layer_types", (FULL,), "1 layer_types for 2 layers"), ("hidden_size", 0, "hidden_size")),
+    ("layer_types", ("conv", FULL), "layer_types has 'conv'; allowed for llama: full_attention"),
+    ("layer_types", (SLIDING, FULL), "need a sliding_window"),
+    ("feature_layers", (1, 2), "llama is no head"),
     ("num_kv_heads", 3, "3 key-value heads"),
 )
+
+
+ROTATIONS: tuple[tuple[str, Any, str], ...] = (
+    ("factors", (1.0,), "there are 1 rope_factors for 16 frequencies"),
+    *(("factors", (0.0,) * 16, "factors"), ("magnitude", 0.0, "magnitude"), ("pairs", 17, "pairs")),
+)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), ROTATIONS)
+def test_impossible_rotations_are_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        replace(LLAMA.rope, **{name: value})
 
 
 @pytest.mark.parametrize(("name", "value", "message"), IMPOSSIBLE)
@@ -176,7 +186,7 @@ DAMAGE: dict[str, Edit] = {
     "no heads kept": lambda m: m["kept"][0].update(shape=[0, 8]),
     "no width kept": lambda m: m["kept"][0].update(shape=[8]),
     "an unknown type": lambda m: m["kept"][0].update(type="int3"),
-    "a number that is no number": lambda m: m["config"].update(rope_theta=float("nan")),
+    "a number that is no number": lambda m: m["config"].update(norm_epsilon=float("nan")),
     "static graphs for a GPU": lambda m: m.update(static={"device": "cuda"}),
     "no graph": lambda m: m["files"].pop(GRAPH),
     "no tokenizer": lambda m: m["files"].pop(TOKENIZER),

@@ -15,9 +15,12 @@ import edgespec
 from edgespec import LoadOptions
 from edgespec.loading.footprint import footprint_of
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import BLOCK, LOGGED
+from edgespec_models.decoders.kept import BLOCK, LOGGED
+from edgespec_models.decoders.operations import Rope
+from edgespec_models.decoders.transformer import FULL, SLIDING
 from edgespec_models.errors import BundleError, RequestError
+from edgespec_models.families.lfm2 import CONV, LFM2
+from edgespec_models.families.lfm3 import LFM3
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.cost import measure_context, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
@@ -31,28 +34,26 @@ from tests.kit.native import edit_manifest, tiny_native
 from tests.kit.several import facts
 from tests.kit.states import check_rows
 from tests.kit.tokenizers import byte_level_json
-from tests.kit.toy import F32, LLAMA
+from tests.kit.toy import F32, HALVES, LLAMA
 
-LFM2 = replace(
-    LLAMA,
+TAPS = LLAMA.become(
+    LFM2,
     architecture="lfm2",
     num_layers=4,
-    rope_interleaved=False,
-    qk_norm=True,
-    mixers=("short_conv", "attention", "short_conv", "short_conv"),
+    rope=HALVES,
+    layer_types=(CONV, FULL, CONV, CONV),
     conv_taps=3,
 )
-WIDE_TAPS = replace(LFM2, conv_taps=5, mixers=("attention", "short_conv", "short_conv", "attention"))
-LFM3 = replace(
-    LFM2,
+WIDE_TAPS = replace(TAPS, conv_taps=5, layer_types=(FULL, CONV, CONV, FULL))
+GATES = TAPS.become(
+    LFM3,
     architecture="lfm3",
     conv_taps=7,
-    mixers=("short_conv", "attention", "windowed_attention", "short_conv"),
+    layer_types=(CONV, FULL, SLIDING, CONV),
     sliding_window=40,
-    rope_local_theta=100.0,
-    post_norms=True,
+    local_rope=Rope(name="rope_local", theta=100.0, width=32, pairs=16),
 )
-CONFIGS = {"three taps": LFM2, "five taps": WIDE_TAPS, "seven taps, windows, gates": LFM3}
+CONFIGS = {"three taps": TAPS, "five taps": WIDE_TAPS, "seven taps, windows, gates": GATES}
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(300)]
 
 
@@ -146,8 +147,8 @@ def test_caches_put_aside_and_a_restart_give_the_same_rows(
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "seeded"])
 def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]) -> None:
     """With n-grams, a drafter that has convolutions itself, and one of another vocabulary."""
-    target = tiny_native(tmp_path / "target", LFM2).path
-    alike = tiny_native(tmp_path / "alike", LFM2, role="drafter").path
+    target = tiny_native(tmp_path / "target", TAPS).path
+    alike = tiny_native(tmp_path / "alike", TAPS, role="drafter").path
     other = byte_level_json(size=330)
     bridged = tiny_native(tmp_path / "bridged", LLAMA, role="drafter", tokenizer_json=other).path
     prompts = ("one two three " * 6, "one two three " * 6 + "four", "one two three " * 3, "x")
@@ -168,18 +169,18 @@ def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any])
 
 def test_costs_and_sizes_count_convolutions(bundle: Bundle, opened: Session) -> None:
     config = bundle.config
-    assert isinstance(config, ModelConfig) and config.conv_taps is not None
+    assert isinstance(config, LFM2) and config.conv_taps is not None
     curve = measure_context(opened, measure_cost(opened, (1, 8, 32), repeats=1))
     assert opened.length == 0 and curve.seconds(32) > 0
-    layers, before = config.mixers.count("short_conv"), config.conv_taps - 1
+    layers, before = config.layer_types.count(CONV), config.conv_taps - 1
     state = layers * (LOGGED + before) * config.hidden_size * 4
     token = layers * before * config.hidden_size * 4 // BLOCK
-    token += (config.num_layers - layers) * 2 * config.kv_width * 2
+    token += (config.num_layers - layers) * 2 * config.num_kv_heads * config.head_dim * 2
     assert bundle.manifest.kv_bytes_per_token == token
     assert bundle.manifest.kept_bytes(100) == state + 100 * token
     assert footprint_of(bundle, exact_rows=True).cache.bytes(100) == state + 128 * token
     window = config.sliding_window or 100
-    seen = config.mixers.count("attention") * 100 + config.mixers.count("windowed_attention") * window
+    seen = config.layer_types.count(FULL) * 100 + config.layer_types.count(SLIDING) * window
     assert config.attended(100) == seen / config.num_layers
     session = open_cpu(bundle, CpuOptions(threads=1))
     session.predict(TEXT[:20])
@@ -188,7 +189,7 @@ def test_costs_and_sizes_count_convolutions(bundle: Bundle, opened: Session) -> 
 
 
 def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
-    tiny_native(tmp_path / "m", LFM2)
+    tiny_native(tmp_path / "m", TAPS)
     edit_manifest(tmp_path / "m", lambda m: m["kept"][0].update(shape=[17, 96]))
     with pytest.raises(BundleError, match=r"do not fit each other .*past_inputs\.0"):
         open_cpu(Bundle(tmp_path / "m"))

@@ -20,7 +20,7 @@ from edgespec.measuring import costs
 from edgespec.measuring.costs import Costs, as_ranges, draft_gain, measure_costs
 from edgespec.measuring.report import render_costs
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import Experts
+from edgespec_models.decoders.operations import Experts
 from edgespec_models.errors import RequestError
 from edgespec_models.progress import Progress
 from edgespec_runtimes.cost import DEFAULT_ROWS, CostCurve, ExpertCosts, measure_cost

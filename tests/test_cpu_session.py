@@ -193,7 +193,8 @@ def test_the_cache_is_written_in_place(tmp_path: Path, kind: str) -> None:
         session.rewind(0)
         arrays = [array[:1] for array in session.model.cache.arrays[1::2]]  # keys of 16 tokens lie otherwise
     else:
-        assert session.kv_bytes == GEMMA.num_layers * 2 * GEMMA.kv_width * 4 * (session.capacity + 1)
+        width = GEMMA.num_kv_heads * GEMMA.head_dim
+        assert session.kv_bytes == GEMMA.num_layers * 2 * width * 4 * (session.capacity + 1)
         arrays = session.model.cache.arrays
     for array in arrays:
         array[:] = 0

@@ -19,9 +19,9 @@ from edgespec.measuring.prompts import Prompt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.encode import decode_linear, encode_linear
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.kept import types_of
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, DeviceError, UnsupportedModelError
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec, Precision
@@ -73,7 +73,7 @@ def _open(bundle: Bundle) -> Session:
 
 def _error(model: TinyGGUF, bundle: Bundle) -> float:
     """Relative error of the logits against numpy over the ``gguf`` package's weights, in float64."""
-    assert isinstance(bundle.config, ModelConfig)
+    assert isinstance(bundle.config, Transformer)
     expected = reference_logits(TinyModel(bundle.path, bundle.config, reference_weights(model)), TOKENS)
     session = _open(bundle)
     actual = session.predict(TOKENS).logits.copy()
@@ -91,7 +91,7 @@ def _types(bundle: Bundle) -> dict[str, str]:
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.residual)
 @pytest.mark.parametrize("config", [LLAMA, QWEN, GEMMA], ids=lambda config: config.architecture)
 def test_float16_computes_the_architecture(
-    tmp_path: Path, config: ModelConfig, precision: Precision, form: WeightFormat
+    tmp_path: Path, config: Transformer, precision: Precision, form: WeightFormat
 ) -> None:
     """Against the same weights in float64, in one pass and token by token."""
     model = tiny_bundle(tmp_path / "m", config, form, precision=precision)

@@ -19,7 +19,7 @@ from edgespec.drafting.ngram import ContextTree
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
 from edgespec.drafting.source import Extending, Source, Wanted
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Session
@@ -249,7 +249,7 @@ def test_a_prompt_is_read_a_pass_a_round_from_where_the_cache_ends() -> None:
 
 @pytest.mark.parametrize("portable", [False, pytest.param(True, marks=X86)])
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
-def test_real_graphs_keep_the_promise(tmp_path: Path, config: ModelConfig, portable: bool) -> None:
+def test_real_graphs_keep_the_promise(tmp_path: Path, config: Transformer, portable: bool) -> None:
     """Target and drafter on ONNX Runtime, int4, the drafter of another vocabulary and of the same."""
     options = CpuOptions(threads=1)
     folder = tmp_path / "target"

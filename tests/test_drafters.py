@@ -8,7 +8,7 @@ import pytest
 from edgespec.loading import drafters
 from edgespec.loading.drafters import choose, expected_speed, recommended
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.downloads.catalog import entries, hub_heads, hub_names
 from edgespec_models.downloads.hub import on_hub
 from tests.kit.toy import tiny_bundle

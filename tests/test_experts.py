@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 
 from edgespec.drafting.pricing import Pricing
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import Experts, ModelConfig
+from edgespec_models.decoders.operations import Experts
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_runtimes.cost import CostCurve, ExpertCosts, measure_cost, measure_experts, recheck_cost
 from edgespec_runtimes.cpu import open_cpu
 from edgespec_runtimes.session import Session
 from tests.kit.native import tiny_native
-from tests.kit.toy import LLAMA
+from tests.kit.toy import HALVES, LLAMA
 
 EXPERTS = Experts(count=12, used=3, width=32, dense_layers=1)
-CONFIG = replace(LLAMA, architecture="qwen3", num_layers=3, rope_interleaved=False, experts=EXPERTS)
+CONFIG = replace(LLAMA, architecture="qwen3", num_layers=3, rope=HALVES, experts=EXPERTS)
 COSTS = ExpertCosts(read_s=0.001, used=10, overlap=0.1)
 
 
@@ -108,7 +109,7 @@ def test_a_pass_of_one_row_reads_the_experts_that_it_uses(tmp_path: Path) -> Non
     weighed = replace(
         manifest, bytes_by_class={"embedding": 7, "attention": 100, "experts": 2400, "other": 3}
     )
-    assert isinstance(weighed.config, ModelConfig)
+    assert isinstance(weighed.config, Transformer)
     assert weighed.matrix_bytes == 2500
     assert weighed.bytes_per_pass == 100 + 2400 * 3 // 12
     assert weighed.expert_bytes == 2400 / (12 * 2)

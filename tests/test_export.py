@@ -13,7 +13,7 @@ from edgespec_export.formats import plan
 from edgespec_export.graphs import writer
 from edgespec_export.graphs.parity import Golden
 from edgespec_models.bundles.bundle import REPORT, WEIGHTS, Bundle
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, RequestError
 from edgespec_models.files.blocks import WITHIN
 from edgespec_models.progress import Progress
@@ -38,7 +38,7 @@ def source(tmp_path: Path) -> Path:
 def logits_error(model: TinyGGUF, bundle: Path) -> float:
     """Relative error of the bundle's logits against numpy over the ``gguf`` package's weights."""
     opened = Bundle(bundle, verify_digests=True)
-    assert isinstance(opened.config, ModelConfig)
+    assert isinstance(opened.config, Transformer)
     expected = reference_logits(TinyModel(bundle, opened.config, reference_weights(model)), TOKENS)
     session = open_cpu(opened)
     actual = session.predict(TOKENS).logits.copy()

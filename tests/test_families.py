@@ -10,11 +10,11 @@ import edgespec
 from edgespec import LoadOptions
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.sources.open import open_checkpoint
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.downloads.catalog import hub_names
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families import HEADS, MODELS, named, read_config
-from edgespec_models.families.record import record
 from edgespec_models.files.facts import Facts
 from tests.kit.drafters import draft_eagerly
 from tests.kit.gguf_cases import converted, gguf_of
@@ -129,7 +129,7 @@ def test_other_backends_refuse_by_name(tmp_path: Path, options: ExportOptions, c
     assert not (tmp_path / "out").exists()
 
 
-def _lfm3_of(full: Mapping[str, Any], **changed: Any) -> ModelConfig:
+def _lfm3_of(full: Mapping[str, Any], **changed: Any) -> Transformer:
     """The config of a directory whose layers without a window rotate in another way."""
     facts = config_of("lfm3")
     ropes = facts["rope_parameters"]
@@ -139,14 +139,15 @@ def _lfm3_of(full: Mapping[str, Any], **changed: Any) -> ModelConfig:
 
 def test_a_part_of_a_head_is_rotated_whatever_lfm3s_files_call_it() -> None:
     config = _lfm3_of({})
-    assert (config.turning_pairs, config.rotary_width) == (8, 32)
+    assert (config.rope.pairs, config.rope.width) == (8, 32)
     assert config == _lfm3_of({"rope_type": "proportional"})
     whole = _lfm3_of({"partial_rotary_factor": None})
-    assert whole.turning_pairs == 16 and whole == _lfm3_of({"partial_rotary_factor": 1.0})
+    assert whole.rope.pairs == 16 and whole == _lfm3_of({"partial_rotary_factor": 1.0})
     ropes = {rope.name: (rope.theta, rope.pairs) for rope in record(config).ropes.values()}
     assert ropes == {"rope": (100.0, 8), "rope_local": (50.0, 16)}
     assert config == _lfm3_of({}, layer_types=None)  # as the published model's
-    assert _lfm3_of({}, sliding_window=500).rope_local_theta == 50.0
+    local = _lfm3_of({}, sliding_window=500).local_rope
+    assert local is not None and local.theta == 50.0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
 from edgespec_models.downloads.hub import HubReference, pull_hub, pulled_hub
 from edgespec_models.errors import EdgespecError, ModelFileError, TokenizerError
+from edgespec_models.families.qwen35 import Qwen35
 from edgespec_models.text.tokenizer import Tokenizer
 from tests.kit.downloads import REPOSITORY, Hub
 from tests.kit.foreign import write_genai, write_optimum
@@ -335,6 +336,7 @@ def test_files_of_ollama_are_read_as_llama_cpp_s(
 def test_what_ollama_states_in_other_ways_is_not_lost(tmp_path: Path) -> None:
     heads = gguf_of("qwen35", "Q8_0", **{"ssm.v_head_reordered": False})
     with open_checkpoint(heads.write(tmp_path / "heads")) as opened:
+        assert isinstance(opened.config, Qwen35)
         assert opened.config.delta is not None and not opened.config.delta.tiled
     for eyes, expected in ((False, ()), (True, 8.0)):
         unstated = {"attention.layer_norm_rms_epsilon": None}
@@ -342,7 +344,7 @@ def test_what_ollama_states_in_other_ways_is_not_lost(tmp_path: Path) -> None:
         if eyes:
             model.tensors["v.patch_embd.weight"] = "F32", np.ones((8, 64), np.float32)
         with open_checkpoint(model.write(tmp_path / f"eyes-{eyes}")) as opened:
-            assert {*opened.config.rope_factors} == ({expected} if eyes else set())
+            assert {*opened.config.rope.factors} == ({expected} if eyes else set())
             assert opened.config.norm_epsilon == 1e-6
     with pytest.raises(EdgespecError, match=r"'gptoss': it needs experts in ollama's own form"):
         open_checkpoint(TinyGGUF("gptoss", {}).write(tmp_path / "gptoss"))

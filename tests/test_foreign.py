@@ -19,7 +19,7 @@ from edgespec.loading.opening import open_model
 from edgespec_export.export import export_model
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.foreign_bundle import ForeignBundle
-from edgespec_models.bundles.kept import types_of
+from edgespec_models.decoders.kept import types_of
 from edgespec_models.errors import BundleError, EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.files.onnx_header import Node, Tensor, read_header
 from tests.kit.foreign import (

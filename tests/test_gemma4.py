@@ -21,8 +21,10 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
+from edgespec_models.decoders.transformer import FULL, SLIDING
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.families import read_config
+from edgespec_models.families.gemma2 import Gemma2
 from edgespec_models.files.facts import Facts
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import Place, Tags, place_behind, tags_of
@@ -133,8 +135,9 @@ def test_the_first_files_of_gemma_2_do_not_state_its_caps_and_window(tmp_path: P
         del model.metadata[f"gemma2.{key}"]
     with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as file:
         config = file.config
+    assert isinstance(config, Gemma2)
     assert (config.attention_cap, config.logit_cap, config.sliding_window) == (50.0, 30.0, 4096)
-    assert [config.is_global(layer) for layer in range(4)] == [False, True, False, True]
+    assert config.layer_types == (SLIDING, FULL) * 2
     largest = Facts({**config_of("gemma2"), "num_hidden_layers": 46, "query_pre_attn_scalar": 16}, "c")
     model.metadata["gemma2.block_count"] = 46  # of which 27B's products are scaled by another width
     with pytest.raises(ModelFileError, match=r"lacks a tensor for layers\.4"):

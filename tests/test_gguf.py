@@ -11,7 +11,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
+from edgespec_models.decoders.transformer import SLIDING
 from edgespec_models.errors import ModelFileError
+from edgespec_models.families.ministral3 import Ministral3
 from tests.kit.gguf import FORMATS, tiny_gguf
 from tests.kit.gguf_cases import GGUF_CASES, gguf_of
 from tests.kit.hf import config_of, write_checkpoint
@@ -112,15 +114,14 @@ def test_a_file_states_what_a_directory_states(tmp_path: Path, case: str) -> Non
         assert file.tied_head == directory.tied_head and file.logits_factor == directory.logits_factor
         assert file.tensors.keys() == directory.tensors.keys()
         stated = asdict(file.config)
-        if file.config.delta is not None:
-            assert stated["delta"].pop("tiled") is True
-        for key, value in asdict(directory.config).items():
-            if key == "delta" and value is not None:
-                assert value.pop("tiled") is False
-            if key not in ("architecture", "rope_interleaved"):
-                numbers = isinstance(value, float) or (isinstance(value, tuple) and key != "mixers")
-                expected = pytest.approx(value, rel=1e-6) if numbers else value
-                assert stated[key] == expected, key
+        expected = asdict(directory.config)
+        if expected.get("delta"):
+            assert stated["delta"].pop("tiled") is True and expected["delta"].pop("tiled") is False
+        for facts, others in ((stated, expected), (stated["rope"], expected["rope"])):
+            for key, value in others.items():
+                if key not in ("architecture", "interleaved", "rope"):
+                    numbers = isinstance(value, float) or (isinstance(value, tuple) and key != "layer_types")
+                    assert facts[key] == (pytest.approx(value, rel=1e-6) if numbers else value), key
 
 
 def test_the_base_of_rotations_that_no_key_states(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_the_base_of_rotations_that_no_key_states(tmp_path: Path) -> None:
         model = tiny_gguf(name)
         del model.metadata[f"{name}.rope.freq_base"]
         with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
-            assert checkpoint.config.rope_theta == theta
+            assert checkpoint.config.rope.theta == theta
 
 
 def test_graphs_that_know_no_positions_end_where_queries_grow(
@@ -136,6 +137,7 @@ def test_graphs_that_know_no_positions_end_where_queries_grow(
 ) -> None:
     with GGUFCheckpoint(gguf_of("ministral3").write(tmp_path / "m.gguf")) as checkpoint:
         config = checkpoint.config
+        assert isinstance(config, Ministral3)
         assert (config.context_length, config.query_step) == (96, 48)
         assert config.query_growth == pytest.approx(0.1)
         checkpoint.end_where_queries_grow()
@@ -150,10 +152,17 @@ def test_a_granite_may_rotate_nothing(tmp_path: Path) -> None:
         assert checkpoint.config.unrotated_layers == (0, 1)
 
 
-@pytest.mark.parametrize(("pattern", "every", "window"), [(0, 0, 6), (1, 1, None), (3, 3, 6)])
-def test_which_layers_have_windows(tmp_path: Path, pattern: int, every: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "types", "window"), [(0, (SLIDING,), 6), (1, (), None), (3, (SLIDING,), 6)]
+)
+def test_which_layers_have_windows(
+    tmp_path: Path, pattern: int, types: tuple[str, ...], window: int | None
+) -> None:
     model = tiny_gguf("gemma3")
     model.metadata["gemma3.attention.sliding_window_pattern"] = pattern
     with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
         config = checkpoint.config
-    assert (config.global_every, config.sliding_window) == (every, window)  # 0: all, as llama.cpp has it
+    assert (config.layer_types, config.sliding_window) == (
+        types * config.num_layers,
+        window,
+    )

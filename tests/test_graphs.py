@@ -12,16 +12,18 @@ import pytest
 from onnxscript import GraphBuilder
 
 from edgespec_export.formats.encode import decode_linear, encode_linear
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer
 from edgespec_models.errors import BundleError
-from edgespec_models.families.record import record
+from edgespec_models.families.olmo2 import OLMo
+from edgespec_models.families.qwen3 import Qwen3
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
 from edgespec_runtimes.ort import ort
 from tests.kit.native import tiny_native
-from tests.kit.toy import COLUMNS, FLOAT, GEMMA, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
+from tests.kit.toy import COLUMNS, FLOAT, GEMMA, HALVES, INT4, INT8, LLAMA, QWEN, TinyModel, tiny_bundle
 from tests.kit.weights import config_of_json, random_blocks
 
 F32 = npt.NDArray[np.float32]
@@ -34,21 +36,19 @@ FACTORS = tuple(np.linspace(1, 8, 16).tolist())
 CONFIGS = {
     "llama": LLAMA,
     "qwen2": QWEN,
-    "qwen3": replace(QWEN, architecture="qwen3", qk_norm=True),
+    "qwen3": QWEN.become(Qwen3, architecture="qwen3"),
     "gemma3": GEMMA,
     "window of one": replace(GEMMA, sliding_window=1),
     "window of all but one": replace(GEMMA, sliding_window=len(TOKENS) - 1),
-    "windows everywhere": replace(GEMMA, global_every=0),
-    "one kv head": replace(LLAMA, num_kv_heads=1, rope_interleaved=False),
+    "windows everywhere": replace(GEMMA, layer_types=(SLIDING,) * 2),
+    "one kv head": replace(LLAMA, num_kv_heads=1, rope=HALVES),
     "a local rotary embedding beside a scaled one": replace(
-        GEMMA, rope_factors=tuple(np.linspace(1, 8, 16).tolist()), rope_magnitude=1.1
+        GEMMA, rope=replace(GEMMA.rope, factors=FACTORS, magnitude=1.1)
     ),
-    "olmo2": replace(
-        LLAMA, architecture="olmo2", qk_norm=True, wide_qk_norm=True, pre_norms=False, post_norms=True
-    ),
-    "phi3": replace(QWEN, architecture="phi3", rotary_dim=16),
+    "olmo2": LLAMA.become(OLMo, architecture="olmo2"),
+    "phi3": replace(QWEN, architecture="phi3", rope=replace(HALVES, width=16, pairs=8)),
     "smollm3": replace(LLAMA, architecture="smollm3", unrotated_layers=(0,)),
-    "llama 3.1": replace(LLAMA, rope_factors=FACTORS, rope_magnitude=1.1, rope_interleaved=False),
+    "llama 3.1": replace(LLAMA, rope=replace(HALVES, factors=FACTORS, magnitude=1.1)),
 }
 
 
@@ -60,31 +60,34 @@ def reference_logits(model: TinyModel, tokens: list[int]) -> F32:
         scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_epsilon)
         return np.asarray(x * scale * weights[f"{name}.weight"])
 
+    def optional(x: F64, name: str) -> F64:
+        return norm(x, name) if f"{name}.weight" in weights else x
+
     x = weights["embed"][tokens] * config.embedding_scale
     for i in range(config.num_layers):
         at = f"layers.{i}"
-        y = _attend(config, weights, norm(x, f"{at}.attn_norm") if config.pre_norms else x, i, norm)
-        x = x + (norm(y, f"{at}.post_attn_norm") if config.post_norms else y)
-        read = norm(x, f"{at}.mlp_norm") if config.pre_norms else x
-        gate, up = np.split(read @ weights[f"{at}.gate_up"].T, 2, axis=-1)
+        y = _attend(config, weights, optional(x, f"{at}.attn_norm"), i, norm)
+        x = x + optional(y, f"{at}.post_attn_norm")
+        gate, up = np.split(optional(x, f"{at}.mlp_norm") @ weights[f"{at}.gate_up"].T, 2, axis=-1)
         y = (_activate(config, gate) * up) @ weights[f"{at}.down"].T
-        x = x + (norm(y, f"{at}.post_mlp_norm") if config.post_norms else y)
+        x = x + optional(y, f"{at}.post_mlp_norm")
     return np.asarray(norm(x, "final_norm") @ weights["lm_head"].T, np.float32)
 
 
-def _attend(config: ModelConfig, weights: dict[str, F64], x: F64, layer: int, norm: Norm) -> F64:
+def _attend(config: Transformer, weights: dict[str, F64], x: F64, layer: int, norm: Norm) -> F64:
     at, n, width = f"layers.{layer}", len(x), config.head_dim
     parts = ["qkv"] if f"{at}.qkv" in weights else "qkv"
     packed = np.concatenate([x @ weights[f"{at}.{part}"].T for part in parts], axis=-1)
     if config.architecture == "qwen2":
         packed = packed + np.concatenate([weights[f"{at}.attention.qkv.parts.{p}.bias"] for p in (0, 1)])
-    q, k, v = np.split(packed, [config.query_width, config.query_width + config.kv_width], axis=-1)
-    if config.wide_qk_norm:
+    ends = np.cumsum([config.num_heads * width, config.num_kv_heads * width])
+    q, k, v = np.split(packed, ends, axis=-1)
+    if config.norms == "wide":
         q, k = norm(q, f"{at}.attention.q_norm"), norm(k, f"{at}.attention.k_norm")
     q, k, v = (a.reshape(n, -1, width) for a in (q, k, v))
-    if config.qk_norm and not config.wide_qk_norm:
+    if config.norms == "head":
         q, k = norm(q, f"{at}.attention.q_norm"), norm(k, f"{at}.attention.k_norm")
-    is_global = config.is_global(layer)
+    is_global = config.layer_type(layer) == FULL
     if layer not in config.unrotated_layers:
         q, k = (_rotate(config, a, is_global) for a in (q, k))
     group = config.num_heads // config.num_kv_heads
@@ -101,23 +104,21 @@ def _attend(config: ModelConfig, weights: dict[str, F64], x: F64, layer: int, no
     return mixed @ weights[f"{at}.o"].T
 
 
-def _rotate(config: ModelConfig, heads: F64, is_global: bool) -> F64:
-    x, rest = np.split(heads, [config.rotary_width], axis=-1)
-    half, local = config.rotary_width // 2, config.rope_local_theta
-    frequencies = (config.rope_theta if is_global or local is None else local) ** (-np.arange(half) / half)
-    magnitude = config.rope_magnitude if is_global or local is None else 1.0
-    if config.rope_factors and (is_global or local is None):
-        frequencies = frequencies / config.rope_factors
+def _rotate(config: Transformer, heads: F64, is_global: bool) -> F64:
+    rope = config.rope if is_global or config.local_rope is None else config.local_rope
+    x, rest = np.split(heads, [rope.width], axis=-1)
+    half = rope.width // 2
+    frequencies = rope.theta ** (-np.arange(half) / half) / (rope.factors or 1.0)
     angles = np.outer(np.arange(len(x)), frequencies)[:, None, :]
-    cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
-    interleaved = config.rope_interleaved
+    cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
+    interleaved = rope.interleaved
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
     turned = a * cos - b * sin, b * cos + a * sin
     y = np.stack(turned, -1).reshape(x.shape) if interleaved else np.concatenate(turned, -1)
     return np.concatenate([y, rest], -1)
 
 
-def _activate(config: ModelConfig, x: F64) -> F64:
+def _activate(config: Transformer, x: F64) -> F64:
     if config.activation == "silu":
         return np.asarray(x / (1 + np.exp(-x)))
     return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
@@ -198,14 +199,14 @@ def test_facts_survive_json_and_nonsense_is_refused() -> None:
 
 
 def test_layers_have_their_own_windows_and_rotations() -> None:
-    config = replace(GEMMA, num_layers=6, global_every=3, unrotated_layers=(1,))
+    config = replace(GEMMA, num_layers=6, layer_types=(SLIDING, SLIDING, FULL) * 2, unrotated_layers=(1,))
     local, whole = ("rope_local", 6), ("rope", None)
     assert seen_in(config) == [local, (None, 6), whole, local, local, whole]
-    assert seen_in(replace(config, rope_local_theta=None))[0] == ("rope", 6)
+    assert seen_in(replace(config, local_rope=None))[0] == ("rope", 6)
     assert seen_in(LLAMA) == [whole, whole]
 
 
-def seen_in(config: ModelConfig) -> list[tuple[str | None, int | None]]:
+def seen_in(config: Transformer) -> list[tuple[str | None, int | None]]:
     """By layer the rotary embedding, and the window."""
     facts = record(config).attentions.values()
     return [(layer.rope.name if layer.rope else None, layer.window) for layer in facts]

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from edgespec.cli import app
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, Bundle
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import types_of
+from edgespec_models.decoders.kept import types_of
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.families import read_config
 from edgespec_models.families.rope import scaled
@@ -111,7 +111,7 @@ def test_what_a_bundle_says_of_its_head(tmp_path: Path, target: Path) -> None:
         and manifest.operators == "edgespec"
         and types_of(manifest.kept) == "float16"
     )
-    assert isinstance(bundle.config, ModelConfig) and bundle.config.is_head and not whole.config.is_head
+    assert isinstance(bundle.config, Transformer) and bundle.config.is_head and not whole.config.is_head
     assert bundle.config.architecture == "eagle3" and bundle.config.num_layers == 1
     assert bundle.config.feature_layers == (2, 4, 5) and bundle.config.feature_width == TARGET_HIDDEN
     assert bundle.config.vocab_size == whole.config.vocab_size == VOCAB
@@ -166,7 +166,7 @@ def test_an_embedding_of_its_own_no_reduced_head_and_scaled_rotation(
     bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out")
     divisors: Any = 1.0
     if rope:
-        divisors = scaled(Facts(rope, ""), 500.0, 16, 64, 64)["rope_factors"]
+        divisors = scaled(Facts(rope, ""), 500.0, 16, 64, 64)["factors"]
     right = Reference(head.values(), head.values()["embed_tokens"], divisors=divisors)
     assert distance(bundle.path, right) < NEAR
     assert distance(bundle.path, replace(right, embedding=embedding_of(target))) > 2 * NEAR
@@ -207,7 +207,7 @@ def test_gguf_heads_keep_their_blocks(tmp_path: Path, kind: str, normed: bool) -
     assert distance(bundle.path, right) < NEAR
     assert distance(bundle.path, replace(right, neighbours=False)) > 2 * NEAR
     np.testing.assert_array_equal(bundle.head_tokens, TOKENS)  # llama.cpp's list is of tokens, not of offsets
-    assert isinstance(bundle.config, ModelConfig) and bundle.config.feature_layers == (1, 4, 6)
+    assert isinstance(bundle.config, Transformer) and bundle.config.feature_layers == (1, 4, 6)
     for loss in bundle.report()["weights"]:
         assert loss["source"] == "F32" or loss["relative_error"] == 0
     if kind == "Q4_K":
@@ -231,7 +231,7 @@ def test_which_layers_a_configuration_means(
     head = Head.random(**facts)
     head.tensors["fc.weight"] = np.zeros((HIDDEN, len(layers) * TARGET_HIDDEN), np.float32)
     bundle = export(head.write(tmp_path / "head"), target, tmp_path / "out")
-    assert isinstance(bundle.config, ModelConfig) and bundle.config.feature_layers == layers
+    assert isinstance(bundle.config, Transformer) and bundle.config.feature_layers == layers
 
 
 class Touching:

@@ -22,7 +22,7 @@ from edgespec_export.formats import plan
 from edgespec_export.formats.quantization import Quantization
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families import model_of, read_config
 from edgespec_models.files.facts import Facts
@@ -248,27 +248,28 @@ def test_a_text_models_facts_over_names_of_one_with_eyes(
 
 
 def test_a_share_of_rotated_elements_counts_where_the_family_has_one(tmp_path: Path) -> None:
-    for case, share, rotated in (("qwen3", 0.5, None), ("llama3", 0.5, None), ("qwen35", 0.5, 32)):
+    for case, share, rotated in (("qwen3", 0.5, False), ("llama3", 0.5, False), ("qwen35", 0.5, True)):
         facts = {**config_of(case), "partial_rotary_factor": share}
         facts.get("rope_parameters", {}).pop("partial_rotary_factor", None)
         with HFCheckpoint(write_checkpoint(tmp_path / case, facts)) as opened:
-            assert opened.config.rotary_dim == rotated
+            rope = opened.config.rope
+            assert rope.width == opened.config.head_dim * (share if rotated else 1)
 
 
 def test_scaled_rotary_frequencies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     scaling = {**config_of("llama3")["rope_scaling"], "original_max_position_embeddings": 48}
     config = {**config_of("llama3"), "rope_scaling": scaling, "head_dim": 64}
     with HFCheckpoint(write_checkpoint(tmp_path / "llama3", config)) as opened:
-        factors = opened.config.rope_factors
+        factors = opened.config.rope.factors
     assert (factors[0], factors[-1]) == (1.0, 8.0)  # short waves are kept, long ones stretched
     assert list(factors) == sorted(factors) and any(1.0 < factor < 8.0 for factor in factors)
     with HFCheckpoint(write_checkpoint(tmp_path / "phi4", config_of("phi4"))) as opened:
-        assert (opened.config.context_length, opened.config.rotary_dim) == (CONTEXT, 16)
+        assert (opened.config.context_length, opened.config.rope.width) == (CONTEXT, 16)
     assert "exported for 96 tokens" in caplog.text  # longrope is exact within its original context
 
 
 def test_facts_that_need_not_be_stated_are_those_of_transformers() -> None:
-    def config(case: str, unstated: str) -> ModelConfig:
+    def config(case: str, unstated: str) -> Transformer:
         facts = {key: value for key, value in config_of(case).items() if key != unstated}
         return read_config(Facts(facts, "config.json"))
 

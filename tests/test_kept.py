@@ -8,9 +8,11 @@ import pytest
 
 from edgespec.loading.footprint import footprint_of
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import Experts, ModelConfig
-from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
+from edgespec_models.decoders.kept import KeptTensor, bytes_per_sequence, bytes_per_token, types_of
+from edgespec_models.decoders.operations import Experts
+from edgespec_models.decoders.transformer import FULL, Transformer
 from edgespec_models.errors import BundleError, UnsupportedModelError
+from edgespec_models.families.lfm2 import CONV, LFM2
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
@@ -40,7 +42,7 @@ def test_a_plan_counts_states_once(tmp_path: Path) -> None:
     bundle = tiny_native(tmp_path / "m").bundle
     manifest = bundle.manifest
     plain = manifest.kept_bytes(100)
-    assert plain == 100 * LLAMA.num_layers * 2 * LLAMA.kv_width * 2
+    assert plain == 100 * LLAMA.num_layers * 2 * LLAMA.num_kv_heads * LLAMA.head_dim * 2
     before = footprint_of(bundle, exact_rows=True)
     bundle.manifest = replace(manifest, kept=(*manifest.kept, KEPT[-1]))
     after = footprint_of(bundle, exact_rows=True)
@@ -57,9 +59,9 @@ def test_a_device_without_states_refuses_them(tmp_path: Path, make: Callable[[Pa
 
 
 def test_a_backend_that_lacks_a_layer_refuses_it_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="conv_taps is None and 1 layers are short_conv"):
-        replace(LLAMA, mixers=("attention", "short_conv"))
-    convolution = replace(LLAMA, mixers=("attention", "short_conv"), conv_taps=3)
+    with pytest.raises(UnsupportedModelError, match="conv_taps is None; layers that are conv need it"):
+        LLAMA.become(LFM2, layer_types=(FULL, CONV))
+    convolution = LLAMA.become(LFM2, layer_types=(FULL, CONV), conv_taps=3)
     mixture = replace(LLAMA, experts=Experts(count=4, used=2, width=32, dense_layers=1))
     for config, lacking in ((convolution, "short_conv"), (mixture, "experts")):
         native, *others = _builds(config).items()
@@ -71,7 +73,7 @@ def test_a_backend_that_lacks_a_layer_refuses_it_by_name() -> None:
                 build()
 
 
-def _builds(config: ModelConfig) -> dict[str, Callable[[], object]]:
+def _builds(config: Transformer) -> dict[str, Callable[[], object]]:
     """How each medium's decoder is made, edgespec's kernels first."""
     fixed = StaticPlan(rows=1, capacity=16, all_logits=True, int8=False, biases=False)
     return {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from edgespec_models.bundles.kept import BLOCK, EXTENT
+from edgespec_models.decoders.kept import BLOCK, EXTENT
 from tests.kit.gguf import F32
 from tests.kit.kernels import ATTENTION, F64, graph, normed, same_bits, session, sets
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from edgespec_models.bundles.kept import BLOCK, LOGGED
+from edgespec_models.decoders.kept import BLOCK, LOGGED
 from tests.kit.kernels import everywhere, graph, same_bits, session
 from tests.test_kernels_refusals import cases_of, refuse
 

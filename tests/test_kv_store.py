@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.kv_cache import shared_length
 from edgespec_runtimes.kv_store import KvStore

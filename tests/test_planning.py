@@ -20,7 +20,7 @@ from edgespec.loading.planning import footprint, look_up, plan
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.foreign import open_bundle
-from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.decoders.kept import KeptTensor
 from edgespec_models.downloads.catalog import entries, find
 from edgespec_models.downloads.download import pull
 from edgespec_models.errors import CatalogueError, DeviceError, RequestError

@@ -9,8 +9,8 @@ import pytest
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.graphs.pieces import cut, run_pieces
 from edgespec_models.bundles.bundle import GRAPH, Bundle
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ParityError
 from edgespec_runtimes.cpu import open_cpu
 from tests.kit.gguf import tiny_gguf
@@ -22,7 +22,7 @@ TEXTS = ([5, 17, 300, 2, 2, 41, 17], [300, 99], [250])
 @pytest.mark.parametrize(
     ("config", "form"), [(LLAMA, FLOAT), (LLAMA, COLUMNS), (LLAMA, INT8), (GEMMA, COLUMNS)]
 )
-def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: ModelConfig, form: WeightFormat) -> None:
+def test_pieces_compute_what_the_whole_does(tmp_path: Path, config: Transformer, form: WeightFormat) -> None:
     bundle = tiny_bundle(tmp_path / "b", config, form).path
     opened = Bundle(bundle)
     session = open_cpu(opened)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import StorageError
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_models.storage import own_name
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cpu import open_cpu

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgespec import LoadOptions
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from tests.kit.models import queue_of, runner_of, toy_model
 from tests.kit.native import tiny_native

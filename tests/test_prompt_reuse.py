@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from edgespec import Choice, Generation, Model
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_runtimes.kv_cache import shared_length
 from tests.kit.models import runner_of, toy_model

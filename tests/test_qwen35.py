@@ -18,7 +18,7 @@ from edgespec_export.export import export_model
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.kept import LOGGED, bytes_per_sequence
+from edgespec_models.decoders.kept import LOGGED, bytes_per_sequence
 from edgespec_models.errors import EdgespecError
 from edgespec_models.families import read_config
 from edgespec_models.files.facts import Facts
@@ -69,12 +69,12 @@ def test_vision_and_the_mtp_layer_of_a_directory_are_left_out(
 
 def test_layers_are_listed_or_regular(tmp_path: Path) -> None:
     """With a list of layers, with an interval, and with neither, which is every fourth."""
-    mixers = []
+    types = []
     listed: dict[str, Any] = {"attention.recurrent_layers": [True, True, True, False]}
     for changed in (listed | {"full_attention_interval": None}, {}, {"full_attention_interval": None}):
         with GGUFCheckpoint(gguf_of("qwen35", **changed).write(tmp_path / "m.gguf")) as opened:
-            mixers.append(opened.config.mixers)
-    assert mixers == [("delta_net",) * 3 + ("attention",)] * 3
+            types.append(opened.config.layer_types)
+    assert types == [("linear_attention",) * 3 + ("full_attention",)] * 3
 
 
 def test_a_list_of_layers_counts_before_an_interval() -> None:
@@ -84,9 +84,8 @@ def test_a_list_of_layers_counts_before_an_interval() -> None:
         ["full_attention"] * 4,
     ):
         facts = config_of("qwen35") | {"layer_types": types, "full_attention_interval": 4}
-        mixers = read_config(Facts(facts, "config.json")).mixers
-        expected = tuple("delta_net" if kind == "linear_attention" else "attention" for kind in types)
-        assert mixers == (expected if "delta_net" in expected else ())
+        made = read_config(Facts(facts, "config.json")).layer_types
+        assert made == (tuple(types) if "linear_attention" in types else ())
 
 
 def test_of_a_layer_for_mtp_the_trunk_is_read(tmp_path: Path) -> None:

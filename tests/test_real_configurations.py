@@ -15,7 +15,7 @@ import pytest
 import edgespec
 from edgespec import LoadOptions
 from edgespec_export.sources.open import open_checkpoint
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import UnsupportedModelError
 from tests.kit import block_heads as blocks
 from tests.kit import heads
@@ -133,5 +133,5 @@ def test_heads_draft_or_are_refused_by_name(tmp_path: Path, name: str) -> None:
         )
         assert drafted.tokens == plain.tokens and model.drafter is not None
         made = model.drafter.config
-    assert isinstance(made, ModelConfig) and made.rotary_dim is None
+    assert isinstance(made, Transformer) and made.rope.width == made.head_dim
     assert (made.block is not None and made.block.causal_windows) == (name == "head-qwen3.6-35b-dspark")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec_models.bundles.kept import BLOCK, KeptTensor
+from edgespec_models.decoders.kept import BLOCK, KeptTensor
 from edgespec_models.errors import DeviceError, RequestError
 from edgespec_runtimes.cuda import DeviceCache
 from edgespec_runtimes.kv_cache import GrowingCache, SharedCache

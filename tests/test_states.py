@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgespec.decoding.verifier import Verifier
 from edgespec_models.bundles.graph_contract import Part
-from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
+from edgespec_models.decoders.kept import BLOCK, LOGGED, KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.errors import RequestError
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.cost import CostCurve, measure_context, measure_cost

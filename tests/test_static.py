@@ -22,9 +22,9 @@ from edgespec_export.devices.static_export import split
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import types_of
 from edgespec_models.bundles.static_graphs import StaticDevice, StaticGraphs
+from edgespec_models.decoders.kept import types_of
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_models.graphs.static_decoder import encoding
 from edgespec_models.progress import Progress
@@ -143,11 +143,11 @@ def _options(folder: Path, device: StaticDevice) -> ExportOptions:
     return ExportOptions(device=device, buckets=(64,), calibration=(texts,))
 
 
-def _whole(config: ModelConfig) -> list[range]:
+def _whole(config: Transformer) -> list[range]:
     return [range(config.num_layers + 1)]
 
 
-def _one_by_one(config: ModelConfig) -> list[range]:
+def _one_by_one(config: Transformer) -> list[range]:
     return [range(part, part + 1) for part in range(config.num_layers + 1)]
 
 

@@ -7,8 +7,8 @@ import onnx
 import pytest
 
 from edgespec_models.bundles.bundle import GRAPH
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.stored_weights import stored_vector
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError
 from tests.kit.native import keep_weights_at, tiny_native
 from tests.kit.toy import GEMMA, LLAMA
@@ -17,7 +17,7 @@ DATA = f"{GRAPH}.data"
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=lambda config: config.architecture)
-def test_vectors_are_what_the_bundle_was_made_of(tmp_path: Path, config: ModelConfig) -> None:
+def test_vectors_are_what_the_bundle_was_made_of(tmp_path: Path, config: Transformer) -> None:
     model = tiny_native(tmp_path / "m", config)
     for name, values in model.weights.items():
         if name.endswith("norm.weight"):

@@ -21,7 +21,7 @@ from edgespec_export.graphs.parity import Golden, check_parity
 from edgespec_export.graphs.trim import Ranking, TrimChoice, weigh
 from edgespec_export.options import TrimSize
 from edgespec_models.bundles.bundle import HEAD_TOKENS, Bundle
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer
@@ -146,7 +146,7 @@ def test_the_rows_that_stay_give_the_same_logits(tmp_path: Path, architecture: s
     logits = [open_cpu(bundle).predict(TOKENS).logits.copy() for bundle in (trimmed, whole)]
     # Where words of the context get columns too, the last norm is ONNX Runtime's.
     np.testing.assert_allclose(logits[0][:, :KEPT], logits[1][:, kept], rtol=1e-5, atol=1e-5)
-    assert isinstance(trimmed.config, ModelConfig)
+    assert isinstance(trimmed.config, Transformer)
     hidden = trimmed.config.hidden_size
     assert trimmed.manifest.parameters_by_class["lm_head"] == KEPT * hidden
     assert trimmed.manifest.bytes_per_pass < whole.manifest.bytes_per_pass

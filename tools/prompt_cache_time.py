@@ -16,7 +16,7 @@ from typing import Any
 
 import edgespec
 from edgespec.requests import runner
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from tools.arguments import arguments
 

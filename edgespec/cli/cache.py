@@ -41,7 +41,7 @@ def show(as_json: JsonFlag = False) -> None:
 
         edgespec cache show --json
     """
-    from edgespec_models.bundles.kept import BLOCK
+    from edgespec_models.decoders.kept import BLOCK
     from edgespec_models.storage import prompts_dir
 
     models: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ import typer
 
 from edgespec.cli.console import fact_table, output, print_json
 from edgespec.cli.options import JsonFlag
-from edgespec_models.bundles.kept import bytes_per_sequence, types_of
+from edgespec_models.decoders.kept import bytes_per_sequence, types_of
 from edgespec_models.errors import BundleError
 from edgespec_models.storage import size
 

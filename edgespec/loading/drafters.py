@@ -14,11 +14,12 @@ from typing import Final
 from edgespec.loading import first_use
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import MTP_ROWS, DecoderShape, ModelConfig
+from edgespec_models.decoders.config import MTP_ROWS, DecoderShape
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.downloads.catalog import entries, find, hub_heads, hub_names
 from edgespec_models.downloads.download import pulled_place
 from edgespec_models.families import named
-from edgespec_models.families.record import record
 
 _FAMILY, _OTHER = 0.84, 0.71
 """Right first guesses on Spec-Bench: of Qwen2.5-Coder-0.5B for the 1.5B, and of SmolLM2-135M for the same."""
@@ -95,7 +96,7 @@ def recommended(
         for name, head in hub_heads().items()
         if reference in head.targets and pulled_place(name)
     }
-    if layer is not None and isinstance(shape, ModelConfig):
+    if layer is not None and isinstance(shape, Transformer):
         promised[str(layer)] = expected_speed(_MTP, mtp_price(shape))
     if known is not None and known.drafter is not None:
         return known.drafter, max(promised.values())
@@ -103,19 +104,19 @@ def recommended(
     return best, promised[best]
 
 
-def mtp_price(target: ModelConfig) -> float:
+def mtp_price(target: Transformer) -> float:
     """The price of a step of the target's MTP layer, as a share of the weights that a target's pass reads."""
 
-    def weights(config: ModelConfig, rows: int) -> int:
-        sizes = {name: prod(shape) for name, shape in record(config).tensors.items() if name != "embed"}
+    def weights(config: Transformer, rows: int) -> int:
+        made = record(config)
+        sizes = {name: prod(shape) for name, shape in made.tensors.items() if name != "embed"}
         of_experts = sum(size for name, size in sizes.items() if ".experts_" in name)
         unread = (config.vocab_size - rows) * config.hidden_size
-        if config.experts is not None:
-            unread += of_experts - of_experts * config.experts.used // config.experts.count
-        return sum(sizes.values()) - unread
+        return sum(sizes.values()) - unread - round(of_experts * (1 - made.shares.get("experts", 1.0)))
 
-    rows = target.vocab_size
-    return weights(target.mtp_layer, min(rows, MTP_ROWS)) / weights(target, rows)
+    layer, rows = target.mtp_layer, target.vocab_size
+    assert layer is not None  # of a family with such layers
+    return weights(layer, min(rows, MTP_ROWS)) / weights(target, rows)
 
 
 def expected_speed(guessed: float, price: float, *, in_blocks: bool = False) -> float:

@@ -12,9 +12,9 @@ from typing import Annotated
 
 from edgespec_export.recipe import RECIPES
 from edgespec_models.bundles.bundle import HF_CONFIG, MANIFEST, WEIGHTS, Bundle, Role
-from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.foreign import is_model, open_bundle
 from edgespec_models.bundles.static_graphs import ExportDevice
+from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.downloads.catalog import CatalogueEntry, find
 from edgespec_models.downloads.download import pull, pulled_place
 from edgespec_models.downloads.hub import HubReference, on_hub, pull_hub, pulled_hub

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import DecoderShape, ModelConfig
-from edgespec_models.bundles.kept import BLOCK, KeptTensor, bytes_per_sequence, bytes_per_token, types_of
+from edgespec_models.decoders.config import DecoderShape
+from edgespec_models.decoders.kept import BLOCK, KeptTensor, bytes_per_sequence, bytes_per_token, types_of
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import DeviceError
 from edgespec_models.storage import size
 from edgespec_runtimes.cpu import CpuOptions
@@ -284,8 +286,7 @@ def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
 
 def share_of_experts(config: DecoderShape) -> float:
     """The share of a layer's experts that a row uses."""
-    experts = config.experts if isinstance(config, ModelConfig) else None
-    return 1.0 if experts is None else experts.used / experts.count
+    return record(config).shares.get("experts", 1.0) if isinstance(config, Transformer) else 1.0
 
 
 def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:

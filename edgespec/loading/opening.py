@@ -16,10 +16,10 @@ from typing import Annotated
 
 from edgespec.loading.measurements import Conditions, Measurement, recall, remember
 from edgespec_models.bundles.bundle import MANIFEST, WEIGHTS, Bundle, Role
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.static_graphs import ExportDevice
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import DeviceError, RequestError
-from edgespec_models.families.record import record
 from edgespec_models.progress import ProgressCallback, ignore_progress
 from edgespec_models.schema import checked, length, one_of, shown
 from edgespec_runtimes.cost import (
@@ -147,14 +147,14 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
     if drafter is None or not drafter.config.is_head:
         return (made.num_layers,) if target.embeds or target.ranks else ()
     head = drafter.config
-    if not isinstance(made, ModelConfig) or target.manifest.operators != "edgespec":
+    if not isinstance(made, Transformer) or target.manifest.operators != "edgespec":
         raise RequestError(
             f"{drafter.path.name} is a head, which reads states of the target's layers, and the bundle "
             f"{target.path.name} has no such outputs; export the target for the CPU, with --weights exact"
         )
     last, whole = max(head.feature_layers), len(head.feature_layers) == 1  # what leaves the last layer
     reads = last == made.num_layers if whole else last <= made.num_layers
-    if isinstance(head, ModelConfig):
+    if isinstance(head, Transformer):
         reads &= {*record(head).read_in("float16")} <= {*target.manifest.kept}
     wanted = head.vocab_size, head.feature_width, reads
     if wanted != (made.vocab_size, made.hidden_size, True):
@@ -164,11 +164,11 @@ def _layers_for(drafter: Bundle | None, target: Bundle) -> tuple[int, ...]:
             f"{target.path.name} has {made.vocab_size}, {made.hidden_size} and {made.num_layers}; use the "
             "head of this target"
         )
-    late = made.late_streams
-    if any(layer in late for layer in head.feature_layers) and min(head.feature_layers) not in late:
+    late = record(made).late
+    if late is not None and min(head.feature_layers) < late <= last:
         raise RequestError(
             f"{drafter.path.name} reads layers {', '.join(map(str, head.feature_layers))} of its target, and "
-            f"from layer {late.start} on {target.path.name} computes rows with logits alone; edgespec has "
+            f"from layer {late} on {target.path.name} computes rows with logits alone; edgespec has "
             "heads of layers before it, or from it on"
         )
     return head.feature_layers

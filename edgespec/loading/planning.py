@@ -20,13 +20,13 @@ from edgespec.loading.footprint import (
 )
 from edgespec.loading.opening import NGRAM, Reference
 from edgespec_models.bundles.bundle import Bundle, Role
-from edgespec_models.bundles.config import DecoderShape
-from edgespec_models.bundles.kept import BLOCK, KeptTensor, KeptType, keys_and_values
+from edgespec_models.decoders.config import DecoderShape
+from edgespec_models.decoders.kept import BLOCK, KeptTensor, KeptType, keys_and_values
+from edgespec_models.decoders.record import record
 from edgespec_models.downloads.catalog import CatalogueEntry, entries
 from edgespec_models.downloads.download import is_pulled, model_path, pulled_place
 from edgespec_models.downloads.hub import on_hub, pulled_hub
 from edgespec_models.errors import RequestError
-from edgespec_models.families.record import record
 from edgespec_models.progress import ignore_progress
 from edgespec_models.schema import checked, within
 from edgespec_models.storage import home

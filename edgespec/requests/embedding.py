@@ -15,8 +15,9 @@ import numpy.typing as npt
 from edgespec.requests.request import Request, encode_text
 from edgespec.requests.results import FinishReason, nothing
 from edgespec.requests.ticket import Ticket
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import Cancelled, Closed, DoesNotFit, EdgespecError, RequestError, too_long
 from edgespec_models.schema import checked, length
 from edgespec_models.text.marked_text import mark, unmark
@@ -151,7 +152,8 @@ class TextReader:
 
     def __init__(self, bundle: "Bundle", model: LoadedModel, readers: list[Session]) -> None:
         self._bundle, self._model, self._readers = bundle, model, readers
-        self._late = isinstance(bundle.config, ModelConfig) and bool(bundle.config.late_streams)
+        config = bundle.config
+        self._late = isinstance(config, Transformer) and record(config).late is not None
         self._beginnings = KvStore(0)  # keeps none itself: readers share what they hold
 
     @cached_property
@@ -175,7 +177,7 @@ class TextReader:
     ) -> TextsTicket[Scores]:
         """Make a request for scores, from any thread. RequestError for another model or a wrong option."""
         made, config = self._bundle.manifest.ranking, self._bundle.config
-        if made is None or not isinstance(config, ModelConfig):
+        if made is None or not isinstance(config, Transformer):
             raise RequestError(
                 f"{self._bundle.manifest.name} scores no texts for a query; load a model for that, such as "
                 "hf:Qwen/Qwen3-Reranker-0.6B, or export this one again, for the CPU with weights exact"

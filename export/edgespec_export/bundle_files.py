@@ -12,8 +12,8 @@ from edgespec_export.journal import JOURNAL
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import MANIFEST, REPORT, TOKENIZER, FileRecord, Manifest
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError
-from edgespec_models.families.record import record
 from edgespec_models.storage import source_name
 from edgespec_models.text.chat_template import read_template
 from edgespec_models.text.template_files import DEFAULT, file_of

@@ -32,9 +32,9 @@ from edgespec_export.recipe import RECIPES
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.open import open_checkpoint
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, MANIFEST, RANK_HEAD, Bundle, Manifest
-from edgespec_models.bundles.config import MTP_ROWS
+from edgespec_models.decoders.config import MTP_ROWS
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError, ParityError, RequestError
-from edgespec_models.families.record import record
 from edgespec_models.graphs.plan import FULL, DecoderPlan
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_models.text.tokenizer import Tokenizer

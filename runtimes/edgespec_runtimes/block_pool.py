@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.kept import BLOCK, EXTENT, KeptTensor
+from edgespec_models.decoders.kept import BLOCK, EXTENT, KeptTensor
 from edgespec_runtimes.kv_cache import Block, KVBuffers, Saved, Stretch, ort_value
 
 _GROWTH = 4 if sys.platform == "win32" else 1  # a pool grows by this part of its size

@@ -9,7 +9,7 @@ from itertools import count, islice
 from statistics import fmean
 from time import perf_counter
 
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.session import Session
 

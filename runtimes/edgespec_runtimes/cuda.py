@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.graph_contract import Part, Pass
-from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.decoders.kept import KeptTensor
 from edgespec_models.errors import BundleError, DeviceError
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device

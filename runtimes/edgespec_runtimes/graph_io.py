@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import (
     BLOCKS,
     CHANGING,
@@ -25,9 +24,10 @@ from edgespec_models.bundles.graph_contract import (
     Pass,
     stream_name,
 )
-from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.decoders.kept import KeptTensor
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_models.families.record import record
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import GrowingCache, KVBuffers, Memory, Stretch, ort_value
 from edgespec_runtimes.ort import RUN_ERRORS, TYPES, lacks_memory, ort
@@ -169,8 +169,9 @@ class OwnModel(_GraphModel):
         self._context = np.zeros(int("context_tokens" in self._inputs), np.int64)
         self._set_head()
         config, streams = bundle.config, [stream_name(layer) for layer in read_layers]
-        width = config.hidden_size if isinstance(config, ModelConfig) else 0
-        rows_alone = isinstance(config, ModelConfig) and max(read_layers, default=0) in config.late_streams
+        width = config.hidden_size if isinstance(config, Transformer) else 0
+        late = record(config).late if isinstance(config, Transformer) else None
+        rows_alone = late is not None and max(read_layers, default=0) >= late
         self._hidden = Hidden(session, streams, width, of_tokens=not rows_alone)
         counts = [value.shape for value in session.get_outputs() if value.name == EXPERTS_READ]
         self._experts_read = np.zeros(counts[0], np.int64) if counts else None
@@ -178,7 +179,7 @@ class OwnModel(_GraphModel):
         self.passes: dict[tuple[int, ...], _Bound] = {}
         kept, has_slots = bundle.manifest.kept, "places" in self._inputs
         config = bundle.config
-        target_tensors = record(config).read_in("float16") if isinstance(config, ModelConfig) else ()
+        target_tensors = record(config).read_in("float16") if isinstance(config, Transformer) else ()
         self.lent = tuple(tensor.input for tensor in target_tensors)
         layout = target_tensors or [tensor for tensor in kept if tensor.per != "sequence" or not has_slots]
         self.cache = BlockPool(layout, self.unbind) if self.takes_several else self._memory.cache(layout)

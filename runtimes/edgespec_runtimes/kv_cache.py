@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.kept import BLOCK, KeptTensor
+from edgespec_models.decoders.kept import BLOCK, KeptTensor
 from edgespec_models.errors import BundleError
 from edgespec_runtimes.ort import ort
 

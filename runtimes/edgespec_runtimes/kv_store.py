@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.kept import BLOCK, LOGGED
+from edgespec_models.decoders.kept import BLOCK, LOGGED
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.kv_cache import Saved, shared_length
 from edgespec_runtimes.session import LoadedModel, Session

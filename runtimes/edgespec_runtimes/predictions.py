@@ -33,8 +33,8 @@ class Predictions:
 
     Attributes:
         hidden: float32, in memory of its own. For a target with a head its features of all tokens of the
-            pass, or of the rows alone (:attr:`ModelConfig.late_streams`); for a head its states of the rows;
-            else None.
+            pass, or of the rows alone where layers compute no others; for a head its states of the rows; else
+            None.
     """
 
     hidden: npt.NDArray[np.float32] | None = None

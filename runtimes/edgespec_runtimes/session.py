@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.config import DecoderShape
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_models.errors import BundleError, DeviceError, RequestError
 from edgespec_runtimes.kv_cache import KVBuffers, Saved, Stretch, shared_length
 from edgespec_runtimes.predictions import Predictions

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor
+from edgespec_models.decoders.kept import BLOCK, LOGGED, KeptTensor
 from edgespec_runtimes.kv_cache import ort_value
 
 

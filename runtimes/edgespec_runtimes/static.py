@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec_models.bundles.bundle import Bundle
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import Part, StaticInputs
-from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import Contexts, StaticGraphs
+from edgespec_models.decoders.kept import KeptTensor
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, DeviceError
-from edgespec_models.families.record import record
 from edgespec_runtimes.cpu import CpuOptions
 from edgespec_runtimes.devices import Device
 from edgespec_runtimes.discovery import open_on
@@ -92,7 +92,7 @@ class StaticModel(LoadedModel):
         static, config = bundle.manifest.static, bundle.config
         if static is None:
             raise BundleError(f"{bundle.path} has no graphs of fixed shapes; open it with edgespec.load")
-        assert isinstance(config, ModelConfig)
+        assert isinstance(config, Transformer)
         refuse_states(bundle.manifest.kept)
         super().__init__(config, chunk=static.prefill)
         self._static, self._bundle, self._device = static, bundle, device

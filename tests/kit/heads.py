@@ -12,7 +12,7 @@ import numpy.typing as npt
 from edgespec_export.export import ExportOptions, export_model
 from edgespec_export.formats.quantization import Quantization
 from edgespec_models.bundles.bundle import GRAPH, Bundle
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from tests.kit.gguf import TinyGGUF, random_raw, tokenizer_facts
 from tests.kit.hf import config_of, write_checkpoint
 from tests.kit.kernels import session

@@ -12,10 +12,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from edgespec_models.bundles.bundle import GRAPH, MANIFEST
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.tiles import pack
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.families.record import record
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.files.tensors import GGMLType
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.plan import DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec
@@ -29,7 +29,7 @@ Edit = Callable[[Any], object]
 
 def tiny_native(
     folder: Path,
-    config: ModelConfig = LLAMA,
+    config: Transformer = LLAMA,
     kind: str = "Q4_0",
     *,
     tokenizer_json: str | None = None,
@@ -57,7 +57,7 @@ def tiny_native(
     fill_others(model, config, rng, arrays, weights, positions=config.context_length)
     for layer in range(config.num_layers if plan.biases else 0):
         prefix = f"layers.{layer}.attention.qkv"
-        cut = config.query_width + config.kv_width
+        cut = (config.num_heads + config.num_kv_heads) * config.head_dim
         bias = weights.pop(f"{prefix}.bias")  # under the names of standard graphs
         weights |= {f"{prefix}.parts.0.bias": bias[:cut], f"{prefix}.parts.1.bias": bias[cut:]}
     facts: dict[str, Any] = {"role": role, "weights": "exact", "formats": {kind: 1}, "choices": True}
@@ -89,7 +89,7 @@ def keep_weights_at(folder: Path, key: str, value: str) -> None:
     edit_graph(folder, edit)
 
 
-def native_plan(config: ModelConfig, kind: str, *, head_tokens: tuple[int, ...] | None = None) -> DecoderPlan:
+def native_plan(config: Transformer, kind: str, *, head_tokens: tuple[int, ...] | None = None) -> DecoderPlan:
     """Every matrix in ``kind``."""
     form, made = WeightFormat(8, 32, tiles=kind), record(config)
 

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.kept import BLOCK
+from edgespec_models.decoders.kept import BLOCK
 from edgespec_runtimes.block_files import BlockFiles, stored
 from edgespec_runtimes.kv_cache import Saved
 from edgespec_runtimes.kv_store import KvStore

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import Part
-from edgespec_models.bundles.kept import BLOCK, LOGGED, KeptTensor, block_ends, last_inputs
+from edgespec_models.decoders.config import DecoderShape
+from edgespec_models.decoders.kept import BLOCK, LOGGED, KeptTensor, block_ends, last_inputs
 from edgespec_runtimes.block_pool import BlockPool
 from edgespec_runtimes.kv_cache import Stretch
 from edgespec_runtimes.predictions import Predictions

@@ -32,11 +32,15 @@ from edgespec_models.bundles.bundle import (
     FileRecord,
     Manifest,
 )
-from edgespec_models.bundles.config import DecoderShape, ModelConfig
 from edgespec_models.bundles.graph_contract import Part
-from edgespec_models.bundles.kept import BLOCK
 from edgespec_models.bundles.weight_format import WeightFormat
-from edgespec_models.families.record import record
+from edgespec_models.decoders import transformer
+from edgespec_models.decoders.config import DecoderShape
+from edgespec_models.decoders.kept import BLOCK
+from edgespec_models.decoders.operations import Rope
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import SLIDING, Transformer
+from edgespec_models.families.gemma3 import Gemma3
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.plan import FULL, Precision
 from edgespec_models.text.tokenizer import SpecialTokens, Tokenizer
@@ -61,7 +65,7 @@ PRICES = Pricing(CostCurve({1: 1.0, 32: 1.0001})).at()
 KV_BYTES = 8
 """What a token takes in the cache of a toy."""
 
-LLAMA = ModelConfig(
+LLAMA = Transformer(
     architecture="llama",
     vocab_size=404,
     hidden_size=96,
@@ -72,27 +76,23 @@ LLAMA = ModelConfig(
     head_dim=32,
     norm_epsilon=1e-5,
     context_length=640,
-    rope_theta=10_000.0,
+    rope=Rope(theta=10_000.0, width=32, pairs=16, interleaved=True),
     attention_scale=32**-0.5,
-    rope_interleaved=True,
 )
 WIDE = replace(LLAMA, hidden_size=128, intermediate_size=256)
 """Of whole blocks of 128."""
-GEMMA = replace(
-    LLAMA,
+GEMMA = LLAMA.become(
+    Gemma3,
     architecture="gemma3",
-    rope_theta=1_000_000.0,
-    rope_interleaved=False,
-    rope_local_theta=10_000.0,
+    rope=Rope(theta=1_000_000.0, width=32, pairs=16),
+    local_rope=Rope(name="rope_local", theta=10_000.0, width=32, pairs=16),
     sliding_window=6,
-    global_every=2,
-    qk_norm=True,
-    post_norms=True,
-    activation="gelu_tanh",
+    layer_types=(SLIDING, transformer.FULL),
     embedding_scale=96**0.5,
     attention_scale=0.25,
 )
-QWEN = replace(LLAMA, architecture="qwen2", rope_interleaved=False)
+HALVES = replace(LLAMA.rope, interleaved=False)
+QWEN = replace(LLAMA, architecture="qwen2", rope=HALVES)
 
 
 def markov_logits(seed: int, vocab_size: int, *, scale: float = 2.0) -> NextLogits:
@@ -403,7 +403,7 @@ class TinyModel:
     """A random model on disk, and the float32 values its weights stand for, by parameter prefix."""
 
     path: Path
-    config: ModelConfig
+    config: Transformer
     weights: dict[str, F32]
 
     @property
@@ -413,7 +413,7 @@ class TinyModel:
 
 def tiny_bundle(
     folder: Path,
-    config: ModelConfig = LLAMA,
+    config: Transformer = LLAMA,
     form: WeightFormat = FLOAT,
     *,
     tokenizer_json: str | None = None,
@@ -444,7 +444,7 @@ def tiny_bundle(
 def write_bundle(
     folder: Path,
     model: ir.Model,
-    config: ModelConfig,
+    config: Transformer,
     head_tokens: tuple[int, ...] | None,
     tokenizer_json: str | None,
     facts: Mapping[str, Any],

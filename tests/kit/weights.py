@@ -1,16 +1,18 @@
 """Random weights for any architecture, in any format, and what they stand for."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from edgespec_export.formats.encode import decode_linear, encode_embedding, encode_linear
-from edgespec_models.bundles.config import AGAIN, ModelConfig
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.config import AGAIN
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError
-from edgespec_models.families.record import record
+from edgespec_models.families import decoder_named
 from edgespec_models.files.blocks import Blocks
 from edgespec_models.graphs.decoder import rotary_rows
 from edgespec_models.graphs.plan import FULL, DecoderPlan, EmbeddingSpec, LinearPart, LinearSpec, Precision
@@ -20,7 +22,7 @@ F32 = npt.NDArray[np.float32]
 
 
 def tiny_plan(
-    config: ModelConfig,
+    config: Transformer,
     form: WeightFormat,
     *,
     precision: Precision = FULL,
@@ -28,7 +30,8 @@ def tiny_plan(
 ) -> DecoderPlan:
     """Every projection in ``form``; the embedding in 4 or 8 bits where ``form`` has as many."""
 
-    hidden, query, kv = config.hidden_size, config.query_width, config.kv_width
+    hidden = config.hidden_size
+    query, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     head_rows = config.vocab_size if head_tokens is None else len(head_tokens)
     head, made = (LinearPart(("lm_head",), head_rows, form),), record(config).products
     linears = {"lm_head": LinearSpec(hidden, head, "lm_head")}
@@ -42,7 +45,7 @@ def tiny_plan(
         v = LinearPart(("v",), kv, WeightFormat(32) if form.bits == 8 else form, biases[2:])
         both = LinearPart(("gate", "up"), 2 * config.intermediate_size, form)
         apart = LinearPart(("q",), query, form), LinearPart(("k",), kv, form), v
-        stacked = {part.sources[0]: (part,) for part in apart} if config.wide_qk_norm else {"qkv": (qk, v)}
+        stacked = {part.sources[0]: (part,) for part in apart} if config.norms == "wide" else {"qkv": (qk, v)}
         if made.keys() >= {f"layers.{i}.{name}" for name in (*stacked, "o", "gate_up")}:
             for name, parts in stacked.items():
                 add(f"layers.{i}.{name}", hidden, *parts)
@@ -53,9 +56,11 @@ def tiny_plan(
     return DecoderPlan(embedding, linears, head_tokens=head_tokens, precision=precision)
 
 
-def config_of_json(value: object) -> ModelConfig:
+def config_of_json(value: object) -> Transformer:
     """As a manifest has it."""
-    return read(ModelConfig, value, "the architecture", BundleError, AGAIN)
+    decoder = decoder_named(cast(Any, value)["architecture"])
+    assert decoder is not None
+    return read(decoder, value, "the architecture", BundleError, AGAIN)
 
 
 def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: WeightFormat) -> Blocks | F32:
@@ -76,7 +81,7 @@ def random_blocks(rng: np.random.Generator, shape: tuple[int, int], form: Weight
 
 
 def filled(
-    model: ir.Model, config: ModelConfig, plan: DecoderPlan, rng: np.random.Generator
+    model: ir.Model, config: Transformer, plan: DecoderPlan, rng: np.random.Generator
 ) -> dict[str, F32]:
     """Give every parameter random data; returns what it stands for."""
     arrays: dict[str, npt.NDArray[Any]] = {}
@@ -100,7 +105,7 @@ def filled(
 
 def fill_others(
     model: ir.Model,
-    config: ModelConfig,
+    config: Transformer,
     rng: np.random.Generator,
     arrays: dict[str, npt.NDArray[Any]],
     weights: dict[str, F32],

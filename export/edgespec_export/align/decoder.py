@@ -19,8 +19,7 @@ from edgespec_export.align.alignment import BLOCKS, Codes
 from edgespec_export.align.settings import Text
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.decoders.operations import UNUSUAL, Activation, Attention, Backend, Rope, Rows
-from edgespec_models.families import decode
-from edgespec_models.families.record import record
+from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import fields
 from edgespec_models.files.tensors import FLOATS
 
@@ -95,7 +94,7 @@ class TorchDecoder(Backend):
         """The last layer's row before every answer token, normalized: ``(answer tokens, hidden)``."""
         self._batch = batch
         self._reach(batch.ids.shape[1] - 1)
-        decode(self, self.config)
+        self.config.decode(self)
         return self._rows
 
     def losses(self, batch: Batch) -> Tensor:

@@ -9,6 +9,7 @@ runs.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import prod
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -22,11 +23,11 @@ from edgespec_export.graphs.parity import Golden, check_parity, compare
 from edgespec_export.graphs.pieces import PIECE_BYTES
 from edgespec_export.journal import DATA_FILE
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.bundles.graph_contract import StaticInputs
-from edgespec_models.bundles.kept import KeptTensor
 from edgespec_models.bundles.static_graphs import PREFILL_ROWS, VERIFY_ROWS, StaticDevice, StaticGraphs
-from edgespec_models.families.record import record
+from edgespec_models.decoders.kept import KeptTensor
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
@@ -85,7 +86,7 @@ class StaticPieces:
     with the weights of some parts; it is called for each piece when the piece before is closed.
     """
 
-    config: ModelConfig
+    config: Transformer
     plan: StaticPlan
     masked: float
     weights: Callable[[range], WeightFile]
@@ -272,7 +273,7 @@ def _logits(
             yield values["logits"][0, : len(texts[index])]
 
 
-def _all_ranges(config: ModelConfig, ranges: _Ranges, masked: float) -> _Ranges:
+def _all_ranges(config: Transformer, ranges: _Ranges, masked: float) -> _Ranges:
     """The observed ranges, and the known ones."""
     turned = {
         name.removesuffix(_SCORES) + _MASKED: (low + masked, high)
@@ -282,14 +283,14 @@ def _all_ranges(config: ModelConfig, ranges: _Ranges, masked: float) -> _Ranges:
     known = {
         "mask": (masked, 0.0),
         "probabilities": (0.0, 1.0),
-        "rope": (-config.rope_magnitude, config.rope_magnitude),
+        "rope": (-config.rope.magnitude, config.rope.magnitude),
         "embedding_scale": (0.0, config.embedding_scale),
     }
     return ranges | turned | known
 
 
 def _save_all(
-    config: ModelConfig, plan: StaticPlan, weights: WeightFile, folder: Path, graphs: StaticGraphs
+    config: Transformer, plan: StaticPlan, weights: WeightFile, folder: Path, graphs: StaticGraphs
 ) -> None:
     for bucket in graphs.buckets:
         for rows in graphs.widths:
@@ -297,17 +298,16 @@ def _save_all(
             save_static(config, shape, weights, folder / graphs.file(bucket, rows))
 
 
-def split(config: ModelConfig, piece_bytes: int = PIECE_BYTES) -> list[range]:
+def split(config: Transformer, piece_bytes: int = PIECE_BYTES) -> list[range]:
     """The parts of each piece: layers of ``piece_bytes`` in float32; the LM head is a piece."""
-    layer = (
-        4 * config.hidden_size * (2 * config.query_width + 2 * config.kv_width + 3 * config.intermediate_size)
-    )
+    shapes = record(config).tensors
+    layer = sum(4 * prod(shape) for name, shape in shapes.items() if name.startswith("layers.0."))
     count, layers = max(1, piece_bytes // layer), config.num_layers
     starts = range(0, layers, count)
     return [*(range(start, min(start + count, layers)) for start in starts), range(layers, layers + 1)]
 
 
-def save_static(config: ModelConfig, plan: StaticPlan, weights: WeightFile, path: Path) -> None:
+def save_static(config: Transformer, plan: StaticPlan, weights: WeightFile, path: Path) -> None:
     """Write the graph of ``plan``, over ``weights``, which lie in the same folder."""
     model = build_static_decoder(config, plan)
     weights.fill(model)

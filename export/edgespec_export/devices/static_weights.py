@@ -17,8 +17,8 @@ import onnx_ir as ir
 from edgespec_export.graphs.writer import allocate, bytes_by_class, row_writer
 from edgespec_export.journal import DATA_FILE
 from edgespec_export.sources.checkpoint import Checkpoint
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.families.record import record
+from edgespec_models.decoders.operations import Attention
+from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder, encoding, matrix_path
 from edgespec_models.progress import Progress, ProgressCallback
@@ -129,13 +129,14 @@ def _spans(checkpoint: Checkpoint, name: str) -> Iterator[F32]:
 
 
 def _layer(checkpoint: Checkpoint, index: int, matrix: Callable[[str, F32], _Tensors]) -> _Tensors:
-    config, prefix, made = checkpoint.config, f"layers.{index}.", record(checkpoint.config)
-    order, scale = _head_order(config), np.float32(config.attention_scale)
-    scaled = "q_norm" if config.qk_norm else "q"
+    prefix, made = f"layers.{index}.", record(checkpoint.config)
+    facts = made.attentions[index]
+    order, scale = _head_order(facts), np.float32(facts.scale)
+    scaled = "q_norm" if facts.norms else "q"
     for kind in made.layer_tensors(index, biases=checkpoint.has_biases):
         name, values = kind.removesuffix("_bias"), checkpoint.values(prefix + kind)
         if order is not None and name in ("q", "k", "q_norm", "k_norm"):
-            heads = values.reshape(-1, config.head_dim, *values.shape[1:])
+            heads = values.reshape(-1, facts.width, *values.shape[1:])
             values = heads[:, order].reshape(values.shape)
         if name == scaled:
             values = values * scale
@@ -147,12 +148,12 @@ def _layer(checkpoint: Checkpoint, index: int, matrix: Callable[[str, F32], _Ten
             yield from matrix(matrix_path(made, prefix + name), values)
 
 
-def _head_order(config: ModelConfig) -> npt.NDArray[np.int64] | None:
+def _head_order(facts: Attention) -> npt.NDArray[np.int64] | None:
     """An order of a head's elements in which neighbours that rotate together lie half a rotation apart."""
-    if not config.rope_interleaved:
+    if facts.rope is None or not facts.rope.interleaved:
         return None
-    turned = np.arange(config.rotary_width).reshape(-1, 2).T.reshape(-1)
-    return np.concatenate([turned, np.arange(config.rotary_width, config.head_dim)])
+    turned = np.arange(facts.rope.width).reshape(-1, 2).T.reshape(-1)
+    return np.concatenate([turned, np.arange(facts.rope.width, facts.width)])
 
 
 def _float(name: str, weight: F32) -> _Tensors:

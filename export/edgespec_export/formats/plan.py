@@ -22,7 +22,7 @@ from edgespec_export.sources.adapters import Adapted
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.tiles import pack, pack_blocks, unpack_tiles
 from edgespec_models.bundles.weight_format import FORMATS, LANES, WeightFormat, tile_bytes
-from edgespec_models.families.record import record
+from edgespec_models.decoders.record import record
 from edgespec_models.files.blocks import F32, WITHIN, Blocks, unpack
 from edgespec_models.files.tensors import FLOATS, U8, GGMLType
 from edgespec_models.graphs.plan import (

@@ -16,7 +16,7 @@ import onnx
 
 from edgespec_models.bundles.bundle import Manifest
 from edgespec_models.bundles.graph_contract import INPUTS, Part, Pass
-from edgespec_models.bundles.kept import KeptTensor
+from edgespec_models.decoders.kept import KeptTensor
 from edgespec_models.progress import Progress, ProgressCallback, ignore_progress
 from edgespec_runtimes.cpu import CpuOptions, open_graph
 from edgespec_runtimes.ort import TYPES

@@ -22,9 +22,9 @@ from edgespec_export.graphs.pieces import cut, walk
 from edgespec_export.graphs.writer import write_graph
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
-from edgespec_models.bundles.config import FloatType
+from edgespec_models.decoders.config import FloatType
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import RequestError, UnsupportedModelError
-from edgespec_models.families.record import record
 from edgespec_models.files.blocks import F32
 from edgespec_models.graphs.plan import Precision
 from edgespec_models.progress import Progress, ProgressCallback

@@ -24,9 +24,9 @@ from edgespec_export.formats.plan import Stored, biases_of, plan_decoder, stored
 from edgespec_export.journal import DATA_FILE, Journal
 from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_models.bundles.bundle import GRAPH
-from edgespec_models.bundles.config import MTP_ROWS
+from edgespec_models.decoders.config import MTP_ROWS
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import ModelFileError
-from edgespec_models.families.record import record
 from edgespec_models.files.blocks import largest, unpack
 from edgespec_models.files.tensors import U8, Tensor
 from edgespec_models.graphs.decoder import build_decoder, rotary_rows

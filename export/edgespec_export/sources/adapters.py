@@ -19,11 +19,11 @@ from edgespec_export.sources import gguf_checkpoint, hf_checkpoint
 from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.safetensors_file import SafetensorsFile
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError
 from edgespec_models.families import of_gguf
 from edgespec_models.families.names import own_names
-from edgespec_models.families.record import record
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import U8, GGMLType, Tensor
@@ -179,14 +179,14 @@ def _gguf(path: Path, base: Checkpoint) -> Iterator[_Change]:
             yield _Change(name, own_name(f"{name}.weight", r"blk\.", whole, layers), a, rows * scale)
 
 
-def _for_halves(name: str, b: F32, config: ModelConfig) -> F32:
+def _for_halves(name: str, b: F32, config: Transformer) -> F32:
     """B with the rows of queries and keys for rotations of halves, which llama.cpp's converter moved."""
     if not name.endswith((".attn_q", ".attn_k")) or len(b) % config.head_dim:
         return b
     return b.reshape(-1, config.head_dim // 2, 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
 
 
-def _for_neighbours(b: F32, config: ModelConfig) -> F32:
+def _for_neighbours(b: F32, config: Transformer) -> F32:
     """The inverse."""
     return b.reshape(-1, 2, config.head_dim // 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
 
@@ -232,6 +232,6 @@ def _parts(path: Path, change: _Change, base: Checkpoint) -> Iterator[tuple[str,
     for name, (rows, _) in zip(names, shapes, strict=True):
         b = change.b[start : start + rows]
         start += rows
-        if config.rope_interleaved and name.endswith((".q", ".k")):
+        if config.rope.interleaved and name.endswith((".q", ".k")):
             b = _for_neighbours(b, config)
         yield name, b

@@ -12,7 +12,7 @@ from edgespec_export.sources.checkpoint import Checkpoint
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.heads import PICKLED, Head, tensors_of
 from edgespec_export.sources.hf_checkpoint import CONFIG, HFCheckpoint
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, naming
 from edgespec_models.families import head_of, in_gguf
 from edgespec_models.families.gemma4_assistant import beside
@@ -33,7 +33,7 @@ class _Assistant(Head):
 
     def _complete(
         self,
-        own: ModelConfig,
+        own: Transformer,
         width: int,
         named: Mapping[str, Tensor],
         clusters: tuple[int, int] = (0, 0),

@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,10 +16,10 @@ import numpy.typing as npt
 
 from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
-from edgespec_models.families.record import record
 from edgespec_models.files.blocks import F32, Blocks, unpack
 from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import Progress, ProgressCallback
@@ -60,7 +59,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     files: tuple[Path, ...]
     model_name: str
     family: Family
-    config: ModelConfig
+    config: Transformer
     logits_factor: float = 1.0
     tensors: Mapping[str, Tensor]
     tokenizer_json: Callable[[], str]
@@ -174,12 +173,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def end_where_queries_grow(self) -> None:
         """Shorten the context for graphs whose operators know no positions."""
-        step, stated = self.config.query_step, self.config.context_length
-        if step:
-            self.config = replace(self.config, context_length=step, query_growth=0.0, query_step=0)
-            self.warn_if_shorter(self.config, stated)
+        stated, self.config = self.config.context_length, self.config.without_growth
+        self.warn_if_shorter(self.config, stated)
 
-    def warn_if_shorter(self, config: ModelConfig, stated: int) -> None:
+    def warn_if_shorter(self, config: Transformer, stated: int) -> None:
         """Warn that an export has a shorter context than the files state."""
         if config.context_length < stated:
             _LOG.warning(
@@ -227,7 +224,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             UnsupportedModelError: there are more.
         """
         config, made = self.config, record(self.config)
-        shared = range(config.num_layers - config.shared_layers, config.num_layers)
+        shared = [n for n, facts in made.attentions.items() if n != facts.layer and not config.reads_cache]
         unread = {f"layers.{n}.{kind}" for n in shared for kind in ("k", "v", "k_norm")}
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in unread}
         shapes = made.tensors | (made.biases if self.has_biases else {})

@@ -11,9 +11,9 @@ from io import BytesIO
 from typing import Final
 
 from edgespec_export.sources.safetensors_file import Raw, SafetensorsFile
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError
-from edgespec_models.families.record import record
 from edgespec_models.files.blocks import Blocks, unpack
 from edgespec_models.files.tensors import Columns, GGMLType, SplitBlocks, Stack, Tensor
 
@@ -24,7 +24,7 @@ _ONE: Final = re.compile(r"(layers\.\d+\.experts_\w+)\.(\d+)")
 _AGAIN: Final = "download or convert it again"
 
 
-def one_below_the_other(tensors: Mapping[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
+def one_below_the_other(tensors: Mapping[str, Tensor], config: Transformer, where: str) -> dict[str, Tensor]:
     """``tensors`` with each kind of a layer's expert matrices in one tensor of two dimensions.
 
     Raises:

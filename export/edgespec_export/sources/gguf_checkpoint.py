@@ -18,7 +18,7 @@ from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_tokenizer import chat_templates, special_tokens, tokenizer_json
 from edgespec_export.sources.ranking import ranking_of
 from edgespec_models.bundles.bundle import Embedding, Ranking, Sampling
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import ModelFileError, RequestError, UnsupportedModelError, naming
 from edgespec_models.families import NEEDS_TARGET, in_gguf
 from edgespec_models.families.family import Family
@@ -143,7 +143,7 @@ class GGUFCheckpoint(Checkpoint):
         end = str(tokens[special.eos[0]]) if ends else ""
         return f"{begin}{{query}}{end}{{document}}{end}"
 
-    def _read_config(self, file: GGUFFile, own: dict[str, object], **more: Any) -> ModelConfig:
+    def _read_config(self, file: GGUFFile, own: dict[str, object], **more: Any) -> Transformer:
         where, family = self.path.name, self.family
         names = {**KEYS, **family.keys}
         if "embed" not in self.tensors:
@@ -163,25 +163,23 @@ class GGUFCheckpoint(Checkpoint):
             raise UnsupportedModelError(
                 f"{where} has values {width} wide and keys {config.head_dim} wide; allowed: one width"
             )
-        if family.neighbours and config.rotary_dim is not None:
+        rope = config.rope
+        if family.neighbours and rope.width != config.head_dim:
             raise UnsupportedModelError(
-                f"{where} rotates {config.rotary_dim} of the {config.head_dim} elements of a head; allowed "
+                f"{where} rotates {rope.width} of the {config.head_dim} elements of a head; allowed "
                 f"for {family.gguf}: all"
             )
         factors = self._taken("rope_factors")
-        if factors and config.rope_factors:
+        if factors and rope.factors:
             raise ModelFileError(f"{where} has rope_freqs.weight and scales its rotary embedding besides")
-        if factors and len(factors) != config.rotary_width // 2:
+        if factors and len(factors) != rope.width // 2:
             raise UnsupportedModelError(
                 f"{where}: there are {len(factors)} rope_factors (rope_freqs.weight) for "
-                f"{config.rotary_width // 2} frequencies; download or convert it again"
+                f"{rope.width // 2} frequencies; download or convert it again"
             )
         with naming(where):
-            return replace(
-                config,
-                rope_interleaved=family.neighbours,
-                **turning(tuple(factors) or config.rope_factors),
-            )
+            turned = turning(tuple(factors)) if factors else {}
+            return replace(config, rope=replace(rope, interleaved=family.neighbours, **turned))
 
     def _scaling(self, own: Mapping[str, object]) -> dict[str, object]:
         """The scaling of rotary embeddings, with the keys of a ``config.json``."""

@@ -14,12 +14,12 @@ from edgespec_export.sources.checkpoint import Checkpoint, own_name
 from edgespec_export.sources.experts import check_shape, one_below_the_other
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import CONFIG, INDEX, SINGLE, HFCheckpoint
+from edgespec_models.decoders.record import record
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.families import head_of, in_gguf
 from edgespec_models.families.heads import OTHER, Target, check_target
 from edgespec_models.families.names import own_names
 from edgespec_models.families.reading import config_of
-from edgespec_models.families.record import record
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.tensors import GGMLType, Tensor
 from edgespec_models.progress import ProgressCallback

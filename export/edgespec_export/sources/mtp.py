@@ -15,7 +15,7 @@ from edgespec_export.sources.gguf import GGUFFile, open_parts
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint, family_of, has_trunk, take_mtp
 from edgespec_export.sources.heads import Head
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint, alone
-from edgespec_models.bundles.config import DecoderShape
+from edgespec_models.decoders.config import DecoderShape
 from edgespec_models.errors import EdgespecError, RequestError, UnsupportedModelError
 from edgespec_models.families.heads import OTHER
 from edgespec_models.families.names import own_names
@@ -34,7 +34,9 @@ class _Layer(Head):
 
     def _complete(self, named: dict[str, Tensor]) -> None:
         """Take the layer's own embedding and LM head, or else the target's, and check all."""
-        self.config, base = self.base.config.mtp_layer, self.base
+        base, config = self.base, self.base.config.mtp_layer
+        assert config is not None  # of a family with such layers
+        self.config = config
         embed = named.pop("embed", base.tensor("embed"))
         head = embed if base.tied_head else named.pop("lm_head", base.tensor("lm_head"))
         tensors = {

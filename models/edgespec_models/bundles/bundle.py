@@ -29,11 +29,14 @@ import numpy.typing as npt
 from numpy.lib import format as npy
 
 from edgespec_models import storage
-from edgespec_models.bundles.config import AGAIN, Count, DecoderShape, FloatType, ModelConfig
 from edgespec_models.bundles.graph_contract import GraphTensors
-from edgespec_models.bundles.kept import KeptTensor, bytes_per_sequence, bytes_per_token
 from edgespec_models.bundles.static_graphs import ExportDevice, GraphKind, StaticGraphs
+from edgespec_models.decoders.config import AGAIN, Count, DecoderShape, FloatType
+from edgespec_models.decoders.kept import KeptTensor, bytes_per_sequence, bytes_per_token
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import BundleError, naming, shell_word
+from edgespec_models.families import decoder_named
 from edgespec_models.files.facts import Facts
 from edgespec_models.schema import check_fields, length, matching, parse, read, read_text, shown, within
 from edgespec_models.text.template_files import DEFAULT, FILE, NAMED, file_of
@@ -47,7 +50,7 @@ MANIFEST, GRAPH, TOKENIZER = "edgespec.json", "model.onnx", "tokenizer.json"
 TEMPLATE, REPORT, HEAD_TOKENS, RANK_HEAD = FILE, "report.json", "head_tokens.npy", "rank_head.npy"
 GENAI, HF_CONFIG = "genai_config.json", "config.json"
 """Files that mark directories of other exporters."""
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 Role = Literal["target", "drafter"]
 Operators = Literal["edgespec", "standard"]
@@ -57,7 +60,6 @@ ONNX Runtime's operators have."""
 _Amount = Annotated[int, within(0, 1 << 60)]
 _GRAPHS = "model"  # graphs and weights begin so
 _NOT_MULTIPLIED = ("embedding", "other")
-_EXPERTS = "experts"
 _DIGEST = "sha256"
 _LOG = logging.getLogger("edgespec")
 
@@ -247,18 +249,14 @@ class Manifest:
     @property
     def expert_bytes(self) -> float:
         """Bytes of an expert in a layer, the mean; 0 without."""
-        experts = self.config.experts if isinstance(self.config, ModelConfig) else None
+        experts = self.config.experts if isinstance(self.config, Transformer) else None
         if experts is None:
             return 0.0
         layers = self.config.num_layers - experts.dense_layers
-        return self.bytes_by_class.get(_EXPERTS, 0) / (experts.count * layers)
+        return self.bytes_by_class.get("experts", 0) / (experts.count * layers)
 
     def _of_a_row(self, amounts: Mapping[str, int]) -> int:
-        shares, config = dict[str, float](), self.config
-        if isinstance(config, ModelConfig) and config.experts is not None:
-            shares[_EXPERTS] = config.experts.used / config.experts.count
-        if isinstance(config, ModelConfig) and config.assistant is not None and config.assistant.clusters:
-            shares["lm_head"] = config.assistant.clusters_read / config.assistant.clusters
+        shares = record(self.config).shares if isinstance(self.config, Transformer) else {}
         multiplied = {name: value for name, value in amounts.items() if name not in _NOT_MULTIPLIED}
         return sum(round(value * shares.get(name, 1.0)) for name, value in multiplied.items())
 
@@ -287,9 +285,14 @@ class Manifest:
                 f"{where} is not of {own}; export the model again: edgespec export "
                 f"{shell_word(source) if known else 'SOURCE'} -o {shell_word(where.parent)} --overwrite"
             )
-        facts = read(ModelConfig, value.get("config"), f"{where}, config", BundleError, AGAIN)
+        facts = value.get("config")
+        name = facts.get("architecture") if isinstance(facts, dict) else None
+        decoder = decoder_named(name)
+        if decoder is None:
+            raise BundleError(f"{where}, config: architecture is {shown(name)}, which is not known. {AGAIN}.")
+        config = read(decoder, facts, f"{where}, config", BundleError, AGAIN)
         fields = {key: field for key, field in value.items() if key not in ("format_version", _DIGEST)}
-        return read(cls, fields | {"config": facts}, str(where), BundleError, AGAIN)
+        return read(cls, fields | {"config": config}, str(where), BundleError, AGAIN)
 
 
 class Bundle:
@@ -312,8 +315,8 @@ class Bundle:
             raise BundleError(
                 f"{where} has changed since the export (sha256 differs); export the model again"
             )
-        for name, record in self.manifest.files.items():
-            self._check(name, record, verify_digests)
+        for name, stated in self.manifest.files.items():
+            self._check(name, stated, verify_digests)
         static = self.manifest.static
         for name in (TOKENIZER, *([GRAPH] if static is None else static.files)):
             if name not in self.manifest.files:
@@ -397,7 +400,7 @@ class Bundle:
 
     def rank_head(self) -> npt.NDArray[np.float32]:
         """The row of a reranker's score, float32 ``(hidden_size,)``; errors as :attr:`head_tokens` has."""
-        assert isinstance(self.config, ModelConfig)  # of bundles with a ranking
+        assert isinstance(self.config, Transformer)  # of bundles with a ranking
         return self._vector(RANK_HEAD, np.dtype(np.float32), self.config.hidden_size)
 
     def _vector(self, name: str, dtype: np.dtype[Any], size: int) -> npt.NDArray[Any]:

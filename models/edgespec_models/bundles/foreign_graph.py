@@ -6,9 +6,9 @@ from itertools import count
 from pathlib import Path
 from typing import cast
 
-from edgespec_models.bundles.config import DecoderShape
 from edgespec_models.bundles.graph_contract import GraphTensors
-from edgespec_models.bundles.kept import KeptTensor, KeptType
+from edgespec_models.decoders.config import DecoderShape
+from edgespec_models.decoders.kept import KeptTensor, KeptType
 from edgespec_models.errors import BundleError, UnsupportedModelError, naming
 from edgespec_models.files.onnx_header import FLOAT_TYPES, Graph, Node, Tensor
 from edgespec_models.storage import is_file

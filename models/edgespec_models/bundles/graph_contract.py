@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 
 _Array = npt.NDArray[Any]
 
@@ -160,7 +160,7 @@ class StaticInputs:
     """Fills the inputs of graphs of fixed shapes (``graphs.static``), but for the KV cache."""
 
     def __init__(
-        self, config: ModelConfig, tables: Mapping[str, npt.NDArray[np.float32]], masked: float
+        self, config: Transformer, tables: Mapping[str, npt.NDArray[np.float32]], masked: float
     ) -> None:
         """``tables`` are the rotary tables of the whole context, by the names of their inputs."""
         self._config, self._tables, self._masked = config, tables, masked

@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from edgespec_models.bundles.config import Count
+from edgespec_models.decoders.config import Count
 from edgespec_models.errors import BundleError, RequestError
 from edgespec_models.schema import check_fields, length
 

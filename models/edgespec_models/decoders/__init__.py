@@ -2,5 +2,5 @@
 
 A family's decoder (:attr:`edgespec_models.families.family.Family.decode`) is written once, from the tokens to
 the logits. Backends are in :mod:`edgespec_models.graphs`; one more only records what a decoder needs
-(:mod:`edgespec_models.families.record`).
+(:mod:`edgespec_models.decoders.record`).
 """

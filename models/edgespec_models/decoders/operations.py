@@ -8,12 +8,14 @@ medium. Names are those of tensors, without the layer's prefix: within :meth:`Ba
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.config import Block, DeltaNet, Experts
+from edgespec_models.decoders.config import Block, Count, Factor
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.schema import check_fields, within
 
 Activation = Literal["silu", "gelu_tanh"]
 UNUSUAL: Final = frozenset(
@@ -41,14 +43,23 @@ class Rope:
         first: position of the first row of the tables.
     """
 
-    name: str
-    theta: float
-    width: int
-    pairs: int
-    factors: tuple[float, ...] = ()
-    magnitude: float = 1.0
+    name: Literal["rope", "rope_local"] = "rope"
+    theta: Factor
+    width: Count
+    pairs: Count
+    factors: tuple[Factor, ...] = ()
+    magnitude: Factor = 1.0
     interleaved: bool = False
-    first: int = 0
+    first: Annotated[int, within(0, 1)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        if self.pairs > self.width // 2:
+            raise UnsupportedModelError(f"pairs of {self.name} is {self.pairs}; a head has {self.width // 2}")
+        if self.factors and len(self.factors) != self.pairs:
+            raise UnsupportedModelError(
+                f"there are {len(self.factors)} rope_factors for {self.pairs} frequencies"
+            )
 
     def tables(self, positions: int, *, whole: bool = False) -> dict[str, npt.NDArray[np.float32]]:
         """``NAME_cos`` and ``NAME_sin``, float32 ``(positions, pairs)``.
@@ -65,6 +76,109 @@ class Rope:
             f"{self.name}_{part}": (function(angles) * self.magnitude).astype(np.float32)
             for part, function in (("cos", np.cos), ("sin", np.sin))
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """The heads of a gated delta net (Yang et al. 2024, arXiv 2412.06464).
+
+    Attributes:
+        key_heads: heads of queries and of keys.
+        value_heads: heads of values, with a state each; the same number for each key head.
+        key_width: width of a head of keys; ``value_width`` is the width of a head of values.
+        tiled: value head h goes with key head ``h % key_heads``; else the value heads of a key head follow
+            each other.
+    """
+
+    key_heads: Count
+    value_heads: Count
+    key_width: Annotated[int, within(16, 4096)]
+    value_width: Annotated[int, within(16, 4096)]
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        if self.value_heads % self.key_heads:
+            raise UnsupportedModelError(
+                f"{self.value_heads} value heads of a delta net cannot share {self.key_heads} key heads"
+            )
+        if self.key_width % 16 or self.value_width % 16:
+            raise UnsupportedModelError(
+                f"heads of a delta net are {self.key_width} and {self.value_width} wide; allowed: "
+                "multiples of 16"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, and of all heads of queries."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """The convolved channels: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts; each token uses a few (Shazeer et al. 2017, arXiv 1701.06538).
+
+    A router gives each expert a score. The experts with the highest scores are used, of equal ones the first.
+    Their outputs are added up, times their weights.
+
+    Attributes:
+        count: experts of a layer.
+        used: experts that each token uses.
+        width: width of an expert.
+        dense_layers: the number of first layers that have an MLP instead.
+        gating: the function from scores to weights, over all experts; if ``normalized``, over the used ones.
+        normalized: the weights of a token add up to one.
+        scale: factor on the weights after that.
+        selection_bias: whether numbers are added to the weights for the choice alone.
+        biases: whether router and experts have biases.
+        clamped: whether gates end at 7 and their factors at 7 and -7, as in gpt-oss.
+        shared_width: width of an expert that every token uses besides; 0 without one.
+        shared_gate: whether its output is multiplied by the sigmoid of a score of its own.
+        beside_mlp: whether a layer has an MLP too. MLP, experts and router then normalize the stream each for
+            themselves, weights have factors by expert, and results are normalized before they are added
+            (Gemma 4).
+    """
+
+    count: Annotated[int, within(1, 4096)]
+    used: Annotated[int, within(1, 4096)]
+    width: Count
+    dense_layers: Annotated[int, within(0, 4096)] = 0
+    gating: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: Factor = 1.0
+    selection_bias: bool = False
+    biases: bool = False
+    clamped: bool = False
+    shared_width: Annotated[int, within(0, 2**31 - 1)] = 0
+    shared_gate: bool = False
+    beside_mlp: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        if self.used > self.count:
+            raise UnsupportedModelError(f"a token uses {self.used} experts; there are {self.count}")
+        if self.selection_bias and self.gating != "sigmoid":
+            raise UnsupportedModelError(
+                f"experts are chosen with a bias and weighed by {self.gating}; allowed with a bias: sigmoid"
+            )
+        if self.shared_gate and not self.shared_width:
+            raise UnsupportedModelError(
+                "shared_gate is true and shared_width is 0; the first needs the second"
+            )
+        if self.beside_mlp and self.shared_width:
+            raise UnsupportedModelError(
+                f"experts lie beside an MLP and shared_width is {self.shared_width}; edgespec has either"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

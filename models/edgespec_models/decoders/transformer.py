@@ -1,144 +1,205 @@
-"""The decoder of most families, from the tokens through the layers to the logits, and its parts.
+"""The decoder of most families: its facts, and its pass from the tokens through the layers to the logits.
 
-Tensors are named here, once; graphs also name the part of a layer that a product belongs to.
+A family states what it has besides as fields of a class of its own, and what it computes otherwise as
+methods. Tensors are named here, once; graphs also name the part of a layer that a product belongs to.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.decoders.operations import Attention, Backend, Rope
+from edgespec_models.decoders.config import Count, DecoderShape, Factor
+from edgespec_models.decoders.operations import Activation, Attention, Backend, Experts, Rope
+from edgespec_models.errors import UnsupportedModelError
+from edgespec_models.schema import check_fields
 
-
-def decode(b: Backend, f: ModelConfig) -> None:
-    """A pass of a decoder with the facts ``f``, in the medium of ``b``."""
-    x = b.embed(f.vocab_size, f.hidden_size, f.embedding_scale)
-    x = b.wanted(through_layers(b, f, x))
-    b.write(b.logits(x, f.vocab_size, f.logit_cap))
-
-
-def through_layers(b: Backend, f: ModelConfig, x: Any, known: Any = None) -> Any:
-    """The stream behind all layers."""
-    inputs = b.layer_inputs(x, f.vocab_size, f.num_layers, f.layer_inputs) if f.layer_inputs else None
-    for index in range(f.num_layers):
-        if index == f.whole_layers:  # nothing reads the other rows behind here
-            x, inputs = b.alone(x, inputs)
-        with b.layer(index, x) as stream:
-            if stream is not None:
-                x = b.computed(partial(layer, b, f, index, inputs=inputs, known=known), stream)
-    return x
+T = TypeVar("T", bound="Transformer")
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 
 
-def layer(b: Backend, f: ModelConfig, index: int, x: Any, inputs: Any = None, known: Any = None) -> Any:
-    """The stream behind a layer; ``inputs`` are from the tokens, ``known`` are a target's features."""
-    h = b.norm(x, "attn_norm") if f.pre_norms else x
-    y = mixed(b, f, index, h, known)
-    x = b.add(x, b.post_norm(y, "post_attn_norm") if f.post_norms else y, "middle")
-    h = b.norm(x, "mlp_norm") if f.pre_norms else x
-    y = routed(b, f, x, h) if f.mlp(index) == "experts" else dense(b, f, index, h)
-    x = b.add(x, b.post_norm(y, "post_mlp_norm") if f.post_norms else y, "residual")
-    if f.layer_inputs:
-        y = b.input_gate(b.linear(x, "input_gate", f.layer_inputs, part="mlp"), inputs, f.activation)
-        y = b.linear(y, "input_out", f.hidden_size, part="mlp")
-        x = b.add(x, b.post_norm(y, "post_input_norm"), "with_input")
-    return b.scale(x, "scale") if f.scaled_layers else x
+@dataclass(frozen=True, kw_only=True)
+class Transformer(DecoderShape):
+    """A decoder whose layers are attention and an MLP or experts.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: width of a head.
+        norm_epsilon: epsilon of every RMSNorm.
+        attention_scale: factor on the query-key products.
+        embedding_scale: factor on the token embeddings.
+        rope: the rotary embedding.
+        local_rope: that of layers with a sliding window; None for ``rope``.
+        unrotated_layers: layers without one (Yang et al. 2025, "RoPE to NoPE and Back Again").
+        layer_types: the part of each layer in which tokens see each other, one of ``TYPES``; empty if all are
+            attention to the whole context.
+        sliding_window: tokens that a token sees in layers with a window, itself included; None without such.
+        experts: the experts that layers have instead of an MLP; None without them.
+    """
+
+    TYPES: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
+    DRAFTS: ClassVar[bool] = False
+    """Whether it is a head."""
+    activation: ClassVar[Activation] = "silu"
+    norms: ClassVar[Literal["", "head", "wide"]] = ""
+    """RMSNorm on queries and keys, as in :class:`~edgespec_models.decoders.operations.Attention`."""
+
+    hidden_size: Count
+    intermediate_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    norm_epsilon: Factor
+    attention_scale: Factor
+    embedding_scale: Factor = 1.0
+    rope: Rope
+    local_rope: Rope | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    layer_types: tuple[str, ...] = ()
+    sliding_window: Count | None = None
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        for problem in self.problems():
+            raise UnsupportedModelError(problem)
+
+    def problems(self) -> Iterator[str]:
+        """What fields contradict each other in."""
+        for width in dict.fromkeys(self.heads(windowed)[1] for windowed in (False, True)):
+            if width % 2:
+                yield f"head_dim is {width}; a rotary embedding needs an even one"
+        width = self.rope.width
+        # ONNX Runtime's GroupQueryAttention takes rotary tables whose width is a multiple of 8.
+        if width != self.head_dim and (width % 16 or width > self.head_dim):
+            yield f"rotary_dim is {width}; it must be a multiple of 16 up to {self.head_dim}"
+        for count in (self.heads(windowed)[0] for windowed in (False, True)):
+            if self.num_heads % count:
+                yield f"{self.num_heads} query heads cannot share {count} key-value heads evenly"
+        if len(self.layer_types) not in (0, self.num_layers):
+            yield f"there are {len(self.layer_types)} layer_types for {self.num_layers} layers"
+        for kind in {*self.layer_types}.difference(self.TYPES):
+            yield f"layer_types has {kind!r}; allowed for {self.architecture}: {', '.join(self.TYPES)}"
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            yield f"layers are {SLIDING}; they need a sliding_window"
+        if {bool(self.feature_layers), bool(self.feature_width)} != {self.DRAFTS}:
+            yield (
+                f"feature_layers are {self.feature_layers} and feature_width is {self.feature_width}; "
+                f"{self.architecture} {'needs both' if self.DRAFTS else 'is no head and has neither'}"
+            )
+
+    def become(self, kind: type[T], **changes: Any) -> T:
+        """A decoder of another class with these facts, but for ``changes``."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(self)} | changes)
+
+    @property
+    def mtp_layer(self) -> "Transformer | None":
+        """The layer that drafts for it, in a model that was trained with one."""
+        return None
+
+    @property
+    def without_growth(self) -> "Transformer":
+        """The decoder for graphs whose operators know no positions: its context ends where queries grow."""
+        return self
+
+    def layer_type(self, index: int) -> str:
+        """The part of layer ``index`` in which tokens see each other."""
+        return self.layer_types[index] if self.layer_types else FULL
+
+    def heads(self, windowed: bool) -> tuple[int, int]:
+        """Heads of keys and values in layers with a window or without one, and the width of heads there."""
+        return self.num_kv_heads, self.head_dim
+
+    def attended(self, tokens: int) -> float:
+        """As in any decoder, but windows bound the tokens, and only attention counts."""
+        window = tokens if self.sliding_window is None else min(tokens, self.sliding_window)
+        seen = {FULL: tokens, SLIDING: window}
+        kinds = map(self.layer_type, range(self.num_layers))
+        return sum(seen.get(kind, 0) for kind in kinds) / self.num_layers
+
+    # ---- The pass ----------------------------------------------------------------------------------------
+
+    def decode(self, b: Backend) -> None:
+        """A pass from the tokens to the logits, in the medium of ``b``."""
+        x = b.embed(self.vocab_size, self.hidden_size, self.embedding_scale)
+        x = b.wanted(self.through_layers(b, x))
+        b.write(b.logits(x, self.vocab_size))
+
+    def through_layers(self, b: Backend, x: Any) -> Any:
+        """The stream behind all layers."""
+        for index in range(self.num_layers):
+            x = in_layer(b, index, x, partial(self.layer, b, index))
+        return x
+
+    def layer(self, b: Backend, index: int, x: Any) -> Any:
+        """The stream behind a layer."""
+        x = b.add(x, self.mixed(b, index, b.norm(x, "attn_norm")), "middle")
+        return b.add(x, self.mlp(b, index, b.norm(x, "mlp_norm")), "residual")
+
+    def mixed(self, b: Backend, index: int, h: Any) -> Any:
+        """The output of the part of a layer in which tokens see each other."""
+        return attend(b, self.attention(index), h, self.hidden_size)
+
+    def attention(self, index: int) -> Attention:
+        """The facts of a layer's attention."""
+        windowed = self.layer_type(index) == SLIDING
+        kv_heads, width = self.heads(windowed)
+        rope = self.local_rope if windowed and self.local_rope is not None else self.rope
+        return Attention(
+            layer=index,
+            heads=self.num_heads,
+            kv_heads=kv_heads,
+            width=width,
+            scale=self.attention_scale,
+            rope=None if index in self.unrotated_layers else rope,
+            window=self.sliding_window if windowed else None,
+            norms=self.norms,
+        )
+
+    def mlp(self, b: Backend, index: int, h: Any) -> Any:
+        """The output of the MLP, or of a mixture of experts."""
+        experts = self.experts
+        if experts is None or index < experts.dense_layers:
+            return self.dense(b, h, self.intermediate_size)
+        shared = self.dense(b, h, experts.shared_width, "shared_") if experts.shared_width else None
+        return b.experts(h, experts, self.activation, shared=shared)
+
+    def dense(self, b: Backend, h: Any, width: int, prefix: str = "") -> Any:
+        """The output of an MLP of this width."""
+        names = f"{prefix}gate", f"{prefix}up"
+        y = b.gated(h, f"{prefix}gate_up", names, width, self.activation)
+        return b.linear(y, f"{prefix}down", self.hidden_size, part="mlp")
 
 
-def mixed(b: Backend, f: ModelConfig, index: int, h: Any, known: Any = None) -> Any:
-    """The output of the part of a layer in which tokens see each other."""
-    taps = f.conv_taps or 0
-    if f.mixer(index) == "short_conv":
-        y = b.short_conv(b.linear(h, "conv_in", 3 * f.hidden_size, part="mixer"), f.hidden_size, taps)
-        return b.linear(y, "conv_out", f.hidden_size, part="mixer")
-    if f.mixer(index) == "delta_net":
-        net = f.delta
-        assert net is not None  # which facts with such a layer have
-        rows = {"delta_qkv": net.channels, "delta_gate": net.values}
-        rows |= dict.fromkeys(("delta_decay", "delta_strength"), net.value_heads)
-        y = b.delta_net(b.linear(h, "delta_in", rows, part="mixer"), net, taps)
-        return b.linear(y, "delta_out", f.hidden_size, part="mixer")
-    facts = attention_of(f, index)
+def in_layer(b: Backend, index: int, x: Any, layer: Callable[[Any], Any]) -> Any:
+    """The stream behind ``layer``; ``x`` where a backend leaves it out."""
+    with b.layer(index, x) as stream:
+        return x if stream is None else b.computed(layer, stream)
+
+
+def attend(b: Backend, facts: Attention, h: Any, outputs: int, known: Any = None) -> Any:
+    """The output of attention; rows of ``known`` have keys and values alone."""
     products: Any = facts.products
     if facts.norms == "wide":  # a product that is normalized as a whole stands alone
         qkv = (b.linear(h, name, rows, biases=None, part="attention") for name, rows in products.items())
     else:
         qkv = b.linear(h, "qkv", products, biases=None, part="attention")
-    y = b.attention(qkv, facts, known)
-    return b.linear(y, "o", f.hidden_size, biases=f.sinks, part="attention")
+    return b.linear(b.attention(qkv, facts, known), "o", outputs, biases=facts.sinks, part="attention")
 
 
-def dense(b: Backend, f: ModelConfig, index: int, h: Any) -> Any:
-    """The output of the MLP."""
-    width = f.mlp_widths[index] if f.mlp_widths else f.intermediate_size
-    y = b.gated(h, "gate_up", ("gate", "up"), width, f.activation)
-    return b.linear(y, "down", f.hidden_size, part="mlp")
+def with_post_norms(f: Transformer, b: Backend, index: int, x: Any) -> Any:
+    """The stream behind a layer whose sublayers have norms before and behind them."""
+    y = f.mixed(b, index, b.norm(x, "attn_norm"))
+    x = b.add(x, b.post_norm(y, "post_attn_norm"), "middle")
+    y = f.mlp(b, index, b.norm(x, "mlp_norm"))
+    return b.add(x, b.post_norm(y, "post_mlp_norm"), "residual")
 
 
-def routed(b: Backend, f: ModelConfig, x: Any, h: Any) -> Any:
-    """The output of a mixture of experts; ``h`` is the stream ``x`` as an MLP reads it."""
-    experts, shared = f.experts, None
-    assert experts is not None  # which facts with such a layer have
-    if experts.beside_mlp:
-        shared = b.post_norm(dense(b, f, 0, h), "post_dense_norm")
-        h = b.norm(x, "pre_experts_norm")
-    elif experts.shared_width:
-        names = "shared_gate", "shared_up"
-        y = b.gated(h, "shared_gate_up", names, experts.shared_width, f.activation)
-        shared = b.linear(y, "shared_down", f.hidden_size, part="mlp")
-    return b.experts(h, experts, f.activation, shared=shared)
-
-
-def attention_of(f: ModelConfig, index: int) -> Attention:
-    """The attention of a layer."""
-    layer, sees_all = f.kv_layer(index), f.is_global(index)
-    assert layer is not None  # which a config sees to
-    kv_heads, width = f.num_kv_heads, f.head_dim
-    if not sees_all:
-        kv_heads, width = f.local_kv_heads or kv_heads, f.local_head_dim or width
-    tied = f.tied_values and sees_all
-    of_windows = f.block is not None and f.block.causal_windows and not sees_all
-    return Attention(
-        layer=layer,
-        heads=f.num_heads,
-        kv_heads=kv_heads,
-        width=width,
-        scale=f.attention_scale,
-        projections="q" if f.assistant is not None or layer != index else "qk" if tied else "qkv",
-        rope=None if index in f.unrotated_layers else _rope(f, windowed=not sees_all),
-        window=None if sees_all else f.sliding_window,
-        norms="" if not f.qk_norm else "wide" if f.wide_qk_norm else "head",
-        normed_values=f.normed_values,
-        cap=f.attention_cap,
-        sinks=f.sinks,
-        gated=f.gated_attention,
-        growth=f.query_growth,
-        growth_step=f.query_step,
-        bidirectional=f.block is not None and not (f.block.causal or of_windows),
-    )
-
-
-def _rope(f: ModelConfig, *, windowed: bool) -> Rope:
-    """An assistant's tables begin at position 1, because it stands at the last token in its target's cache,
-    and its queries belong to the token behind.
-    """
-    first, interleaved = int(f.assistant is not None), f.rope_interleaved
-    if windowed and f.rope_local_theta is not None:  # which is never scaled
-        width, theta = f.local_head_dim or f.rotary_width, f.rope_local_theta
-        return Rope(
-            name="rope_local",
-            theta=theta,
-            width=width,
-            pairs=width // 2,
-            interleaved=interleaved,
-            first=first,
-        )
-    return Rope(
-        name="rope",
-        theta=f.rope_theta,
-        width=f.rotary_width,
-        pairs=f.turning_pairs,
-        factors=f.rope_factors,
-        magnitude=f.rope_magnitude,
-        interleaved=interleaved,
-        first=first,
-    )
+def with_post_norms_alone(f: Transformer, b: Backend, index: int, x: Any) -> Any:
+    """The stream behind a layer whose sublayers have norms behind them."""
+    x = b.add(x, b.post_norm(f.mixed(b, index, x), "post_attn_norm"), "middle")
+    return b.add(x, b.post_norm(f.mlp(b, index, x), "post_mlp_norm"), "residual")

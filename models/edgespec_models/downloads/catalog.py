@@ -30,7 +30,7 @@ from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from edgespec_models.bundles.config import Context, Count
+from edgespec_models.decoders.config import Context, Count
 from edgespec_models.errors import CatalogueError
 from edgespec_models.schema import length, matching, read, shown, within
 

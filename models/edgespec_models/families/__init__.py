@@ -1,14 +1,12 @@
 """Families of models: a file a family, what they share, and how one is recognized.
 
 A file has a family's names, its keys with their defaults, its tensors' names, and what is its own in reading
-them, in one :class:`~edgespec_models.families.family.Family` or a few. May import ``decoders``, ``bundles``
-and ``files``.
+them, in one :class:`~edgespec_models.families.family.Family` or a few. May import ``decoders`` and ``files``.
 """
 
 from typing import Final
 
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.decoders.operations import Backend
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.dflash import DFLASH
 from edgespec_models.families.eagle3 import EAGLE3
 from edgespec_models.families.exaone4 import EXAONE4
@@ -21,16 +19,15 @@ from edgespec_models.families.gpt_oss import GPT_OSS
 from edgespec_models.families.granite import GRANITE, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
 from edgespec_models.families.lacking import unknown
-from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
-from edgespec_models.families.lfm3 import LFM3
+from edgespec_models.families.lfm2 import LFM2_DENSE, LFM2_MOE
+from edgespec_models.families.lfm3 import LFM3_DENSE
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
-from edgespec_models.families.mtp import MTP
 from edgespec_models.families.olmo2 import OLMO2, OLMO3
 from edgespec_models.families.phi3 import PHI3
 from edgespec_models.families.qwen2 import QWEN2
 from edgespec_models.families.qwen3 import QWEN3, QWEN3_MOE
-from edgespec_models.families.qwen35 import QWEN35, QWEN35_MOE
+from edgespec_models.families.qwen35 import MTP_LAYER, QWEN35, QWEN35_MOE
 from edgespec_models.families.reading import config_of
 from edgespec_models.families.smollm3 import SMOLLM3
 from edgespec_models.files.facts import Facts
@@ -39,7 +36,7 @@ MODELS: Final = (
     *(LLAMA, MISTRAL, SMOLLM3, MINISTRAL3, PHI3),
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
-    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
+    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2_DENSE, LFM2_MOE, LFM3_DENSE),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
@@ -82,7 +79,7 @@ def model_of(facts: Facts) -> tuple[Family, Facts]:
     return family, facts
 
 
-def read_config(facts: Facts) -> ModelConfig:
+def read_config(facts: Facts) -> Transformer:
     """The config of a checkpoint with this ``config.json``.
 
     Raises:
@@ -112,10 +109,10 @@ def named(name: str) -> Family | None:
     return next((family for family in MODELS if family.name == name), None)
 
 
-def decode(backend: Backend, config: ModelConfig) -> None:
-    """A pass of the decoder with these facts, in the medium of ``backend``."""
-    families = (*MODELS, *HEADS, ASSISTANT, MTP)
-    next(family for family in families if family.name == config.architecture).decode(backend, config)
+def decoder_named(name: object) -> type[Transformer] | None:
+    """The decoders that manifests call ``name``; None without such."""
+    families = (*MODELS, *HEADS, ASSISTANT, MTP_LAYER)
+    return next((family.decoder for family in families if family.name == name), None)
 
 
 def _of_type(facts: Facts) -> Family:

@@ -6,18 +6,60 @@ Directories have the forms of z-lab, DeepSeek and the ``speculators`` package. G
 form (``conversion/qwen.py``, ``src/models/dflash.cpp``).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from edgespec_models.bundles.config import Block, ModelConfig
-from edgespec_models.decoders.operations import Backend
-from edgespec_models.decoders.transformer import through_layers
+from edgespec_models.decoders.config import Block
+from edgespec_models.decoders.operations import Attention, Backend
+from edgespec_models.decoders.transformer import SLIDING, Transformer, attend, in_layer
 from edgespec_models.errors import RequestError, UnsupportedModelError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.families.heads import OTHER, Shapes, Target, fitting, of_decoder
 from edgespec_models.families.names import OUTER
 from edgespec_models.families.reading import multiplier, trunk
 from edgespec_models.files.facts import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash(Transformer):
+    """A head whose layers see what features of the target give them, and a ``block`` of tokens."""
+
+    DRAFTS = True
+    norms = "head"
+    block: Block
+
+    def decode(self, b: Backend) -> None:
+        """With a chain (DSpark) a bias that follows from the token before changes the logits."""
+        features = b.features(len(self.feature_layers) * self.feature_width)
+        known = b.post_norm(b.linear(features, "fuse", self.hidden_size), "fuse_norm")
+        x = b.embed(self.vocab_size, self.hidden_size, self.embedding_scale)
+        for index in range(self.num_layers):
+            x = in_layer(b, index, x, partial(self.layer, b, index, known=known))
+        x = b.wanted(x)
+        logits, rank = b.logits(x, self.vocab_size), self.block.rank
+        b.write(logits, b.chain(logits, x, self.vocab_size, self.block) if rank else None)
+
+    def layer(self, b: Backend, index: int, x: Any, known: Any = None) -> Any:
+        y = attend(b, self.attention(index), b.norm(x, "attn_norm"), self.hidden_size, known)
+        x = b.add(x, y, "middle")
+        return b.add(x, self.mlp(b, index, b.norm(x, "mlp_norm")), "residual")
+
+    def attention(self, index: int) -> Attention:
+        block, windowed = self.block, self.layer_type(index) == SLIDING
+        causal = block.causal or (block.causal_windows and windowed)
+        return replace(super().attention(index), bidirectional=not causal)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.feature_width != self.hidden_size or self.experts is not None:
+            yield (
+                f"a head of DFlash has feature_width {self.feature_width}, or experts; allowed: "
+                f"{self.hidden_size}, as wide as its stream, and an MLP"
+            )
+        if self.block.mask >= self.vocab_size:
+            yield f"the mask of a block is token {self.block.mask}; allowed: 0 to {self.vocab_size - 1}"
 
 
 def _usual(facts: Facts) -> Facts:
@@ -43,7 +85,7 @@ def _classes(facts: Facts) -> str:
     return str(facts.value("architectures")).lower()
 
 
-def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> ModelConfig:
+def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Transformer:
     where, config = facts.where, target.config
     if "dflash2" in _classes(facts) or facts.value("selector_rank") is not None:
         raise UnsupportedModelError(
@@ -66,13 +108,13 @@ def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Mo
             f"{count}. {OTHER}"
         )
     fields: dict[str, Any] = {"feature_layers": layers, "feature_width": config.hidden_size}
-    if not facts.boolean("rope_is_neox_style", default=True):
-        fields["rope_interleaved"] = True
     scale: Any = facts.value("input_embedding_scale")
     if scale is not None:
         grown = config.embedding_scale if scale == "target" else scale
         fields["embedding_scale"] = multiplier(facts, "embedding_multiplier", grown)
-    return trunk(facts, family, block=_block(facts, shapes), **fields)
+    made = trunk(facts, family, block=_block(facts, shapes), **fields)
+    neighbours = not facts.boolean("rope_is_neox_style", default=True)
+    return replace(made, rope=replace(made.rope, interleaved=neighbours))
 
 
 def _block(facts: Facts, shapes: Shapes) -> Block:
@@ -89,27 +131,12 @@ def _block(facts: Facts, shapes: Shapes) -> Block:
         )
 
 
-def _decode(b: Backend, f: ModelConfig) -> None:
-    """DFlash (arXiv 2602.06036): its layers see what features of the target give them, and a block.
-
-    With a chain (DSpark, arXiv 2607.05147) a bias that follows from the token before changes the logits.
-    """
-    block = f.block
-    assert block is not None  # which facts of this architecture have
-    features = b.features(len(f.feature_layers) * f.feature_width)
-    known = b.post_norm(b.linear(features, "fuse", f.hidden_size), "fuse_norm")
-    x = b.embed(f.vocab_size, f.hidden_size, f.embedding_scale)
-    x = b.wanted(through_layers(b, f, x, known))
-    logits = b.logits(x, f.vocab_size, f.logit_cap)
-    b.write(logits, b.chain(logits, x, f.vocab_size, block) if block.rank else None)
-
-
 DFLASH = Family(
     name="dflash",
     gguf="dflash",
     kind="head",
     classes=("dflash", "dspark"),
-    fixed={"qk_norm": True},
+    decoder=DFlash,
     keys={"aux_hidden_state_layer_ids": "target_layers"},
     outer={
         **OUTER,
@@ -125,5 +152,4 @@ DFLASH = Family(
     usual=_usual,
     from_gguf=_from_gguf,
     read=_read,
-    decode=_decode,
 )

@@ -4,11 +4,12 @@ Directories have the forms of EAGLE, AngelSlim, SpecForge and the ``speculators`
 llama.cpp's form (``conversion/llama.py``, ``src/models/eagle3.cpp``).
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.decoders.operations import Backend
-from edgespec_models.decoders.transformer import attention_of, dense
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.family import Family
 from edgespec_models.families.heads import Shapes, Target, fitting, of_decoder
 from edgespec_models.families.names import LAYER, OUTER
@@ -18,7 +19,50 @@ from edgespec_models.files.facts import Facts
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
-def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class Eagle3(Transformer):
+    """A head of one layer.
+
+    Attributes:
+        normed_features: RMSNorm on the features that it reads from the target.
+        normed_residual: attention adds to the normalized state.
+    """
+
+    DRAFTS = True
+    normed_features: bool = False
+    normed_residual: bool = False
+
+    def decode(self, b: Backend) -> None:
+        """Its product of embedding and state side by side is a sum of two."""
+        width, hidden = len(self.feature_layers) * self.feature_width, self.hidden_size
+        features, states = b.features(width), b.states(hidden)
+        embedding = b.embed(self.vocab_size, hidden)
+        known = b.norm(features, "fuse_norm") if self.normed_features else features
+        x = b.joined(b.linear(known, "fuse", hidden), states)
+        if self.normed_residual:
+            x = b.normalized(x, "layers.0.attn_norm")
+        with b.layer(0, x):
+            h = x if self.normed_residual else b.norm(x, "attn_norm")
+            facts = self.attention(0)
+            embedded = {f"embed_{name}": rows for name, rows in facts.products.items()}
+            qkv = b.add(
+                b.linear(b.norm(embedding, "embed_norm"), "embed_qkv", embedded, part="attention"),
+                b.linear(h, "qkv", facts.products, biases=None, part="attention"),
+            )
+            y = b.linear(b.attention(qkv, facts), "o", hidden, part="attention")
+            x = b.add(x, y, "middle")
+            x = b.add(x, self.mlp(b, 0, b.norm(x, "mlp_norm")), "residual")
+        x = b.wanted(x)
+        b.write(b.logits(x, self.vocab_size))
+        b.write_states(x, hidden)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.num_layers != 1 or self.experts is not None:
+            yield f"EAGLE-3 has {self.num_layers} layers, or experts; allowed: one layer with an MLP"
+
+
+def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Transformer:
     """The config of a head; layers whose inputs it reads are listed in two ways.
 
     For vLLM, llama.cpp and the ``speculators`` package a list of layers at the top means the inputs of these
@@ -44,34 +88,11 @@ def _read(facts: Facts, family: Family, *, shapes: Shapes, target: Target) -> Mo
     )
 
 
-def _decode(b: Backend, f: ModelConfig) -> None:
-    """EAGLE-3 (arXiv 2503.01840). Its product of embedding and state side by side is a sum of two."""
-    features, states = b.features(len(f.feature_layers) * f.feature_width), b.states(f.hidden_size)
-    embedding = b.embed(f.vocab_size, f.hidden_size)
-    known = b.norm(features, "fuse_norm") if f.normed_features else features
-    x = b.joined(b.linear(known, "fuse", f.hidden_size), states)
-    if f.normed_residual:
-        x = b.normalized(x, "layers.0.attn_norm")
-    with b.layer(0, x):
-        h = x if f.normed_residual else b.norm(x, "attn_norm")
-        facts = attention_of(f, 0)
-        embedded = {f"embed_{name}": rows for name, rows in facts.products.items()}
-        qkv = b.add(
-            b.linear(b.norm(embedding, "embed_norm"), "embed_qkv", embedded, part="attention"),
-            b.linear(h, "qkv", facts.products, biases=None, part="attention"),
-        )
-        y = b.linear(b.attention(qkv, facts), "o", f.hidden_size, part="attention")
-        x = b.add(x, y, "middle")
-        x = b.add(x, dense(b, f, 0, b.norm(x, "mlp_norm")), "residual")
-    x = b.wanted(x)
-    b.write(b.logits(x, f.vocab_size))
-    b.write_states(x, f.hidden_size)
-
-
 EAGLE3 = Family(
     name="eagle3",
     gguf="eagle3",
     kind="head",
+    decoder=Eagle3,
     classes=("eagle3",),
     sign="draft_vocab_size",
     neighbours=True,
@@ -91,5 +112,4 @@ EAGLE3 = Family(
     },
     usual=of_decoder,
     read=_read,
-    decode=_decode,
 )

@@ -1,6 +1,10 @@
 """EXAONE 4: norms behind sublayers alone; where some layers have a window, the others have no rotation."""
 
-from edgespec_models.bundles.config import ModelConfig
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec_models.decoders.operations import Backend
+from edgespec_models.decoders.transformer import Transformer, with_post_norms_alone
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import LAYER, POST_NORMS
 from edgespec_models.families.reading import trunk
@@ -8,9 +12,19 @@ from edgespec_models.families.windows import every_nth_sees_all, layer_count, sl
 from edgespec_models.files.facts import Facts
 
 
-def _read(facts: Facts, family: Family) -> ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class EXAONE(Transformer):
+    """Its sublayers have no norms before them."""
+
+    norms = "head"
+
+    def layer(self, b: Backend, index: int, x: Any) -> Any:
+        return with_post_norms_alone(self, b, index, x)
+
+
+def _read(facts: Facts, family: Family) -> Transformer:
     sliding = _sliding_layers(facts, family)
-    _, window = window_of(facts, family, sliding)
+    window = window_of(facts, family, sliding)
     unrotated = [layer for layer, is_sliding in enumerate(sliding) if not is_sliding and window is not None]
     return trunk(facts, family, sliding=sliding, unrotated_layers=tuple(unrotated))
 
@@ -29,7 +43,7 @@ EXAONE4 = Family(
     hub=("exaone4",),
     gguf="exaone4",
     windowed=True,
-    fixed={"qk_norm": True, "pre_norms": False, "post_norms": True},
+    decoder=EXAONE,
     defaults={"rms_norm_eps": 1e-5},
     layer={**LAYER, **POST_NORMS},
     read=_read,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from edgespec_models.bundles.config import Experts
+from edgespec_models.decoders.operations import Experts
 from edgespec_models.errors import UnsupportedModelError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.files.facts import Facts
@@ -21,7 +21,7 @@ COUNTS: Final = ("expert_count", "num_experts", "num_local_experts")
 
 
 def experts_of(facts: Facts, family: Family) -> dict[str, Any]:
-    """The experts of a model of ``family``, as fields of :class:`ModelConfig`.
+    """The experts of a model of ``family``, as fields of a decoder.
 
     Raises:
         ModelFileError: facts are missing or contradict each other.

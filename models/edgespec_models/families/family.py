@@ -4,9 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.decoders.operations import Backend
-from edgespec_models.decoders.transformer import decode
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.names import LAYER, OUTER, Names
 from edgespec_models.files.facts import Facts
 
@@ -34,7 +32,7 @@ class Family(NamedTuple):
         outer: the names of tensors outside of layers.
         layer: the names of tensors in a layer.
         mtp: the names of an MTP layer's other tensors; empty where a model has no such layer.
-        fixed: fields of :class:`ModelConfig` that no file states.
+        decoder: its facts, and its pass over the operations of a backend.
         theta: default base of the rotary embedding.
         partial: whether ``partial_rotary_factor`` counts; others have it of a model that they came from.
         neighbours: whether GGUF files have the rows of queries and keys in the order for rotations of
@@ -63,7 +61,6 @@ class Family(NamedTuple):
         read: from the usual facts to the config; None for
             :func:`~edgespec_models.families.reading.trunk`. Families with a target also take ``shapes``, the
             shapes of their tensors, and ``target``.
-        decode: a pass from the tokens to the logits, over the operations of a backend.
     """
 
     name: str
@@ -75,7 +72,7 @@ class Family(NamedTuple):
     outer: Names = OUTER
     layer: Names = LAYER
     mtp: Names = _NOTHING
-    fixed: Mapping[str, Any] = _NOTHING
+    decoder: type[Transformer] = Transformer
     theta: float = 1e4
     partial: bool = False
     neighbours: bool = False
@@ -97,5 +94,4 @@ class Family(NamedTuple):
     keeps_rows: bool = False
     usual: Callable[[Facts], Facts] = _as_stated
     from_gguf: Callable[[Facts, Collection[str]], Mapping[str, object]] = _unchanged
-    read: Callable[..., ModelConfig] | None = None
-    decode: Callable[[Backend, ModelConfig], None] = decode
+    read: Callable[..., Transformer] | None = None

@@ -1,11 +1,20 @@
 """Gemma 3: as Gemma 2, but queries and keys have norms instead of caps, windowed layers rotate otherwise."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from edgespec_models.families.family import Family
-from edgespec_models.families.gemma2 import width_a_head
+from edgespec_models.families.gemma2 import Gemma, width_a_head
 from edgespec_models.families.names import LAYER, OTHERS, POST_NORMS
 from edgespec_models.files.facts import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3(Gemma):
+    """Queries and keys have norms."""
+
+    norms = "head"
+
 
 _27B = 62  # layers of the one size whose attention scale is not 1 / sqrt(head_dim)
 
@@ -29,7 +38,7 @@ GEMMA3 = Family(
     grows=True,
     less_one=True,
     one_vocabulary=True,
-    fixed={"qk_norm": True, "post_norms": True, "activation": "gelu_tanh"},
+    decoder=Gemma3,
     defaults={
         "vocab_size": 262_208,
         "num_attention_heads": 8,

@@ -5,19 +5,106 @@ the whole context have others (``global_head_dim``, ``num_global_key_value_heads
 of ``per_layer_config``). The last ``num_kv_shared_layers`` have no keys and values.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.config import Count
+from edgespec_models.decoders.operations import Attention, Backend
+from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer, in_layer
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
+from edgespec_models.families.gemma2 import Gemma, capped
 from edgespec_models.families.names import LAYER, OUTER, POST_NORMS
 from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import sliding_layers, window_of
 from edgespec_models.files.facts import Facts
+from edgespec_models.schema import within
 
 _LONGEST = 4096  # lists have an entry for each layer
 _AGAIN = "download or convert it again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4(Gemma):
+    """A decoder whose last layers have no keys and values, and whose layers may read inputs from the tokens.
+
+    Attributes:
+        local_kv_heads: key and value heads in layers with a window.
+        local_head_dim: width of a head there.
+        shared_layers: the number of last layers that attend to keys and values of an earlier layer: the last
+            one before them with the same window, or like them without one.
+        mlp_widths: width of each layer's MLP; empty if all are ``intermediate_size``.
+        layer_inputs: numbers of each token that every layer reads besides the stream; 0 for none.
+        tied_values: layers that see the whole context have no product of values, but use that of their keys.
+    """
+
+    norms = "head"
+    local_kv_heads: Count
+    local_head_dim: Count
+    shared_layers: Annotated[int, within(0, 4095)] = 0
+    mlp_widths: tuple[Count, ...] = ()
+    layer_inputs: Annotated[int, within(0, 2**31 - 1)] = 0
+    tied_values: bool = False
+
+    def heads(self, windowed: bool) -> tuple[int, int]:
+        return (self.local_kv_heads, self.local_head_dim) if windowed else super().heads(windowed)
+
+    def kv_layer(self, index: int) -> int | None:
+        """The layer whose keys and values layer ``index`` attends to; None if it is missing."""
+        whole = range(self.num_layers - self.shared_layers)
+        if index in whole:
+            return index
+        kind = self.layer_type(index)
+        return next((layer for layer in reversed(whole) if self.layer_type(layer) == kind), None)
+
+    def attention(self, index: int) -> Attention:
+        facts, layer = super().attention(index), self.kv_layer(index)
+        assert layer is not None  # which the checks see to
+        tied = self.tied_values and self.layer_type(index) == FULL
+        products: Literal["qkv", "qk", "q"] = "q" if layer != index else "qk" if tied else "qkv"
+        return replace(facts, layer=layer, projections=products, normed_values=True)
+
+    def through_layers(self, b: Backend, x: Any) -> Any:
+        inputs, layers = None, self.num_layers
+        if self.layer_inputs:
+            inputs = b.layer_inputs(x, self.vocab_size, layers, self.layer_inputs)
+        for index in range(layers):
+            if index == layers - self.shared_layers:  # nothing reads the other rows behind here
+                x, inputs = b.alone(x, inputs)
+            x = in_layer(b, index, x, partial(self.layer, b, index, inputs=inputs))
+        return x
+
+    def layer(self, b: Backend, index: int, x: Any, inputs: Any = None) -> Any:
+        y = self.mixed(b, index, b.norm(x, "attn_norm"))
+        x = b.add(x, b.post_norm(y, "post_attn_norm"), "middle")
+        width = self.mlp_widths[index] if self.mlp_widths else self.intermediate_size
+        y = self.dense(b, b.norm(x, "mlp_norm"), width)
+        if self.experts is not None:
+            y = b.post_norm(y, "post_dense_norm")
+            y = b.experts(b.norm(x, "pre_experts_norm"), self.experts, self.activation, shared=y)
+        x = b.add(x, b.post_norm(y, "post_mlp_norm"), "residual")
+        if self.layer_inputs:
+            y = b.linear(x, "input_gate", self.layer_inputs, part="mlp")
+            y = b.linear(b.input_gate(y, inputs, self.activation), "input_out", self.hidden_size, part="mlp")
+            x = b.add(x, b.post_norm(y, "post_input_norm"), "with_input")
+        return b.scale(x, "scale")
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if len(self.mlp_widths) not in (0, self.num_layers):
+            yield f"there are {len(self.mlp_widths)} mlp_widths for {self.num_layers} layers"
+        if self.shared_layers >= self.num_layers:
+            shared = f"shared_layers is {self.shared_layers} of {self.num_layers} layers"
+            yield f"{shared}; allowed: fewer than all"
+        for layer in range(self.num_layers):
+            if self.kv_layer(layer) is None:
+                kind = "a window" if self.layer_type(layer) == SLIDING else "the whole context"
+                yield (
+                    f"layer {layer} reads the keys and values of an earlier layer that sees {kind}; there is "
+                    f"none before the last {self.shared_layers} layers (shared_layers)"
+                )
 
 
 def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
@@ -76,15 +163,16 @@ def _heads(keys: Facts, windowed: list[object], kind: bool) -> int:
     return next((heads for heads in counts if isinstance(heads, int)), 1)
 
 
-def _read(facts: Facts, family: Family) -> ModelConfig:
+def _read(facts: Facts, family: Family) -> Transformer:
     sliding = sliding_layers(facts, family)
-    _, window = window_of(facts, family, sliding)
+    window = window_of(facts, family, sliding)
     full = [window is None or not is_sliding for is_sliding in sliding]
-    return trunk(facts, family, sliding=sliding, **_widths(facts, full))
+    cap = capped(facts, "final_logit_softcapping")
+    return trunk(facts, family, sliding=sliding, logit_cap=cap, **_widths(facts, full))
 
 
 def _widths(facts: Facts, full: list[bool]) -> dict[str, Any]:
-    """Fields of :class:`ModelConfig`; ``full`` are the layers that see the whole context.
+    """Fields of the decoder; ``full`` are the layers that see the whole context.
 
     Raises:
         ModelFileError: facts contradict each other.
@@ -142,13 +230,7 @@ GEMMA4 = Family(
     pattern=6,
     local_theta=1e4,
     grows=True,
-    fixed={
-        "qk_norm": True,
-        "normed_values": True,
-        "post_norms": True,
-        "scaled_layers": True,
-        "activation": "gelu_tanh",
-    },
+    decoder=Gemma4,
     experts={"beside_mlp": True},
     defaults={
         "vocab_size": 262_144,
@@ -158,6 +240,7 @@ GEMMA4 = Family(
         "max_position_embeddings": 131_072,
         "sliding_window": 512,
         "query_pre_attn_scalar": 1.0,
+        "final_logit_softcapping": None,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144,
         "tie_word_embeddings": True,

@@ -1,7 +1,20 @@
 """gpt-oss: sinks beside scores, experts with biases, whose gates and factors have bounds."""
 
+from dataclasses import dataclass, replace
+
+from edgespec_models.decoders.operations import Attention
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS, LAYER
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOss(Transformer):
+    """Each head has a sink, and the product behind them a bias."""
+
+    def attention(self, index: int) -> Attention:
+        return replace(super().attention(index), sinks=True)
+
 
 GPT_OSS = Family(
     name="gpt-oss",
@@ -10,7 +23,7 @@ GPT_OSS = Family(
     theta=1.5e5,
     windowed=True,
     pattern=2,
-    fixed={"sinks": True},
+    decoder=GptOss,
     experts={"biases": True, "clamped": True},
     alternating=True,
     defaults={

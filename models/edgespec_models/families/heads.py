@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import RequestError, UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.files.facts import Facts
@@ -20,7 +20,7 @@ OTHER: Final = "Give the target that the head was trained for, or a head of this
 class Target:
     """A target: its config, and the name of its file or directory."""
 
-    config: ModelConfig
+    config: Transformer
     name: str
 
 

@@ -1,18 +1,46 @@
 """LFM2 and LFM2.5, dense and with experts: short convolutions between layers of attention."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.operations import Backend
+from edgespec_models.decoders.transformer import FULL, Transformer
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS, LAYER, OUTER
 from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import last_layers, layer_kinds
 from edgespec_models.files.facts import Facts
+from edgespec_models.schema import within
 
 _MAX_LAYERS = 4096  # there is a list with an entry for each; a damaged count may be huge
-_MIXERS = {"full_attention": "attention", "conv": "short_conv"}
+CONV = "conv"
+Taps = Annotated[int, within(2, 16)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LFM2(Transformer):
+    """A decoder with short convolutions among its layers.
+
+    ``conv_taps`` are the tokens that a convolution sees, the token itself included; None without one.
+    """
+
+    TYPES: ClassVar[tuple[str, ...]] = (FULL, CONV)
+    norms = "head"
+    conv_taps: Taps | None = None
+
+    def mixed(self, b: Backend, index: int, h: Any) -> Any:
+        if self.conv_taps is None or self.layer_type(index) != CONV:
+            return super().mixed(b, index, h)
+        width = self.hidden_size
+        y = b.short_conv(b.linear(h, "conv_in", 3 * width, part="mixer"), width, self.conv_taps)
+        return b.linear(y, "conv_out", width, part="mixer")
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if (CONV in self.layer_types) != (self.conv_taps is not None):
+            yield f"conv_taps is {self.conv_taps}; layers that are {CONV} need it, and others have none"
 
 
 def _usual(facts: Facts) -> Facts:
@@ -46,24 +74,24 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
     return {"attention.head_count_kv": counts.pop() if len(counts) == 1 else heads, "layer_types": kinds}
 
 
-def _read(facts: Facts, family: Family) -> ModelConfig:
+def _read(facts: Facts, family: Family) -> Transformer:
     need = "layer_types, or heads of keys and values, must say attention or convolution"
-    fields, mixers = dict[str, Any](), layer_kinds(facts, _MIXERS, need) or []
-    if "short_conv" in mixers:
+    fields, types = dict[str, Any](), layer_kinds(facts, LFM2.TYPES, need) or []
+    if CONV in types:
         if facts.boolean("conv_bias", default=False):
             raise UnsupportedModelError(f"{facts.where}: conv_bias is true; allowed: false")
-        fields = {"mixers": tuple(mixers), "conv_taps": facts.integer("conv_L_cache")}
+        fields = {"layer_types": tuple(types), "conv_taps": facts.integer("conv_L_cache")}
     return trunk(facts, family, sliding=last_layers(facts, family), **fields)
 
 
-LFM2 = Family(
+LFM2_DENSE = Family(
     name="lfm2",
     hub=("lfm2",),
     gguf="lfm2",
     theta=1e6,
     windowed=True,
     cut="lfm2",
-    fixed={"qk_norm": True},
+    decoder=LFM2,
     defaults={
         "vocab_size": 65_536,
         "num_key_value_heads": 8,
@@ -95,19 +123,19 @@ LFM2 = Family(
     from_gguf=_from_gguf,
     read=_read,
 )
-LFM2_MOE = LFM2._replace(
+LFM2_MOE = LFM2_DENSE._replace(
     hub=("lfm2_moe",),
     gguf="lfm2moe",
     experts={"gating": "sigmoid"},
     defaults={
-        **LFM2.defaults,
+        **LFM2_DENSE.defaults,
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1792,
         "num_dense_layers": 2,
     },
     layer={
-        **LFM2.layer,
+        **LFM2_DENSE.layer,
         **EXPERTS,
         "router": ("feed_forward.gate.weight", "ffn_gate_inp.weight"),
         "selection_bias": ("feed_forward.expert_bias", "exp_probs_b.bias"),

@@ -1,27 +1,40 @@
 """LFM3: LFM2 with norms behind sublayers, windows in some layers, and a gate for each head of attention."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Final
 
-from edgespec_models.bundles.config import ModelConfig
 from edgespec_models.decoders.operations import Backend
-from edgespec_models.decoders.transformer import attention_of, dense, mixed
+from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer, with_post_norms
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
-from edgespec_models.families.lfm2 import LFM2
+from edgespec_models.families.lfm2 import CONV, LFM2, LFM2_DENSE
 from edgespec_models.families.names import LAYER
 from edgespec_models.families.reading import trunk
 from edgespec_models.families.rope import kind_of
 from edgespec_models.families.windows import layer_count, layer_kinds
 from edgespec_models.files.facts import Facts
 
-_CONV: Final = "conv"
-_MIXERS: Final = {
-    "full_attention": "attention",
-    "sliding_attention": "windowed_attention",
-    _CONV: "short_conv",
-}
-_NEED: Final = f"layer_types must say {', '.join(_MIXERS)}"
+
+@dataclass(frozen=True, kw_only=True)
+class LFM3(LFM2):
+    """A decoder with a gate for each head, and norms before and behind sublayers."""
+
+    TYPES = (FULL, SLIDING, CONV)
+
+    def layer(self, b: Backend, index: int, x: Any) -> Any:
+        return with_post_norms(self, b, index, x)
+
+    def mixed(self, b: Backend, index: int, h: Any) -> Any:
+        if self.layer_type(index) == CONV:
+            return super().mixed(b, index, h)
+        facts = self.attention(index)
+        y = b.attention(b.linear(h, "qkv", facts.products, part="attention"), facts)
+        y = b.head_gate(y, b.linear(h, "head_gate", facts.heads, part="attention"))
+        return b.linear(y, "o", self.hidden_size, part="attention")
+
+
+_NEED: Final = f"layer_types must say {', '.join(LFM3.TYPES)}"
 _PLAIN: Final = {
     "use_sandwich_norm": True,
     "use_attention_gate": True,
@@ -72,7 +85,7 @@ def _usual(facts: Facts) -> Facts:
 def _by_default(layer: int) -> str:
     if layer % 4 == 2:
         return "full_attention"
-    return "sliding_attention" if layer % 4 == 0 and layer > 0 else _CONV
+    return "sliding_attention" if layer % 4 == 0 and layer > 0 else CONV
 
 
 def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
@@ -90,7 +103,10 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
             f"{keys.where}: rope.dimension_count is {keys.value('rotary_dim')}; allowed: {width}, the width "
             "of heads"
         )
-    changed, windowed = dict(LFM2.from_gguf(keys, tensors)), keys.value("attention.sliding_window_pattern")
+    changed, windowed = (
+        dict(LFM2_DENSE.from_gguf(keys, tensors)),
+        keys.value("attention.sliding_window_pattern"),
+    )
     kinds = changed.get("layer_types")
     if not isinstance(windowed, list) or any(type(has_window) is not bool for has_window in windowed):
         windowed = []
@@ -100,55 +116,31 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
             "true or false for each layer; download or convert it again"
         )
     changed["layer_types"] = [
-        "sliding_attention" if has_window and kind != _CONV else kind
+        "sliding_attention" if has_window and kind != CONV else kind
         for kind, has_window in zip(kinds, windowed, strict=True)
     ]
     return changed
 
 
-def _read(facts: Facts, family: Family) -> ModelConfig:
+def _read(facts: Facts, family: Family) -> Transformer:
     for key, expected in _PLAIN.items():
         if facts.boolean(key, default=expected) != expected:
             raise UnsupportedModelError(
                 f"{facts.where}: {key} is {facts.value(key)}; lfm3 is supported with {expected}"
             )
-    mixers = tuple(layer_kinds(facts, _MIXERS, _NEED) or ())
-    sliding = ["windowed_attention" in mixers] * len(mixers)  # if any, which the mixers say
-    taps = facts.integer("conv_L_cache") if "short_conv" in mixers else None
-    fields: dict[str, Any] = {"mixers": mixers, "conv_taps": taps}
-    return trunk(facts, family, sliding=sliding, **fields)
+    types = tuple(layer_kinds(facts, LFM3.TYPES, _NEED) or ())
+    taps = facts.integer("conv_L_cache") if CONV in types else None
+    sliding = [SLIDING in types] * len(types)  # if any, which the types say
+    return trunk(facts, family, sliding=sliding, layer_types=types, conv_taps=taps)
 
 
-def _decode(b: Backend, f: ModelConfig) -> None:
-    x = b.embed(f.vocab_size, f.hidden_size, f.embedding_scale)
-    for index in range(f.num_layers):
-        with b.layer(index, x):
-            x = _layer(b, f, index, x)
-    b.write(b.logits(b.wanted(x), f.vocab_size, f.logit_cap))
-
-
-def _layer(b: Backend, f: ModelConfig, index: int, x: Any) -> Any:
-    h = b.norm(x, "attn_norm")
-    y = mixed(b, f, index, h) if f.mixer(index) == "short_conv" else _attention(b, f, index, h)
-    x = b.add(x, b.post_norm(y, "post_attn_norm"))
-    y = dense(b, f, index, b.norm(x, "mlp_norm"))
-    return b.add(x, b.post_norm(y, "post_mlp_norm"))
-
-
-def _attention(b: Backend, f: ModelConfig, index: int, h: Any) -> Any:
-    facts = attention_of(f, index)
-    y = b.attention(b.linear(h, "qkv", facts.products, part="attention"), facts)
-    y = b.head_gate(y, b.linear(h, "head_gate", facts.heads, part="attention"))
-    return b.linear(y, "o", f.hidden_size, part="attention")
-
-
-LFM3 = LFM2._replace(
+LFM3_DENSE = LFM2_DENSE._replace(
     name="lfm3",
     hub=("lfm3",),
     gguf="lfm3",
     pattern=4,
     local_theta=1e4,
-    fixed={"qk_norm": True, "post_norms": True},
+    decoder=LFM3,
     defaults={
         "vocab_size": 128_000,
         "num_key_value_heads": 4,
@@ -167,9 +159,9 @@ LFM3 = LFM2._replace(
             },
         },
     },
-    outer={**LFM2.outer, "final_norm": ("model.embedding_norm.weight", "output_norm.weight")},
+    outer={**LFM2_DENSE.outer, "final_norm": ("model.embedding_norm.weight", "output_norm.weight")},
     layer={
-        **LFM2.layer,
+        **LFM2_DENSE.layer,
         "post_attn_norm": ("post_operator_norm.weight", "post_attention_norm.weight"),
         "o": LAYER["o"],
         "q_norm": LAYER["q_norm"],
@@ -180,5 +172,4 @@ LFM3 = LFM2._replace(
     usual=_usual,
     from_gguf=_from_gguf,
     read=_read,
-    decode=_decode,
 )

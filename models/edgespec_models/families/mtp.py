@@ -3,26 +3,38 @@
 Models that have one state its tensors' names as :attr:`~edgespec_models.families.family.Family.mtp`.
 """
 
-from edgespec_models.bundles.config import ModelConfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from edgespec_models.decoders.operations import Backend
-from edgespec_models.decoders.transformer import through_layers
-from edgespec_models.families.family import Family
+from edgespec_models.decoders.transformer import Transformer
 
 
-def _decode(b: Backend, f: ModelConfig) -> None:
-    """A pass of the layer; its product of embedding and state side by side is a sum of two.
+@dataclass(frozen=True, kw_only=True)
+class MTPLayer(Transformer):
+    """The decoder of an MTP layer; one of the model's family says how the layer attends."""
 
-    The state of the token before is normalized as for an LM head: the target's stream by the target's norm,
-    the layer's own by its own.
-    """
-    features, states = b.features(f.feature_width), b.states(f.hidden_size)
-    normed = b.normalized(features, "target_norm"), b.normalized(states, "final_norm")
-    known = b.linear(b.norm(b.joined(*normed), "fuse_norm"), "fuse", f.hidden_size)
-    embedding = b.norm(b.embed(f.vocab_size, f.hidden_size, f.embedding_scale), "embed_norm")
-    x = b.add(b.linear(embedding, "embed_fuse", f.hidden_size), known)
-    x = b.wanted(through_layers(b, f, x))
-    b.write(b.logits(x, f.vocab_size, f.logit_cap))
-    b.write_states(x, f.hidden_size)
+    DRAFTS = True
 
+    def decode(self, b: Backend) -> None:
+        """Its product of embedding and state side by side is a sum of two.
 
-MTP = Family(name="mtp", kind="head", decode=_decode)
+        The state of the token before is normalized as for an LM head: the target's stream by the target's
+        norm, the layer's own by its own.
+        """
+        features, states = b.features(self.feature_width), b.states(self.hidden_size)
+        normed = b.normalized(features, "target_norm"), b.normalized(states, "final_norm")
+        known = b.linear(b.norm(b.joined(*normed), "fuse_norm"), "fuse", self.hidden_size)
+        embedding = b.norm(b.embed(self.vocab_size, self.hidden_size, self.embedding_scale), "embed_norm")
+        x = b.add(b.linear(embedding, "embed_fuse", self.hidden_size), known)
+        x = b.wanted(self.through_layers(b, x))
+        b.write(b.logits(x, self.vocab_size))
+        b.write_states(x, self.hidden_size)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.num_layers != 1 or self.feature_width != self.hidden_size:
+            yield (
+                f"{self.num_layers} layers read features {self.feature_width} wide; an MTP layer is alone "
+                f"and reads features as wide as its stream, {self.hidden_size}"
+            )

@@ -1,13 +1,24 @@
 """Qwen3, dense and with experts."""
 
+from dataclasses import dataclass
+
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import EXPERTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3(Transformer):
+    """A decoder with norms on each head of queries and of keys."""
+
+    norms = "head"
+
 
 QWEN3 = Family(
     name="qwen3",
     hub=("qwen3",),
     gguf="qwen3",
-    fixed={"qk_norm": True},
+    decoder=Qwen3,
     defaults={"head_dim": 128},
     reranker="qwen3.reranker",
 )

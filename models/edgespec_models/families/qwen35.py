@@ -3,18 +3,68 @@
 GGUF files have the value heads of delta nets in tiles: value head h goes with key head ``h % key heads``.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from edgespec_models.bundles.config import DeltaNet, ModelConfig
+from edgespec_models.decoders.operations import Attention, Backend, DeltaNet
+from edgespec_models.decoders.transformer import FULL, Transformer
 from edgespec_models.errors import ModelFileError, naming
 from edgespec_models.families.family import Family
+from edgespec_models.families.lfm2 import Taps
+from edgespec_models.families.mtp import MTPLayer
 from edgespec_models.families.names import EXPERTS, LAYER
-from edgespec_models.families.reading import trunk
+from edgespec_models.families.reading import expect, trunk
 from edgespec_models.families.windows import every_nth_sees_all, last_layers, layer_count, layer_kinds
 from edgespec_models.files.facts import Facts
 
-_MIXERS = {"linear_attention": "delta_net", "full_attention": "attention"}
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35(Transformer):
+    """A decoder with delta nets among layers whose heads have gates beside their queries.
+
+    Attributes:
+        delta: the heads of delta nets; None without one.
+        conv_taps: tokens that their convolutions see, the token itself included; None without one.
+    """
+
+    TYPES = (LINEAR, FULL)
+    norms = "head"
+    delta: DeltaNet | None = None
+    conv_taps: Taps | None = None
+
+    @property
+    def mtp_layer(self) -> Transformer:
+        """With attention as in its own layers. It reads the output of the last one."""
+        without = {"num_layers": 1, "layer_types": (), "conv_taps": None, "delta": None}
+        reads = {"feature_layers": (self.num_layers,), "feature_width": self.hidden_size}
+        return self.become(Qwen35MTP, architecture=MTP_LAYER.name, **without, **reads)
+
+    def attention(self, index: int) -> Attention:
+        return replace(super().attention(index), gated=True)
+
+    def mixed(self, b: Backend, index: int, h: Any) -> Any:
+        net, taps = self.delta, self.conv_taps
+        if net is None or taps is None or self.layer_type(index) != LINEAR:
+            return super().mixed(b, index, h)
+        rows = {"delta_qkv": net.channels, "delta_gate": net.values}
+        rows |= dict.fromkeys(("delta_decay", "delta_strength"), net.value_heads)
+        y = b.delta_net(b.linear(h, "delta_in", rows, part="mixer"), net, taps)
+        return b.linear(y, "delta_out", self.hidden_size, part="mixer")
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        for name in ("delta", "conv_taps"):
+            value = getattr(self, name)
+            if (LINEAR in self.layer_types) != (value is not None):
+                yield f"{name} is {value}; layers that are {LINEAR} need it, and others have none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MTP(MTPLayer, Qwen35):
+    """Its MTP layer."""
 
 
 def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
@@ -32,16 +82,17 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
     return changed | {"linear_value_head_dim": inner // heads, "linear_tiled": tiled}
 
 
-def _read(facts: Facts, family: Family) -> ModelConfig:
+def _read(facts: Facts, family: Family) -> Transformer:
     """The layers that are delta nets are listed, or attention layers have an interval."""
-    fields, mixers = dict[str, Any](), layer_kinds(facts, _MIXERS)
-    if mixers is None:
+    expect(facts, family, "attn_output_gate", value=True)
+    own, types = dict[str, Any](), layer_kinds(facts, Qwen35.TYPES)
+    if types is None:
         interval = facts.integer("full_attention_interval", 4)
         if interval < 1:
             raise ModelFileError(f"{facts.where}: full_attention_interval is {interval}; allowed: above 0")
         linear = every_nth_sees_all(layer_count(facts), interval)
-        mixers = ["delta_net" if is_linear else "attention" for is_linear in linear]
-    if "delta_net" in mixers:
+        types = [LINEAR if is_linear else FULL for is_linear in linear]
+    if LINEAR in types:
         with naming(facts.where):
             net = DeltaNet(
                 key_heads=facts.integer("linear_num_key_heads"),
@@ -51,10 +102,11 @@ def _read(facts: Facts, family: Family) -> ModelConfig:
                 tiled=facts.boolean("linear_tiled", default=False),
             )
         taps = facts.integer("linear_conv_kernel_dim")
-        fields = {"mixers": tuple(mixers), "conv_taps": taps, "delta": net}
-    return trunk(facts, family, sliding=last_layers(facts, family), **fields)
+        own = {"layer_types": tuple(types), "conv_taps": taps, "delta": net}
+    return trunk(facts, family, sliding=last_layers(facts, family), **own)
 
 
+MTP_LAYER = Family(name="qwen35-mtp", kind="head", decoder=Qwen35MTP)
 QWEN35 = Family(
     name="qwen35",
     hub=("qwen3_5_text",),
@@ -62,7 +114,7 @@ QWEN35 = Family(
     theta=1e7,
     partial=True,
     less_one=True,
-    fixed={"qk_norm": True, "gated_attention": True},
+    decoder=Qwen35,
     defaults={
         "vocab_size": 248_320,
         "head_dim": 256,

@@ -3,21 +3,24 @@ tables (``modeling_rope_utils.py`` of github.com/huggingface/transformers).
 """
 
 from math import ceil, floor, log, pi, sqrt
-from typing import Any
+from typing import Any, Final
 
-from edgespec_models.errors import ModelFileError, UnsupportedModelError
+from edgespec_models.decoders.operations import Rope
+from edgespec_models.errors import ModelFileError, UnsupportedModelError, naming
 from edgespec_models.families.family import Family
 from edgespec_models.files.facts import Facts
 
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL: Final = "original_max_position_embeddings"
+GROWTH: Final = "llama_4_scaling_beta"
+"""How fast queries grow behind the original context, in families where they do."""
 _STILL = 1e20  # a frequency that is divided by more does not turn
 
 
-def rope_of(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
-    """The rotary embedding, as fields of :class:`ModelConfig`.
+def rope_of(facts: Facts, family: Family, head_dim: int, local_dim: int | None) -> dict[str, Any]:
+    """The rotary embeddings and the context, as fields of a decoder.
 
     Both spellings are read: ``rope_theta`` with ``rope_scaling``, and the ``rope_parameters`` that
-    transformers 5 writes.
+    transformers 5 writes. ``local_dim`` is the width of heads in layers with a window, if it is another.
     """
     parameters = facts.section("rope_parameters")
     local = parameters.section("sliding_attention")
@@ -25,8 +28,7 @@ def rope_of(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{local.where} scales the local rotary embedding by {kind_of(local)!r}; allowed: 'default'"
         )
-    if "full_attention" in parameters.keys:
-        parameters = parameters.section("full_attention")
+    scaling, parameters = scaling_of(facts), _of_whole(parameters)
     proportional = kind_of(parameters) == "proportional"
     share = 1.0
     if proportional or family.partial:
@@ -37,30 +39,42 @@ def rope_of(facts: Facts, family: Family, head_dim: int) -> dict[str, Any]:
     context = facts.integer("max_position_embeddings")
     theta = parameters.positive("rope_theta", facts.positive("rope_theta", family.theta))
     local_theta = facts.positive("rope_local_base_freq", family.local_theta or theta)
-    fields = {
-        "rope_theta": theta,
-        "rotary_dim": None if width == head_dim else width,
-        "rotary_pairs": int(head_dim * share // 2) if proportional else None,
-        "context_length": context,
-        "rope_local_theta": None if family.local_theta is None else local.positive("rope_theta", local_theta),
-    }
+    fields: dict[str, Any] = {"context_length": context}
+    rope: dict[str, Any] = {"theta": theta, "width": width, "pairs": width // 2}
+    if family.local_theta is not None:
+        own = local_dim or width
+        local_theta = local.positive("rope_theta", local_theta)
+        with naming(facts.where):
+            fields["local_rope"] = Rope(name="rope_local", theta=local_theta, width=own, pairs=own // 2)
     if proportional:
-        return fields
+        rope["pairs"] = int(head_dim * share // 2)
+    else:
+        original = facts.value(ORIGINAL)
+        rope |= scaled(scaling, theta, width, context, original if isinstance(original, int) else context)
+        fields["context_length"] = rope.pop("context_length", context)
+    with naming(facts.where):
+        return fields | {"rope": Rope(**rope)}
+
+
+def scaling_of(facts: Facts) -> Facts:
+    """The facts by which the rotary embedding of layers that see the whole context is scaled."""
     old_style = facts.section("rope_scaling")
-    scaling = old_style if kind_of(old_style) != "default" else parameters
-    original = facts.value(_ORIGINAL)
-    return fields | scaled(scaling, theta, width, context, original if isinstance(original, int) else context)
+    return old_style if kind_of(old_style) != "default" else _of_whole(facts.section("rope_parameters"))
+
+
+def _of_whole(parameters: Facts) -> Facts:
+    return parameters.section("full_attention") if "full_attention" in parameters.keys else parameters
 
 
 def turning(factors: tuple[float, ...]) -> dict[str, Any]:
-    """Fields for divisors of frequencies; large ones mean that a pair does not turn."""
+    """Fields of a rotary embedding for divisors of frequencies; of large ones a pair does not turn."""
     pairs = sum(factor < _STILL for factor in factors)
     rest = factors[:pairs]
     if any(factor >= _STILL for factor in rest):
         raise UnsupportedModelError("rope_freqs.weight has pairs that turn behind some that do not")
     return {
-        "rotary_pairs": None if pairs == len(factors) else pairs,
-        "rope_factors": () if set(rest) <= {1.0} else rest,
+        "pairs": pairs,
+        "factors": () if set(rest) <= {1.0} else rest,
     }
 
 
@@ -70,7 +84,7 @@ def kind_of(scaling: Facts) -> str:
 
 
 def scaled(scaling: Facts, theta: float, width: int, context: int, original: int) -> dict[str, Any]:
-    """The effects of ``scaling``, as fields of :class:`ModelConfig`.
+    """The effects of ``scaling``, as fields of a rotary embedding, and perhaps ``context_length``.
 
     Args:
         scaling: ``rope_scaling`` or ``rope_parameters`` of a ``config.json``, or the same facts of a GGUF
@@ -88,9 +102,9 @@ def scaled(scaling: Facts, theta: float, width: int, context: int, original: int
     if kind in ("default", "dynamic"):  # dynamic scaling begins beyond the context
         return {}
     if kind == "linear":
-        return {"rope_factors": (scaling.positive("factor"),) * (width // 2)}
+        return {"factors": (scaling.positive("factor"),) * (width // 2)}
     if kind == "llama3":
-        return {"rope_factors": _llama3(scaling, theta, width, context)}
+        return {"factors": _llama3(scaling, theta, width, context)}
     if kind in ("longrope", "su") or scaling.value("short_factor"):  # Phi's may be called yarn
         return _longrope(scaling, width, context, original)
     if kind == "yarn":
@@ -105,7 +119,7 @@ def _llama3(scaling: Facts, theta: float, width: int, context: int) -> tuple[flo
     """Long waves are stretched by ``factor``, short ones are not, and waves between by a number between."""
     factor = scaling.positive("factor")
     low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
-    original = scaling.integer(_ORIGINAL, context)
+    original = scaling.integer(ORIGINAL, context)
     if high <= low:
         raise ModelFileError(f"{scaling.where}: high_freq_factor must exceed low_freq_factor")
     factors = []
@@ -117,11 +131,8 @@ def _llama3(scaling: Facts, theta: float, width: int, context: int) -> tuple[flo
 
 
 def _yarn(scaling: Facts, theta: float, width: int, context: int, original: int) -> dict[str, Any]:
-    """Peng et al. 2024, "YaRN": as with llama3, but between two places among the frequencies.
-
-    Queries may grow beyond the original context (Ministral 3: ``llama_4_scaling_beta``).
-    """
-    original = scaling.integer(_ORIGINAL, original)
+    """Peng et al. 2024, "YaRN": as with llama3, but between two places among the frequencies."""
+    original = scaling.integer(ORIGINAL, original)
     factor = scaling.positive("factor", context / max(original, 1))
     fast, slow = scaling.positive("beta_fast", 32.0), scaling.positive("beta_slow", 1.0)
     if original < 1 or theta <= 1:
@@ -140,13 +151,10 @@ def _yarn(scaling: Facts, theta: float, width: int, context: int, original: int)
     magnitude = _yarn_magnitude(factor, 1.0)
     if whole and all_of_it:
         magnitude = _yarn_magnitude(factor, whole) / _yarn_magnitude(factor, all_of_it)
-    grows = scaling.number("llama_4_scaling_beta", 0.0)
-    longest = max(context, int(factor * original))
-    growth = {"query_growth": grows, "query_step": original} if grows and original < longest else {}
-    return growth | {
-        "context_length": longest,
-        "rope_factors": tuple(factors),
-        "rope_magnitude": scaling.positive("attention_factor", magnitude),
+    return {
+        "context_length": max(context, int(factor * original)),
+        "factors": tuple(factors),
+        "magnitude": scaling.positive("attention_factor", magnitude),
     }
 
 
@@ -159,7 +167,7 @@ def _longrope(scaling: Facts, width: int, whole: int, original: int) -> dict[str
 
     A cache of keys that were rotated before the change is of no use after it.
     """
-    context = scaling.integer(_ORIGINAL, original)
+    context = scaling.integer(ORIGINAL, original)
     if context < 2 or whole < 1:
         raise ModelFileError(f"{scaling.where}: the original context is {context}")
     stretch = scaling.positive("factor", whole / context)
@@ -169,6 +177,6 @@ def _longrope(scaling: Facts, width: int, whole: int, original: int) -> dict[str
         raise ModelFileError(f"{scaling.where} lacks 'short_factor'")
     return {
         "context_length": min(context, whole),
-        "rope_factors": factors,
-        "rope_magnitude": scaling.positive("attention_factor", by_stretch),
+        "factors": factors,
+        "magnitude": scaling.positive("attention_factor", by_stretch),
     }

@@ -1,13 +1,13 @@
 """SmolLM3: some layers have no rotary embedding, and these alone may have a window."""
 
-from edgespec_models.bundles.config import ModelConfig
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.family import Family
 from edgespec_models.families.reading import trunk
 from edgespec_models.families.windows import layer_count, sliding_layers
 from edgespec_models.files.facts import Facts
 
 
-def _read(facts: Facts, family: Family) -> ModelConfig:
+def _read(facts: Facts, family: Family) -> Transformer:
     layers = layer_count(facts)
     unrotated = _unrotated(facts, layers)
     sliding = [layer in unrotated for layer in range(layers)]

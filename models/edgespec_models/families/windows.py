@@ -1,13 +1,12 @@
 """Sliding windows: which layers have one, and how wide it is."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
+from edgespec_models.decoders.transformer import SLIDING, Transformer
 from edgespec_models.errors import UnsupportedModelError
 from edgespec_models.families.family import Family
 from edgespec_models.files.facts import Facts
 
-T = TypeVar("T")
 _MAX_COUNT = 4096  # there are lists with an entry for each; a damaged count may be huge
 
 
@@ -23,25 +22,25 @@ def layer_count(facts: Facts) -> int:
     return counted(facts, "layers", facts.integer("num_hidden_layers"))
 
 
-def layer_kinds(facts: Facts, kinds: Mapping[str, T], need: str = "") -> list[T] | None:
-    """What ``layer_types`` says of each layer, as one of ``kinds``; None if it is missing.
+def layer_kinds(facts: Facts, kinds: Sequence[str], need: str = "") -> list[str] | None:
+    """What ``layer_types`` says of each layer, one of ``kinds``; None if it is missing.
 
     UnsupportedModelError for others, with ``need`` as its message if that says more.
     """
     layers, types = layer_count(facts), facts.value("layer_types")
     if types is None:
         return None
-    if not isinstance(types, list) or len(types) != layers or not kinds.keys() >= {*map(str, types)}:
+    if not isinstance(types, list) or len(types) != layers or not {*kinds} >= {*map(str, types)}:
         need = need or f"layer_types must say {' or '.join(kinds)}"
         raise UnsupportedModelError(f"{facts.where}: {need} for each of {layers} layers")
-    return [kinds[kind] for kind in types]
+    return [*types]
 
 
 def sliding_layers(facts: Facts, family: Family) -> list[bool]:
     """Whether each layer has a sliding window, if there is one."""
-    stated = layer_kinds(facts, {"full_attention": False, "sliding_attention": True})
+    stated = layer_kinds(facts, Transformer.TYPES)
     if stated is not None:
-        return stated
+        return [kind == SLIDING for kind in stated]
     if family.pattern:
         every = facts.integer("sliding_window_pattern", family.pattern)
         return every_nth_sees_all(layer_count(facts), every)
@@ -59,21 +58,10 @@ def last_layers(facts: Facts, family: Family) -> list[bool]:
     return [layer >= first for layer in range(layer_count(facts))]
 
 
-def window_of(facts: Facts, family: Family, sliding: Sequence[bool]) -> tuple[int, int | None]:
-    """The interval of layers that see the whole context, and the number of tokens that the others see."""
-    if facts.value("sliding_window") is None or not (
-        family.windowed or facts.boolean("use_sliding_window", default=False)
-    ):
-        return 1, None
+def window_of(facts: Facts, family: Family, sliding: Sequence[bool]) -> int | None:
+    """The number of tokens that layers with a window see; None without such layers."""
+    on = family.windowed or facts.boolean("use_sliding_window", default=False)
+    if facts.value("sliding_window") is None or not on:
+        return None
     window = facts.integer("sliding_window")
-    if True not in sliding:
-        return 1, None
-    if False not in sliding:
-        return 0, window
-    every = sliding.index(False) + 1
-    if [*sliding] != every_nth_sees_all(len(sliding), every):
-        raise UnsupportedModelError(
-            f"{facts.where} mixes layers with and without a sliding window in no regular order; allowed: "
-            "every n-th layer without"
-        )
-    return every, window
+    return window if True in sliding else None

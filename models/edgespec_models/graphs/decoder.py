@@ -19,10 +19,10 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
-from edgespec_models.bundles.config import FloatType, ModelConfig
+from edgespec_models.decoders.config import FloatType
 from edgespec_models.decoders.operations import Activation, Attention, Rows
-from edgespec_models.families import decode
-from edgespec_models.families.record import record
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder, scoped
 from edgespec_models.graphs.linear import FLOATS, MICROSOFT, embedding, linear
 from edgespec_models.graphs.plan import DecoderPlan
@@ -33,7 +33,7 @@ _OPSETS: Mapping[FloatType, int] = MappingProxyType({"float32": 23, "float16": 2
 _INT32 = ir.DataType.INT32
 
 
-def rotary_rows(config: ModelConfig) -> int:
+def rotary_rows(config: Transformer) -> int:
     """Rows of the rotary tables: a pass over the context's last token may run it twice."""
     return config.context_length + 1
 
@@ -59,7 +59,7 @@ class _StandardDecoder(GraphDecoder):
         f"attention.{fact}" for fact in ("gates", "growth", "keys_of_another_layer", "known_rows")
     )
 
-    def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
+    def __init__(self, config: Transformer, plan: DecoderPlan) -> None:
         self.plan, self.precision = plan, plan.precision
         super().__init__(config, {"": _OPSETS[self.precision.activations], "com.microsoft": 1})
         self.builder = GraphBuilder(self.graph)
@@ -83,7 +83,7 @@ class _StandardDecoder(GraphDecoder):
                 ]
                 for name, rope in self.record.ropes.items()
             }
-            decode(self, config)
+            config.decode(self)
         return self.model()
 
     @contextmanager
@@ -162,7 +162,7 @@ class _StandardDecoder(GraphDecoder):
             kv_num_heads=facts.kv_heads,
             scale=facts.scale,
             do_rotary=int(facts.rope is not None),
-            rotary_interleaved=int(self.config.rope_interleaved),
+            rotary_interleaved=int(facts.rope is not None and facts.rope.interleaved),
             # The attribute counts the current token (since microsoft/onnxruntime#25927).
             local_window_size=facts.window or -1,
             _outputs=3,
@@ -255,11 +255,11 @@ def choose(op: OpBuilder, logits: ir.Value, order: ir.Value) -> tuple[ir.Value, 
     return columns, op.Reciprocal(total)
 
 
-def check_standard(config: ModelConfig) -> None:
+def check_standard(config: Transformer) -> None:
     """Raise UnsupportedModelError for a model that ONNX Runtime's operators cannot compute."""
     record(config).refuse(_StandardDecoder, config.architecture)
 
 
-def build_decoder(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
+def build_decoder(config: Transformer, plan: DecoderPlan) -> ir.Model:
     """Build the graph; parameters are named as :meth:`DecoderPlan.parts` says."""
     return _StandardDecoder(config, plan).build()

@@ -16,10 +16,10 @@ from typing import Final
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import KeptTensor, KeptType
+from edgespec_models.decoders.kept import KeptTensor, KeptType
 from edgespec_models.decoders.operations import Backend
-from edgespec_models.families.record import record
+from edgespec_models.decoders.record import record
+from edgespec_models.decoders.transformer import Transformer
 
 FLOAT: Final = ir.DataType.FLOAT
 INT64: Final = ir.DataType.INT64
@@ -34,7 +34,7 @@ class GraphDecoder(Backend):
 
     reads_blocks = False  # of the cache, by a table; else it is one buffer a tensor
 
-    def __init__(self, config: ModelConfig, opsets: dict[str, int]) -> None:
+    def __init__(self, config: Transformer, opsets: dict[str, int]) -> None:
         super().__init__()
         self.config, self.record = config, record(config)
         self.record.refuse(type(self), config.architecture)

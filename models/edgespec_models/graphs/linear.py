@@ -16,7 +16,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
-from edgespec_models.bundles.config import FloatType
+from edgespec_models.decoders.config import FloatType
 from edgespec_models.graphs.graph_decoder import parameter, scoped
 from edgespec_models.graphs.plan import EmbeddingSpec, LinearPart, LinearSpec
 

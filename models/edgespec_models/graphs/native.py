@@ -7,19 +7,19 @@ cache and its new tokens. Last layers that read other layers' keys and values co
 8, kv heads, 256, head_dim); a key cache holds 16 tokens channel by channel. ``blocks`` int64 (b,) has the
 numbers of each sequence's blocks, as many as all its tokens take. Sequences may share blocks that the pass
 only reads. With states, ``places`` int64 (s, 2) has the slot of each sequence's states, and the number of
-tokens that they have read (:mod:`edgespec_models.bundles.kept`).
+tokens that they have read (:mod:`edgespec_models.decoders.kept`).
 
 A row's bits depend neither on the other rows of a pass nor on the processor, except in the columns of
 ``context_tokens``: ONNX Runtime computes these. The residual stream that enters a layer, or leaves the last,
 is the value that :func:`stream_name` says.
 
-A head (:attr:`~edgespec_models.bundles.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
+A head (:attr:`~edgespec_models.decoders.config.DecoderShape.is_head`) also takes ``features`` float32 (1, m,
 width), the target's residual streams of the first m tokens side by side, and ``states`` float32 (1, k,
 hidden), its own of the other k. It returns ``new_states`` float32 (1, r, hidden) of the rows with logits. An
-assistant (:class:`~edgespec_models.bundles.config.Assistant`) attends to keys and values of two layers of its
+assistant (:mod:`edgespec_models.families.gemma4_assistant`) attends to keys and values of two layers of its
 target, which are inputs. Its states are as wide as the target.
 
-A head that drafts blocks (:class:`~edgespec_models.bundles.config.Block`) takes ``features`` and
+A head that drafts blocks (:class:`~edgespec_models.decoders.config.Block`) takes ``features`` and
 ``injected_rows`` int64 (s). It reads only the features of that many first tokens of each sequence;
 ``input_ids`` are the tokens behind them. It has no states.
 
@@ -34,11 +34,11 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
-from edgespec_models.bundles.config import Block, DeltaNet, Experts, ModelConfig
 from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
-from edgespec_models.decoders.operations import Activation, Attention, Rows
-from edgespec_models.families import decode
+from edgespec_models.decoders.config import Block
+from edgespec_models.decoders.operations import Activation, Attention, DeltaNet, Experts, Rows
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
 
@@ -86,7 +86,7 @@ class _NativeDecoder(GraphDecoder):
 
     medium, reads_blocks = "edgespec's kernels", True
 
-    def __init__(self, config: ModelConfig, plan: DecoderPlan) -> None:
+    def __init__(self, config: Transformer, plan: DecoderPlan) -> None:
         super().__init__(config, {"": _OPSET, DOMAIN: 1})
         self.plan, self.epsilon = plan, float(config.norm_epsilon)
         self.experts_read = list[ir.Value]()  # experts, of each layer with some
@@ -101,7 +101,7 @@ class _NativeDecoder(GraphDecoder):
             self.places = self.input("places", INT64, ["s", 2])
         self.rows = self.input("logits_rows", INT64, ["r"])
         self.read_cache("float16")
-        decode(self, self.config)
+        self.config.decode(self)
         return self.model()
 
     @contextmanager
@@ -260,7 +260,7 @@ class _NativeDecoder(GraphDecoder):
             kv_heads=facts.kv_heads,
             head_dim=facts.width,
             window=facts.window or 0,
-            interleaved=int(self.config.rope_interleaved),
+            interleaved=int(facts.rope is not None and facts.rope.interleaved),
             scale=float(facts.scale),
             epsilon=self.epsilon,
             **others,
@@ -488,7 +488,7 @@ class _NativeDecoder(GraphDecoder):
         return self.op("Slice", whole, self.constant([begin]), self.constant([stop]))
 
 
-def build_native(config: ModelConfig, plan: DecoderPlan) -> ir.Model:
+def build_native(config: Transformer, plan: DecoderPlan) -> ir.Model:
     """Build the graph; matrices are tiles (:mod:`edgespec_models.bundles.weight_format`), uint8.
 
     Parameters are named as :meth:`DecoderPlan.parts` says.

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from edgespec_models.bundles.config import FloatType
 from edgespec_models.bundles.weight_format import WeightFormat
+from edgespec_models.decoders.config import FloatType
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,10 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from edgespec_models.bundles.config import ModelConfig
-from edgespec_models.bundles.kept import KeptTensor, KeptType
+from edgespec_models.decoders.kept import KeptTensor, KeptType
 from edgespec_models.decoders.operations import UNUSUAL, Activation, Attention, Rows
-from edgespec_models.families import decode
-from edgespec_models.families.record import Record, record
+from edgespec_models.decoders.record import Record, record
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, GraphDecoder, scoped
 
 _OPSET = 23
@@ -70,7 +69,7 @@ class StaticPlan:
         """The parts of the graph, for a model of this many layers."""
         return range(num_layers + 1) if self.parts is None else self.parts
 
-    def kept(self, config: ModelConfig) -> tuple[KeptTensor, ...]:
+    def kept(self, config: Transformer) -> tuple[KeptTensor, ...]:
         """The tensors that a sequence keeps."""
         kept = record(config).kept_in("float32")
         points = [(tensor, tensor.input.replace("past_key_values", "layers")) for tensor in kept]
@@ -100,7 +99,7 @@ class _StaticDecoder(GraphDecoder):
     medium = "graphs of fixed shapes"
     lacks = UNUSUAL
 
-    def __init__(self, config: ModelConfig, plan: StaticPlan) -> None:
+    def __init__(self, config: Transformer, plan: StaticPlan) -> None:
         super().__init__(config, {"": _OPSET})
         self.plan, self.parts = plan, plan.parts_of(config.num_layers)
         self.builder = GraphBuilder(self.graph)
@@ -119,7 +118,7 @@ class _StaticDecoder(GraphDecoder):
         if 0 not in self.parts:
             self.start = self.input("residual_in", FLOAT, [1, plan.rows, config.hidden_size])
         with scoped(self.builder, "", "_StaticDecoder"):
-            decode(self, config)
+            config.decode(self)
         for value in self.watched:
             assert value.name is not None
             self.output(value, value.name, FLOAT, None)
@@ -391,6 +390,6 @@ def matrix_path(made: Record, name: str) -> str:
     return f"{product.path.rpartition('.')[0]}.{name.rpartition('.')[2]}".lstrip(".")
 
 
-def build_static_decoder(config: ModelConfig, plan: StaticPlan) -> ir.Model:
+def build_static_decoder(config: Transformer, plan: StaticPlan) -> ir.Model:
     """Build one graph; weights have the same names in every one, such as ``layers.3.attention.q.weight``."""
     return _StaticDecoder(config, plan).build()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 
-from edgespec_models.bundles.config import Count
+from edgespec_models.decoders.config import Count
 from edgespec_models.errors import BundleError
 from edgespec_models.schema import length
 

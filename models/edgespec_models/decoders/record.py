@@ -9,8 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from edgespec_models.bundles.config import DeltaNet, Experts, ModelConfig
-from edgespec_models.bundles.kept import (
+from edgespec_models.decoders.kept import (
     KeptTensor,
     KeptType,
     block_ends,
@@ -18,9 +17,17 @@ from edgespec_models.bundles.kept import (
     keys_and_values,
     last_inputs,
 )
-from edgespec_models.decoders.operations import Activation, Attention, Backend, Rope, Rows
+from edgespec_models.decoders.operations import (
+    Activation,
+    Attention,
+    Backend,
+    DeltaNet,
+    Experts,
+    Rope,
+    Rows,
+)
+from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import UnsupportedModelError
-from edgespec_models.families import decode
 
 _Shape = tuple[int, ...]
 _LANES: Final = 16  # of a delta net's states, which lie as its kernel reads them
@@ -69,6 +76,9 @@ class Record:
         routed: layers with experts.
         kept: tensors that a sequence keeps; keys and values have some float type.
         read: tensors of its target's sequences that an assistant reads.
+        shares: of products of which a row of a pass reads a part, by the part of the decoder in a manifest's
+            classes: ``experts``, ``lm_head``.
+        late: the layer from which only rows whose logits are wanted are computed; None if all compute all.
         uses: operations and facts that not every backend has, and the layer where each comes first, if any.
     """
 
@@ -82,6 +92,8 @@ class Record:
     routed: list[int] = field(default_factory=list)
     kept: list[KeptTensor] = field(default_factory=list)
     read: list[KeptTensor] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
+    late: int | None = None
     uses: dict[str, str] = field(default_factory=dict)
 
     def kept_in(self, kind: KeptType) -> tuple[KeptTensor, ...]:
@@ -123,12 +135,12 @@ def _typed(tensors: Sequence[KeptTensor], kind: KeptType) -> Iterator[KeptTensor
 
 
 @lru_cache(maxsize=8)
-def record(config: ModelConfig) -> Record:
+def record(config: Transformer) -> Record:
     """The record of a decoder; the same object for equal facts, so nobody changes it."""
     recording = _Recording()
-    decode(recording, config)
+    config.decode(recording)
     made = recording.record
-    return replace(made, ropes=dict(sorted(made.ropes.items())))
+    return replace(made, ropes=dict(sorted(made.ropes.items())), late=recording.late)
 
 
 class _Recording(Backend):
@@ -139,6 +151,7 @@ class _Recording(Backend):
     def __init__(self) -> None:
         super().__init__()
         self.record, self.index = Record(), 0
+        self.late: int | None = None
 
     def use(self, operation: str, **facts: object) -> None:
         where = self.prefix.removesuffix(".")
@@ -266,6 +279,7 @@ class _Recording(Backend):
         self.use("experts")
         count, width, made = experts.count, experts.width, self.record
         made.routed.append(self.index)
+        made.shares["experts"] = experts.used / count
         routers = [self.tensor("router", count, x)]
         if experts.shared_gate:
             routers.append(self.tensor("shared_router", 1, x))
@@ -302,6 +316,7 @@ class _Recording(Backend):
         return x
 
     def alone(self, *streams: int) -> Sequence[int]:
+        self.late = self.index + 1
         return streams
 
     def logits(self, x: int, rows: int, cap: float | None = None) -> int:
@@ -336,4 +351,5 @@ class _Recording(Backend):
 
     def clusters(self, x: int, rows: int, clusters: int, read: int) -> int:
         self.linear(x, "centroids", clusters)
+        self.record.shares["lm_head"] = read / clusters
         return self.logits(x, rows)
