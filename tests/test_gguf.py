@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from edgespec_export.sources.gguf import GGUFFile
 from edgespec_export.sources.gguf_checkpoint import GGUFCheckpoint
 from edgespec_export.sources.hf_checkpoint import HFCheckpoint
-from edgespec_models.decoders.transformer import SLIDING
+from edgespec_models.decoders.transformer import FULL, SLIDING
 from edgespec_models.errors import ModelFileError
 from edgespec_models.families.ministral3 import Ministral3
 from tests.kit.gguf import FORMATS, tiny_gguf
@@ -153,7 +153,8 @@ def test_a_granite_may_rotate_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "types", "window"), [(0, (SLIDING,), 6), (1, (), None), (3, (SLIDING,), 6)]
+    ("pattern", "types", "window"),
+    [(0, (SLIDING,) * 6, 6), (1, (), None), (3, (SLIDING, SLIDING, FULL) * 2, 6)],
 )
 def test_which_layers_have_windows(
     tmp_path: Path, pattern: int, types: tuple[str, ...], window: int | None
@@ -162,7 +163,4 @@ def test_which_layers_have_windows(
     model.metadata["gemma3.attention.sliding_window_pattern"] = pattern
     with GGUFCheckpoint(model.write(tmp_path / "m.gguf")) as checkpoint:
         config = checkpoint.config
-    assert (config.layer_types, config.sliding_window) == (
-        types * config.num_layers,
-        window,
-    )
+    assert (config.layer_types, config.sliding_window) == (types, window)

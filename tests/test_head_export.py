@@ -14,9 +14,11 @@ from edgespec.cli import app
 from edgespec_export.export import export_model
 from edgespec_models.bundles.bundle import GRAPH, HEAD_TOKENS, Bundle
 from edgespec_models.decoders.kept import types_of
+from edgespec_models.decoders.operations import Experts
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.errors import EdgespecError, ModelFileError, UnsupportedModelError
 from edgespec_models.families import read_config
+from edgespec_models.families.eagle3 import Eagle3
 from edgespec_models.families.rope import scaled
 from edgespec_models.files.facts import Facts
 from edgespec_models.files.onnx_header import read_header
@@ -295,17 +297,17 @@ def test_streams_of_targets_have_names(tmp_path: Path, target: Path) -> None:
 def test_a_configuration_of_a_head_is_whole() -> None:
     plain: dict[str, Any] = {"architecture": "eagle3", "num_layers": 1}
     plain |= {"feature_layers": (2, 4, 5), "feature_width": 64}
-    head = replace(LLAMA, **plain)
+    head = LLAMA.become(Eagle3, **plain)
     assert head.is_head and config_of_json(json.loads(json.dumps(asdict(head)))) == head
     changes: list[dict[str, Any]] = [{"feature_layers": ()}, {"feature_width": 0}, {"num_layers": 2}]
-    for change in (*changes, {"post_norms": True}):
-        with pytest.raises(UnsupportedModelError, match="a head is one plain layer of eagle3"):
+    for change in (*changes, {"experts": Experts(count=2, used=1, width=32)}):
+        with pytest.raises(UnsupportedModelError, match=r"eagle3 needs both|EAGLE-3 has"):
             replace(head, **change)
     changes = [{"feature_layers": (-1,)}, {"feature_width": -1}]
     for change in changes:
         with pytest.raises(UnsupportedModelError, match="allowed"):
             replace(head, **change)
-    with pytest.raises(UnsupportedModelError, match="a head is one plain"):
+    with pytest.raises(UnsupportedModelError, match="llama is no head"):
         replace(LLAMA, feature_width=64)
 
 
