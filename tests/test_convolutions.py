@@ -19,8 +19,8 @@ from edgespec_models.decoders.kept import BLOCK, LOGGED
 from edgespec_models.decoders.operations import Rope
 from edgespec_models.decoders.transformer import FULL, SLIDING
 from edgespec_models.errors import BundleError, RequestError
-from edgespec_models.families.lfm2 import CONV, LFM2
-from edgespec_models.families.lfm3 import LFM3
+from edgespec_models.families.lfm2 import CONV, Lfm2
+from edgespec_models.families.lfm3 import Lfm3
 from edgespec_runtimes.block_files import BlockFiles
 from edgespec_runtimes.cost import measure_context, measure_cost
 from edgespec_runtimes.cpu import CpuOptions, open_cpu
@@ -37,7 +37,7 @@ from tests.kit.tokenizers import byte_level_json
 from tests.kit.toy import F32, HALVES, LLAMA
 
 TAPS = LLAMA.become(
-    LFM2,
+    Lfm2,
     architecture="lfm2",
     num_layers=4,
     rope=HALVES,
@@ -46,7 +46,7 @@ TAPS = LLAMA.become(
 )
 WIDE_TAPS = replace(TAPS, conv_taps=5, layer_types=(FULL, CONV, CONV, FULL))
 GATES = TAPS.become(
-    LFM3,
+    Lfm3,
     architecture="lfm3",
     conv_taps=7,
     layer_types=(CONV, FULL, SLIDING, CONV),
@@ -169,7 +169,7 @@ def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any])
 
 def test_costs_and_sizes_count_convolutions(bundle: Bundle, opened: Session) -> None:
     config = bundle.config
-    assert isinstance(config, LFM2) and config.conv_taps is not None
+    assert isinstance(config, Lfm2) and config.conv_taps is not None
     curve = measure_context(opened, measure_cost(opened, (1, 8, 32), repeats=1))
     assert opened.length == 0 and curve.seconds(32) > 0
     layers, before = config.layer_types.count(CONV), config.conv_taps - 1

@@ -16,7 +16,7 @@ from edgespec_models.bundles.weight_format import WeightFormat
 from edgespec_models.decoders.record import record
 from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer
 from edgespec_models.errors import BundleError
-from edgespec_models.families.olmo2 import OLMo
+from edgespec_models.families.olmo2 import Olmo2
 from edgespec_models.families.qwen3 import Qwen3
 from edgespec_models.graphs.linear import linear
 from edgespec_models.graphs.plan import LinearPart, LinearSpec
@@ -45,7 +45,7 @@ CONFIGS = {
     "a local rotary embedding beside a scaled one": replace(
         GEMMA, rope=replace(GEMMA.rope, factors=FACTORS, magnitude=1.1)
     ),
-    "olmo2": LLAMA.become(OLMo, architecture="olmo2"),
+    "olmo2": LLAMA.become(Olmo2, architecture="olmo2"),
     "phi3": replace(QWEN, architecture="phi3", rope=replace(HALVES, width=16, pairs=8)),
     "smollm3": replace(LLAMA, architecture="smollm3", unrotated_layers=(0,)),
     "llama 3.1": replace(LLAMA, rope=replace(HALVES, factors=FACTORS, magnitude=1.1)),

@@ -12,7 +12,7 @@ from edgespec_models.decoders.kept import KeptTensor, bytes_per_sequence, bytes_
 from edgespec_models.decoders.operations import Experts
 from edgespec_models.decoders.transformer import FULL, Transformer
 from edgespec_models.errors import BundleError, UnsupportedModelError
-from edgespec_models.families.lfm2 import CONV, LFM2
+from edgespec_models.families.lfm2 import CONV, Lfm2
 from edgespec_models.graphs.decoder import build_decoder
 from edgespec_models.graphs.native import build_native
 from edgespec_models.graphs.static_decoder import StaticPlan, build_static_decoder
@@ -60,8 +60,8 @@ def test_a_device_without_states_refuses_them(tmp_path: Path, make: Callable[[Pa
 
 def test_a_backend_that_lacks_a_layer_refuses_it_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="conv_taps is None; layers that are conv need it"):
-        LLAMA.become(LFM2, layer_types=(FULL, CONV))
-    convolution = LLAMA.become(LFM2, layer_types=(FULL, CONV), conv_taps=3)
+        LLAMA.become(Lfm2, layer_types=(FULL, CONV))
+    convolution = LLAMA.become(Lfm2, layer_types=(FULL, CONV), conv_taps=3)
     mixture = replace(LLAMA, experts=Experts(count=4, used=2, width=32, dense_layers=1))
     for config, lacking in ((convolution, "short_conv"), (mixture, "experts")):
         native, *others = _builds(config).items()

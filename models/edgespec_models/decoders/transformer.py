@@ -127,7 +127,11 @@ class Transformer(DecoderShape):
         """A pass from the tokens to the logits, in the medium of ``b``."""
         x = b.embed(self.vocab_size, self.hidden_size, self.embedding_scale)
         x = b.wanted(self.through_layers(b, x))
-        b.write(b.logits(x, self.vocab_size))
+        b.write(self.logits(b, x))
+
+    def logits(self, b: Backend, x: Any) -> Any:
+        """The logits of the wanted rows ``x``."""
+        return b.logits(x, self.vocab_size)
 
     def through_layers(self, b: Backend, x: Any) -> Any:
         """The stream behind all layers."""

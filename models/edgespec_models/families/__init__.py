@@ -19,8 +19,8 @@ from edgespec_models.families.gpt_oss import GPT_OSS
 from edgespec_models.families.granite import GRANITE, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
 from edgespec_models.families.lacking import unknown
-from edgespec_models.families.lfm2 import LFM2_DENSE, LFM2_MOE
-from edgespec_models.families.lfm3 import LFM3_DENSE
+from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
+from edgespec_models.families.lfm3 import LFM3
 from edgespec_models.families.llama import LLAMA, MISTRAL
 from edgespec_models.families.ministral3 import MINISTRAL3
 from edgespec_models.families.olmo2 import OLMO2, OLMO3
@@ -36,7 +36,7 @@ MODELS: Final = (
     *(LLAMA, MISTRAL, SMOLLM3, MINISTRAL3, PHI3),
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
-    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2_DENSE, LFM2_MOE, LFM3_DENSE),
+    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""

@@ -38,7 +38,7 @@ class DFlash(Transformer):
         for index in range(self.num_layers):
             x = in_layer(b, index, x, partial(self.layer, b, index, known=known))
         x = b.wanted(x)
-        logits, rank = b.logits(x, self.vocab_size), self.block.rank
+        logits, rank = self.logits(b, x), self.block.rank
         b.write(logits, b.chain(logits, x, self.vocab_size, self.block) if rank else None)
 
     def layer(self, b: Backend, index: int, x: Any, known: Any = None) -> Any:

@@ -53,7 +53,7 @@ class Eagle3(Transformer):
             x = b.add(x, y, "middle")
             x = b.add(x, self.mlp(b, 0, b.norm(x, "mlp_norm")), "residual")
         x = b.wanted(x)
-        b.write(b.logits(x, self.vocab_size))
+        b.write(self.logits(b, x))
         b.write_states(x, hidden)
 
     def problems(self) -> Iterator[str]:

@@ -1,9 +1,7 @@
 """EXAONE 4: norms behind sublayers alone; where some layers have a window, the others have no rotation."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from edgespec_models.decoders.operations import Backend
 from edgespec_models.decoders.transformer import Transformer, with_post_norms_alone
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import LAYER, POST_NORMS
@@ -13,13 +11,12 @@ from edgespec_models.files.facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class EXAONE(Transformer):
+class Exaone4(Transformer):
     """Its sublayers have no norms before them."""
 
     norms = "head"
 
-    def layer(self, b: Backend, index: int, x: Any) -> Any:
-        return with_post_norms_alone(self, b, index, x)
+    layer = with_post_norms_alone
 
 
 def _read(facts: Facts, family: Family) -> Transformer:
@@ -43,7 +40,7 @@ EXAONE4 = Family(
     hub=("exaone4",),
     gguf="exaone4",
     windowed=True,
-    decoder=EXAONE,
+    decoder=Exaone4,
     defaults={"rms_norm_eps": 1e-5},
     layer={**LAYER, **POST_NORMS},
     read=_read,

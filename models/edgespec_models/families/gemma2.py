@@ -26,13 +26,10 @@ class Gemma(Transformer):
     activation = "gelu_tanh"
     logit_cap: Factor | None = None
 
-    def decode(self, b: Backend) -> None:
-        x = b.embed(self.vocab_size, self.hidden_size, self.embedding_scale)
-        x = b.wanted(self.through_layers(b, x))
-        b.write(b.logits(x, self.vocab_size, self.logit_cap))
+    layer = with_post_norms
 
-    def layer(self, b: Backend, index: int, x: Any) -> Any:
-        return with_post_norms(self, b, index, x)
+    def logits(self, b: Backend, x: Any) -> Any:
+        return b.logits(x, self.vocab_size, self.logit_cap)
 
 
 @dataclass(frozen=True, kw_only=True)

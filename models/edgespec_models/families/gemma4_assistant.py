@@ -8,7 +8,7 @@ of tokens.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from edgespec_models.decoders.operations import Attention, Backend
 from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer
@@ -68,11 +68,13 @@ class Gemma4Assistant(Gemma4):
         embedding = b.embed(self.vocab_size, width, self.embedding_scale)
         x = b.linear(embedding, "embed_fuse", self.hidden_size)
         x = b.wanted(self.through_layers(b, b.add(x, b.linear(known, "fuse", self.hidden_size))))
-        if self.clusters:
-            b.write(b.clusters(x, self.vocab_size, self.clusters, self.clusters_read))
-        else:
-            b.write(b.logits(x, self.vocab_size, self.logit_cap))
+        b.write(self.logits(b, x))
         b.write_states(b.linear(b.norm(x, "final_norm"), "next_state", width), width)
+
+    def logits(self, b: Backend, x: Any) -> Any:
+        if not self.clusters:
+            return super().logits(b, x)
+        return b.clusters(x, self.vocab_size, self.clusters, self.clusters_read)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -20,7 +20,7 @@ Taps = Annotated[int, within(2, 16)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LFM2(Transformer):
+class Lfm2(Transformer):
     """A decoder with short convolutions among its layers.
 
     ``conv_taps`` are the tokens that a convolution sees, the token itself included; None without one.
@@ -76,7 +76,7 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
 
 def _read(facts: Facts, family: Family) -> Transformer:
     need = "layer_types, or heads of keys and values, must say attention or convolution"
-    fields, types = dict[str, Any](), layer_kinds(facts, LFM2.TYPES, need) or []
+    fields, types = dict[str, Any](), layer_kinds(facts, Lfm2.TYPES, need) or []
     if CONV in types:
         if facts.boolean("conv_bias", default=False):
             raise UnsupportedModelError(f"{facts.where}: conv_bias is true; allowed: false")
@@ -84,14 +84,14 @@ def _read(facts: Facts, family: Family) -> Transformer:
     return trunk(facts, family, sliding=last_layers(facts, family), **fields)
 
 
-LFM2_DENSE = Family(
+LFM2 = Family(
     name="lfm2",
     hub=("lfm2",),
     gguf="lfm2",
     theta=1e6,
     windowed=True,
     cut="lfm2",
-    decoder=LFM2,
+    decoder=Lfm2,
     defaults={
         "vocab_size": 65_536,
         "num_key_value_heads": 8,
@@ -123,19 +123,19 @@ LFM2_DENSE = Family(
     from_gguf=_from_gguf,
     read=_read,
 )
-LFM2_MOE = LFM2_DENSE._replace(
+LFM2_MOE = LFM2._replace(
     hub=("lfm2_moe",),
     gguf="lfm2moe",
     experts={"gating": "sigmoid"},
     defaults={
-        **LFM2_DENSE.defaults,
+        **LFM2.defaults,
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1792,
         "num_dense_layers": 2,
     },
     layer={
-        **LFM2_DENSE.layer,
+        **LFM2.layer,
         **EXPERTS,
         "router": ("feed_forward.gate.weight", "ffn_gate_inp.weight"),
         "selection_bias": ("feed_forward.expert_bias", "exp_probs_b.bias"),

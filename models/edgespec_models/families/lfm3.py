@@ -8,7 +8,7 @@ from edgespec_models.decoders.operations import Backend
 from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer, with_post_norms
 from edgespec_models.errors import ModelFileError, UnsupportedModelError
 from edgespec_models.families.family import Family
-from edgespec_models.families.lfm2 import CONV, LFM2, LFM2_DENSE
+from edgespec_models.families.lfm2 import CONV, LFM2, Lfm2
 from edgespec_models.families.names import LAYER
 from edgespec_models.families.reading import trunk
 from edgespec_models.families.rope import kind_of
@@ -17,13 +17,12 @@ from edgespec_models.files.facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class LFM3(LFM2):
+class Lfm3(Lfm2):
     """A decoder with a gate for each head, and norms before and behind sublayers."""
 
     TYPES = (FULL, SLIDING, CONV)
 
-    def layer(self, b: Backend, index: int, x: Any) -> Any:
-        return with_post_norms(self, b, index, x)
+    layer = with_post_norms
 
     def mixed(self, b: Backend, index: int, h: Any) -> Any:
         if self.layer_type(index) == CONV:
@@ -34,7 +33,7 @@ class LFM3(LFM2):
         return b.linear(y, "o", self.hidden_size, part="attention")
 
 
-_NEED: Final = f"layer_types must say {', '.join(LFM3.TYPES)}"
+_NEED: Final = f"layer_types must say {', '.join(Lfm3.TYPES)}"
 _PLAIN: Final = {
     "use_sandwich_norm": True,
     "use_attention_gate": True,
@@ -104,7 +103,7 @@ def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
             "of heads"
         )
     changed, windowed = (
-        dict(LFM2_DENSE.from_gguf(keys, tensors)),
+        dict(LFM2.from_gguf(keys, tensors)),
         keys.value("attention.sliding_window_pattern"),
     )
     kinds = changed.get("layer_types")
@@ -128,19 +127,19 @@ def _read(facts: Facts, family: Family) -> Transformer:
             raise UnsupportedModelError(
                 f"{facts.where}: {key} is {facts.value(key)}; lfm3 is supported with {expected}"
             )
-    types = tuple(layer_kinds(facts, LFM3.TYPES, _NEED) or ())
+    types = tuple(layer_kinds(facts, Lfm3.TYPES, _NEED) or ())
     taps = facts.integer("conv_L_cache") if CONV in types else None
     sliding = [SLIDING in types] * len(types)  # if any, which the types say
     return trunk(facts, family, sliding=sliding, layer_types=types, conv_taps=taps)
 
 
-LFM3_DENSE = LFM2_DENSE._replace(
+LFM3 = LFM2._replace(
     name="lfm3",
     hub=("lfm3",),
     gguf="lfm3",
     pattern=4,
     local_theta=1e4,
-    decoder=LFM3,
+    decoder=Lfm3,
     defaults={
         "vocab_size": 128_000,
         "num_key_value_heads": 4,
@@ -159,9 +158,9 @@ LFM3_DENSE = LFM2_DENSE._replace(
             },
         },
     },
-    outer={**LFM2_DENSE.outer, "final_norm": ("model.embedding_norm.weight", "output_norm.weight")},
+    outer={**LFM2.outer, "final_norm": ("model.embedding_norm.weight", "output_norm.weight")},
     layer={
-        **LFM2_DENSE.layer,
+        **LFM2.layer,
         "post_attn_norm": ("post_operator_norm.weight", "post_attention_norm.weight"),
         "o": LAYER["o"],
         "q_norm": LAYER["q_norm"],

@@ -28,7 +28,7 @@ class MTPLayer(Transformer):
         embedding = b.norm(b.embed(self.vocab_size, self.hidden_size, self.embedding_scale), "embed_norm")
         x = b.add(b.linear(embedding, "embed_fuse", self.hidden_size), known)
         x = b.wanted(self.through_layers(b, x))
-        b.write(b.logits(x, self.vocab_size))
+        b.write(self.logits(b, x))
         b.write_states(x, self.hidden_size)
 
     def problems(self) -> Iterator[str]:

@@ -1,22 +1,19 @@
 """OLMo 2 and 3: norms behind sublayers alone, and on all heads of queries and of keys at once."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from edgespec_models.decoders.operations import Backend
 from edgespec_models.decoders.transformer import Transformer, with_post_norms_alone
 from edgespec_models.families.family import Family
 from edgespec_models.families.names import LAYER, POST_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
-class OLMo(Transformer):
+class Olmo2(Transformer):
     """Its sublayers have no norms before them."""
 
     norms = "wide"
 
-    def layer(self, b: Backend, index: int, x: Any) -> Any:
-        return with_post_norms_alone(self, b, index, x)
+    layer = with_post_norms_alone
 
 
 OLMO2 = Family(
@@ -26,7 +23,7 @@ OLMO2 = Family(
     windowed=True,
     pattern=4,
     local_theta=0.0,
-    decoder=OLMo,
+    decoder=Olmo2,
     defaults={"rms_norm_eps": 1e-5},
     layer={**LAYER, **POST_NORMS},
 )
