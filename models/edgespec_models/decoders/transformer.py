@@ -82,7 +82,7 @@ class Transformer(DecoderShape):
                 yield f"{self.num_heads} query heads cannot share {count} key-value heads evenly"
         if len(self.layer_types) not in (0, self.num_layers):
             yield f"there are {len(self.layer_types)} layer_types for {self.num_layers} layers"
-        for kind in {*self.layer_types}.difference(self.TYPES):
+        for kind in sorted({*self.layer_types}.difference(self.TYPES)):
             yield f"layer_types has {kind!r}; allowed for {self.architecture}: {', '.join(self.TYPES)}"
         if SLIDING in self.layer_types and self.sliding_window is None:
             yield f"layers are {SLIDING}; they need a sliding_window"
