@@ -125,8 +125,7 @@ def crewed() -> Callable[[], object]:
     raw = random_blocks(np.random.default_rng(0), "Q8_0", 1024, 256)
     x = np.ones((1, 4, 256), np.float32)
     attributes = {"inputs": 256, "epsilon": 1e-5, "gate": "", "parts": "Q8_0:1024"}
-    names = ["x", "", "", "", "", "w"]
-    made = graph("Linear", names, {"y": TensorProto.FLOAT}, {"x": x}, {"w": pack("Q8_0", raw)}, attributes)
+    made = graph("Linear", {"y": TensorProto.FLOAT}, {"x": x}, {"w": pack("Q8_0", raw)}, attributes)
     opened = session(made, 2)
     return lambda: opened.run(None, {"x": x})[0]
 

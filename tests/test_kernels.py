@@ -200,7 +200,7 @@ def embedding(name: str, raw: Any, ids: Any, factor: float = 1.0) -> bytes:
         "factor": factor,
     }
     weights, outputs = {"table": pack(name, raw)}, {"y": TensorProto.FLOAT}
-    return graph("Embedding", ["ids", "table"], outputs, {"ids": ids}, weights, attributes)
+    return graph("Embedding", outputs, {"ids": ids}, weights, attributes)
 
 
 @by_format
@@ -222,7 +222,7 @@ def test_rows_of_a_table_are_those_of_the_gguf_package(name: str, data: st.DataO
 
 def choose(logits: F32, threads: int = 1) -> tuple[Any, F32]:
     outputs = {"best": TensorProto.INT64, "likely": TensorProto.FLOAT}
-    model = graph("Choose", ["logits"], outputs, {"logits": logits}, {}, {})
+    model = graph("Choose", outputs, {"logits": logits}, {}, {})
     best, likely = everywhere(model, {"logits": logits}, threads)
     return best, likely
 

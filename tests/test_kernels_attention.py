@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from edgespec_models.decoders.kept import BLOCK, EXTENT
 from tests.kit.gguf import F32
-from tests.kit.kernels import ATTENTION, F64, graph, normed, same_bits, session, sets
+from tests.kit.kernels import F64, graph, inputs_of, normed, same_bits, session, sets
 
 LANES = 16
 SEEDS = st.integers(0, 2**32 - 1)
@@ -48,15 +48,15 @@ class Layer:
         attributes |= {"head_dim": self.head_dim, "window": self.window, "interleaved": int(self.interleaved)}
         attributes |= {"scale": self.head_dim**-0.5, "epsilon": 1e-5}
         attributes |= {"cap": self.cap} if self.cap else {}
-        names = [name if name in feeds else "" for name in ATTENTION]
-        return graph("Attention", names, OUTPUTS, feeds, {}, attributes)
+        return graph("Attention", OUTPUTS, feeds, {}, attributes)
 
     def feeds(self, packed: F32, cache: "Cache") -> dict[str, npt.NDArray[Any]]:
         sequence, tables = np.array([[cache.length, packed.shape[1]]], np.int64), self.tables or (None, None)
         blocks = cache.blocks[: -(-(cache.length + packed.shape[1]) // BLOCK)]
         values: tuple[Any, ...] = (packed, cache.keys, cache.values, sequence, blocks, *tables)
         values += self.query_gain, self.key_gain, self.sinks
-        return {name: value for name, value in zip(ATTENTION, values, strict=True) if value is not None}
+        named = zip(inputs_of("Attention"), values, strict=False)  # no injected keys and values
+        return {name: value for name, value in named if value is not None}
 
     def split(self, packed: F32) -> tuple[F64, F64, F32]:
         """Queries, keys and values, ``(heads, rows, head_dim)``, normalized but not rotated."""

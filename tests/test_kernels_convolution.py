@@ -17,12 +17,11 @@ from tests.test_kernels_refusals import cases_of, refuse
 F32 = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
 
-NAMES = ("gated", "ring", "ends", "sequences", "blocks", "places", "weights")
 OUTPUTS = dict.fromkeys(("y", "ring_now", "ends_now"), TensorProto.FLOAT)
 
 
 def model(feeds: Mapping[str, npt.NDArray[Any]], *, channels: int = 32, taps: int = 3) -> bytes:
-    return graph("ShortConv", NAMES, OUTPUTS, feeds, {}, {"channels": channels, "taps": taps})
+    return graph("ShortConv", OUTPUTS, feeds, {}, {"channels": channels, "taps": taps})
 
 
 def weights_of(channels: int, taps: int) -> F32:

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kit.experts import BEHIND, Mixture, make_feeds, make_mixture
+from tests.kit.experts import Mixture, make_feeds, make_mixture
 from tests.kit.kernels import everywhere, same_bits, session, sets
 from tests.test_kernels_refusals import refuse
 
 SEEDS = st.integers(0, 2**32 - 1)
-VECTORS = ("gain", "router_bias", "bias", "down_bias", *BEHIND)
+VECTORS = ("gain", "router_bias", "bias", "down_bias", "router_gain", "scales", "post_gain", "sum_gain")
 
 
 @st.composite

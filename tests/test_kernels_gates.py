@@ -11,7 +11,7 @@ F32 = npt.NDArray[np.float32]
 
 
 def model(x: F32, gates: F32) -> bytes:
-    return graph("HeadGate", ["x", "gates"], {"y": TensorProto.FLOAT}, {"x": x, "gates": gates}, {}, {})
+    return graph("HeadGate", {"y": TensorProto.FLOAT}, {"x": x, "gates": gates}, {}, {})
 
 
 @pytest.mark.parametrize(("rows", "heads", "width"), [(1, 4, 32), (5, 16, 128), (20, 3, 7), (0, 2, 16)])

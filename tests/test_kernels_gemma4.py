@@ -114,9 +114,8 @@ def test_attributes_that_cannot_be(attributes: dict[str, float], words: str) -> 
 
 def inputs_graph(feeds: dict[str, npt.NDArray[Any]], raw: Any, gain: F32, **more: float) -> bytes:
     facts = {"format": "Q8_0", "rows": len(raw), "width": 96, "part": 32, "factor": 4.0, "epsilon": 0.5}
-    names = ["ids", "table", "product", "gain"]
     constants: dict[str, npt.NDArray[Any]] = {"table": pack("Q8_0", raw), "gain": gain}
-    return graph("LayerInputs", names, Y, feeds, constants, facts | more)
+    return graph("LayerInputs", Y, feeds, constants, facts | more)
 
 
 def test_inputs_of_layers() -> None:
@@ -142,7 +141,7 @@ def test_inputs_of_layers() -> None:
 
 
 def gate_graph(feeds: dict[str, npt.NDArray[Any]], layer: int) -> bytes:
-    return graph("InputGate", ["x", "inputs"], Y, feeds, {}, {"layer": layer, "gate": "gelu"})
+    return graph("InputGate", Y, feeds, {}, {"layer": layer, "gate": "gelu"})
 
 
 def test_a_layers_inputs_times_their_gate() -> None:
@@ -164,7 +163,7 @@ def test_a_layers_inputs_times_their_gate() -> None:
 def test_logits_end_softly() -> None:
     rng = np.random.default_rng(6)
     x = rng.normal(0, 40, (1, 3, 9001)).astype(np.float32)
-    model = graph("Cap", ["x"], Y, {"x": x}, {}, {"most": 30.0})
+    model = graph("Cap", Y, {"x": x}, {}, {"most": 30.0})
     (y,) = everywhere(model, {"x": x}, 3)
     np.testing.assert_allclose(y, 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6, atol=5e-6)
     same_bits(y[:, 1:2], session(model).run(None, {"x": x[:, 1:2]})[0])
@@ -172,7 +171,7 @@ def test_logits_end_softly() -> None:
     (y,) = everywhere(model, {"x": x})
     assert np.isnan(y).nonzero()[2].tolist() == [7, 8, 9]
     with pytest.raises(Exception, match="not above 0"):
-        session(graph("Cap", ["x"], Y, {"x": x}, {}, {"most": 0.0}))
+        session(graph("Cap", Y, {"x": x}, {}, {"most": 0.0}))
 
 
 def clusters_graph(
@@ -180,7 +179,7 @@ def clusters_graph(
 ) -> bytes:
     facts = {"inputs": 96, "clusters": 4, "read": 2, "format": "Q8_0"}
     constants: dict[str, npt.NDArray[Any]] = {"tokens": tokens, "weights": pack("Q8_0", raw)}
-    return graph("Clusters", ["x", "scores", "tokens", "weights"], Y, feeds, constants, facts | more)
+    return graph("Clusters", Y, feeds, constants, facts | more)
 
 
 def test_logits_of_tokens_of_the_clusters_with_the_highest_scores() -> None:
@@ -192,8 +191,7 @@ def test_logits_of_tokens_of_the_clusters_with_the_highest_scores() -> None:
     feeds = {"x": x.astype(np.float32), "scores": scores.astype(np.float32)}
     (y,) = everywhere(clusters_graph(feeds, tokens, raw), feeds, 3)
     facts = {"inputs": 96, "epsilon": 1e-5, "gate": "", "parts": "Q8_0:128"}
-    named = ["x", "", "", "", "", "weights"]
-    product = graph("Linear", named, Y, {"x": feeds["x"]}, {"weights": pack("Q8_0", raw)}, facts)
+    product = graph("Linear", Y, {"x": feeds["x"]}, {"weights": pack("Q8_0", raw)}, facts)
     (whole,) = session(product).run(None, {"x": feeds["x"]})
     for row in (0, 2, 3, 4):
         wanted = np.full(128, -1e30, np.float32)

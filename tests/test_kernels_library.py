@@ -69,12 +69,12 @@ def test_weights_in_huge_pages(rows: int, width: int, zeros: int) -> None:
     tiles = pack("Q8_0", random_blocks(rng, "Q8_0", rows, width))
     tiles[:zeros] = 0
     rest = {"width": width, "rows": rows, "format": "Q8_0", "factor": 1.0}
-    nodes = [node_of("Embedding", ["ids", "w"], ["x"], rest)]
+    nodes = [node_of("Embedding", ["ids", "table"], ["x"], rest)]
     rest = {"inputs": width, "epsilon": EPSILON, "gate": "", "parts": f"Q8_0:{rows}"}
-    nodes += [node_of("Linear", ["x", *[""] * 4, "w"], [y], rest) for y in ("y0", "y1")]
+    nodes += [node_of("Linear", ["x", "table"], [y], rest) for y in ("y0", "y1")]
     made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y0", "y1")]
     fed = [helper.make_tensor_value_info("ids", TensorProto.INT64, None)]
-    model = model_of(helper.make_graph(nodes, "test", fed, made, [numpy_helper.from_array(tiles, "w")]))
+    model = model_of(helper.make_graph(nodes, "test", fed, made, [numpy_helper.from_array(tiles, "table")]))
     feeds = {"ids": rng.integers(0, rows, (1, 8))}
     wanted = session(model).run(None, feeds)
     assert wanted[1].any()
@@ -91,7 +91,7 @@ def test_no_matrix_is_in_memory_twice(tmp_path: Path, copied: int | None, least:
     """What is copied into huge pages leaves the mapped file's pages piece by piece; the rest is not read."""
     tiles, fed = np.ones(48_000 * 1024 // 32 * 34, np.uint8), {"x": np.ones((1, 1, 1024), np.float32)}
     rest = {"inputs": 1024, "epsilon": EPSILON, "gate": "", "parts": "Q8_0:48000"}
-    model = graph("Linear", ["x", *[""] * 4, "w"], {"y": TensorProto.FLOAT}, fed, {"w": tiles}, rest)
+    model = graph("Linear", {"y": TensorProto.FLOAT}, fed, {"w": tiles}, rest)
     save_model(load_from_string(model), tmp_path / "m.onnx", save_as_external_data=True, location="m.data")
     del model
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is what is used now

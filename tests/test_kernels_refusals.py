@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto
 
 from edgespec_models.bundles.weight_format import FORMATS, tile_bytes
-from tests.kit.deltas import INPUTS as DELTA
 from tests.kit.deltas import Kept, make_net
-from tests.kit.kernels import ATTENTION, graph, session
+from tests.kit.kernels import graph, session
 
 Arrays = dict[str, npt.NDArray[Any]]
 Attributes = dict[str, Any]
 
-LINEAR = ("x", "gain", "bias", "post_gain", "residual", "w0", "w1")
 MANY = st.one_of(st.integers(-3, 300), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**31, 2**31 - 1]))
 
 
@@ -53,11 +51,8 @@ def linear(feeds: Arrays | None = None, weights: Arrays | None = None, **attribu
     two = {"w0": tiles("Q4_K", 20, 256), "w1": tiles("Q8_0", 7, 256)}
     constants = two if weights is None else weights
     fed = {"x": zeros(1, 1, 256)} if feeds is None else feeds
-    names = [name if name in fed | constants else "" for name in LINEAR]
-    while not names[-1]:
-        names.pop()
     said = {name: value for name, value in (known | attributes).items() if value is not None}
-    return graph("Linear", names, {"y": TensorProto.FLOAT}, fed, constants, said)
+    return graph("Linear", {"y": TensorProto.FLOAT}, fed, constants, said)
 
 
 MATRICES: Arrays = {"w0": tiles("Q8_0", 7, 256)}
@@ -157,9 +152,8 @@ def attention(feeds: Arrays, constants: Arrays | None = None, **attributes: Any)
     known: Attributes = {"heads": 2, "kv_heads": 1, "head_dim": 16, "window": 0, "interleaved": 0}
     known |= {"scale": 0.25, "epsilon": 1e-5}
     weights = constants or {}
-    names = [name if name in feeds | weights else "" for name in ATTENTION]
     outputs = {"y": TensorProto.FLOAT, "key": TensorProto.FLOAT16, "value": TensorProto.FLOAT16}
-    return graph("Attention", names, outputs, feeds, weights, known | attributes)
+    return graph("Attention", outputs, feeds, weights, known | attributes)
 
 
 def pass_over(rows: int = 2, past: int = 5) -> Arrays:
@@ -306,7 +300,7 @@ def embedding(weights: npt.NDArray[Any] | None = None, **attributes: Any) -> byt
     known = {"width": 64, "rows": 21, "format": "Q8_0", "factor": 1.0} | attributes
     table = tiles("Q8_0", 21, 64) if weights is None else weights
     ids = np.zeros((1, 1), np.int64)
-    return graph("Embedding", ["ids", "w"], {"y": TensorProto.FLOAT}, {"ids": ids}, {"w": table}, known)
+    return graph("Embedding", {"y": TensorProto.FLOAT}, {"ids": ids}, {"w": table}, known)
 
 
 TABLES: dict[str, Sequence[Attributes]] = {
@@ -330,7 +324,7 @@ def test_a_token_that_is_not_in_the_vocabulary(token: int) -> None:
 
 def choose(feeds: Arrays, constants: Arrays | None = None) -> bytes:
     outputs = {"best": TensorProto.INT64, "likely": TensorProto.FLOAT}
-    return graph("Choose", ["logits"], outputs, feeds, constants or {}, {})
+    return graph("Choose", outputs, feeds, constants or {}, {})
 
 
 @pytest.mark.parametrize("shape", [(33,), (2, 33), (1, 1, 2, 33), (1, 2, 0), ()])
@@ -369,7 +363,7 @@ def test_attributes_of_a_delta_net(words: str, attributes: Attributes) -> None:
 
 def delta(feeds: Arrays, **attributes: Any) -> bytes:
     outputs = dict.fromkeys(("y", "state_now", "log_now", "ring_now"), TensorProto.FLOAT)
-    return graph("Delta", DELTA, outputs, feeds, {}, NET.attributes() | attributes)
+    return graph("Delta", outputs, feeds, {}, NET.attributes() | attributes)
 
 
 def delta_pass(rows: int = 2, slots: int = 2) -> Arrays:

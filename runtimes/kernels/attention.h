@@ -25,17 +25,13 @@ namespace edgespec {
 class Attention {
  public:
   static constexpr const char* kName = "Attention";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat16, ort::kFloat16, ort::kInt64,
-                                         ort::kInt64, ort::kFloat,   ort::kFloat,   ort::kFloat,
-                                         ort::kFloat, ort::kFloat,   ort::kFloat,   ort::kInt64};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kRequired, ort::kRequired, ort::kRequired,
-                                                  ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
-                                                  ort::kOptional, ort::kOptional, ort::kOptional, ort::kOptional};
+  static constexpr ort::Inputs kInputs{{
+      {"packed", ort::kFloat}, {"past_key", ort::kFloat16}, {"past_value", ort::kFloat16}, {"sequences", ort::kInt64},
+      {"blocks", ort::kInt64}, {"cos", ort::kFloat, ort::kOptional}, {"sin", ort::kFloat, ort::kOptional},
+      {"query_gain", ort::kFloat, ort::kOptional}, {"key_gain", ort::kFloat, ort::kOptional},
+      {"sinks", ort::kFloat, ort::kOptional}, {"injected", ort::kFloat, ort::kOptional},
+      {"injected_rows", ort::kInt64, ort::kOptional}}};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat16, ort::kFloat16};
-  enum Input : size_t {
-    kPacked, kPastKey, kPastValue, kSequences, kBlocks, kCos, kSin, kQueryGain, kKeyGain, kSinks, kInjected,
-    kInjectedRows
-  };
 
   Attention(const Info& info, const Host& host)
       : kernels_(host.kernels),
@@ -62,27 +58,28 @@ class Attention {
   }
 
   void run(const Pass& pass) const {
-    const Tensor packed = pass.input(kPacked);
+    const Tensor packed = pass.input(kInputs["packed"]);
     const int64_t width = packed.last(), queries = heads_ * head_dim_, keys = kv_heads_ * head_dim_;
     State s{};
     s.gated = width == 2 * (queries + keys);
     s.shared = width == queries;
     s.value_step = width == queries + keys ? 0 : keys;
     const bool fits = s.gated || s.shared || width == queries + keys || width == queries + 2 * keys;
-    require(packed.type == ort::kFloat && packed.shape.size() == 3 && fits,
+    require(packed.shape.size() == 3 && fits,
             "attention's input is not float32 (1, rows, heads and twice the heads of keys)");
     s.packed = packed.floats();
     s.width = width;
     s.query_step = (s.gated ? 2 : 1) * head_dim_;
-    const Tensor injected = pass.input(kInjected);
+    const Tensor injected = pass.input(kInputs["injected"]);
     const int64_t injected_rows = injected ? injected.size() / (2 * keys) : 0;
-    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), injected_rows + packed.size() / width);
+    const int64_t all_rows = injected_rows + packed.size() / width;
+    std::vector<Rows> sequences = sequences_of(pass.input(kInputs["sequences"]), all_rows);
     cache(pass, s);
-    give_blocks(sequences, pass.input(kBlocks), s.extents * (kExtent / kTokens), !s.shared);
+    give_blocks(sequences, pass.input(kInputs["blocks"]), s.extents * (kExtent / kTokens), !s.shared);
     rotation(pass, s, sequences);
-    s.query_gain = pass.vector(kQueryGain, head_dim_, "a gain is not as wide as a head");
-    s.key_gain = pass.vector(kKeyGain, head_dim_, "a gain is not as wide as a head");
-    s.sinks = pass.vector(kSinks, heads_, "attention has another number of sinks than heads");
+    s.query_gain = pass.vector(kInputs["query_gain"], head_dim_, "a gain is not as wide as a head");
+    s.key_gain = pass.vector(kInputs["key_gain"], head_dim_, "a gain is not as wide as a head");
+    s.sinks = pass.vector(kInputs["sinks"], heads_, "attention has another number of sinks than heads");
     if (injected) inject(pass, s, injected, injected_rows, sequences);
     s.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], heads_ * head_dim_});
     const auto count = static_cast<int64_t>(sequences.size());
@@ -114,11 +111,11 @@ class Attention {
   // Writes injected keys and values to the cache, and takes their rows from `sequences`.
   void inject(const Pass& pass, const State& s, const Tensor& injected, int64_t total,
               std::vector<Rows>& sequences) const {
-    const Tensor numbers = pass.input(kInjectedRows);
+    const Tensor numbers = pass.input(kInputs["injected_rows"]);
     const int64_t keys = kv_heads_ * head_dim_;
-    require(injected.type == ort::kFloat && injected.shape.size() == 3 && injected.last() == 2 * keys && !s.shared,
+    require(injected.shape.size() == 3 && injected.last() == 2 * keys && !s.shared,
             "injected keys and values are not float32 (1, rows, twice the heads of keys)");
-    require(numbers && numbers.type == ort::kInt64 && numbers.size() == static_cast<int64_t>(sequences.size()),
+    require(numbers && numbers.size() == static_cast<int64_t>(sequences.size()),
             "the counts of injected rows are no int64 (sequences)");
     const auto* counts = static_cast<const int64_t*>(numbers.data);
     std::vector<Rows> kept;
@@ -174,9 +171,9 @@ class Attention {
   void cache(const Pass& pass, State& s) const {
     Half** const present[] = {&s.keys, &s.values};
     for (size_t i = 0; i < 2; i++) {
-      const Tensor past = pass.input(kPastKey + i);
-      const bool shaped = past.type == ort::kFloat16 && past.shape.size() == 4 && past.shape[1] == kv_heads_ &&
-                          past.shape[2] == kExtent && past.shape[3] == head_dim_;
+      const Tensor past = pass.input(kInputs["past_key"] + i);
+      const bool shaped = past.shape.size() == 4 && past.shape[1] == kv_heads_ && past.shape[2] == kExtent &&
+                          past.shape[3] == head_dim_;
       require(shaped, "a KV cache is not float16 (extents, heads, 256, head width)");
       require(i == 0 || past.shape[0] == s.extents, "keys and values have caches of different length");
       s.extents = past.shape[0];
@@ -185,10 +182,9 @@ class Attention {
   }
 
   void rotation(const Pass& pass, State& s, const std::vector<Rows>& sequences) const {
-    const Tensor cos = pass.input(kCos), sin = pass.input(kSin);
+    const Tensor cos = pass.input(kInputs["cos"]), sin = pass.input(kInputs["sin"]);
     if (!cos && !sin) return;
-    const bool shaped = cos && sin && cos.type == ort::kFloat && sin.type == ort::kFloat &&
-                        cos.shape.size() == 2 && cos.shape == sin.shape &&
+    const bool shaped = cos && sin && cos.shape.size() == 2 && cos.shape == sin.shape &&
                         cos.last() <= (distance_ > 0 ? distance_ : head_dim_ / 2);
     require(shaped, "rotary tables are not float32 (positions, half the rotated channels)");
     for (const Rows& rows : sequences)

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -55,7 +56,6 @@ std::string text_of(const Ask& ask) {
 struct Tensor {
   bool present = false;  // an empty tensor may have no data
   void* data = nullptr;
-  int type = 0;
   std::vector<int64_t> shape;
 
   explicit operator bool() const { return present; }
@@ -68,13 +68,17 @@ struct Tensor {
   int64_t last() const { return shape.empty() ? 1 : shape.back(); }
 };
 
-inline Tensor read(const Api& api, const OrtValue* value) {
+// The tensor of an input, which has its type; only an optional input may be absent.
+inline Tensor read(const Api& api, const OrtValue* value, const ort::Input& input) {
   Tensor tensor;
+  require(value != nullptr || input.presence == ort::kOptional, "a node lacks an input");
   if (value == nullptr) return tensor;
   tensor.present = true;
+  int type = 0;
   const int64_t* dimensions = nullptr;
   size_t count = 0;
-  check(api.type_and_shape(value, &tensor.type, &dimensions, &count));
+  check(api.type_and_shape(value, &type, &dimensions, &count));
+  require(type == input.type, "an input is of another type than its operator takes");
   tensor.shape.assign(dimensions, dimensions + count);
   check(api.data(const_cast<OrtValue*>(value), &tensor.data));
   return tensor;
@@ -123,7 +127,8 @@ class Host {
 // The inputs for making a kernel.
 class Info {
  public:
-  Info(const Api& api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+  Info(const Api& api, const OrtKernelInfo* info, std::span<const ort::Input> inputs)
+      : api_(api), info_(info), inputs_(inputs) {}
 
   int64_t number(const char* name) const {
     int64_t value = 0;
@@ -163,7 +168,7 @@ class Info {
     const OrtValue* value = nullptr;
     check(api_.constant_input(info_, index, &is_constant, &value));
     require(is_constant != 0 && value != nullptr, "a weight is not a constant of the graph");
-    return read(api_, value);
+    return read(api_, value, inputs_[std::min(index, inputs_.size() - 1)]);
   }
 
  private:
@@ -174,23 +179,25 @@ class Info {
 
   const Api& api_;
   const OrtKernelInfo* info_;
+  std::span<const ort::Input> inputs_;
 };
 
 // The inputs of a pass.
 class Pass {
  public:
-  Pass(const Api& api, Crew& crew, OrtKernelContext* context) : api_(api), crew_(crew), context_(context) {}
+  Pass(const Api& api, Crew& crew, OrtKernelContext* context, std::span<const ort::Input> inputs)
+      : api_(api), crew_(crew), context_(context), inputs_(inputs) {}
 
   Tensor input(size_t index) const {
     const OrtValue* value = nullptr;
     check(api_.input(context_, index, &value));
-    return read(api_, value);
+    return read(api_, value, inputs_[index]);
   }
 
   // An input of float32 that may be absent, of `size` elements.
   const float* vector(size_t index, int64_t size, const char* otherwise) const {
     const Tensor tensor = input(index);
-    require(!tensor || (tensor.type == ort::kFloat && tensor.size() == size), otherwise);
+    require(!tensor || tensor.size() == size, otherwise);
     return tensor.floats();
   }
 
@@ -226,6 +233,7 @@ class Pass {
   const Api& api_;
   Crew& crew_;
   OrtKernelContext* context_;
+  std::span<const ort::Input> inputs_;
 };
 
 template <class T>
@@ -254,7 +262,7 @@ inline Part part_of(std::string_view format, int64_t columns, int64_t inputs, co
     require(inputs % known.inputs == 0, "a matrix's inputs are no multiple of its format's block");
     const Part part{static_cast<const uint8_t*>(weights.data), columns, index};
     const bool fits = part.bytes(inputs) == static_cast<size_t>(weights.size());
-    require(weights.type == ort::kUint8 && fits, "a matrix has more or fewer bytes than its widths take");
+    require(fits, "a matrix has more or fewer bytes than its widths take");
     return part;
   }
   throw Refusal("no format of weights is called " + std::string(format));

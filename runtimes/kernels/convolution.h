@@ -18,10 +18,10 @@ namespace edgespec {
 class ShortConv {
  public:
   static constexpr const char* kName = "ShortConv";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64,
-                                         ort::kInt64, ort::kInt64, ort::kFloat};
+  static constexpr ort::Inputs kInputs{{
+      {"gated", ort::kFloat}, {"ring", ort::kFloat}, {"ends", ort::kFloat}, {"sequences", ort::kInt64},
+      {"blocks", ort::kInt64}, {"places", ort::kInt64}, {"weights", ort::kFloat}}};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat, ort::kFloat};
-  enum Input : size_t { kGated, kRing, kEnds, kSequences, kBlocks, kPlaces, kTaps };
 
   ShortConv(const Info& info, const Host&) : channels_(info.number("channels")), taps_(info.number("taps")) {
     require(taps_ > 1 && taps_ <= kLogged, "a convolution has an impossible number of taps");
@@ -29,22 +29,19 @@ class ShortConv {
   }
 
   void run(const Pass& pass) const {
-    const Tensor gated = pass.input(kGated), ring = pass.input(kRing), ends = pass.input(kEnds);
-    require(gated.type == ort::kFloat && gated.shape.size() == 3 && gated.last() == 3 * channels_,
+    const Tensor gated = pass.input(kInputs["gated"]), taps = pass.input(kInputs["weights"]);
+    const Tensor ring = pass.input(kInputs["ring"]), ends = pass.input(kInputs["ends"]);
+    require(gated.shape.size() == 3 && gated.last() == 3 * channels_,
             "a convolution's input is not float32 (1, rows, three times the channels)");
-    const Tensor taps = pass.input(kTaps);
-    const bool weighed = taps.type == ort::kFloat && taps.shape == std::vector<int64_t>{taps_, channels_};
-    require(weighed, "a convolution's weights are not float32 (taps, channels)");
-    require(ring.type == ort::kFloat && ring.shape.size() == 3 && ring.shape[1] == length() &&
-                ring.shape[2] == channels_,
+    require(taps.shape == std::vector{taps_, channels_}, "a convolution's weights are not float32 (taps, channels)");
+    require(ring.shape.size() == 3 && ring.shape[1] == length() && ring.shape[2] == channels_,
             "a convolution's ring is not float32 (slots, 16 + taps - 1, channels)");
-    require(ends.type == ort::kFloat && ends.shape.size() == 3 && ends.shape[1] == taps_ - 1 &&
-                ends.shape[2] == channels_,
+    require(ends.shape.size() == 3 && ends.shape[1] == taps_ - 1 && ends.shape[2] == channels_,
             "a convolution's ends of blocks are not float32 (blocks, taps - 1, channels)");
     const int64_t rows = gated.size() / (3 * channels_);
-    std::vector<Rows> sequences = sequences_of(pass.input(kSequences), rows);
-    give_blocks(sequences, pass.input(kBlocks), ends.shape[0], true);
-    const std::vector<Place> places = places_of(pass.input(kPlaces), sequences, ring.shape[0]);
+    std::vector<Rows> sequences = sequences_of(pass.input(kInputs["sequences"]), rows);
+    give_blocks(sequences, pass.input(kInputs["blocks"]), ends.shape[0], true);
+    const std::vector<Place> places = places_of(pass.input(kInputs["places"]), sequences, ring.shape[0]);
     State s{};
     s.gated = gated.floats();
     s.taps = taps.floats();

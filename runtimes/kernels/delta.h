@@ -18,10 +18,11 @@ namespace edgespec {
 class Delta {
  public:
   static constexpr const char* kName = "Delta";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64,
-                                         ort::kInt64, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Inputs kInputs{{
+      {"packed", ort::kFloat}, {"state", ort::kFloat}, {"log", ort::kFloat}, {"ring", ort::kFloat},
+      {"sequences", ort::kInt64}, {"places", ort::kInt64}, {"weights", ort::kFloat}, {"a", ort::kFloat},
+      {"bias", ort::kFloat}, {"gain", ort::kFloat}}};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
-  enum Input : size_t { kPacked, kState, kLog, kRing, kSequences, kPlaces, kWeights, kA, kBias, kGain };
 
   Delta(const Info& info, const Host& host)
       : kernels_(host.kernels),
@@ -47,30 +48,30 @@ class Delta {
   }
 
   void run(const Pass& pass) const {
-    const Tensor packed = pass.input(kPacked);
+    const Tensor packed = pass.input(kInputs["packed"]);
     const int64_t channels = 2 * keys_ + values_, width = channels + values_ + 2 * value_heads_;
-    require(packed.type == ort::kFloat && packed.shape.size() == 3 && packed.last() == width,
+    require(packed.shape.size() == 3 && packed.last() == width,
             "a delta net's input is not float32 (1, rows, queries, keys, values, gates, decays and strengths)");
     Layer layer{};
     layer.packed = packed.floats();
     layer.width = width;
     layer.channels = channels;
-    const Tensor weights = pass.input(kWeights);
-    require(weights.type == ort::kFloat && weights.shape.size() == 2 && weights.last() == channels &&
-                weights.shape[0] > 0 && weights.shape[0] <= kMostTaps,
+    const Tensor weights = pass.input(kInputs["weights"]);
+    require(weights.shape.size() == 2 && weights.last() == channels && weights.shape[0] > 0 &&
+                weights.shape[0] <= kMostTaps,
             "a convolution's weights are not float32 (taps, channels)");
     layer.taps = weights.shape[0];
     layer.weights = weights.floats();
-    layer.a = pass.vector(kA, value_heads_, "a delta net has another number of decays than heads");
-    layer.bias = pass.vector(kBias, value_heads_, "a delta net has another number of decays than heads");
-    layer.gain = pass.vector(kGain, value_width_, "a gain is not as wide as a head");
-    const Tensor state = pass.input(kState);
+    layer.a = pass.vector(kInputs["a"], value_heads_, "a delta net has another number of decays than heads");
+    layer.bias = pass.vector(kInputs["bias"], value_heads_, "a delta net has another number of decays than heads");
+    layer.gain = pass.vector(kInputs["gain"], value_width_, "a gain is not as wide as a head");
+    const Tensor state = pass.input(kInputs["state"]);
     const int64_t slots = state.shape.empty() ? 0 : state.shape[0];
-    layer.state = kept_as(pass, kState, {slots, value_heads_, value_width_ / kLanes, key_width_, kLanes});
-    layer.log = kept_as(pass, kLog, {slots, kLogged, keys_ + values_ + value_heads_});
-    layer.ring = kept_as(pass, kRing, {slots, kLogged + layer.taps - 1, channels});
-    const std::vector<Rows> sequences = sequences_of(pass.input(kSequences), packed.size() / width);
-    const std::vector<Place> places = places_of(pass.input(kPlaces), sequences, slots);
+    layer.state = kept_as(pass, kInputs["state"], {slots, value_heads_, value_width_ / kLanes, key_width_, kLanes});
+    layer.log = kept_as(pass, kInputs["log"], {slots, kLogged, keys_ + values_ + value_heads_});
+    layer.ring = kept_as(pass, kInputs["ring"], {slots, kLogged + layer.taps - 1, channels});
+    const std::vector<Rows> sequences = sequences_of(pass.input(kInputs["sequences"]), packed.size() / width);
+    const std::vector<Place> places = places_of(pass.input(kInputs["places"]), sequences, slots);
     layer.y = pass.output<float>(0, {packed.shape[0], packed.shape[1], values_});
     pass.spread(static_cast<int64_t>(sequences.size()) * key_heads_, [&](int64_t i) {
       const auto sequence = static_cast<size_t>(i / key_heads_);
@@ -91,7 +92,7 @@ class Delta {
 
   static float* kept_as(const Pass& pass, size_t index, const std::vector<int64_t>& shape) {
     const Tensor past = pass.input(index);
-    require(past.type == ort::kFloat && past.shape == shape, "a state is not shaped as its layer");
+    require(past.shape == shape, "a state is not shaped as its layer");
     return kept<float>(pass, index, past);
   }
 

@@ -19,18 +19,14 @@ namespace edgespec {
 class Experts {
  public:
   static constexpr const char* kName = "Experts";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
-                                         ort::kFloat, ort::kFloat, ort::kFloat, ort::kUint8, ort::kUint8, ort::kUint8,
-                                         ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
-                                                  ort::kRequired, ort::kOptional, ort::kOptional, ort::kOptional,
-                                                  ort::kOptional, ort::kRequired, ort::kRequired, ort::kRequired,
-                                                  ort::kOptional, ort::kOptional, ort::kOptional, ort::kOptional};
+  static constexpr ort::Inputs kInputs{{
+      {"x", ort::kFloat}, {"gain", ort::kFloat, ort::kOptional}, {"residual", ort::kFloat, ort::kOptional},
+      {"shared", ort::kFloat, ort::kOptional}, {"router", ort::kFloat}, {"router_bias", ort::kFloat, ort::kOptional},
+      {"bias", ort::kFloat, ort::kOptional}, {"down_bias", ort::kFloat, ort::kOptional},
+      {"selection", ort::kFloat, ort::kOptional}, {"gate", ort::kUint8}, {"up", ort::kUint8}, {"down", ort::kUint8},
+      {"router_gain", ort::kFloat, ort::kOptional}, {"scales", ort::kFloat, ort::kOptional},
+      {"post_gain", ort::kFloat, ort::kOptional}, {"sum_gain", ort::kFloat, ort::kOptional}}};
   static constexpr std::array kOutputs = {ort::kFloat, ort::kInt64};
-  enum Input : size_t {
-    kX, kGain, kResidual, kShared, kRouter, kRouterBias, kBias, kDownBias, kSelection, kGate, kUp, kDown,
-    kRouterGain, kScales, kPostGain, kSumGain
-  };
 
   Experts(const Info& info, const Host& host)
       : kernels_(host.kernels),
@@ -54,19 +50,18 @@ class Experts {
     std::string_view formats = text;
     for (size_t i = 0; i < matrices_.size(); i++) {
       const size_t end = std::min(formats.find(','), formats.size());
-      const bool down = i + kGate == kDown;
+      const bool down = i == kDown;
       Part part = part_of(formats.substr(0, end), experts_ * (down ? inputs_ : width_), down ? width_ : inputs_,
-                          info.constant(kGate + i));
+                          info.constant(kInputs["gate"] + i));
       formats.remove_prefix(std::min(end + 1, formats.size()));
       const size_t bytes = part.bytes(down ? width_ : inputs_);
       if (pages_ != nullptr && pages_->all()) part.tiles = pages_->copy(part.tiles, bytes);
       if (pages_ != nullptr && !pages_->all()) Mapped{part.tiles, bytes}.scattered();
       matrices_[i] = {part, static_cast<int64_t>(bytes) / experts_};
     }
-    const Tensor router = info.constant(kRouter);
+    const Tensor router = info.constant(kInputs["router"]);
     scored_ = router.shape.empty() ? 0 : router.shape[0];
-    require(router.type == ort::kFloat && router.size() == scored_ * inputs_ && router.shape.size() == 2 &&
-                (scored_ == experts_ || scored_ == experts_ + 1),
+    require(router.shape.size() == 2 && router.last() == inputs_ && (scored_ == experts_ || scored_ == experts_ + 1),
             "a router is not float32 (experts, perhaps one more, inputs)");
     router_ = router.floats();
     const std::shared_ptr<Crew> crew = host.crew();
@@ -79,23 +74,25 @@ class Experts {
   }
 
   void run(const Pass& pass) const {
-    const Tensor x = pass.input(kX);
-    require(x.type == ort::kFloat && x.shape.size() == 3 && x.last() == inputs_,
-            "the input of experts is not float32 (1, rows, inputs)");
+    const Tensor x = pass.input(kInputs["x"]);
+    require(x.shape.size() == 3 && x.last() == inputs_, "the input of experts is not float32 (1, rows, inputs)");
     const int64_t rows = x.size() / inputs_;
     Routed routed{};
     routed.rows = rows;
     constexpr const char* gain_of = "a normalization's gain is not as wide as its input";
-    routed.gain = pass.vector(kGain, inputs_, gain_of);
-    routed.own_gain = pass.vector(kRouterGain, inputs_, gain_of);
-    const float *post_gain = pass.vector(kPostGain, inputs_, gain_of), *sum_gain = pass.vector(kSumGain, inputs_, gain_of);
-    routed.bias = pass.vector(kRouterBias, experts_, "a router has another number of biases than experts");
-    routed.selection = pass.vector(kSelection, experts_, "a router has another number of biases than experts");
-    routed.scales = pass.vector(kScales, experts_, "there is another number of scales than experts");
-    const float* bias = pass.vector(kBias, 2 * experts_ * width_, "biases of experts are not as wide as they");
-    const float* down_bias = pass.vector(kDownBias, experts_ * inputs_, "biases of experts are not as wide as they");
-    const float* residual = pass.vector(kResidual, rows * inputs_, "a residual is not shaped as its projection");
-    const float* shared = pass.vector(kShared, rows * inputs_, "a shared expert is not shaped as the others");
+    routed.gain = pass.vector(kInputs["gain"], inputs_, gain_of);
+    routed.own_gain = pass.vector(kInputs["router_gain"], inputs_, gain_of);
+    const float* post_gain = pass.vector(kInputs["post_gain"], inputs_, gain_of);
+    const float* sum_gain = pass.vector(kInputs["sum_gain"], inputs_, gain_of);
+    constexpr const char* router_bias = "a router has another number of biases than experts";
+    routed.bias = pass.vector(kInputs["router_bias"], experts_, router_bias);
+    routed.selection = pass.vector(kInputs["selection"], experts_, router_bias);
+    routed.scales = pass.vector(kInputs["scales"], experts_, "there is another number of scales than experts");
+    constexpr const char* expert_bias = "biases of experts are not as wide as they";
+    const float* bias = pass.vector(kInputs["bias"], 2 * experts_ * width_, expert_bias);
+    const float* down_bias = pass.vector(kInputs["down_bias"], experts_ * inputs_, expert_bias);
+    const float* residual = pass.vector(kInputs["residual"], rows * inputs_, "a residual is not shaped as the experts");
+    const float* shared = pass.vector(kInputs["shared"], rows * inputs_, "a shared expert is not shaped as the others");
     const bool has_score = scored_ > experts_;
     require(shared != nullptr || !has_score || rows == 0, "a shared expert's score has no expert");
     float* y = pass.output<float>(0, {x.shape[0], x.shape[1], inputs_});
@@ -172,6 +169,7 @@ class Experts {
   }
 
  private:
+  static constexpr size_t kGate = 0, kUp = 1, kDown = 2;  // of an expert's matrices
   static constexpr int64_t kMostExperts = 1 << 12, kScored = 16, kSome = 1 << 10;
   static constexpr int64_t kChunkBytes = 48 << 10, kChunks = 128;
   static constexpr float kLeastSum = 0x1p-14f;
@@ -196,10 +194,9 @@ class Experts {
   };
 
   int64_t groups() const { return (scored_ + kScored - 1) / kScored; }
-  const Matrix& matrix(Input input) const { return matrices_[input - kGate]; }
-  int64_t bytes_of(Input input) const { return matrix(input).plane; }
-  Part part(Input input, int64_t expert, int64_t columns) const {
-    const Matrix& known = matrix(input);
+  int64_t bytes_of(size_t matrix) const { return matrices_[matrix].plane; }
+  Part part(size_t matrix, int64_t expert, int64_t columns) const {
+    const Matrix& known = matrices_[matrix];
     return {known.part.tiles + expert * known.plane, columns, known.part.format};
   }
 

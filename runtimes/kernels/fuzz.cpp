@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
+#include <utility>
 
 #include "kernels.h"
 #include "stand_in.h"
@@ -72,6 +74,12 @@ Value made(Choices& choices, int type, Shape shape) {
   return value;
 }
 
+// Adds the node's next input, or leaves it out.
+void add(Choices& choices, OrtKernelInfo& node, const Shape& shape, bool present = true) {
+  const size_t index = std::min(node.inputs.size(), node.op->get_input_count(node.op) - 1);
+  node.inputs.push_back(present ? made(choices, node.op->get_input_type(node.op, index), shape) : nullptr);
+}
+
 void set_numbers(OrtKernelInfo& node, size_t index, const std::vector<int64_t>& numbers) {
   std::vector<uint8_t>& bytes = node.inputs[index]->bytes;
   const size_t size = std::min(bytes.size(), numbers.size() * sizeof(int64_t));
@@ -98,14 +106,13 @@ void fill_linear(Choices& choices, OrtKernelInfo& node) {
   for (int64_t i = 0; i < own; i++) width += columns[i] = 1 + choices.below(40);
   const Shape shapes[] = {{1, rows, inputs}, {inputs}, {width}, {width}, {1, rows, width}};
   const uint8_t present = choices.byte();
-  for (int i = 0; i < 5; i++)
-    node.inputs.push_back(i == 0 || present >> i & 1 ? made(choices, kFloat, shapes[i]) : nullptr);
+  for (int i = 0; i < 5; i++) add(choices, node, shapes[i], i == 0 || present >> i & 1);
   std::string parts;
   for (int64_t i = 0; i < count; i++) {
     const int64_t format = choices.below(kFormatCount);
     parts += (i ? "," : "") + std::string(kFormats[format].name) + ":";
     parts += std::to_string(choices.number(columns[i % own]));
-    node.inputs.push_back(made(choices, kUint8, {size_of(format, columns[i % own], inputs)}));
+    add(choices, node, {size_of(format, columns[i % own], inputs)});
   }
   if (choices.rarely()) node.inputs.push_back(node.inputs.back());
   if (choices.rarely()) node.inputs.pop_back();
@@ -143,10 +150,7 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
                           {sequences, 2}, {choices.number(tables.size())}, rotation, rotation, {head_dim}, {head_dim},
                           {heads}, {1, sequences * injected, choices.number(2 * kv_heads * head_dim)}, {sequences}};
   const uint8_t left_out = choices.byte();
-  const int types[] = {kFloat, kFloat16, kFloat16, kInt64, kInt64, kFloat, kFloat, kFloat, kFloat, kFloat, kFloat,
-                       kInt64};
-  for (int i = 0; i < (injected > 0 ? 12 : 10); i++)
-    node.inputs.push_back(i > 4 && left_out >> (i - 5) & 1 ? nullptr : made(choices, types[i], shapes[i]));
+  for (int i = 0; i < (injected > 0 ? 12 : 10); i++) add(choices, node, shapes[i], i < 5 || !(left_out >> (i - 5) & 1));
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
   const std::vector<int64_t> counts(static_cast<size_t>(sequences), choices.number(injected));
@@ -180,7 +184,7 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
                           {value_heads},
                           {value_heads},
                           {value_width}};
-  for (int i = 0; i < 10; i++) node.inputs.push_back(made(choices, i == 4 || i == 5 ? kInt64 : kFloat, shapes[i]));
+  for (const Shape& shape : shapes) add(choices, node, shape);
   std::vector<int64_t> counts, places;
   for (int64_t i = 0; i < sequences; i++) {
     const int64_t past = choices.byte();
@@ -215,8 +219,7 @@ void fill_convolution(Choices& choices, OrtKernelInfo& node) {
                           {choices.number(tables.size())},
                           {sequences, 2},
                           {taps, channels}};
-  const int types[] = {kFloat, kFloat, kFloat, kInt64, kInt64, kInt64, kFloat};
-  for (int i = 0; i < 7; i++) node.inputs.push_back(made(choices, types[i], shapes[i]));
+  for (const Shape& shape : shapes) add(choices, node, shape);
   set_numbers(node, 3, tables.sequences);
   set_numbers(node, 4, tables.blocks);
   set_numbers(node, 5, places);
@@ -224,47 +227,39 @@ void fill_convolution(Choices& choices, OrtKernelInfo& node) {
   node.numbers = {{"channels", choices.number(channels)}, {"taps", choices.number(taps)}};
 }
 
-void fill_lookups(Choices& choices, OrtKernelInfo& node) {
-  if (node.op == 3) {
-    const int64_t columns = choices.rarely() ? 8000 + 2 * choices.byte() : 1 + choices.byte();
-    node.inputs = {made(choices, kFloat, {1, choices.below(9), columns})};
-    return;
-  }
-  const int64_t format = choices.below(kFormatCount), rows = 1 + choices.below(50), width = 256;
-  std::vector<int64_t> tokens(static_cast<size_t>(choices.below(6)));
-  for (int64_t& token : tokens) token = choices.number(choices.byte() % rows);
-  node.inputs = {made(choices, kInt64, {1, static_cast<int64_t>(tokens.size())}),
-                 made(choices, kUint8, {size_of(format, rows, width)})};
-  set_numbers(node, 0, tokens);
-  node.numbers = {{"width", choices.number(width)}, {"rows", choices.number(rows)}};
-  node.reals = {{"factor", 0.5f}};
-  node.texts = {{"format", broken(choices, kFormats[format].name)}};
-}
-
-void fill_layer_inputs(Choices& choices, OrtKernelInfo& node) {
-  const int64_t part = 32 * (1 + choices.below(8)), width = 256 * (1 + choices.below(2));
+// Tokens of a vocabulary, and its table.
+int64_t add_lookup(Choices& choices, OrtKernelInfo& node, int64_t width) {
   const int64_t format = choices.below(kFormatCount), rows = 1 + choices.below(50);
   std::vector<int64_t> tokens(static_cast<size_t>(choices.below(6)));
   for (int64_t& token : tokens) token = choices.number(choices.byte() % rows);
   const auto count = static_cast<int64_t>(tokens.size());
-  node.inputs = {made(choices, kInt64, {1, count}), made(choices, kUint8, {size_of(format, rows, width)}),
-                 made(choices, kFloat, {1, count, width}), made(choices, kFloat, {part})};
+  for (const Shape& shape : {Shape{1, count}, Shape{size_of(format, rows, width)}}) add(choices, node, shape);
   set_numbers(node, 0, tokens);
-  node.numbers = {{"width", choices.number(width)}, {"rows", choices.number(rows)}, {"part", choices.number(part)}};
+  node.numbers = {{"width", choices.number(width)}, {"rows", choices.number(rows)}};
   node.reals = {{"factor", 0.5f}, {"epsilon", 1e-5f}};
   node.texts = {{"format", broken(choices, kFormats[format].name)}};
+  return count;
+}
+
+void fill_embedding(Choices& choices, OrtKernelInfo& node) { add_lookup(choices, node, 256); }
+
+void fill_layer_inputs(Choices& choices, OrtKernelInfo& node) {
+  const int64_t part = 32 * (1 + choices.below(8)), width = 256 * (1 + choices.below(2));
+  const int64_t count = add_lookup(choices, node, width);
+  for (const Shape& shape : {Shape{1, count, width}, Shape{part}}) add(choices, node, shape);
+  node.numbers["part"] = choices.number(part);
 }
 
 void fill_input_gate(Choices& choices, OrtKernelInfo& node) {
   const int64_t layers = 1 + choices.below(4), part = 1 + choices.below(70), rows = choices.below(7);
-  node.inputs = {made(choices, kFloat, {1, rows, part}), made(choices, kFloat, {1, rows, layers * part})};
+  for (const int64_t width : {part, layers * part}) add(choices, node, {1, rows, width});
   node.numbers = {{"layer", choices.number(choices.below(static_cast<int>(layers)))}};
   node.texts = {{"gate", broken(choices, choices.below(2) ? "gelu" : "silu")}};
 }
 
-void fill_cap(Choices& choices, OrtKernelInfo& node) {
+void fill_logits(Choices& choices, OrtKernelInfo& node) {
   const int64_t columns = choices.rarely() ? 8000 + 2 * choices.byte() : 1 + choices.byte();
-  node.inputs = {made(choices, kFloat, {1, choices.below(9), columns})};
+  add(choices, node, {1, choices.below(9), columns});
   node.reals = {{"most", choices.rarely() ? 0.0f : 0.5f}};
 }
 
@@ -277,20 +272,18 @@ void fill_experts(Choices& choices, OrtKernelInfo& node) {
   const uint8_t left_out = choices.byte();
   for (int i = 0; i < 9; i++) {
     const bool wanted = i == 0 || i == 4 || (i == 3 && scored > experts) || (left_out >> i & 1) == 0;
-    node.inputs.push_back(wanted != choices.rarely() ? made(choices, kFloat, shapes[i]) : nullptr);
+    add(choices, node, shapes[i], wanted != choices.rarely());
   }
   std::string formats;
   for (int i = 0; i < 3; i++) {
     int64_t format = choices.below(kFormatCount);
     if (i == 2 && kFormats[format].inputs > 32) format = 0;
     formats += (i ? "," : "") + std::string(kFormats[format].name);
-    node.inputs.push_back(
-        made(choices, kUint8, {size_of(format, experts * (i < 2 ? width : inputs), i < 2 ? inputs : width)}));
+    add(choices, node, {size_of(format, experts * (i < 2 ? width : inputs), i < 2 ? inputs : width)});
   }
   const char* const gates[] = {"silu", "gelu", "clamped"};
   const uint8_t added = choices.byte();
-  for (int i = 0; i < 4; i++)
-    node.inputs.push_back(added >> i & 1 ? made(choices, kFloat, {i == 1 ? experts : inputs}) : nullptr);
+  for (int i = 0; i < 4; i++) add(choices, node, {i == 1 ? experts : inputs}, added >> i & 1);
   node.numbers = {{"inputs", choices.number(inputs)}, {"width", choices.number(width)},
                   {"experts", choices.number(experts)}, {"used", choices.number(used)}, {"normalized", choices.below(2)}};
   node.reals = {{"epsilon", 1e-5f}, {"scale", choices.below(2) ? 1.0f : 2.5f}};
@@ -304,8 +297,8 @@ void fill_clusters(Choices& choices, OrtKernelInfo& node) {
   std::vector<int64_t> tokens(static_cast<size_t>(columns));
   for (int64_t i = 0; i < columns; i++) tokens[static_cast<size_t>(i)] = columns - 1 - i;
   if (choices.rarely()) tokens[0] = choices.byte();
-  node.inputs = {made(choices, kFloat, {1, rows, inputs}), made(choices, kFloat, {1, rows, clusters}),
-                 made(choices, kInt64, {columns}), made(choices, kUint8, {size_of(format, columns, inputs)})};
+  const Shape shapes[] = {{1, rows, inputs}, {1, rows, clusters}, {columns}, {size_of(format, columns, inputs)}};
+  for (const Shape& shape : shapes) add(choices, node, shape);
   set_numbers(node, 2, tokens);
   node.numbers = {{"inputs", choices.number(inputs)}, {"clusters", choices.number(clusters)},
                   {"read", choices.number(1 + choices.below(static_cast<int>(clusters)))}};
@@ -314,20 +307,26 @@ void fill_clusters(Choices& choices, OrtKernelInfo& node) {
 
 void fill_head_gate(Choices& choices, OrtKernelInfo& node) {
   const int64_t heads = choices.below(20), head_dim = choices.below(70), rows = choices.below(12);
-  node.inputs = {made(choices, kFloat, {1, rows, heads * head_dim}), made(choices, kFloat, {1, rows, heads})};
+  for (const int64_t width : {heads * head_dim, heads}) add(choices, node, {1, rows, width});
 }
 
-OrtKernelInfo node_of(const uint8_t* data, size_t size, std::string* set) {
+constexpr std::pair<std::string_view, void (*)(Choices&, OrtKernelInfo&)> kFill[] = {
+    {"Linear", fill_linear}, {"Attention", fill_attention}, {"Embedding", fill_embedding}, {"Choose", fill_logits},
+    {"Delta", fill_delta}, {"ShortConv", fill_convolution}, {"Experts", fill_experts},
+    {"LayerInputs", fill_layer_inputs}, {"InputGate", fill_input_gate}, {"Cap", fill_logits},
+    {"Clusters", fill_clusters}, {"HeadGate", fill_head_gate}};
+
+// A node of one of the operators, and the set of instructions that runs it besides the plain set.
+OrtKernelInfo node_of(const uint8_t* data, size_t size, const Operators& operators, size_t* number, std::string* set) {
   const char* const sets[] = {"avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dot", "plain"};
   Choices choices(data, size);
   OrtKernelInfo node;
-  node.op = static_cast<size_t>(choices.below(12));
+  *number = choices.byte() % operators.size();
+  node.op = operators[*number];
   *set = sets[choices.below(6)];
-  void (*const fill[])(Choices&, OrtKernelInfo&) = {fill_linear, fill_attention, fill_lookups, fill_lookups,
-                                                    fill_delta,  fill_convolution, fill_experts,
-                                                    fill_layer_inputs, fill_input_gate, fill_cap,
-                                                    fill_clusters, fill_head_gate};
-  fill[node.op](choices, node);
+  for (const auto& [name, fill] : kFill)
+    if (name == node.op->get_name(node.op)) fill(choices, node);
+  if (node.inputs.empty()) std::abort();  // an operator that nothing fills
   node.constants = node.inputs;
   if (choices.rarely()) node.constants[choices.byte() % node.constants.size()] = nullptr;
   if (choices.rarely()) node.numbers.erase("inputs");
@@ -388,10 +387,11 @@ void add_bits(const OrtValue& value, std::vector<uint32_t>& bits) {
 // Outputs as bits; nothing where graph or pass were refused.
 std::vector<uint32_t> run(const uint8_t* data, size_t size, bool plain) {
   std::string set;
-  const OrtKernelInfo node = node_of(data, size, &set);
+  size_t number = 0;
+  const OrtKernelInfo node = node_of(data, size, domain("plain", false)->operators, &number, &set);
   const OrtCustomOpDomain* library = domain(plain ? "plain" : set, !plain && size % 32 == 0);
   if (library == nullptr) library = domain("", false);
-  const edgespec::ort::CustomOp* op = library->operators[node.op];
+  const edgespec::ort::CustomOp* op = library->operators[number];
   OrtKernelContext context{node, plain ? uint8_t{0x55} : uint8_t{0xaa}, {}};
   void* kernel = nullptr;
   std::vector<uint32_t> bits;

@@ -1,4 +1,4 @@
-// Gates of attention's heads.
+// Gates of attention's heads, and of the inputs of layers.
 #pragma once
 
 #include <algorithm>
@@ -8,21 +8,23 @@
 
 namespace edgespec {
 
+// Whether two inputs are float32 (1, rows, widths of their own).
+inline bool same_rows(const Tensor& x, const Tensor& y) {
+  return x.shape.size() == 3 && y.shape.size() == 3 && x.shape[0] == 1 && y.shape[0] == 1 && x.shape[1] == y.shape[1];
+}
+
 // The outputs of heads, side by side, times the sigmoids of numbers, of which each head has one (LFM3).
 class HeadGate {
  public:
   static constexpr const char* kName = "HeadGate";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat};
+  static constexpr ort::Inputs kInputs{{{"x", ort::kFloat}, {"gates", ort::kFloat}}};
   static constexpr std::array kOutputs = {ort::kFloat};
 
   HeadGate(const Info&, const Host& host) : kernels_(host.kernels) {}
 
   void run(const Pass& pass) const {
-    const Tensor x = pass.input(0), gates = pass.input(1);
-    const bool typed = x.type == ort::kFloat && gates.type == ort::kFloat;
-    const bool shaped = typed && x.shape.size() == 3 && gates.shape.size() == 3 && x.shape[0] == 1 &&
-                        gates.shape[0] == 1 && x.shape[1] == gates.shape[1];
-    require(shaped && gates.last() > 0 && x.last() % gates.last() == 0,
+    const Tensor x = pass.input(kInputs["x"]), gates = pass.input(kInputs["gates"]);
+    require(same_rows(x, gates) && gates.last() > 0 && x.last() % gates.last() == 0,
             "the gates of heads do not fit the outputs of heads");
     const int64_t rows = x.shape[1], width = x.last(), heads = gates.last(), head_dim = width / heads;
     auto* y = pass.output<float>(0, x.shape);
@@ -46,6 +48,38 @@ class HeadGate {
   static constexpr int64_t kFewRows = 8;
 
   const Kernels& kernels_;
+};
+
+// A layer's input of a token times its activated gate: x (1, tokens, part), inputs of all layers.
+class InputGate {
+ public:
+  static constexpr const char* kName = "InputGate";
+  static constexpr ort::Inputs kInputs{{{"x", ort::kFloat}, {"inputs", ort::kFloat}}};
+  static constexpr std::array kOutputs = {ort::kFloat};
+
+  InputGate(const Info& info, const Host& host)
+      : kernels_(host.kernels), layer_(info.number("layer")), gate_(gate_of(info.text("gate"))) {
+    require(gate_ != Gate::none, "the inputs of a layer have no gate");
+    require(layer_ >= 0 && layer_ < kMost, "a layer has an impossible number");
+  }
+
+  void run(const Pass& pass) const {
+    const Tensor x = pass.input(kInputs["x"]), all = pass.input(kInputs["inputs"]);
+    require(same_rows(x, all) && x.last() <= all.last() / (layer_ + 1),
+            "a layer's gate does not fit the inputs of all layers");
+    const int64_t part = x.last(), step = all.last();
+    auto* y = pass.output<float>(0, x.shape);
+    for (int64_t i = 0; i < x.shape[1]; i++) {
+      const float* from = all.floats() + i * step + layer_ * part;
+      std::copy(from, from + part, y + i * part);
+      kernels_.multiply(gate_, x.floats() + i * part, part, y + i * part);
+    }
+  }
+
+ private:
+  const Kernels& kernels_;
+  int64_t layer_;
+  Gate gate_;
 };
 
 }  // namespace edgespec

@@ -19,12 +19,11 @@ inline Gate gate_of(const std::string& name) {
 class Linear {
  public:
   static constexpr const char* kName = "Linear";
-  static constexpr std::array kInputs = {ort::kFloat, ort::kFloat, ort::kFloat,
-                                         ort::kFloat, ort::kFloat, ort::kUint8};
-  static constexpr std::array kCharacteristics = {ort::kRequired, ort::kOptional, ort::kOptional,
-                                                  ort::kOptional, ort::kOptional, ort::kVariadic};
+  static constexpr ort::Inputs kInputs{{
+      {"x", ort::kFloat}, {"gain", ort::kFloat, ort::kOptional}, {"bias", ort::kFloat, ort::kOptional},
+      {"post_gain", ort::kFloat, ort::kOptional}, {"residual", ort::kFloat, ort::kOptional},
+      {"weights", ort::kUint8, ort::kVariadic}}};
   static constexpr std::array kOutputs = {ort::kFloat};
-  enum Input : size_t { kX, kGain, kBias, kPostGain, kResidual, kWeights };
 
   Linear(const Info& info, const Host& host)
       : kernels_(host.kernels),
@@ -32,7 +31,7 @@ class Linear {
         inputs_(info.number("inputs")),
         epsilon_(info.real("epsilon")),
         gate_(gate_of(info.text("gate"))),
-        parts_(parts_of(info, info.text("parts"), inputs_, kWeights)) {
+        parts_(parts_of(info, info.text("parts"), inputs_, kInputs["weights"])) {
     const size_t half = parts_.size() / 2;
     if (gate_ != Gate::none) {
       require(parts_.size() % 2 == 0, "a gated projection has an odd number of parts");
@@ -63,11 +62,10 @@ class Linear {
   }
 
   void run(const Pass& pass) const {
-    const Tensor x = pass.input(kX);
-    require(x.type == ort::kFloat && x.shape.size() == 3 && x.last() == inputs_,
-            "a projection's input is not float32 (1, rows, inputs)");
+    const Tensor x = pass.input(kInputs["x"]);
+    require(x.shape.size() == 3 && x.last() == inputs_, "a projection's input is not float32 (1, rows, inputs)");
     const int64_t rows = x.size() / inputs_;
-    const float* gain = pass.vector(kGain, inputs_, "a normalization's gain is not as wide as its input");
+    const float* gain = pass.vector(kInputs["gain"], inputs_, "a normalization's gain is not as wide as its input");
     Projection p{};
     p.parts = parts_.data();
     p.part_count = static_cast<int64_t>(parts_.size());
@@ -76,10 +74,11 @@ class Linear {
     p.width = width_;
     p.rows = p.stride = rows;
     const int64_t biases = gate_ == Gate::none ? width_ : 2 * width_;
-    p.bias = pass.vector(kBias, biases, "a bias is not as wide as its projection");
+    p.bias = pass.vector(kInputs["bias"], biases, "a bias is not as wide as its projection");
     if (p.bias != nullptr && gate_ != Gate::none) p.other_bias = p.bias + width_;
-    const float* post_gain = pass.vector(kPostGain, width_, "a gain is not as wide as its projection");
-    const float* residual = pass.vector(kResidual, rows * width_, "a residual is not shaped as its projection");
+    const float* post_gain = pass.vector(kInputs["post_gain"], width_, "a gain is not as wide as its projection");
+    const float* residual =
+        pass.vector(kInputs["residual"], rows * width_, "a residual is not shaped as its projection");
     p.y = pass.output<float>(0, {x.shape[0], x.shape[1], width_});
     if (rows == 0) return;
     p.residual = post_gain == nullptr ? residual : nullptr;

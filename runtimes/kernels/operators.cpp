@@ -1,22 +1,9 @@
-// The operators of domain `edgespec`, for ONNX Runtime:
-//
-//     Linear     normalization, rounding of activations, products, bias, gate, residual
-//     Experts    a router, and the products of the experts that it chooses
-//     Attention  rotation, KV cache in place, attention
-//     HeadGate   outputs of attention's heads times their gates
-//     Delta      a gated delta net, its state in place
-//     ShortConv  a gated convolution over the last tokens, whose inputs are kept in place
-//     Embedding  rows of a matrix
-//     LayerInputs, InputGate  inputs of layers from the tokens, and their gates
-//     Cap        logits with a bound
-//     Clusters   logits of tokens of a few clusters
-//     Choose     the most likely column of each row, and its probability
-//
-// They run on threads of their own, whose number is a setting of the session. A graph is checked when its kernels are
-// made, and the tensors of a pass when it runs; nothing is read past the end of a tensor.
-#include <initializer_list>
+// The operators of domain `edgespec`, for ONNX Runtime. They run on threads of their own, whose number is a setting of
+// the session. A graph is checked when its kernels are made, and the tensors of a pass when it runs; nothing is read
+// past the end of a tensor.
 #include <memory>
 #include <mutex>
+#include <tuple>
 
 #include "attention.h"
 #include "convolution.h"
@@ -24,6 +11,7 @@
 #include "experts.h"
 #include "gates.h"
 #include "linear.h"
+#include "logits.h"
 #include "lookup.h"
 
 namespace edgespec {
@@ -37,29 +25,26 @@ class Registered : public ort::CustomOp {
     version = ort::kVersion;
     get_name = [](const CustomOp*) { return Operator::kName; };
     get_provider = [](const CustomOp*) -> const char* { return nullptr; };
-    get_input_type = [](const CustomOp*, size_t i) -> int { return Operator::kInputs[i]; };
-    get_input_count = [](const CustomOp*) { return Operator::kInputs.size(); };
+    get_input_type = [](const CustomOp*, size_t i) -> int { return kInputs[i].type; };
+    get_input_count = [](const CustomOp*) { return kInputs.size(); };
     get_output_type = [](const CustomOp*, size_t i) -> int { return Operator::kOutputs[i]; };
     get_output_count = [](const CustomOp*) { return Operator::kOutputs.size(); };
-    get_input_characteristic = [](const CustomOp*, size_t i) -> int {
-      if constexpr (requires { Operator::kCharacteristics; })
-        return Operator::kCharacteristics[i];
-      else
-        return ort::kRequired;
-    };
-    get_output_characteristic = [](const CustomOp*, size_t i) -> int { return i == 0 ? ort::kRequired : ort::kOptional; };
+    get_input_characteristic = [](const CustomOp*, size_t i) -> int { return kInputs[i].presence; };
+    get_output_characteristic = [](const CustomOp*, size_t i) { return int{i == 0 ? ort::kRequired : ort::kOptional}; };
     get_input_memory = [](const CustomOp*, size_t) { return 0; };
     get_variadic_input_least = get_variadic_output_least = [](const CustomOp*) { return 1; };
     get_variadic_input_alike = get_variadic_output_alike = [](const CustomOp*) { return 1; };
     create_kernel_v2 = create;
     compute_v2 = [](void* kernel, OrtKernelContext* context) {
       const auto* made = static_cast<const Made*>(kernel);
-      return guarded(made->api, [&] { made->op.run(Pass(made->api, *made->crew, context)); });
+      return guarded(made->api, [&] { made->op.run(Pass(made->api, *made->crew, context, kInputs)); });
     };
     destroy = [](void* kernel) { delete static_cast<Made*>(kernel); };
   }
 
  private:
+  static constexpr std::span<const ort::Input> kInputs = Operator::kInputs.list;
+
   struct Made {
     const Api& api;
     std::shared_ptr<Crew> crew;
@@ -69,7 +54,7 @@ class Registered : public ort::CustomOp {
   static OrtStatus* create(const CustomOp* op, const void*, const OrtKernelInfo* info, void** out) {
     const auto* self = static_cast<const Registered*>(op);
     return guarded(self->api_, [&] {
-      *out = new Made{self->api_, self->host_.crew(), Operator(Info(self->api_, info), self->host_)};
+      *out = new Made{self->api_, self->host_.crew(), Operator(Info(self->api_, info, kInputs), self->host_)};
     });
   }
 
@@ -102,47 +87,27 @@ struct Settings {
 };
 
 // The operators of one session's options.
-struct Domain {
-  Domain(const void* const* table, const Settings& settings)
+template <class... Operators>
+struct DomainOf {
+  DomainOf(const void* const* table, const Settings& settings)
       : api(table),
         settings(settings),
         host(*settings.kernels, settings.room, settings.threads, settings.spins, settings.low),
-        linear(api, host),
-        attention(api, host),
-        convolution(api, host),
-        embedding(api, host),
-        choose(api, host),
-        delta(api, host),
-        experts(api, host),
-        inputs(api, host),
-        gate(api, host),
-        cap(api, host),
-        clusters(api, host),
-        heads(api, host) {
+        operators(Registered<Operators>(api, host)...) {
     check(api.create_domain("edgespec", &domain));
-    const std::initializer_list<const ort::CustomOp*> all = {&linear, &attention, &embedding, &choose, &delta,
-                                                             &convolution, &experts, &inputs, &gate, &cap,
-                                                             &clusters, &heads};
-    for (const ort::CustomOp* op : all) check(api.add_operator(domain, op));
+    std::apply([&](const auto&... op) { (check(api.add_operator(domain, &op)), ...); }, operators);
   }
 
   Api api;
   Settings settings;
   Host host;
-  Registered<Linear> linear;
-  Registered<Attention> attention;
-  Registered<ShortConv> convolution;
-  Registered<Embedding> embedding;
-  Registered<Choose> choose;
-  Registered<Delta> delta;
-  Registered<Experts> experts;
-  Registered<LayerInputs> inputs;
-  Registered<InputGate> gate;
-  Registered<Cap> cap;
-  Registered<Clusters> clusters;
-  Registered<HeadGate> heads;
+  std::tuple<Registered<Operators>...> operators;
   OrtCustomOpDomain* domain = nullptr;
 };
+
+// Every operator, each from a header above.
+using Domain = DomainOf<Linear, Experts, Attention, HeadGate, Delta, ShortConv, Embedding, LayerInputs, InputGate, Cap,
+                        Clusters, Choose>;
 
 // Nothing says when ONNX Runtime no longer needs a domain, so none is freed, not even when the process ends. A domain
 // whose session is gone with all its kernels serves the next session with the same settings.

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #if defined(_WIN32) && !defined(_WIN64)
 #define EDGESPEC_ORT_CALL __stdcall
@@ -26,6 +27,26 @@ constexpr uint32_t kApiVersion = 24;  // the oldest version whose tensors show t
 enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7, kFloat16 = 10 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kFailure = 1, kInvalidArgument = 2;  // OrtErrorCode
+
+// An operator's inputs, in their order. The graph's nodes have the same order.
+struct Input {
+  const char* name;
+  ElementType type;
+  Characteristic presence = kRequired;
+};
+template <size_t N>
+struct Inputs {
+  Input list[N];
+  constexpr Inputs(const Input (&inputs)[N]) : list{} {
+    for (size_t i = 0; i < N; i++) list[i] = inputs[i];
+  }
+  // The position of an input.
+  consteval size_t operator[](std::string_view name) const {
+    size_t i = 0;
+    while (name != list[i].name) i++;  // no constant behind the last input
+    return i;
+  }
+};
 
 struct CustomOp {
   uint32_t version;

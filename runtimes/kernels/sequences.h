@@ -19,7 +19,7 @@ struct Rows {
 // Reads numbers (s, 2): the tokens that each sequence has, and how many of the pass's `rows` follow them.
 inline std::vector<Rows> sequences_of(const Tensor& counts, int64_t rows) {
   constexpr int64_t most = int64_t{1} << 40;
-  const bool shaped = counts.type == ort::kInt64 && counts.shape.size() == 2 && counts.last() == 2;
+  const bool shaped = counts.shape.size() == 2 && counts.last() == 2;
   require(shaped, "the sequences are no int64 (sequences, 2)");
   std::vector<Rows> sequences;
   int64_t first = 0;
@@ -40,7 +40,7 @@ constexpr int64_t kLogged = 16;  // rows of a pass that a layer with a state can
 // Gives the sequences their blocks. The table has the blocks of one sequence after the other, as many as their tokens
 // take; there are `count` in all. Sequences may share a block that they read, but not one that a pass writes.
 inline void give_blocks(std::vector<Rows>& sequences, const Tensor& table, int64_t count, bool writes) {
-  require(table.type == ort::kInt64 && table.shape.size() == 1, "the blocks are no int64 (blocks)");
+  require(table.shape.size() == 1, "the blocks are no int64 (blocks)");
   const auto* numbers = static_cast<const int64_t*>(table.data);
   const int64_t size = table.shape[0];
   int64_t first = 0;
@@ -69,7 +69,7 @@ struct Place {
 
 // Reads the places of the sequences from numbers (s, 2).
 inline std::vector<Place> places_of(const Tensor& table, const std::vector<Rows>& sequences, int64_t slots) {
-  const bool shaped = table.type == ort::kInt64 && table.shape.size() == 2 && table.last() == 2 &&
+  const bool shaped = table.shape.size() == 2 && table.last() == 2 &&
                       table.shape[0] == static_cast<int64_t>(sequences.size());
   require(shaped, "the places are no int64 (sequences, 2)");
   std::vector<Place> places;

@@ -22,7 +22,7 @@ struct OrtValue {
 using Value = std::shared_ptr<OrtValue>;
 
 struct OrtKernelInfo {
-  size_t op = 0;
+  const edgespec::ort::CustomOp* op = nullptr;
   std::map<std::string, int64_t> numbers;
   std::map<std::string, float> reals;
   std::map<std::string, std::string> texts;
@@ -34,7 +34,8 @@ struct OrtKernelContext {
   uint8_t fill;
   Value outputs[4];
 };
-struct OrtCustomOpDomain { std::vector<const edgespec::ort::CustomOp*> operators; };
+using Operators = std::vector<const edgespec::ort::CustomOp*>;
+struct OrtCustomOpDomain { Operators operators; };
 struct OrtSessionOptions {
   std::map<std::string, std::string> settings;
   OrtCustomOpDomain* domain = nullptr;
@@ -84,12 +85,8 @@ inline OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t*
   const Shape shape(dims, dims + count);
   Value& value = context->outputs[index];
   const Value past = index > 0 && context->node.in_place ? context->node.inputs[index] : nullptr;
-  const int op = context->node.op;
-  const int type = op == 1 && index > 0    ? edgespec::ort::kFloat16
-                   : op == 3 && index == 0 ? edgespec::ort::kInt64
-                   : op == 6 && index == 1 ? edgespec::ort::kInt64
-                                           : edgespec::ort::kFloat;
-  value = past != nullptr && past->shape == shape ? past : tensor(type, shape);
+  const edgespec::ort::CustomOp* op = context->node.op;
+  value = past != nullptr && past->shape == shape ? past : tensor(op->get_output_type(op, index), shape);
   if (value == nullptr) return refused("stand-in: no memory for an output");
   if (value != past) std::fill(value->bytes.begin(), value->bytes.end(), context->fill);
   *out = value.get();

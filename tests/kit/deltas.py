@@ -8,10 +8,10 @@ import numpy.typing as npt
 from onnx import TensorProto
 
 from tests.kit.gguf import F32
-from tests.kit.kernels import F64, graph
+from tests.kit.kernels import F64, graph, inputs_of
 
 LOGGED = 16
-INPUTS = ("packed", "state", "log", "ring", "sequences", "places", "weights", "a", "bias", "gain")
+INPUTS = inputs_of("Delta")
 KEPT = INPUTS[1:4]
 EPSILON = 1e-5
 
@@ -68,7 +68,7 @@ class Net:
     def model(self) -> bytes:
         feeds = self.feeds(np.zeros((1, 0, self.width), np.float32), Kept(self, 1), (), ())
         outputs = dict.fromkeys(("y", *(f"{name}_now" for name in KEPT)), TensorProto.FLOAT)
-        return graph("Delta", INPUTS, outputs, feeds, {}, self.attributes())
+        return graph("Delta", outputs, feeds, {}, self.attributes())
 
     def expected(self, packed: F32) -> F64:
         """What a text's rows ``(rows, width)`` give, ``(rows, values)``."""

@@ -14,10 +14,7 @@ from edgespec_models.files.tensors import U8, GGMLType
 from tests.kit.kernels import EPSILON, F64, graph, normed, random_blocks, rounded, weights_of
 
 Floats = npt.NDArray[Any]
-NAMES = ("x", "gain", "residual", "shared", "router", "router_bias", "bias", "down_bias", "selection")
 MATRICES = ("gate", "up", "down")
-BEHIND = ("router_gain", "scales", "post_gain", "sum_gain")
-ORDER = (*NAMES, *MATRICES, *BEHIND)
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,8 @@ class Mixture:
         for name, value in changed.items():
             (attributes if name in attributes else constants)[name] = value
         constants = {name: value for name, value in constants.items() if value is not None}
-        names = [name if name in feeds or name in constants else "" for name in ORDER]
         outputs = {"y": TensorProto.FLOAT, "different": TensorProto.INT64}
-        return graph("Experts", names, outputs, feeds, constants, attributes)
+        return graph("Experts", outputs, feeds, constants, attributes)
 
     def chosen(self, x: Floats) -> tuple[npt.NDArray[np.int64], F64]:
         """The experts of each row, from the best on, and their weights; ``x`` is normalized."""

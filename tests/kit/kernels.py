@@ -1,8 +1,10 @@
 """Graphs of one of edgespec's operators, written on the spot, and what they must compute."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,23 +26,19 @@ Outputs = Mapping[str, int]
 Attributes = Mapping[str, Any]
 
 EPSILON = 1e-5
-ATTENTION = (
-    "packed",
-    "past_key",
-    "past_value",
-    "sequences",
-    "blocks",
-    "cos",
-    "sin",
-    "query_gain",
-    "key_gain",
-    "sinks",
-)
-"""The inputs of the attention operator, in its order."""
+_HEADERS = Path(__file__).parents[2] / "runtimes" / "kernels"
 SHARE, STEPS = 16, 255 * 127  # inputs that share a scale of activations, steps of a row: layout.h
 _KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 _KINDS |= {np.dtype(np.uint8): TensorProto.UINT8, np.dtype(np.float64): TensorProto.DOUBLE}
 _KINDS |= {np.dtype(np.float16): TensorProto.FLOAT16}
+
+
+@lru_cache
+def inputs_of(kind: str) -> tuple[str, ...]:
+    """The names of an operator's inputs, in its order, from where they are declared."""
+    texts = [path.read_text(encoding="utf-8") for path in _HEADERS.glob("*.h")]
+    (declared,) = (part for text in texts for part in re.findall(rf'"{kind}";\s.*kInputs([^;]*);', text))
+    return tuple(re.findall(r'"(\w+)"', declared))
 
 
 @lru_cache
@@ -56,20 +54,23 @@ def sets() -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: name != "plain"))
 
 
-def graph(
-    kind: str, inputs: Sequence[str], outputs: Outputs, feeds: Feeds, constants: Feeds, attributes: Attributes
-) -> bytes:
-    """A model of one node; the names of inputs that are left out are empty, ``feeds`` may have any shape."""
-    node = node_of(kind, inputs, list(outputs), attributes)
+def graph(kind: str, outputs: Outputs, feeds: Feeds, constants: Feeds, attributes: Attributes) -> bytes:
+    """A model of one node, whose inputs are ``feeds``, of any shape, and ``constants``."""
+    node = node_of(kind, [*feeds, *constants], list(outputs), attributes)
     fed = [helper.make_tensor_value_info(n, _KINDS[value.dtype], None) for n, value in feeds.items()]
     made = [helper.make_tensor_value_info(n, type_, None) for n, type_ in outputs.items()]
     weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
     return model_of(helper.make_graph([node], "test", fed, made, weights))
 
 
-def node_of(kind: str, inputs: Sequence[str], outputs: Sequence[str], attributes: Attributes) -> Any:
-    """A node of one of the operators."""
-    node = helper.make_node(kind, list(inputs), list(outputs), domain="edgespec")
+def node_of(kind: str, inputs: Collection[str], outputs: Sequence[str], attributes: Attributes) -> Any:
+    """A node of one of the operators. ``inputs`` go by their names; the last may have any, or several."""
+    *known, _ = inputs_of(kind)
+    names = [name if name in inputs else "" for name in known]
+    names += [name for name in inputs if name not in known]
+    while names and not names[-1]:
+        names.pop()
+    node = helper.make_node(kind, names, list(outputs), domain="edgespec")
     node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
     return node
 
@@ -257,12 +258,10 @@ class Linear:
         return {"x": x} | {name: value for name, value in named.items() if value is not None}
 
     def graph(self, x: F32) -> bytes:
-        feeds = self.feeds(x)
-        names = [name if name in feeds else "" for name in ("x", "gain", "bias", "post_gain", "residual")]
         weights = {f"w{index}": pack(name, raw) for index, (name, raw) in enumerate(self.parts)}
         attributes: dict[str, Any] = {"inputs": self.inputs, "epsilon": EPSILON, "gate": self.gate}
         attributes |= {"parts": ",".join(f"{name}:{len(raw)}" for name, raw in self.parts)}
-        return graph("Linear", [*names, *weights], {"y": TensorProto.FLOAT}, feeds, weights, attributes)
+        return graph("Linear", {"y": TensorProto.FLOAT}, self.feeds(x), weights, attributes)
 
     def expected(self, x: F32) -> Estimate:
         """What it must give for ``x``, float32 ``(1, rows, inputs)``."""

@@ -6,8 +6,7 @@ import onnx
 
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.bundles.tiles import unpack_tiles
-
-_FIRST_MATRIX = 5  # among the inputs of a product
+from tests.kit.kernels import inputs_of
 
 
 def stored_matrix(bundle: Bundle, name: str) -> npt.NDArray[np.float32]:
@@ -15,7 +14,7 @@ def stored_matrix(bundle: Bundle, name: str) -> npt.NDArray[np.float32]:
     graph = onnx.load(str(bundle.graph)).graph
     raw = {tensor.name: np.frombuffer(tensor.raw_data, np.uint8) for tensor in graph.initializer}
     for node in graph.node:
-        weights = node.input[_FIRST_MATRIX:]
+        weights = node.input[inputs_of("Linear").index("weights") :]
         if node.op_type == "Linear" and weights[0].partition(".parts.")[0] == name:
             facts = {fact.name: onnx.helper.get_attribute_value(fact) for fact in node.attribute}
             parts = [part.split(":") for part in facts["parts"].decode().split(",")]

@@ -113,6 +113,7 @@ class _NativeDecoder(GraphDecoder):
     def node(
         self, kind: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = DOMAIN, **attributes: Any
     ) -> tuple[ir.Value, ...]:
+        """The outputs of a node, whose inputs are in the order of ``kInputs`` in its operator's header."""
         node = ir.node(kind, list(inputs), attributes=attributes, domain=domain, num_outputs=outputs)
         self.graph.append(node)
         return tuple(node.outputs)
