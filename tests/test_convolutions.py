@@ -16,10 +16,9 @@ from edgespec import LoadOptions
 from edgespec.loading.footprint import footprint_of
 from edgespec_models.bundles.bundle import Bundle
 from edgespec_models.decoders.kept import BLOCK, LOGGED
-from edgespec_models.decoders.operations import Mamba, Rope
-from edgespec_models.decoders.transformer import FULL, SLIDING, Transformer
+from edgespec_models.decoders.operations import Rope
+from edgespec_models.decoders.transformer import FULL, SLIDING
 from edgespec_models.errors import BundleError, RequestError
-from edgespec_models.families.granite import MAMBA, Granite
 from edgespec_models.families.lfm2 import CONV, Lfm2
 from edgespec_models.families.lfm3 import Lfm3
 from edgespec_runtimes.block_files import BlockFiles
@@ -53,14 +52,6 @@ GATES = TAPS.become(
     layer_types=(CONV, FULL, SLIDING, CONV),
     sliding_window=40,
     local_rope=Rope(name="rope_local", theta=100.0, width=32, pairs=16),
-)
-HYBRID = LLAMA.become(
-    Granite,
-    architecture="granite",
-    num_layers=4,
-    layer_types=(MAMBA, FULL, MAMBA, MAMBA),
-    mamba=Mamba(heads=6, width=32, groups=1, key_width=16),
-    conv_taps=4,
 )
 CONFIGS = {"three taps": TAPS, "five taps": WIDE_TAPS, "seven taps, windows, gates": GATES}
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(300)]
@@ -153,12 +144,11 @@ def test_caches_put_aside_and_a_restart_give_the_same_rows(
             seat.close()
 
 
-@pytest.mark.parametrize("config", [TAPS, HYBRID], ids=["convolutions", "Mamba-2"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "seeded"])
-def test_texts_are_those_without_drafts(tmp_path: Path, config: Transformer, options: dict[str, Any]) -> None:
-    """With n-grams, a drafter that has such layers itself, and one of another vocabulary."""
-    target = tiny_native(tmp_path / "target", config).path
-    alike = tiny_native(tmp_path / "alike", config, role="drafter").path
+def test_texts_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With n-grams, a drafter that has convolutions itself, and one of another vocabulary."""
+    target = tiny_native(tmp_path / "target", TAPS).path
+    alike = tiny_native(tmp_path / "alike", TAPS, role="drafter").path
     other = byte_level_json(size=330)
     bridged = tiny_native(tmp_path / "bridged", LLAMA, role="drafter", tokenizer_json=other).path
     prompts = ("one two three " * 6, "one two three " * 6 + "four", "one two three " * 3, "x")

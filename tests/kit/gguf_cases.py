@@ -165,9 +165,12 @@ def converted(
     """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
     model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
-    tensors = _without_experts(model, tensors, kind)
     if name == "granitehybrid":
-        tensors = {part: rows for source, stored in tensors.items() for part, rows in _mamba(source, stored)}
+        mlp = "mlp.shared_expert." if config["num_local_experts"] else "mlp."
+        tensors = {
+            part: rows for source, stored in tensors.items() for part, rows in _mamba(source, stored, mlp)
+        }
+    tensors = _without_experts(model, tensors, kind)
     if name.startswith("qwen35"):
         tensors = {source: _tiled(source, values, config) for source, values in tensors.items()}
     for source, stored in tensors.items():
@@ -190,6 +193,9 @@ def converted(
 
 _FLOATS = (
     "conv1d.weight",
+    "mamba.A_log",
+    "mamba.D",
+    "mamba.norm.weight",
     "mlp.gate.weight",
     "mlp.router.weight",
     "router.layer.weight",
@@ -278,8 +284,8 @@ def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
     )
 
 
-def _mamba(source: str, values: F32) -> Iterator[tuple[str, F32]]:
-    """A tensor of a Granite 4 H, or the two that become of it."""
+def _mamba(source: str, values: F32, mlp: str) -> Iterator[tuple[str, F32]]:
+    """A tensor of a Granite 4 H, or the two that become of it; ``mlp`` is the place of the shared MLP."""
     if source.endswith("A_log"):
         values = -np.exp(values, dtype=np.float64).astype(np.float32)
     if source.endswith(("A_log", "mamba.D")):
@@ -288,9 +294,9 @@ def _mamba(source: str, values: F32) -> Iterator[tuple[str, F32]]:
         values = values[None]
     elif source.endswith("shared_mlp.input_linear.weight"):
         for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
-            yield source.replace("input_linear", f"{part}_proj"), rows
+            yield source.replace("shared_mlp.input_linear", f"{mlp}{part}_proj"), rows
         return
-    yield source, values
+    yield source.replace("shared_mlp.output_linear", f"{mlp}down_proj"), values
 
 
 def _heads_apart(rows: F32, keys: int, heads: int) -> F32:

@@ -108,18 +108,18 @@ GRANITE = Family(
     neighbours=True,
     decoder=Granite,
     defaults={"attention_multiplier": 1.0},
-)
-GRANITE_MOE = GRANITE._replace(
-    hub=("granitemoe", "granitemoeshared", "granitemoehybrid"),
-    gguf="granitemoe",
-    experts={"normalized": True, "shared_gate": False},
-    defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
     keys={
         "mamba_n_heads": "ssm.time_step_rank",
         "mamba_n_groups": "ssm.group_count",
         "mamba_d_state": "ssm.state_size",
         "mamba_d_conv": "ssm.conv_kernel",
     },
+)
+GRANITE_MOE = GRANITE._replace(
+    hub=("granitemoe", "granitemoeshared", "granitemoehybrid"),
+    gguf="granitemoe",
+    experts={"normalized": True, "shared_gate": False},
+    defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
     layer={
         **LAYER,
         **EXPERTS,
