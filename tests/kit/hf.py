@@ -180,6 +180,8 @@ _GRANITE_H = {
     "mamba_d_head": 32,
     "mamba_d_state": 16,
     "mamba_d_conv": 4,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
 }
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
