@@ -83,8 +83,16 @@ def refused(
         ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         *(
-            ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], **experts}, "Mamba-2")
-            for experts in ({}, {"num_local_experts": 0}, {"num_local_experts": 4})
+            ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], **change}, message)
+            for change, message in (
+                ({"mamba_n_heads": 3}, "3 heads of Mamba-2 are None wide; allowed: 128 in all"),
+                ({"mamba_n_heads": 4, "mamba_d_head": 16}, "4 heads of Mamba-2 are 16 wide"),
+                ({"mamba_n_heads": 16}, "width is 8; allowed"),
+                ({"mamba_n_heads": 4, "mamba_d_state": 24}, "their keys 24; allowed: multiples of 16"),
+                ({"mamba_n_heads": 4, "mamba_n_groups": 2}, "mamba_n_groups is 2"),
+                ({"mamba_n_heads": 4, "mamba_d_conv": 99}, "conv_taps is 99"),
+                ({"layer_types": ["rwkv", "attention"]}, "layer_types must say full_attention or mamba"),
+            )
         ),
         ({**GRANITE, "num_experts_per_tok": 9}, "uses 9 experts; there are 8"),
         ({**GRANITE, "num_local_experts": -1}, "count is -1"),

@@ -1,5 +1,6 @@
-"""Delta nets by edgespec's kernels against plain NumPy, with every set of instructions there is."""
+"""Layers with states by edgespec's kernels against plain NumPy, with every set of instructions there is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kit.deltas import LOGGED, Kept, Net, Sequence, make_net, make_text, run_in_place
+from tests.kit.deltas import LOGGED, Kept, Mamba, Net, Sequence, make_mamba, make_net, make_text, run_in_place
 from tests.kit.gguf import F32
 from tests.kit.kernels import same_bits, session, sets
 
@@ -29,15 +30,31 @@ def nets(draw: st.DrawFn) -> Net:
     )
 
 
-def alone(net: Net, text: F32, instructions: str = "plain") -> F32:
+@st.composite
+def mambas(draw: st.DrawFn) -> Mamba:
+    groups = draw(st.integers(1, 3))
+    return make_mamba(
+        np.random.default_rng(draw(SEEDS)),
+        heads=groups * draw(st.integers(1, 3)),
+        head_width=draw(st.sampled_from([16, 48, 64, 96])),
+        groups=groups,
+        key_width=draw(st.sampled_from([16, 32, 48])),
+        taps=draw(st.sampled_from([1, 2, 4, 7])),
+    )
+
+
+LAYERS = st.one_of(nets(), mambas())
+
+
+def alone(net: Net | Mamba, text: F32, instructions: str = "plain") -> F32:
     """Every row of a text in one pass."""
     opened = session(net.model(), 1, instructions)
     return run_in_place(opened, net, text, Kept(net, 1), (0, len(text)), (0, 0))
 
 
 @settings(max_examples=40)
-@given(nets(), SEEDS, st.integers(1, 70), st.integers(1, 4))
-def test_a_delta_net_is_what_it_is_in_float64(net: Net, seed: int, rows: int, threads: int) -> None:
+@given(LAYERS, SEEDS, st.integers(1, 70), st.integers(1, 4))
+def test_a_layer_is_what_it_is_in_float64(net: Net | Mamba, seed: int, rows: int, threads: int) -> None:
     text = make_text(np.random.default_rng(seed), net, rows)
     first = alone(net, text)
     np.testing.assert_allclose(first, net.expected(text), rtol=1e-4, atol=2e-4)
@@ -48,9 +65,9 @@ def test_a_delta_net_is_what_it_is_in_float64(net: Net, seed: int, rows: int, th
 
 
 @settings(max_examples=60)
-@given(nets(), SEEDS, st.integers(1, 3), st.integers(1, 4), st.data())
+@given(LAYERS, SEEDS, st.integers(1, 3), st.integers(1, 4), st.data())
 def test_rows_have_the_bits_of_one_plain_run(
-    net: Net, seed: int, count: int, threads: int, data: st.DataObject
+    net: Net | Mamba, seed: int, count: int, threads: int, data: st.DataObject
 ) -> None:
     """However passes are cut, whoever shares them, and whatever was read and taken back in between."""
     rng = np.random.default_rng(seed)
@@ -84,10 +101,13 @@ def test_rows_have_the_bits_of_one_plain_run(
 
 
 @pytest.mark.parametrize("name", sets())
-@pytest.mark.parametrize("tiled", [0, 1])
-def test_heads_as_wide_as_models_have_them(name: str, tiled: int) -> None:
+@pytest.mark.parametrize("kind", ["delta net", "tiled delta net", "Mamba-2"])
+def test_heads_as_wide_as_models_have_them(name: str, kind: str) -> None:
     rng = np.random.default_rng(7)
-    net = make_net(rng, key_heads=2, value_heads=6, key_width=128, value_width=128, tiled=tiled)
+    shape = {"key_heads": 2, "value_heads": 6, "key_width": 128, "value_width": 128}
+    net: Net | Mamba = make_net(rng, **shape, tiled=int(kind == "tiled delta net"))
+    if kind == "Mamba-2":
+        net = make_mamba(rng, heads=8, head_width=64, groups=1, key_width=128)
     text, kept, opened = make_text(rng, net, 50), Kept(net, 1), session(net.model(), 2, name)
     wanted = alone(net, text)
     np.testing.assert_allclose(wanted, net.expected(text), rtol=1e-4, atol=2e-4)
@@ -122,8 +142,9 @@ def test_strong_decays_and_huge_inputs() -> None:
         same_bits(wanted, alone(net, text, name), name)
 
 
-def test_no_rows_change_nothing() -> None:
-    net = make_net(np.random.default_rng(0))
+@pytest.mark.parametrize("make", [make_net, make_mamba])
+def test_no_rows_change_nothing(make: Callable[..., Net | Mamba]) -> None:
+    net = make(np.random.default_rng(0))
     kept = Kept(net, 1)
     y = run_in_place(session(net.model()), net, np.zeros((0, net.width), np.float32), kept, (0, 0), (0, 0))
     assert y.shape == (0, net.values)

@@ -380,8 +380,10 @@ void add_gates(Cases& cases) {
                          kernels.multiply(gate, x.data(), count, y.data());
                          results.add(y);
                        }
-                       kernels.decay(x.data(), bias.data(), a.data(), count, y.data());
+                       std::vector<float> softs(static_cast<size_t>(count));
+                       kernels.decay(x.data(), bias.data(), a.data(), count, y.data(), softs.data());
                        results.add(y);
+                       results.add(softs);
                        kernels.cap(x.data(), count, 30.0f, y.data());
                        results.add(y);
                      }});
@@ -420,6 +422,8 @@ void add_states(Cases& cases) {
                          r.deltas = deltas.data();
                          r.y = y.data();
                          r.stride = width;
+                         r.sums = rows == 2;
+                         r.skip = 0.7f;
                          kernels.recur(r);
                          for (const std::vector<float>& values : {state, deltas, y}) results.add(values);
                        }});

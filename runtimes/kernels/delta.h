@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "sequences.h"
+#include "ring.h"
 
 namespace edgespec {
 
@@ -35,7 +35,7 @@ class Delta {
     const bool sound = key_heads_ > 0 && value_heads_ > 0 && value_heads_ < kMost && value_heads_ % key_heads_ == 0;
     require(sound, "value heads of a delta net are no multiple of its key heads");
     for (const int64_t width : {key_width_, value_width_})
-      require(width > 0 && width <= kWidest && width % kLanes == 0, "a head of a delta net has an impossible width");
+      require(width > 0 && width <= kWidestHead && width % kLanes == 0, "a head of a delta net has an impossible width");
     require(value_heads_ * value_width_ < kMost && key_heads_ * key_width_ < kMost, "a delta net is too wide");
     group_ = value_heads_ / key_heads_;
     keys_ = key_heads_ * key_width_;
@@ -80,8 +80,6 @@ class Delta {
   }
 
  private:
-  static constexpr int64_t kWidest = 1 << 12, kMostTaps = 64;
-
   struct Layer {
     const float* packed;  // (rows, width)
     int64_t width, channels, taps;
@@ -106,7 +104,15 @@ class Delta {
           rows_(rows),
           place_(place),
           head_(head),
-          ring_(layer.ring + place.slot * ring_rows() * layer.channels),
+          ring_{delta.kernels_,
+                layer.ring + place.slot * (kLogged + layer.taps - 1) * layer.channels,
+                layer.packed + rows.first * layer.width,
+                layer.width,
+                layer.channels,
+                layer.taps,
+                rows.past,
+                layer.weights,
+                nullptr},
           log_(layer.log + place.slot * kLogged * log_width()),
           queries_(kLogged * d_.key_width_),
           keys_(kLogged * d_.key_width_),
@@ -126,13 +132,10 @@ class Delta {
         behind = from = to;
       }
       for (int64_t token = last; token < end; token++) log(token, token - last);
-      for (int64_t token = std::max(rows_.past, end - ring_rows()); token < end; token++)
-        for (int64_t i = 0; i < d_.group_ + 2; i++)
-          std::copy_n(input(token) + channel(i), wide(i), ring_ + token % ring_rows() * l_.channels + channel(i));
+      for (int64_t i = 0; i < d_.group_ + 2; i++) ring_.keep(end, channel(i), wide(i));
     }
 
    private:
-    int64_t ring_rows() const { return kLogged + l_.taps - 1; }
     int64_t log_width() const { return d_.keys_ + d_.values_ + d_.value_heads_; }
     int64_t value_head(int64_t g) const { return d_.tiled_ ? head_ + g * d_.key_heads_ : head_ * d_.group_ + g; }
 
@@ -145,7 +148,7 @@ class Delta {
     float* state(int64_t g) const {
       return l_.state + (place_.slot * d_.value_heads_ + value_head(g)) * d_.value_width_ * d_.key_width_;
     }
-    const float* input(int64_t token) const { return l_.packed + (rows_.first + token - rows_.past) * l_.width; }
+    const float* input(int64_t token) const { return ring_.input(token); }
     float* logged(int64_t token) const { return log_ + token % kLogged * log_width(); }
 
     // Computes queries, keys, values, decays and strengths of `count` tokens, the first of which is `from`.
@@ -166,24 +169,13 @@ class Delta {
       }
       for (int64_t g = 0; g < d_.group_; g++) {
         const int64_t at = g * kLogged;
-        kernels.decay(part(2) + at, part(3) + at, part(4) + at, count, part(0) + at);
+        kernels.decay(part(2) + at, part(3) + at, part(4) + at, count, part(0) + at, nullptr);
         std::fill_n(part(1) + at, count, 1.0f);
         kernels.multiply(Gate::sigmoid, part(5) + at, count, part(1) + at);
       }
     }
 
-    void convolve(int64_t token, int64_t i, float* y) const {
-      static constexpr float kZeros[kWidest] = {};
-      const float* taps[kMostTaps];
-      for (int64_t t = 0; t < l_.taps; t++) {
-        const int64_t at = token - l_.taps + 1 + t;
-        taps[t] = at < 0             ? kZeros
-                  : at < rows_.past ? ring_ + at % ring_rows() * l_.channels + channel(i)
-                                    : input(at) + channel(i);
-      }
-      d_.kernels_.convolve(taps, l_.taps, l_.weights + channel(i), l_.channels, wide(i), y);
-      d_.kernels_.multiply(Gate::sigmoid, y, wide(i), y);
-    }
+    void convolve(int64_t token, int64_t i, float* y) const { ring_.convolve(token, channel(i), wide(i), y); }
 
     // Runs `count` rows through the state of a value head, which has read `behind` tokens.
     void recur(int64_t g, int64_t behind, int64_t from, int64_t count, bool last) const {
@@ -237,7 +229,8 @@ class Delta {
     const Rows& rows_;
     const Place& place_;
     int64_t head_;
-    float *ring_, *log_;
+    Ring ring_;
+    float* log_;
     Buffer<float> queries_, keys_, deltas_, copy_, heads_;
   };
 

@@ -34,12 +34,13 @@ inline F log_above_one(F y) {
   return (s + s) * sum;
 }
 
-void decay(const float* x, const float* bias, const float* a, int64_t count, float* y) {
+void decay(const float* x, const float* bias, const float* a, int64_t count, float* y, float* softs) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const F v = load_some(x + i, count - i) + load_some(bias + i, count - i);
     const F positive = v < 0.0f ? F{} : v;  // not a number stays so
     const F soft = positive + log_above_one(exponential(-magnitudes(v)));
     store_some(y + i, count - i, exponential(load_some(a + i, count - i) * soft));
+    if (softs != nullptr) store_some(softs + i, count - i, soft);
   }
 }
 
@@ -125,9 +126,11 @@ void recur_tiles(const Recurrence& r, int64_t first) {
     const F decay = splat(r.decays[row]), strength = splat(r.strengths[row]), both = splat(dot(key, query, r.key_width));
     float *deltas = r.deltas + row * width + place, *y = r.y + row * r.stride + place;
     for (int t = 0; t < T; t++) {
-      const F delta = strength * (load(deltas + t * kLanes) - dots.with_key[t] * decay);
+      const F value = load(deltas + t * kLanes);
+      const F delta = strength * (r.sums ? value : value - dots.with_key[t] * decay);
+      const F result = fma(both, delta, dots.with_query[t] * decay);
       store(deltas + t * kLanes, delta);
-      store(y + t * kLanes, fma(both, delta, dots.with_query[t] * decay));
+      store(y + t * kLanes, r.sums ? fma(splat(r.skip), value, result) : result);
     }
     change = {key, deltas, r.decays[row]};
   }

@@ -168,6 +168,45 @@ void fill_attention(Choices& choices, OrtKernelInfo& node) {
   if (choices.below(2)) node.reals["cap"] = choices.rarely() ? NAN : 5.0f;
 }
 
+// Counts of rows, and places of states that may be behind them.
+void set_sequences(Choices& choices, OrtKernelInfo& node, int64_t sequences, int64_t slots, int64_t rows) {
+  std::vector<int64_t> counts, places;
+  for (int64_t i = 0; i < sequences; i++) {
+    const int64_t past = choices.byte();
+    counts.insert(counts.end(), {choices.number(past), choices.number(rows)});
+    places.push_back(choices.number(slots - 1 - i));
+    places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
+  }
+  set_numbers(node, 4, counts);
+  set_numbers(node, 5, places);
+  node.in_place = choices.below(2) == 0;
+}
+
+void fill_mamba(Choices& choices, OrtKernelInfo& node) {
+  const int64_t groups = 1 + choices.below(2), heads = groups * (1 + choices.below(3));
+  const int64_t width = 16 * (1 + choices.below(2)), key_width = 16 * (1 + choices.below(2));
+  const int64_t keys = groups * key_width, values = heads * width, channels = values + 2 * keys;
+  const int64_t sequences = 1 + choices.below(2), slots = sequences + choices.below(2), taps = 1 + choices.below(5);
+  const int64_t rows = choices.below(40);
+  const Shape shapes[] = {{1, sequences * rows, values + channels + heads},
+                          {slots, heads, width / 16, key_width, 16},
+                          {slots, 16, keys + values + heads},
+                          {slots, 15 + taps, channels},
+                          {sequences, 2},
+                          {sequences, 2},
+                          {taps, channels},
+                          {channels},
+                          {heads},
+                          {heads},
+                          {heads},
+                          {values}};
+  for (const Shape& shape : shapes) add(choices, node, shape);
+  set_sequences(choices, node, sequences, slots, rows);
+  node.numbers = {{"heads", choices.number(heads)}, {"width", choices.number(width)},
+                  {"groups", choices.number(groups)}, {"key_width", choices.number(key_width)}};
+  node.reals = {{"epsilon", 1e-5f}};
+}
+
 void fill_delta(Choices& choices, OrtKernelInfo& node) {
   const int64_t key_heads = 1 + choices.below(2), value_heads = key_heads * (1 + choices.below(3));
   const int64_t key_width = 16 * (1 + choices.below(2)), value_width = 16 * (1 + choices.below(2));
@@ -185,16 +224,7 @@ void fill_delta(Choices& choices, OrtKernelInfo& node) {
                           {value_heads},
                           {value_width}};
   for (const Shape& shape : shapes) add(choices, node, shape);
-  std::vector<int64_t> counts, places;
-  for (int64_t i = 0; i < sequences; i++) {
-    const int64_t past = choices.byte();
-    counts.insert(counts.end(), {choices.number(past), choices.number(rows)});
-    places.push_back(choices.number(slots - 1 - i));
-    places.push_back(choices.number(past - choices.byte() % (std::min<int64_t>(past, 16) + 1)));
-  }
-  set_numbers(node, 4, counts);
-  set_numbers(node, 5, places);
-  node.in_place = choices.below(2) == 0;
+  set_sequences(choices, node, sequences, slots, rows);
   node.numbers = {{"key_heads", choices.number(key_heads)}, {"value_heads", choices.number(value_heads)},
                   {"key_width", choices.number(key_width)}, {"value_width", choices.number(value_width)},
                   {"tiled", choices.below(2)}};
@@ -312,7 +342,7 @@ void fill_head_gate(Choices& choices, OrtKernelInfo& node) {
 
 constexpr std::pair<std::string_view, void (*)(Choices&, OrtKernelInfo&)> kFill[] = {
     {"Linear", fill_linear}, {"Attention", fill_attention}, {"Embedding", fill_embedding}, {"Choose", fill_logits},
-    {"Delta", fill_delta}, {"ShortConv", fill_convolution}, {"Experts", fill_experts},
+    {"Delta", fill_delta}, {"Mamba", fill_mamba}, {"ShortConv", fill_convolution}, {"Experts", fill_experts},
     {"LayerInputs", fill_layer_inputs}, {"InputGate", fill_input_gate}, {"Cap", fill_logits},
     {"Clusters", fill_clusters}, {"HeadGate", fill_head_gate}};
 

@@ -107,7 +107,8 @@ struct Update {
 };
 
 // Rows of a sequence through the state of a value head, one after the other. A row reads the state behind the rows
-// before it, adds `delta = strength (value - decay state' key)`, and gives state' query (arXiv 2412.06464).
+// before it, adds `delta = strength (value - decay state' key)`, and gives state' query (arXiv 2412.06464). A sum adds
+// `delta = strength value` instead, and gives `skip value` besides (arXiv 2405.21060).
 struct Recurrence {
   float* state;  // (tiles, key_width, 16)
   float* copy;   // (kStateTiles, key_width, 16): rows change this copy, the state only by `updates`; or null
@@ -120,6 +121,8 @@ struct Recurrence {
   float* deltas;                    // (rows, 16 * tiles): values; then each row's delta
   float* y;                         // (rows, stride)
   int64_t stride;
+  bool sums;
+  float skip;
 };
 
 constexpr int kStateTiles = 4;  // the most tiles in work at once
@@ -139,8 +142,8 @@ struct Kernels {
   // Each channel's sum over `taps` rows of number times weight; weights are (taps, stride).
   void (*convolve)(const float* const* rows, int64_t taps, const float* weights, int64_t stride, int64_t count,
                    float* y);
-  // exp(a log(1 + exp(x + bias))).
-  void (*decay)(const float* x, const float* bias, const float* a, int64_t count, float* y);
+  // exp(a soft) with soft = log(1 + exp(x + bias)), which is written too, if not to null.
+  void (*decay)(const float* x, const float* bias, const float* a, int64_t count, float* y, float* soft);
   void (*recur)(const Recurrence&);
   // y * gate(x).
   void (*multiply)(Gate gate, const float* x, int64_t count, float* y);

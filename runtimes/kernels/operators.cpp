@@ -13,6 +13,7 @@
 #include "linear.h"
 #include "logits.h"
 #include "lookup.h"
+#include "mamba.h"
 
 namespace edgespec {
 namespace {
@@ -106,7 +107,7 @@ struct DomainOf {
 };
 
 // Every operator, each from a header above.
-using Domain = DomainOf<Linear, Experts, Attention, HeadGate, Delta, ShortConv, Embedding, LayerInputs, InputGate, Cap,
+using Domain = DomainOf<Linear, Experts, Attention, HeadGate, Delta, Mamba, ShortConv, Embedding, LayerInputs, InputGate, Cap,
                         Clusters, Choose>;
 
 // Nothing says when ONNX Runtime no longer needs a domain, so none is freed, not even when the process ends. A domain

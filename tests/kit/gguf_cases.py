@@ -1,6 +1,6 @@
 """The tiny checkpoints of :mod:`tests.kit.hf` as the GGUF files that llama.cpp's converter makes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,12 @@ from tests.kit.hf import CASES, Tensors, config_of, convolves, mlp_width, weight
 
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "gemma4_text": "gemma4"}
-ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss"}
+ARCHITECTURES |= {
+    "granitemoehybrid": "granitehybrid",
+    "qwen3_moe": "qwen3moe",
+    "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss",
+}
 """By ``model_type``, where GGUF has another name."""
 GGUF_CASES = tuple(
     case
@@ -19,7 +24,7 @@ GGUF_CASES = tuple(
     # there a dense Granite 4 is of the same architecture as a Granite 3
     if case not in ("mistral_window", "smollm3_list", "gemma3", "granite4", "granite4_moe")
 )
-_ORDERED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "eagle3")
+_ORDERED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "eagle3")
 _TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -33,6 +38,10 @@ _TENSORS = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -94,6 +103,7 @@ _LFM3 |= {"post_operator_norm": "post_attention_norm", "post_ffn_norm": "post_ff
 _POST_NORMED_FILES = ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4")
 _LIKE_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _PARAMETERS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+_PARAMETERS |= {"mamba.A_log": "ssm_a", "mamba.dt_bias": "ssm_dt.bias", "mamba.D": "ssm_d"}
 _PARAMETERS |= {"layer_scalar": "layer_output_scale.weight", "router.per_expert_scale": "ffn_down_exps.scale"}
 _PARAMETERS |= {"feed_forward.expert_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 _KEYS = {
@@ -111,6 +121,9 @@ _KEYS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
     "sliding_window": "attention.sliding_window",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_heads": "ssm.time_step_rank",
     "full_attention_interval": "full_attention_interval",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
@@ -152,6 +165,11 @@ def converted(
     """A checkpoint as a file of the architecture ``name``, with a tokenizer of so many tokens."""
     model = TinyGGUF(name, dict(tokenizer_facts(tokens - 1)))  # an added token comes on top
     model.metadata |= {f"{name}.{key}": value for key, value in _facts(config).items()}
+    if name == "granitehybrid":
+        mlp = "mlp.shared_expert." if config["num_local_experts"] else "mlp."
+        tensors = {
+            part: rows for source, stored in tensors.items() for part, rows in _mamba(source, stored, mlp)
+        }
     tensors = _without_experts(model, tensors, kind)
     if name.startswith("qwen35"):
         tensors = {source: _tiled(source, values, config) for source, values in tensors.items()}
@@ -175,6 +193,9 @@ def converted(
 
 _FLOATS = (
     "conv1d.weight",
+    "mamba.A_log",
+    "mamba.D",
+    "mamba.norm.weight",
     "mlp.gate.weight",
     "mlp.router.weight",
     "router.layer.weight",
@@ -263,6 +284,21 @@ def _tiled(source: str, values: F32, config: Mapping[str, Any]) -> F32:
     )
 
 
+def _mamba(source: str, values: F32, mlp: str) -> Iterator[tuple[str, F32]]:
+    """A tensor of a Granite 4 H, or the two that become of it; ``mlp`` is the place of the shared MLP."""
+    if source.endswith("A_log"):
+        values = -np.exp(values, dtype=np.float64).astype(np.float32)
+    if source.endswith(("A_log", "mamba.D")):
+        values = values[:, None]
+    elif source.endswith("mamba.norm.weight"):
+        values = values[None]
+    elif source.endswith("shared_mlp.input_linear.weight"):
+        for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
+            yield source.replace("shared_mlp.input_linear", f"{mlp}{part}_proj"), rows
+        return
+    yield source.replace("shared_mlp.output_linear", f"{mlp}down_proj"), values
+
+
 def _heads_apart(rows: F32, keys: int, heads: int) -> F32:
     apart = rows.reshape(keys, heads // keys, -1)
     return np.ascontiguousarray(apart.swapaxes(0, 1)).reshape(rows.shape)
@@ -305,6 +341,16 @@ def _facts(config: Mapping[str, Any]) -> dict[str, object]:
         facts |= {"attention.key_length": head, "attention.value_length": head}
     if config["model_type"].startswith("qwen3_5"):
         facts["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    if "mamba_n_heads" in config:
+        kv, layers = config["num_key_value_heads"], config["layer_types"]
+        facts["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        facts["attention.head_count_kv"] = [kv * (kind == "attention") for kind in layers]
+        facts |= {"ssm.group_count": 1, "rope.scaling.finetuned": False}
+        dense = not config["num_local_experts"]
+        shared = config["shared_intermediate_size"]
+        facts["feed_forward_length"] = shared if dense else config["intermediate_size"]
+        facts |= {} if dense else {"expert_shared_feed_forward_length": shared}
+        return facts
     if config["model_type"] == "gemma4_text":
         facts |= _gemma4_facts(config)
     if config["model_type"].startswith("lfm"):

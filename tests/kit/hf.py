@@ -168,6 +168,21 @@ _GRANITE = {
     "attention_multiplier": 0.05,
     "logits_scaling": 3.0,
 }
+_GRANITE_H = {
+    **_GRANITE,
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 4,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "position_embedding_type": "nope",
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
@@ -198,6 +213,13 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "shared_intermediate_size": 96,
         "position_embedding_type": "nope",
         "layer_types": ["full_attention"] * 2,
+    },
+    "granite4_h": _GRANITE_H,
+    "granite4_h_moe": {
+        **_GRANITE_H,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 64,
     },
     "exaone4": {
         "model_type": "exaone4",
@@ -341,7 +363,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 NATIVE = tuple(
     case
     for case in CASES
-    if case.startswith(("ministral3_long", "qwen35", "lfm", "gpt")) or "_moe" in case or case == "gemma4"
+    if case.startswith(("ministral3_long", "qwen35", "lfm", "gpt", "granite4_h"))
+    or "_moe" in case
+    or case == "gemma4"
 )
 """Those that edgespec's own operators alone compute."""
 PORTABLE = tuple(case for case in CASES if case not in NATIVE)
@@ -390,6 +414,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}."
         if is_delta_net(config, layer):
             shaped = _delta_net(config)
+        elif config.get("layer_types", ())[layer:][:1] == ["mamba"]:
+            shaped = _mamba(config)
         else:
             own = {"lfm2": _lfm2_layer, "lfm2_moe": _lfm2_layer, "lfm3": _lfm3_layer}.get(kind)
             own = _gemma4_layer if kind == "gemma4_text" else own
@@ -493,6 +519,23 @@ def _delta_net(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj.weight": (hidden, mlp),
     }
     return tensors
+
+
+def _mamba(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    heads, hidden = config["mamba_n_heads"], config["hidden_size"]
+    inner, taps = heads * config["mamba_d_head"], config["mamba_d_conv"]
+    channels = inner + 2 * config["mamba_d_state"]
+    tensors = {f"{name}.weight": shape for name, shape in _layer(config).items() if "self_attn" not in name}
+    return tensors | {
+        "mamba.in_proj.weight": (inner + channels + heads, hidden),
+        "mamba.conv1d.weight": (channels, 1, taps),
+        "mamba.conv1d.bias": (channels,),
+        "mamba.A_log": (heads,),
+        "mamba.D": (heads,),
+        "mamba.dt_bias": (heads,),
+        "mamba.norm.weight": (inner,),
+        "mamba.out_proj.weight": (hidden, inner),
+    }
 
 
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,8 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -200,6 +202,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """
         self.tensors = one_below_the_other(self.tensors, self.config, self.path.name)
         made, tensors = record(self.config), dict(self.tensors)
+        for name, tensor in self.tensors.items():
+            shape = made.tensors.get(name, ())
+            if len(shape) == 1 and shape == (prod(tensor.shape),):
+                tensors[name] = replace(tensor, shape=shape)  # which has more dimensions in some files
         for name, stacked in self.tensors.items():
             product = made.products.get(name)
             if product is None or len(product.matrices) < 2:

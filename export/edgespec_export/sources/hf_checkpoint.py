@@ -78,7 +78,7 @@ class HFCheckpoint(Checkpoint):
     def values(self, name: str, start: int = 0, stop: int | None = None) -> F32:
         """Rows of a tensor, as float32. Some families store their norms' weights less 1."""
         values, kind = super().values(name, start, stop), name.rpartition(".")[2]
-        if kind == "delta_a":
+        if kind in ("delta_a", "mamba_a"):
             return -np.exp(values, dtype=np.float64).astype(np.float32)  # float32's bits differ by processor
         less = self.family.less_one and kind != "delta_norm"
         return values + np.float32(1) if less and kind.endswith("norm") else values

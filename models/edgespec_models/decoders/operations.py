@@ -125,6 +125,48 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """The heads of a layer of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060).
+
+    Attributes:
+        heads: heads of values, with a state each.
+        width: width of a head.
+        groups: groups of heads that share keys (B) and queries (C); the same number of heads each.
+        key_width: width of a group's keys, and of its queries.
+    """
+
+    heads: Count
+    width: Annotated[int, within(16, 4096)]
+    groups: Count
+    key_width: Annotated[int, within(16, 4096)]
+
+    def __post_init__(self) -> None:
+        check_fields(self, UnsupportedModelError)
+        if self.heads % self.groups:
+            raise UnsupportedModelError(f"{self.heads} heads of Mamba-2 cannot share {self.groups} groups")
+        if self.width % 16 or self.key_width % 16:
+            raise UnsupportedModelError(
+                f"heads of Mamba-2 are {self.width} wide and their keys {self.key_width}; allowed: multiples "
+                "of 16"
+            )
+
+    @property
+    def values(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.width
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of all groups, and of their queries."""
+        return self.groups * self.key_width
+
+    @property
+    def channels(self) -> int:
+        """The convolved channels: values, keys and queries."""
+        return self.values + 2 * self.keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """A mixture of experts; each token uses a few (Shazeer et al. 2017, arXiv 1701.06538).
 
@@ -315,6 +357,13 @@ class Backend:
 
     def delta_net(self, x: Any, net: DeltaNet, taps: int) -> Any:
         """A gated delta net (Yang et al. 2024, arXiv 2412.06464), behind a convolution of ``taps``."""
+        raise NotImplementedError
+
+    def mamba(self, x: Any, mamba: Mamba, taps: int) -> Any:
+        """A layer of Mamba-2 (arXiv 2405.21060), behind a convolution of ``taps``.
+
+        ``x`` has gates, values, keys, queries and steps side by side.
+        """
         raise NotImplementedError
 
     def experts(self, x: Any, experts: Experts, activation: Activation, *, shared: Any = None) -> Any:

@@ -23,6 +23,7 @@ from edgespec_models.decoders.operations import (
     Backend,
     DeltaNet,
     Experts,
+    Mamba,
     Rope,
     Rows,
 )
@@ -274,6 +275,18 @@ class _Recording(Backend):
         logged = net.keys + net.values + net.value_heads
         self.record.kept.extend(delta_states(self.index, state, logged, net.channels, taps))
         return net.values
+
+    def mamba(self, x: int, mamba: Mamba, taps: int) -> int:
+        self.use("mamba")
+        self.parameter("conv", (taps, mamba.channels), "mixer", transposed=True)
+        self.parameter("conv_bias", (mamba.channels,), "mixer")
+        for name in ("mamba_a", "mamba_bias", "mamba_skip"):
+            self.parameter(name, (mamba.heads,), "mixer")
+        self.gain("mamba_norm", mamba.values, "mixer")
+        state = mamba.heads, mamba.width // _LANES, mamba.key_width, _LANES
+        logged = mamba.keys + mamba.values + mamba.heads
+        self.record.kept.extend(delta_states(self.index, state, logged, mamba.channels, taps))
+        return mamba.values
 
     def experts(self, x: int, experts: Experts, activation: Activation, *, shared: int | None = None) -> int:
         self.use("experts")

@@ -16,7 +16,7 @@ from edgespec_models.families.gemma3 import GEMMA3
 from edgespec_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from edgespec_models.families.gemma4_assistant import ASSISTANT, GEMMA4_ASSISTANT
 from edgespec_models.families.gpt_oss import GPT_OSS
-from edgespec_models.families.granite import GRANITE, GRANITE_MOE
+from edgespec_models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from edgespec_models.families.heads import describes, refuse_others
 from edgespec_models.families.lacking import unknown
 from edgespec_models.families.lfm2 import LFM2, LFM2_MOE
@@ -36,7 +36,7 @@ MODELS: Final = (
     *(LLAMA, MISTRAL, SMOLLM3, MINISTRAL3, PHI3),
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
-    *(GRANITE, GRANITE_MOE, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
+    *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""

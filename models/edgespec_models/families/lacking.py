@@ -19,7 +19,6 @@ _LACKING: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "Qwen3.5 of its size": (_MAMBA, ("mamba", "mamba2", "falcon-h1", "falcon_h1", "jamba")),
     "Qwen3.6-35B-A3B or Qwen3.5 of its size": (_MAMBA, ("nemotron_h", "nemotron_h_moe")),
     "LFM2 of its size": ("RWKV layers", ("rwkv7",)),
-    "a Granite 4 without them, such as Granite-4.0-Micro,": (_MAMBA, ("granitehybrid",)),
     "the Qwen3 of its size": (_VISION, ("qwen2vl", "qwen2_vl", "qwen2_5_vl", "qwen3vl", "qwen3_vl")),
     "a dense EXAONE 4": (_EXPERTS, ("exaone-moe", "exaone_moe")),
     "Gemma 4 of its size": ("AltUp and Laurel", ("gemma3n", "gemma3n_text")),

@@ -65,13 +65,17 @@ def _usual(facts: Facts) -> Facts:
     return facts.changed(changed)
 
 
-def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
-    """Convolutions are the layers without heads of keys and values."""
+def kinds_by_heads(keys: Facts, other: str) -> dict[str, object]:
+    """Layers without heads of keys and values are ``other``."""
     heads = keys.value("attention.head_count_kv")
     if not isinstance(heads, list) or any(type(count) is not int for count in heads):
         return {}
-    counts, kinds = {*heads} - {0}, ["full_attention" if count else "conv" for count in heads]
+    counts, kinds = {*heads} - {0}, [FULL if count else other for count in heads]
     return {"attention.head_count_kv": counts.pop() if len(counts) == 1 else heads, "layer_types": kinds}
+
+
+def _from_gguf(keys: Facts, tensors: Collection[str]) -> dict[str, object]:
+    return kinds_by_heads(keys, CONV)
 
 
 def _read(facts: Facts, family: Family) -> Transformer:

@@ -37,7 +37,7 @@ import onnx_ir as ir
 from edgespec_models.bundles.graph_contract import BLOCKS, EXPERTS_READ, NEW_STATES, stream_name
 from edgespec_models.bundles.weight_format import WeightFormat, tile_bytes
 from edgespec_models.decoders.config import Block
-from edgespec_models.decoders.operations import Activation, Attention, DeltaNet, Experts, Rows
+from edgespec_models.decoders.operations import Activation, Attention, DeltaNet, Experts, Mamba, Rows
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.graphs.graph_decoder import FLOAT, INT64, GraphDecoder
 from edgespec_models.graphs.plan import DecoderPlan
@@ -303,6 +303,25 @@ class _NativeDecoder(GraphDecoder):
             key_width=net.key_width,
             value_width=net.value_width,
             tiled=int(net.tiled),
+            epsilon=self.epsilon,
+        )
+        self.present += new
+        return y
+
+    def mamba(self, x: Any, mamba: Mamba, taps: int) -> ir.Value:
+        names = "conv", "conv_bias", "mamba_a", "mamba_bias", "mamba_skip", "mamba_norm"
+        y, *new = self.node(
+            "Mamba",
+            self.value(x),
+            *self.past[self.index],
+            self.sequences,
+            self.places,
+            *map(self.stored, names),
+            outputs=4,
+            heads=mamba.heads,
+            width=mamba.width,
+            groups=mamba.groups,
+            key_width=mamba.key_width,
             epsilon=self.epsilon,
         )
         self.present += new
