@@ -99,6 +99,20 @@ def _experts(count: int, used: int, width: int, **more: Any) -> dict[str, Any]:
     return facts | more
 
 
+def _mamba(hidden: int, heads: int, state: int, attends: tuple[int, ...]) -> dict[str, Any]:
+    """The keys of Granite 4 H: heads of 64 in layers of Mamba-2, and attention in few."""
+    facts = {"group_count": 1, "time_step_rank": heads, "inner_size": 2 * hidden}
+    facts |= {"state_size": state, "conv_kernel": 4}
+    kv = {"attention.head_count_kv": [8 * (layer in attends) for layer in range(40)]}
+    scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0, "attention.scale": 1 / 64}
+    return (
+        {f"ssm.{key}": value for key, value in facts.items()}
+        | kv
+        | scales
+        | {"rope.scaling.finetuned": False}
+    )
+
+
 _SHARED = _experts(256, 8, 512, expert_shared_feed_forward_length=512)
 _SIGMOID = _experts(32, 4, 1792, expert_gating_func=2, leading_dense_block_count=1)
 _FEW_CONVOLVE = {"attention.head_count_kv": [8 * (layer in (2, 5)) for layer in range(6)]}
@@ -128,6 +142,9 @@ SHAPES = {
     ),
     "gpt-oss-20b": Shape(
         "gpt-oss", 6, 2880, 2880, 64, 8, 64, 201_088, 1.5e5, _OSS | {"attention.sliding_window": 128}
+    ),
+    "granite-4-h-micro": Shape(
+        "granitehybrid", 40, 2048, 8192, 32, 8, 64, 100_352, 1e4, _mamba(2048, 64, 128, (5, 15, 25, 35))
     ),
     "smollm3-3b": Shape("smollm3", 36, 2048, 11_008, 16, 4, 128, 128_256, 5e6),
 }
@@ -166,7 +183,7 @@ def tensors(shape: Shape) -> Tensors:
             shape.architecture.startswith("qwen35") and (layer + 1) % shape.facts["full_attention_interval"]
         )
         kv_heads = shape.facts.get("attention.head_count_kv", [shape.kv_heads] * shape.layers)[layer]
-        kind = _delta_net if linear else _layer if kv_heads else _convolution
+        kind = _delta_net if linear else _layer if kv_heads else _MIXERS[shape.architecture]
         rows, facts = kind(shape, "Q6_K" if dear else "Q4_K"), shape.facts
         if shape.architecture == "gemma4":
             rows = _gemma4_layer(shape, layer, "Q6_K" if dear else "Q4_K")
@@ -178,7 +195,7 @@ def tensors(shape: Shape) -> Tensors:
             yield f"blk.{layer}.{name}{suffix}", size, "Q8_0" if oss and form[0] == "Q" else form
 
 
-_SUFFIXES = {"ssm_a": "", "ssm_dt": ".bias"}
+_SUFFIXES = {"ssm_a": "", "ssm_d": "", "ssm_dt": ".bias"}
 
 
 def _mixture(shape: Shape, dear: bool) -> Tensors:
@@ -258,6 +275,19 @@ def _gemma4_layer(shape: Shape, layer: int, dear: str) -> Tensors:
     yield "layer_output_scale", (1,), "F32"
 
 
+def _mamba_layer(shape: Shape, dear: str) -> Tensors:
+    facts, hidden, mlp = shape.facts, shape.hidden, shape.mlp
+    heads, inner = facts["ssm.time_step_rank"], facts["ssm.inner_size"]
+    channels = inner + 2 * facts["ssm.state_size"]
+    yield from ((name, (hidden,), "F32") for name in ("attn_norm", "ffn_norm"))
+    yield "ssm_in", (inner + channels + heads, hidden), "Q4_K"
+    yield from (("ssm_conv1d", (channels, 4), "F32"), ("ssm_conv1d.bias", (channels,), "F32"))
+    yield from (("ssm_a", (heads, 1), "F32"), ("ssm_d", (heads, 1), "F32"), ("ssm_dt", (heads,), "F32"))
+    yield from (("ssm_norm", (1, inner), "F32"), ("ssm_out", (hidden, inner), "Q4_K"))
+    yield from ((name, (mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
+    yield "ffn_down", (hidden, mlp), dear
+
+
 def _convolution(shape: Shape, dear: str) -> Tensors:
     hidden, mlp = shape.hidden, shape.mlp
     yield from ((name, (hidden,), "F32") for name in ("attn_norm", "ffn_norm"))
@@ -268,6 +298,9 @@ def _convolution(shape: Shape, dear: str) -> Tensors:
     )
     yield from ((name, (mlp, hidden), "Q4_K") for name in ("ffn_gate", "ffn_up"))
     yield "ffn_down", (hidden, mlp), dear
+
+
+_MIXERS = {"lfm2": _convolution, "lfm2moe": _convolution, "granitehybrid": _mamba_layer}
 
 
 def _head(shape: Shape) -> Tensors:
@@ -364,7 +397,12 @@ def write(name: str, path: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.theta)
     for key, value in shape.facts.items():
-        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        kinds = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
         add: Any = (kinds | {list: writer.add_array})[type(value)]
         add(f"{shape.architecture}.{key}", value)
     tokenizer(writer, shape)
