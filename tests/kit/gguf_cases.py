@@ -256,7 +256,7 @@ def _take_gpt_oss(model: TinyGGUF, layer: str, kind: str, tensors: Tensors, sour
 
 def _renamed(source: str, architecture: str) -> str:
     names = _TENSORS | (_POST_NORMED if architecture in _POST_NORMED_FILES else {})
-    names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss")) else {}
+    names |= _LIKE_ATTENTION if architecture.startswith(("qwen35", "gpt-oss", "seed_oss")) else {}
     names |= _LFM3 if architecture == "lfm3" else {}
     *_, layer, kind = source.split(".", 3)
     if kind in _PARAMETERS:

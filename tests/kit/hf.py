@@ -195,6 +195,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False},
     "qwen3_yarn": {"model_type": "qwen3", "head_dim": 32, "attention_bias": False, "rope_scaling": _YARN},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 32, "attention_bias": True},
+    "ernie45": {"model_type": "ernie4_5", "head_dim": 32, "tie_word_embeddings": True},
     "granite": _GRANITE,
     "qwen35": _QWEN35,
     "qwen35_equal": {
@@ -429,7 +431,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shaped = {name: shape for name, shape in shaped.items() if not name.startswith(_DENSE)}
             shaped |= _experts(config)
         tensors |= {f"{prefix}{name}": shape for name, shape in shaped.items()}
-        if kind in ("qwen2", "gpt_oss"):
+        if kind in ("qwen2", "gpt_oss", "seed_oss"):
             rows = {name: _layer(config)[f"self_attn.{name}_proj"][0] for name in "qkv"}
             tensors |= {f"{prefix}self_attn.{name}_proj.bias": (width,) for name, width in rows.items()}
     return tensors

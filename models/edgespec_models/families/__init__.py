@@ -9,6 +9,7 @@ from typing import Final
 from edgespec_models.decoders.transformer import Transformer
 from edgespec_models.families.dflash import DFLASH
 from edgespec_models.families.eagle3 import EAGLE3
+from edgespec_models.families.ernie45 import ERNIE45
 from edgespec_models.families.exaone4 import EXAONE4
 from edgespec_models.families.family import Family
 from edgespec_models.families.gemma2 import GEMMA2
@@ -29,6 +30,7 @@ from edgespec_models.families.qwen2 import QWEN2
 from edgespec_models.families.qwen3 import QWEN3, QWEN3_MOE
 from edgespec_models.families.qwen35 import MTP_LAYER, QWEN35, QWEN35_MOE
 from edgespec_models.families.reading import config_of
+from edgespec_models.families.seed_oss import SEED_OSS
 from edgespec_models.families.smollm3 import SMOLLM3
 from edgespec_models.files.facts import Facts
 
@@ -37,6 +39,7 @@ MODELS: Final = (
     *(QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE),
     *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GRANITE, GRANITE_MOE, GRANITE_HYBRID, EXAONE4, GPT_OSS, OLMO2, OLMO3, LFM2, LFM2_MOE, LFM3),
+    *(SEED_OSS, ERNIE45),
 )
 HEADS: Final = (DFLASH, EAGLE3, GEMMA4_ASSISTANT)
 """Families with a target."""
