@@ -128,6 +128,9 @@ def test_allowed_tools_are_the_only_ones(mode: str) -> None:
     options = body.chat([{"role": "user", "content": "a"}]).options()
     assert [tool["function"]["name"] for tool in options["tools"]] == ["time"]
     assert options["tool_choice"] == mode
+    named_one = {"type": "function", "name": "time"}  # as Responses has it
+    options = chat_of(tools=[WEATHER, OTHER], tool_choice=named_one).options()
+    assert options["tool_choice"] == {"type": "function", "function": named_one}
     for wrong in ({"mode": "none", "tools": named}, {"mode": mode, "tools": []}, {"mode": mode}, 7):
         with pytest.raises(RequestError, match="tool_choice"):
             chat_of(tools=[WEATHER], tool_choice={**chosen, "allowed_tools": wrong}).options()

@@ -111,19 +111,6 @@ def test_blocks_do_not_depend_on_how_an_answer_is_cut(size: int) -> None:
     assert not open_ and event["index"] == len(answer.blocks) - 1
 
 
-def test_anthropics_client_puts_a_stream_together(client: Any) -> None:
-    wanted: Any = asked(f"see {CALL}", tools=[WEATHER])
-    whole = client.messages.create(**wanted)
-    with client.messages.stream(**wanted) as stream:
-        assert "".join(stream.text_stream) == "re: see"
-        streamed = stream.get_final_message()
-    for answer in (whole, streamed):
-        text, call = answer.content
-        assert text.type == "text" and text.text == "re: see"
-        assert call.type == "tool_use" and (call.name, call.input) == ("weather", ARGUMENTS) and call.id
-        assert answer.stop_reason == "tool_use" and answer.usage.input_tokens == 4
-
-
 def test_results_of_tools_go_back_in_messages(model: ServedModel, client: Any) -> None:
     first = client.messages.create(**asked(f"see {CALL}", tools=[WEATHER]))
     id_ = first.content[1].id
@@ -161,9 +148,6 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
         ):
             (call,) = client.messages.create(**wanted, tools=tools, tool_choice=choice).content
             assert call.type == "tool_use" and call.input["city"] in ("Bonn", "Köln")
-        form: Any = {"format": {"type": "json_schema", "schema": schema}}
-        (text,) = client.messages.create(**wanted, output_config=form).content
-        assert text.type == "text" and json.loads(text.text)["city"] in ("Bonn", "Köln")
         whole = client.messages.create(**wanted)
         assert whole.stop_reason == "max_tokens" and whole.content[0].type == "text"
         stop = whole.content[0].text[9:12]
@@ -297,12 +281,3 @@ def test_a_systems_message_behind_a_question_is_read_before_it() -> None:
         assert [message["role"] for message in parse(MessagesBody, asked(messages)).chat_messages()] == roles
     said = parse(MessagesBody, asked([hi, there], system="Be brief.")).chat_messages()
     assert said == [{"role": "system", "content": "Be brief.\nToday is Monday."}, hi]
-
-
-@pytest.mark.parametrize(
-    ("effort", "thinking"), [("low", "low"), ("medium", "medium"), ("high", "high"), ("max", "max")]
-)
-def test_efforts_are_those_of_requests(effort: str, thinking: str) -> None:
-    for more in ({}, {"thinking": {"type": "adaptive"}}):
-        body = parse(MessagesBody, asked(output_config={"effort": effort}, **more))
-        assert body.chat().options()["thinking"] == thinking
