@@ -7,15 +7,13 @@ from typing import Any
 import anthropic
 import pytest
 
-from edgespec.requests.results import Record
 from edgespec.serve.bodies import parse
-from edgespec.serve.messages import MessageReply, MessagesBody
+from edgespec.serve.messages import MessagesBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
-from tests.kit.calls import reader_of
 from tests.kit.models import toy_model, toy_session
-from tests.kit.serving import ServedModel, ask, named_events, serving, tokenizer
+from tests.kit.serving import ServedModel, ask, named_events, serving
 from tests.kit.templates import HERMES
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -85,30 +83,6 @@ def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
     assert json.loads(pieces[1]) == ARGUMENTS
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert events[-2]["usage"]["output_tokens"] > 20
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 50, 90, 500])
-def test_blocks_do_not_depend_on_how_an_answer_is_cut(size: int) -> None:
-    """Text behind a call is not taken for its end, nor the other way round."""
-    text, tools = f"see {CALL} and {CALL}\nthen", [{"type": "function", "function": {"name": "weather"}}]
-    reader, answer = reader_of(HERMES, tools), MessageReply("served", tokenizer(), 1.0)
-    events = list[Any]()
-    for at in range(0, len(text), size):
-        content, calls = reader.push(text[at : at + size], final=at + size >= len(text))
-        events += answer.chunk(Record("", (), content=content, calls=tuple(calls)), [])
-    events += answer.close()
-    assert "".join(block.text for block in answer.blocks if block.kind == "text") == "see  and \nthen"
-    calls_of = [json.loads(block.text) for block in answer.blocks if block.kind == "call"]
-    assert calls_of == [ARGUMENTS, ARGUMENTS]
-    open_ = list[int]()
-    for event in events:
-        if event["type"] == "content_block_start":
-            assert not open_
-            open_ = [event["index"]]
-        assert open_ == [event["index"]]
-        if event["type"] == "content_block_stop":
-            open_ = []
-    assert not open_ and event["index"] == len(answer.blocks) - 1
 
 
 def test_results_of_tools_go_back_in_messages(model: ServedModel, client: Any) -> None:
