@@ -83,7 +83,7 @@ def of(cls: Any, *names: str, **flags: str) -> Group:
     hints, words = get_type_hints(cls, include_extras=True), described(cls)
     usual = {field.name: field.default for field in fields(cls)}
     flags = {name: f"--{name.replace('_', '-')}" for name in names} | flags
-    return {name: _of_field(hints[name], usual[name], words[name], flag) for name, flag in flags.items()}
+    return {name: _of_field(hints[name], usual[name], words.get(name, ""), flag) for name, flag in flags.items()}
 
 
 def _of_field(hint: Any, default: Any, words: str, flag: str) -> tuple[Any, Any]:
