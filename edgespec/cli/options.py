@@ -78,12 +78,15 @@ Group = Mapping[str, tuple[Any, Any]]
 def of(cls: Any, *names: str, **flags: str) -> Group:
     """Options for fields of a dataclass, with their limits, defaults and words.
 
-    They are called like the fields, or as ``flags`` say.
+    They are called like the fields, or as ``flags`` say. Without docstrings (``python -OO``) they have no
+    words.
     """
     hints, words = get_type_hints(cls, include_extras=True), described(cls)
     usual = {field.name: field.default for field in fields(cls)}
     flags = {name: f"--{name.replace('_', '-')}" for name in names} | flags
-    return {name: _of_field(hints[name], usual[name], words.get(name, ""), flag) for name, flag in flags.items()}
+    return {
+        name: _of_field(hints[name], usual[name], words.get(name, ""), flag) for name, flag in flags.items()
+    }
 
 
 def _of_field(hint: Any, default: Any, words: str, flag: str) -> tuple[Any, Any]:
