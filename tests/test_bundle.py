@@ -53,12 +53,6 @@ def test_a_manifest_survives_json(folder: Path) -> None:
     assert manifest.bytes_per_pass == manifest.parameters_per_pass == 3000
 
 
-def test_a_manifest_of_before_rotary_factors_opens(folder: Path) -> None:
-    later = ("rope_factors", "rope_magnitude", "rotary_dim", "unrotated_layers")
-    edit_manifest(folder, lambda m: [m["config"].pop(key) for key in later])
-    assert Bundle(folder).config == LLAMA
-
-
 IMPOSSIBLE: tuple[tuple[str, Any, str], ...] = (
     *(("rotary_dim", 24, "rotary_dim"), ("rotary_dim", 48, "rotary_dim")),
     ("rope_factors", (1.0,), "there are 1 rope_factors for 16 frequencies"),
