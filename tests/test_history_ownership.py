@@ -120,11 +120,12 @@ def test_it_is_refused_and_left_alone(other: Path, tmp_path: Path, own_home: Pat
         with refuses:
             use(other)
     (tmp_path / "in.json").write_text(EXPORTED)
-    for ask in (
+    asks: list[Callable[[History], object]] = [
         *OF_A_HISTORY,
         lambda history: history.load(tmp_path / "in.json"),
         lambda history: history.export(tmp_path / "out.json"),
-    ):
+    ]
+    for ask in asks:
         with refuses:
             ask(History(other))
     with refuses:
