@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from edgespec.requests.embedding import RerankOptions as RerankOptions
     from edgespec.requests.embedding import Scores as Scores
     from edgespec.requests.request import RequestOptions as RequestOptions
-    from edgespec.requests.results import CallPart as CallPart
     from edgespec.requests.results import Generation as Generation
     from edgespec.requests.results import GenerationStats as GenerationStats
     from edgespec.requests.results import Record as Record
@@ -71,9 +70,7 @@ _NAMES_BY_HOME = {
     "edgespec.requests.conversation": "Conversation",
     "edgespec.requests.embedding": "EmbeddingOptions Embeddings RerankOptions Scores",
     "edgespec.requests.request": "RequestOptions",
-    "edgespec.requests.results": (
-        "CallPart Generation GenerationStats Record SourceStats TokenRecord ToolCall"
-    ),
+    "edgespec.requests.results": ("Generation GenerationStats Record SourceStats TokenRecord ToolCall"),
     "edgespec.decoding.draft": "Draft Drafter Progress Step",
     "edgespec.decoding.grammar": "AnyJson Choice JsonSchema Lark Regex",
     "edgespec.history.manage": "History",

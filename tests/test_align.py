@@ -252,13 +252,6 @@ def test_an_export_merges_it_and_says_so(tmp_path: Path, source: Path, file: Pat
     np.testing.assert_allclose(gain, _merged_by_hand(source, alignment, "final_norm"), rtol=1e-6)
 
 
-def test_what_is_added_to_codes_is_refused(tmp_path: Path) -> None:
-    source = tiny_gguf("llama", "Q4_1").write(tmp_path / "m.gguf")
-    _alignment(source).write(tmp_path / "a.safetensors")
-    with pytest.raises(ModelFileError, match="Make the alignment again"):
-        open_aligned(source, tmp_path / "a.safetensors")
-
-
 def test_what_is_added_survives_the_rounding(tmp_path: Path, source: Path) -> None:
     alignment = _alignment(source, size=0.03)
     alignment.write(tmp_path / "a.safetensors")

@@ -18,7 +18,7 @@ from edgespec_models.text.chat_template import ChatTemplate
 from edgespec_models.text.thoughts import tags_of
 from edgespec_models.text.tokenizer import Tokenizer
 from edgespec_models.text.tokenizer_files import ends_of_generation
-from tests.kit.calls import DO, REST, reader_of, whole
+from tests.kit.calls import DO, REST, reader_of
 from tests.kit.serving import ask, named_events, serving
 from tests.kit.templates import HARMONY
 from tests.kit.thoughts import speaking
@@ -105,7 +105,7 @@ def test_messages_are_told_apart_however_they_come(
     assert "".join(record.text for record in records) == preamble + body
     assert "".join(record.content for record in records) == preamble + ("" if tools else body)
     assert [(call.name, call.arguments) for call in reader.called] == [("do_it", arguments)] * tools
-    assert whole([part for record in records for part in record.calls]) == reader.called
+    assert [part for record in records for part in record.calls] == reader.called
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.history import database
-from edgespec.history.manage import History
 from edgespec.history.memory import Delta, Match, Memory, Snapshot
 from edgespec.history.store import Store
 from tests.kit.histories import OTHERS, SCOPE, cut, delta_of, merge, passage_of, stored, text_of
@@ -141,24 +140,6 @@ class TestStore:
             assert path.stat().st_size <= limit + 4096
             assert set(store.scopes()) == {OTHERS[0]} and store.scopes()[OTHERS[0]] > 1000
             assert kept == len(list(store.learned())) < 3000
-
-    @pytest.mark.parametrize("forget", ["text", "namespace"])
-    def test_weights_that_an_earlier_version_trained_are_left_alone_until_text_is_forgotten(
-        self, path: Path, forget: str
-    ) -> None:
-        merge(path, delta_of(passage_of(1)))
-        with closing(database.connect(path)) as connection:
-            connection.execute(
-                "CREATE TABLE correction (scope INTEGER REFERENCES scope (id) ON DELETE CASCADE, data BLOB)"
-            )
-            connection.execute("INSERT INTO correction SELECT id, CAST('trained' AS BLOB) FROM scope")
-        merge(path, delta_of(passage_of(2)))
-        assert len(stored(path).entries) == 2 and b"trained" in path.read_bytes()
-        if forget == "text":
-            History(path).forget("x")
-        else:
-            History(path).delete(SCOPE.namespace)
-        assert b"trained" not in path.read_bytes() and stored(path).entries == []
 
     def test_deleted_text_is_gone_from_the_file(self, path: Path) -> None:
         passages = delta_of(*(passage_of(n) for n in range(50)))

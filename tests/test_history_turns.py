@@ -19,7 +19,7 @@ import edgespec
 from edgespec import History, LoadOptions
 from edgespec.align import adapting as training
 from edgespec.cli import app
-from edgespec.history import adapting, database, store
+from edgespec.history import adapting, store
 from edgespec.history.adapting import Prices, WhenIdle
 from edgespec.history.changes import Learner, learner_of
 from edgespec.history.memory import Delta
@@ -111,17 +111,6 @@ def test_the_oldest_turns_go_first(path: Path, monkeypatch: pytest.MonkeyPatch) 
     keep(path, turn_of(300, words="w" * 300))  # more than a hundredth of all
     numbers = [int(turn.prompt[0]["content"].split()[1]) for turn in History(path).turns()]
     assert numbers == [*range(299, 299 - len(numbers), -1)] and 100 < len(numbers) < 200
-
-
-def test_a_history_of_the_version_before_gets_its_table(path: Path) -> None:
-    merge(path, delta_of(passage_of(1)))
-    with closing(database.connect(path)) as connection:
-        connection.execute("DROP TABLE turn")
-        connection.execute("PRAGMA user_version = 4")
-    with pytest.raises(StorageError, match="lacks tables"):
-        database.connect_read_only(path)
-    keep(path, turn_of(1))
-    assert len(History(path).turns()) == len(History(path).show()) == 1
 
 
 @pytest.fixture

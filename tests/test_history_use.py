@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_written_is_read(
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("version", [3, 99])
+@pytest.mark.parametrize("version", [4, 99])
 def test_another_format_is_not_used_and_not_touched(path: Path, version: int) -> None:
     merge(path)
     _change(path, f"PRAGMA user_version = {version}")

@@ -129,7 +129,7 @@ def test_the_commands_show_and_remove(make: Make) -> None:
     shown = CliRunner().invoke(app, ["models", NAME]).stdout
     assert "100 bytes" in shown and f"{NAME}-{find(NAME).mark}" in shown
     assert CliRunner().invoke(app, ["rm"]).exit_code == 2
-    assert CliRunner().invoke(app, ["models", "--remove", NAME]).exit_code == 0
+    assert CliRunner().invoke(app, ["rm", NAME]).exit_code == 0
     failed = CliRunner().invoke(app, ["rm", NAME])
     assert failed.exit_code == 1 and "nothing on this machine" in failed.stderr
     missing = CliRunner().invoke(app, ["inspect", NAME])

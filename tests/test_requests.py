@@ -19,7 +19,6 @@ from edgespec_runtimes import cpu
 from edgespec_runtimes.graph_io import OwnModel
 from edgespec_runtimes.predictions import Predictions
 from edgespec_runtimes.session import Rows
-from tests.kit.calls import whole
 from tests.kit.native import tiny_native
 from tests.kit.templates import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS, showing
 from tests.kit.tokenizers import byte_level_json
@@ -256,7 +255,7 @@ def test_calls_come_as_they_are_written(target: Path, write: Callable[..., None]
         assert "".join(record.content for record in records) == answer.content == "See."
         places = [at for at, record in enumerate(records) for _ in record.calls]
         assert len(places) == 2 and places[0] < places[1] < len(records) - 3
-        assert (*whole([part for record in records for part in record.calls]),) == answer.tool_calls
+        assert tuple(part for record in records for part in record.calls) == answer.tool_calls
         assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", {"a": 1, "b": 2})] * 2
         short = model.chat(ASK, tools=TOOLS, max_tokens=len(answer.tokens) * 3 // 4)
         assert (short.finish_reason, len(short.tool_calls)) == ("length", 1)

@@ -10,7 +10,7 @@ import pytest
 from edgespec import LoadOptions
 from edgespec.decoding.grammar import AnyJson, Grammars, JsonSchema
 from edgespec.models import Models
-from edgespec.requests.results import CallPart, Generation, GenerationStats, Record, TokenRecord
+from edgespec.requests.results import Generation, GenerationStats, Record, TokenRecord, ToolCall
 from edgespec.serve.bodies import ChatBody, CompletionBody, parse
 from edgespec.serve.messages import MessageReply, MessagesBody
 from edgespec.serve.ollama import OllamaChatBody
@@ -69,7 +69,7 @@ def test_an_answer_ends_at_the_contexts_end_unless_a_limit_is_set(model: ServedM
 
 def test_a_chunk_has_one_piece_of_one_kind() -> None:
     """Continue reads one field of a delta, llama-index the first entry of its calls."""
-    calls = CallPart(0, "a", "time", "{}"), CallPart(1, "b", "time", "{}")
+    calls = ToolCall("a", "time", {}), ToolCall("b", "time", {})
     record = Record("", (TokenRecord(5, "target"),) * 2, content="so", calls=calls, thoughts=("hm",))
     chunks = ChatReply("m", tokenizer(), 1.0).chunk(record, [{"text": "hm"}])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -128,6 +128,9 @@ def test_allowed_tools_are_the_only_ones(mode: str) -> None:
     options = body.chat([{"role": "user", "content": "a"}]).options()
     assert [tool["function"]["name"] for tool in options["tools"]] == ["time"]
     assert options["tool_choice"] == mode
+    named_one = {"type": "function", "name": "time"}  # as Responses has it
+    options = chat_of(tools=[WEATHER, OTHER], tool_choice=named_one).options()
+    assert options["tool_choice"] == {"type": "function", "function": named_one}
     for wrong in ({"mode": "none", "tools": named}, {"mode": mode, "tools": []}, {"mode": mode}, 7):
         with pytest.raises(RequestError, match="tool_choice"):
             chat_of(tools=[WEATHER], tool_choice={**chosen, "allowed_tools": wrong}).options()
@@ -212,7 +215,7 @@ def test_a_response_that_was_cut_is_incomplete_and_calls_are_whole(
 ) -> None:
     body = parse(ResponsesBody, {"model": "m", "input": "a"})
     reply = ResponseReply("m", tokenizer(), 1.0, body, [], Kept())
-    reply.chunk(Record("", (), calls=(CallPart(0, "c", "f", "{}"),)), [])
+    reply.chunk(Record("", (), calls=(ToolCall("c", "f", {}),)), [])
     reply.chunk(Record("", (), content=content), [])
     *_, item, last = reply.end(Generation("", (), reason, GenerationStats()))
     assert item["type"] == "response.output_item.done"

@@ -7,15 +7,13 @@ from typing import Any
 import anthropic
 import pytest
 
-from edgespec.requests.results import Record
 from edgespec.serve.bodies import parse
-from edgespec.serve.messages import MessageReply, MessagesBody
+from edgespec.serve.messages import MessagesBody
 from edgespec.serve.options import ServeOptions
 from edgespec_models.errors import Busy, Closed, EdgespecError
 from edgespec_models.text.chat_template import ChatTemplate
-from tests.kit.calls import reader_of
 from tests.kit.models import toy_model, toy_session
-from tests.kit.serving import ServedModel, ask, named_events, serving, tokenizer
+from tests.kit.serving import ServedModel, ask, named_events, serving
 from tests.kit.templates import HERMES
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -87,43 +85,6 @@ def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
     assert events[-2]["usage"]["output_tokens"] > 20
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 20, 50, 90, 500])
-def test_blocks_do_not_depend_on_how_an_answer_is_cut(size: int) -> None:
-    """Text behind a call is not taken for its end, nor the other way round."""
-    text, tools = f"see {CALL} and {CALL}\nthen", [{"type": "function", "function": {"name": "weather"}}]
-    reader, answer = reader_of(HERMES, tools), MessageReply("served", tokenizer(), 1.0)
-    events = list[Any]()
-    for at in range(0, len(text), size):
-        content, calls = reader.push(text[at : at + size], final=at + size >= len(text))
-        events += answer.chunk(Record("", (), content=content, calls=tuple(calls)), [])
-    events += answer.close()
-    assert "".join(block.text for block in answer.blocks if block.kind == "text") == "see  and \nthen"
-    calls_of = [json.loads(block.text) for block in answer.blocks if block.kind == "call"]
-    assert calls_of == [ARGUMENTS, ARGUMENTS]
-    open_ = list[int]()
-    for event in events:
-        if event["type"] == "content_block_start":
-            assert not open_
-            open_ = [event["index"]]
-        assert open_ == [event["index"]]
-        if event["type"] == "content_block_stop":
-            open_ = []
-    assert not open_ and event["index"] == len(answer.blocks) - 1
-
-
-def test_anthropics_client_puts_a_stream_together(client: Any) -> None:
-    wanted: Any = asked(f"see {CALL}", tools=[WEATHER])
-    whole = client.messages.create(**wanted)
-    with client.messages.stream(**wanted) as stream:
-        assert "".join(stream.text_stream) == "re: see"
-        streamed = stream.get_final_message()
-    for answer in (whole, streamed):
-        text, call = answer.content
-        assert text.type == "text" and text.text == "re: see"
-        assert call.type == "tool_use" and (call.name, call.input) == ("weather", ARGUMENTS) and call.id
-        assert answer.stop_reason == "tool_use" and answer.usage.input_tokens == 4
-
-
 def test_results_of_tools_go_back_in_messages(model: ServedModel, client: Any) -> None:
     first = client.messages.create(**asked(f"see {CALL}", tools=[WEATHER]))
     id_ = first.content[1].id
@@ -161,9 +122,6 @@ def test_choices_stops_and_limits_are_anthropics() -> None:
         ):
             (call,) = client.messages.create(**wanted, tools=tools, tool_choice=choice).content
             assert call.type == "tool_use" and call.input["city"] in ("Bonn", "Köln")
-        form: Any = {"format": {"type": "json_schema", "schema": schema}}
-        (text,) = client.messages.create(**wanted, output_config=form).content
-        assert text.type == "text" and json.loads(text.text)["city"] in ("Bonn", "Köln")
         whole = client.messages.create(**wanted)
         assert whole.stop_reason == "max_tokens" and whole.content[0].type == "text"
         stop = whole.content[0].text[9:12]
@@ -297,12 +255,3 @@ def test_a_systems_message_behind_a_question_is_read_before_it() -> None:
         assert [message["role"] for message in parse(MessagesBody, asked(messages)).chat_messages()] == roles
     said = parse(MessagesBody, asked([hi, there], system="Be brief.")).chat_messages()
     assert said == [{"role": "system", "content": "Be brief.\nToday is Monday."}, hi]
-
-
-@pytest.mark.parametrize(
-    ("effort", "thinking"), [("low", "low"), ("medium", "medium"), ("high", "high"), ("max", "max")]
-)
-def test_efforts_are_those_of_requests(effort: str, thinking: str) -> None:
-    for more in ({}, {"thinking": {"type": "adaptive"}}):
-        body = parse(MessagesBody, asked(output_config={"effort": effort}, **more))
-        assert body.chat().options()["thinking"] == thinking

@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from edgespec.serve.bodies import UNUSED, Once
-from edgespec.serve.options import ServeOptions
 from edgespec.serve.problems import Problem
 from edgespec.serve.responses import Kept
 from edgespec_models.errors import Busy, EdgespecError
@@ -83,20 +82,6 @@ def test_events_come_in_order_and_their_pieces_are_the_whole(url: str) -> None:
     assert json.loads(response["output"][1]["arguments"]) == {"city": "Bonn", "days": [1, 2]}
 
 
-def test_openais_client_puts_a_stream_together(client: Any) -> None:
-    wanted: Any = asked(f"see {CALL}", tools=[WEATHER])
-    whole = client.responses.create(**wanted)
-    with client.responses.stream(**wanted) as stream:
-        kinds = [event.type for event in stream]
-        streamed = stream.get_final_response()
-    assert kinds.count("response.output_text.delta") > 1
-    for answer in (whole, streamed):
-        text, call = answer.output
-        assert text.type == "message" and answer.output_text == "re: see"
-        assert call.type == "function_call" and call.name == "weather" and call.call_id
-        assert json.loads(call.arguments) == {"city": "Bonn", "days": [1, 2]}
-
-
 def test_results_of_tools_go_back_as_items(model: ServedModel, client: Any) -> None:
     """Or behind the response that called them."""
     first = client.responses.create(**asked(f"see {CALL}", tools=[WEATHER]))
@@ -114,27 +99,6 @@ def test_results_of_tools_go_back_as_items(model: ServedModel, client: Any) -> N
         assert question == user
         assert called == {"role": "assistant", "content": "re: see", "tool_calls": calls} | thoughts
         assert answered == {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"}
-
-
-def test_a_tool_that_has_to_be_called_is() -> None:
-    fixed: dict[str, Any] = {"city": {"enum": ["Bonn", "Köln"]}}
-    parameters = {"type": "object", "properties": fixed, "required": [*fixed], "additionalProperties": False}
-    model = toy_model(toy_session(context=2000), toy_session(seed=1, context=2000))
-    model.target.chat_template = ChatTemplate(HERMES)
-    form = {"type": "json_schema", "name": "s", "strict": True, "schema": parameters}
-    with model, serving(model) as url, client_of(url) as client:
-        wanted: Any = {"model": "toy", "input": "hi", "reasoning": {"effort": "none"}}
-        for choice in ("required", {"type": "function", "name": "weather"}):
-            tools = [WEATHER | {"parameters": parameters}]
-            answer = client.responses.create(**wanted, tools=tools, tool_choice=choice)
-            (call,) = answer.output
-            assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Bonn", "Köln")
-        formed = client.responses.create(**wanted, text={"format": form})
-        assert json.loads(formed.output_text)["city"] in ("Bonn", "Köln")
-        short = client.responses.create(**wanted, max_output_tokens=3)
-        assert short.status == short.output[0].status == "incomplete"
-        assert short.incomplete_details is not None
-        assert short.incomplete_details.reason == "max_output_tokens"
 
 
 def test_a_request_goes_on_behind_a_response_that_is_kept(model: ServedModel, client: Any) -> None:
@@ -231,15 +195,6 @@ def test_what_the_model_raises_is_an_error_of_openais(model: ServedModel, client
     failing = pytest.raises(openai.APIError, match="a session broke")
     with failing, client.responses.create(**asked(), stream=stream) as answer:
         assert stream and list(answer)
-
-
-def test_a_key_is_needed_for_what_is_kept() -> None:
-    key = "a-key-of-this-test"
-    with serving(ServedModel().as_model(), ServeOptions(port=0, api_key=key)) as url:
-        own = {"Authorization": f"Bearer {key}"}
-        id_ = ask(url, PATH, asked(), headers=own).json["id"]
-        assert ask(url, f"{PATH}/{id_}").status == 401
-        assert ask(url, f"{PATH}/{id_}", headers=own).json["id"] == id_
 
 
 def test_a_reference_stands_for_an_item_that_is_kept(model: ServedModel, client: Any) -> None:

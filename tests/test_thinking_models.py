@@ -3,7 +3,6 @@
 import pytest
 
 from edgespec import Choice, RequestError
-from tests.kit.calls import whole
 from tests.kit.templates import TOOLS
 from tests.kit.thoughts import ANSWER, ASK, GRANITE, HEAD, MAGISTRAL, NONE, QWEN3, R1, kinds, scripted
 
@@ -88,7 +87,7 @@ def test_a_call_that_a_control_token_begins_may_follow_thoughts_at_once(thoughts
         stream = model.stream_chat(ASK, tools=TOOLS)
         records = list(stream.records())
         assert [(call.name, call.arguments) for call in stream.result.tool_calls] == [("add", {"a": 1})]
-        assert (*whole([part for record in records for part in record.calls]),) == stream.result.tool_calls
+        assert tuple(part for record in records for part in record.calls) == stream.result.tool_calls
         assert stream.result.reasoning == ("Add them." if thoughts else "")
         assert "".join(record.content for record in records) == ""
 

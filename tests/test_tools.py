@@ -29,7 +29,6 @@ from tests.kit.calls import (
     read,
     reader_of,
     texts,
-    whole,
 )
 from tests.kit.templates import HERMES, LLAMA3, MISTRAL, SHOWN, TOOLS
 from tests.kit.tokenizers import byte_level_json
@@ -248,7 +247,7 @@ def test_calls_behind_and_within_thoughts_are_read(
     pieces.append(reader.push([END], final=True))
     assert [(call.name, call.arguments) for call in reader.called] == given
     assert "".join(piece.content for piece in pieces).strip() == ""
-    assert whole([part for piece in pieces for part in piece.calls]) == reader.called
+    assert [part for piece in pieces for part in piece.calls] == reader.called
     assert "".join(thought for piece in pieces for thought in piece.thoughts) == "or so"
     assert "".join(reader.thoughts) == "or so"
 

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from edgespec.cli.chat import chat
 from edgespec.cli.generate import generate
-from edgespec.cli.options import LOADING, PROMPTS
+from edgespec.cli.options import loading, prompts
 from edgespec.cli.serve import serve
 from edgespec.decoding.sampling import SamplingParams
 from edgespec.loading.footprint import CacheSize, Footprint, Plan
@@ -25,7 +25,7 @@ from edgespec.loading.options import LoadOptions
 from edgespec.requests.request import Request, RequestOptions
 from edgespec.requests.results import GenerationStats
 from edgespec.serve.bodies import ChatBody, CompletionBody, InfillBody
-from edgespec_models.schema import allowed
+from edgespec_models.schema import allowed, described
 from edgespec_runtimes.memory import MachineMemory
 
 _DOCS: Final = Path(__file__).parents[1] / "docs"
@@ -130,7 +130,7 @@ def _loads(flags: Mapping[str, str]) -> Iterable[str]:
 
 
 def _server() -> Iterable[str]:
-    shared = {*LOADING, *PROMPTS, "max_waiting", "parallel"}
+    shared = {*loading(), *prompts(), "max_waiting", "parallel"}
     for option in _parameters(serve):
         if option.name not in shared:
             default = "" if option.default is None else f"`{option.default}`"
@@ -157,10 +157,7 @@ def _flags(command: Callable[..., None]) -> dict[str, str]:
 
 def _described(cls: type) -> dict[str, str]:
     """What the docstring says of each attribute, as Markdown."""
-    _, _, listed = (inspect.getdoc(cls) or "").partition("Attributes:\n")
-    listed = re.split(r"\n\n(?=\S)", listed)[0]
-    items = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", listed, re.MULTILINE)
-    return {name: _markdown(" ".join(text.split())) for name, text in items}
+    return {name: _markdown(text) for name, text in described(cls).items()}
 
 
 def _markdown(text: str) -> str:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
-from edgespec.cli.options import JsonFlag, MaxNewTokens, Temperature, Threads
+from edgespec.cli.options import JsonFlag, MaxNewTokens, filled, of, shared
+from edgespec.decoding.sampling import SamplingParams
+from edgespec.loading.options import LoadOptions
+from edgespec_export.align.settings import TrainingOptions
 from edgespec_models.errors import RequestError, require
 from edgespec_models.storage import size
 
@@ -22,7 +25,13 @@ if TYPE_CHECKING:
 _LONGEST_NAME, _LONGEST_LICENCE = 200, 2000  # characters, in an alignment
 
 
+@shared(
+    of(SamplingParams, "temperature"),
+    of(TrainingOptions, "rank", "rate", "passes", "batch_tokens", "seed"),
+    of(LoadOptions, "threads"),
+)
 def align(
+    context: typer.Context,
     drafter: Annotated[
         str,
         typer.Argument(
@@ -68,24 +77,13 @@ def align(
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
     answers_only: Annotated[
         bool, typer.Option("--answers-only", help="End when the prompts are answered, without training.")
     ] = False,
-    rank: Annotated[
-        int, typer.Option(min=1, max=256, help="The rank of the change of each matrix in floats.")
-    ] = 8,
-    rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
-    passes: Annotated[int, typer.Option(min=1, help="The number of passes over the answers.")] = 1,
-    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a step, with prompts.")] = 1024,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed for the order of the answers and the initial weights.")
-    ] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="Where training runs; auto takes a GPU if there is one."),
     ] = "auto",
-    threads: Threads = 0,
     licence: Annotated[
         str, typer.Option(metavar="TEXT", help="The licence of drafter and answers, for the file.")
     ] = "",
@@ -115,7 +113,6 @@ def align(
     from edgespec.align.run import split_texts, torch_device
     from edgespec.loading.opening import open_model
     from edgespec.requests.request import Request, RequestOptions
-    from edgespec_export.align.settings import TrainingOptions
     from edgespec_models.storage import writing
 
     if not answers_only:
@@ -123,15 +120,15 @@ def align(
     if (out is None) is (history is None):
         raise RequestError("give either --out DIR, for an alignment, or --history NAME")
     if out is None:
-        _adapt(drafter, target, str(history), namespace, (device, threads), as_json)
+        _adapt(drafter, target, str(history), namespace, (device, context.params["threads"]), as_json)
         return
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     # Mistakes are found now, not after the target has answered for hours.
     names, place = (target, drafter), answers or out / "answers.jsonl"
-    options = TrainingOptions(rank, rate, passes, batch_tokens, seed)
+    options, threads = filled(TrainingOptions, context), context.params["threads"]
     facts = _facts(names, licence)
-    request = RequestOptions(max_new_tokens=max_new_tokens, temperature=temperature)
+    request = RequestOptions(max_new_tokens=max_new_tokens, temperature=context.params["temperature"])
     Request.of(request)
     recorded = [answer for file in answers_from or () for answer in read_answers(file)]
     with progress_bars() as progress:

@@ -20,12 +20,13 @@ from edgespec.cli.console import (
     progress_bars,
     say,
 )
+from edgespec.loading.options import LoadOptions
+from edgespec.measuring.bench import BenchOptions, measure, summarize, typical
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgespec.measuring.bench import BenchOptions
     from edgespec.measuring.prompts import Prompt
 
 
@@ -33,6 +34,7 @@ _DEMO = {"target": "qwen2.5-coder-1.5b-instruct", "drafter": "smollm2-135m-qwen2
 _DEMO_PROMPTS, _DEMO_TOKENS = 6, 64
 _DEMO_TURNS = 4  # so that a busy neighbour shows in no category, of which the demo asks a prompt each
 _SHOWN_REASONS = 3
+_KERNELS = options.of(LoadOptions, "instructions")
 
 JsonFile = Annotated[
     Path | None,
@@ -42,7 +44,7 @@ JsonFile = Annotated[
 ]
 
 
-@options.shared(options.LOADING)
+@options.shared(options.loading(), options.of(BenchOptions, "temperature"), _KERNELS)
 def bench(
     context: typer.Context,
     target: options.Target,
@@ -50,11 +52,9 @@ def bench(
     select: options.Select = None,
     limit: options.Limit = None,
     max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Make every answer as long as --max-new-tokens.")
     ] = False,
-    instructions: options.Instructions = "",
     prompt_cache: options.PromptCache = False,
     json_file: JsonFile = None,
     report: Annotated[
@@ -76,20 +76,17 @@ def bench(
 
         edgespec bench ./target --prompts question.jsonl --select ids.txt
     """
-    from edgespec.measuring.bench import BenchOptions
-
     chosen = options.prompts_to_run(prompts, limit, select)
-    answers = BenchOptions(max_new_tokens=max_new_tokens, temperature=temperature, stop_at_eos=not ignore_eos)
+    answers = options.filled(BenchOptions, context, stop_at_eos=not ignore_eos)
     _run(context, chosen, answers, json_file, report)
 
 
+@options.shared(options.of(LoadOptions, "threads"), _KERNELS)
 def demo(
     context: typer.Context,
     report: Annotated[
         Path, typer.Option(metavar="OUT.html", help="The file for the page with pictures.")
     ] = Path("edgespec-report.html"),
-    threads: options.Threads = 0,
-    instructions: options.Instructions = "",
     json_file: JsonFile = None,
 ) -> None:
     """Pull two models, export them, and show what speculative decoding gains on this machine.
@@ -99,8 +96,6 @@ def demo(
 
     Example: edgespec demo
     """
-    from edgespec.measuring.bench import BenchOptions
-
     prompts = options.prompts_to_run(None, _DEMO_PROMPTS)
     note(f"Loading {_DEMO['target']} with {_DEMO['drafter']}; missing models are pulled and exported.")
     answers = BenchOptions(max_new_tokens=_DEMO_TOKENS)
@@ -112,14 +107,13 @@ def demo(
 def _run(
     context: typer.Context,
     prompts: "Sequence[Prompt]",
-    answers: "BenchOptions",
+    answers: BenchOptions,
     json_file: Path | None,
     report: Path | None,
     turns: int = 1,
     **models: str,
 ) -> None:
     """Measure until done or stopped, print the table, write the files."""
-    from edgespec.measuring.bench import measure, summarize, typical
     from edgespec.measuring.other_programs import OtherPrograms, warning
     from edgespec_models.storage import check_writable
 

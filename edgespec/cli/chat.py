@@ -26,7 +26,7 @@ _HELP = """/help     show this list
 Ctrl-C    stop the answer"""
 
 
-@options.shared(options.LOADING, options.PROMPTS, options.REQUEST)
+@options.shared(options.loading(), options.prompts(), options.request())
 def chat(
     context: typer.Context,
     target: options.Target,

@@ -1,13 +1,15 @@
 """``edgespec cost``: the cost of verification on this machine."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edgespec.cli import options
 from edgespec.cli.console import figure_table, note, output, print_json, progress_bars, say
-from edgespec.cli.options import Instructions, JsonFlag, Target, Threads
+from edgespec_runtimes.cpu import CpuOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,17 +35,17 @@ _GAINS = {
 """Columns, and the figures in them."""
 
 
+@options.shared(options.of(CpuOptions, "threads", "instructions"))
 def cost(
-    bundle: Target,
+    context: typer.Context,
+    bundle: options.Target,
     as_drafter: Annotated[
         bool, typer.Option("--drafter", help="Measure the model as a drafter, which needs no exact rows.")
     ] = False,
-    threads: Threads = 0,
-    instructions: Instructions = "",
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again, also if an earlier measurement is kept.")
     ] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
     report: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write a page with a chart.")
     ] = None,
@@ -73,21 +75,20 @@ def cost(
     from edgespec.measuring.costs import measure_costs
     from edgespec.measuring.other_programs import warning
     from edgespec_models.storage import check_writable, write_text
-    from edgespec_runtimes.cpu import CpuOptions
 
-    CpuOptions(threads=threads, instructions=instructions)  # refused before a model is pulled
+    cpu = options.filled(CpuOptions, context)  # refused before a model is pulled
     if report is not None:
         check_writable(report)
     with progress_bars() as progress:
         opened = open_model(bundle, "drafter" if as_drafter else "target", progress=progress)
         drafts = as_drafter or opened.manifest.role == "drafter"
-        options = CpuOptions(threads=threads, exact_rows=not drafts, instructions=instructions)
-        result = measure_costs(opened, options, fresh=fresh, progress=progress).to_json()
+        cpu = replace(cpu, exact_rows=not drafts)
+        result = measure_costs(opened, cpu, fresh=fresh, progress=progress).to_json()
     if as_json:
         print_json(result)
     else:
         _show(result)
-    if recall(conditions := conditions_of(opened, options)) is not None:
+    if recall(conditions := conditions_of(opened, cpu)) is not None:
         note(f"Kept for later loads: {conditions.path}")
     elif not result["confirmed"]:
         note("Other programs disturbed the times, which are not kept; close them and run this again.")

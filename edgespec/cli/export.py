@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from edgespec.cli import options
 from edgespec.cli.console import note, print_json, progress_bars, say
 from edgespec.cli.inspect import show_report
-from edgespec.cli.options import Adapters, ChatTemplate, JsonFlag
-from edgespec_models.bundles.static_graphs import CHIPS
+from edgespec_export.options import ExportOptions
 from edgespec_models.errors import RequestError
 from edgespec_models.storage import size
 
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from edgespec_export.options import TrimSize
 
 
+_FIELDS = ("weights", "alignment", "calibration", "calibrate_with", "name", "chip", "chat_template")
+_OF_OPTIMUM = ("source", "out", "via", "optimum_cli", "overwrite", "as_json")
+
+
+@options.shared(options.of(ExportOptions, *_FIELDS, adapters="--adapter", overwrite="--overwrite"))
 def export(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -37,13 +43,6 @@ def export(
         Literal["target", "drafter"] | None,
         typer.Option(help="The role of the model. Default: target, but drafter if aligned or a head."),
     ] = None,
-    weights: Annotated[
-        Literal["exact", "portable"] | None,
-        typer.Option(
-            help="exact keeps the file's blocks as they are, for edgespec's kernels on CPUs; portable rounds "
-            "them to the nearest formats of ONNX Runtime's operators. Default: exact."
-        ),
-    ] = None,
     trim_vocab: Annotated[
         str | None,
         typer.Option(
@@ -53,26 +52,9 @@ def export(
             "CPUs, else full.",
         ),
     ] = None,
-    alignment: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A file of 'edgespec align', which is added to a drafter's weights."
-        ),
-    ] = None,
     target: Annotated[
         str | None,
         typer.Option(metavar="SOURCE", help="For a head or an MTP layer: the source of its target."),
-    ] = None,
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help='Texts of targets, {"text": ...} on each line. May be repeated.',
-        ),
-    ] = None,
-    calibrate_with: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="BUNDLE", help="A target that writes such texts now. May be repeated."),
     ] = None,
     bits: Annotated[
         Literal["4", "8"] | None,
@@ -88,7 +70,6 @@ def export(
             "half of the value and down projections (sensitive). Default: head."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name. Default: the source's.")] = None,
     via: Annotated[
         Literal["edgespec", "optimum"],
         typer.Option(
@@ -118,18 +99,7 @@ def export(
             "Default: 512,1024,2048.",
         ),
     ] = None,
-    chip: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="With --device npu-qnn: compile every graph for this chip now instead of at each load. "
-            f"Known: {', '.join(CHIPS)}.",
-        ),
-    ] = None,
-    adapters: Adapters = None,
-    chat_template: ChatTemplate = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
-    as_json: JsonFlag = False,
+    as_json: options.JsonFlag = False,
 ) -> None:
     """Export a model to ONNX, compare it with its source, and report the result.
 
@@ -164,46 +134,36 @@ def export(
         edgespec export ~/models/pythia-160m -o pythia --via optimum --optimum-cli optimum/bin/optimum-cli
     """
     from edgespec.loading.first_use import alignment_of, locate
-    from edgespec_export.export import ExportOptions, export_model
+    from edgespec_export.export import export_model
 
     quantization = _quantization(bits, mixed)
+    name, alignment = context.params["name"], context.params["alignment"]
     made_for = None if device == "cpu" else device
     if via == "optimum":
-        words: dict[str, object] = {"--weights": weights, "--trim-vocab": trim_vocab, "--name": name}
-        words |= {"--bits": quantization, "--calibration": calibration, "--calibrate-with": calibrate_with}
-        words |= {"--alignment": alignment, "--target": target, "--chat-template": chat_template}
-        words |= {"--adapter": adapters}
-        words |= {"--role": role == "drafter"}
-        words |= {"--device": device != "cpu", "--buckets": buckets, "--chip": chip}
-        _refuse_with_optimum([word for word, value in words.items() if value])
-        _via_optimum(source, out, program=optimum_cli, overwrite=overwrite, as_json=as_json)
+        _refuse_with_optimum(context)
+        _via_optimum(source, out, optimum_cli, overwrite=context.params["overwrite"], as_json=as_json)
         return
     with progress_bars() as progress:
         file, entry = locate(source, progress, note, made_for)
         drafts = bool(alignment or target) or (entry is not None and entry.alignment is not None)
-        options = ExportOptions(
+        made = options.filled(
+            ExportOptions,
+            context,
             role=role or ("drafter" if drafts else "target"),
-            weights=weights,
             quantization=quantization,
             name=name or (None if entry is None else entry.name),
             alignment=alignment or (None if entry is None else alignment_of(entry, made_for)),
             target=None if target is None else locate(target, progress, note)[0],
-            overwrite=overwrite,
             device=made_for,
             buckets=_buckets(buckets),
-            chip=chip,
             trim=_trim_size(trim_vocab),
-            calibration=tuple(calibration or ()),
-            calibrate_with=tuple(calibrate_with or ()),
-            chat_template=chat_template,
-            adapters=tuple(adapters or ()),
         )
-        report = export_model(file, out, options=options, progress=progress)
+        report = export_model(file, out, options=made, progress=progress)
     if as_json:
         print_json({"path": str(out), **report})
         return
     say(f"{out}")
-    show_report(report, options.role)
+    show_report(report, made.role)
     _warn_of_rounding(report)
 
 
@@ -220,15 +180,22 @@ def _warn_of_rounding(report: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_with_optimum(options: list[str]) -> None:
-    if options:
+def _refuse_with_optimum(context: typer.Context) -> None:
+    stated = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if (name := str(parameter.name)) not in _OF_OPTIMUM
+        and options.is_stated(context, name)
+        and (name, context.params[name]) not in (("role", "target"), ("device", "cpu"))
+    ]
+    if stated:
         raise RequestError(
             "--via optimum keeps the weights as Optimum writes them, for targets and drafters; leave out "
-            f"{', '.join(options)}"
+            f"{', '.join(stated)}"
         )
 
 
-def _via_optimum(source: str, out: Path, *, program: str, overwrite: bool, as_json: bool) -> None:
+def _via_optimum(source: str, out: Path, program: str, *, overwrite: bool, as_json: bool) -> None:
     from edgespec_export.optimum import export_with_optimum
     from edgespec_models.downloads.hub import on_hub, pull_hub, pulled_hub
 

@@ -9,7 +9,7 @@ from edgespec.cli.answers import answer_json, stats_line, stream_to_terminal
 from edgespec.cli.console import note, print_json, progress_bars
 
 
-@options.shared(options.LOADING, options.PROMPTS, options.REQUEST)
+@options.shared(options.loading(), options.prompts(), options.request())
 def generate(
     context: typer.Context,
     target: options.Target,

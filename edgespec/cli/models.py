@@ -33,9 +33,6 @@ _Names = Annotated[
 
 def models(
     names: _Names = None,
-    remove: Annotated[
-        bool, typer.Option("--remove", help="Delete what belongs to the names; 'edgespec rm' does the same.")
-    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List the models of the catalogue, or what belongs to a name on this machine, and its size.
@@ -47,12 +44,8 @@ def models(
         edgespec models
 
         edgespec models qwen2.5-coder-1.5b-instruct
-
-        edgespec models --remove qwen2.5-coder-1.5b-instruct
     """
-    if remove:
-        rm(names, as_json=as_json)
-    elif names:
+    if names:
         _show_holdings(names, as_json)
     else:
         _show_catalogue(as_json)

@@ -1,15 +1,19 @@
 """Options that several commands share, and the models and requests that they describe."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import typer
 
 from edgespec.cli.console import note
 from edgespec_models.progress import ProgressCallback
+from edgespec_models.schema import described
 
 if TYPE_CHECKING:
     from edgespec.engine import Model
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
     from edgespec.requests.request import Effort, RequestOptions
 
 _MINUTE_S = 90.0
+_FARTHEST = 2**31 - 1  # bounds beyond it say nothing to a reader of the help
+T = TypeVar("T")
 
 Target = Annotated[
     str,
@@ -34,17 +40,7 @@ Drafter = Annotated[
         "'ngram' (phrases of the text alone), or 'none'.",
     ),
 ]
-Threads = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Threads of a pass, at most twice the logical cores; 0 takes the physical cores.",
-    ),
-]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
-Temperature = Annotated[
-    float, typer.Option(help="0 takes the most likely token; 1 samples from the model's own distribution.")
-]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 PromptCache = Annotated[
     bool,
@@ -52,30 +48,6 @@ PromptCache = Annotated[
         "--prompt-cache/--no-prompt-cache",
         help="Whether prompts that were read are kept on disk, for your user alone, so that they need not be "
         "read again; 'edgespec cache' shows and clears them.",
-    ),
-]
-ChatTemplate = Annotated[
-    Path | None,
-    typer.Option(
-        "--chat-template",
-        metavar="FILE",
-        help="A file with a chat template in Jinja, in place of the model's own.",
-    ),
-]
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter",
-        metavar="PATH[=SCALE]",
-        help="A LoRA adapter to merge into the target's weights: a directory of PEFT, or a GGUF file. May be "
-        "repeated.",
-    ),
-]
-Instructions = Annotated[
-    str,
-    typer.Option(
-        help="The instructions that edgespec's kernels use, such as avx2. Default: the best that the "
-        "processor has."
     ),
 ]
 PromptsFile = Annotated[
@@ -97,78 +69,117 @@ Limit = Annotated[
     int | None, typer.Option(min=1, help="The most prompts to take, spread over the categories.")
 ]
 
-
 _DEVICES = "auto, cpu, npu, or a name that 'edgespec devices' lists"
 
 Group = Mapping[str, tuple[Any, Any]]
 """Options by name, each with its annotation for typer and its default."""
 
 
+def of(cls: Any, *names: str, **flags: str) -> Group:
+    """Options for fields of a dataclass, with their limits, defaults and words.
+
+    They are called like the fields, or as ``flags`` say. Without docstrings (``python -OO``) they have no
+    words.
+    """
+    hints, words = get_type_hints(cls, include_extras=True), described(cls)
+    usual = {field.name: field.default for field in fields(cls)}
+    flags = {name: f"--{name.replace('_', '-')}" for name in names} | flags
+    return {
+        name: _of_field(hints[name], usual[name], words.get(name, ""), flag) for name, flag in flags.items()
+    }
+
+
+def _of_field(hint: Any, default: Any, words: str, flag: str) -> tuple[Any, Any]:
+    kind, bounds = _kind(hint)
+    words = re.sub(r":\w+:`~?\.?([\w.]+)`", r"\1", words).replace("``", "`")
+    if isinstance(default, tuple):
+        kind, default, words = kind | None, None, f"{words} May be repeated."
+    return Annotated[kind, typer.Option(flag, help=words, **bounds)], default
+
+
+def _kind(hint: Any) -> tuple[Any, dict[str, Any]]:
+    """A field's type as typer knows it, and the bounds of its numbers."""
+    origin, (first, *others) = get_origin(hint), get_args(hint) or (hint,)
+    if origin is Annotated:
+        bounds = {"min": others[0].low, "max": others[0].high}
+        return first, {end: at for end, at in bounds.items() if at is not None and abs(at) < _FARTHEST}
+    if origin in (Union, UnionType):
+        kind, bounds = _kind(first)
+        return kind | None, bounds
+    return (list[_kind(first)[0]] if origin is tuple else hint), {}  # type: ignore[misc] # made of a value
+
+
+def filled(cls: type[T], context: typer.Context, **others: Any) -> T:
+    """The dataclass of ``others`` and a command's parameters of the same names."""
+    kind: Any = cls
+    values = {field.name: context.params.get(field.name, field.default) for field in fields(kind)} | others
+    lists = {field.name: tuple(values[field.name] or ()) for field in fields(kind) if field.default == ()}
+    return cls(**values | lists)
+
+
 def _option(kind: Any, default: Any, text: str, *names: str, **settings: Any) -> tuple[Any, Any]:
     return Annotated[kind, typer.Option(*names, help=text, **settings)], default
 
 
-LOADING: Group = {
-    "drafter": (Drafter, "auto"),
-    "threads": (Threads, 0),
-    "device": _option(str, "auto", f"The device of the target: {_DEVICES}.", metavar="DEVICE"),
-    "drafter_device": _option(
-        str, "auto", "The device of the drafter: the same names as for --device.", metavar="DEVICE"
-    ),
-    "adapters": (Adapters, None),
-    "history": _option(
-        str | None,
-        None,
-        "A history, by name or file: answers are learned there and drafted from. 'edgespec history' shows "
-        "and deletes what was learned. Without the option nothing is learned.",
-        metavar="NAME",
-    ),
-}
-"""Options of commands that load a target and a drafter; :func:`load_model` reads them."""
-PROMPTS: Group = {
-    "prompt_cache": (PromptCache, True),
-    "chat_template": (ChatTemplate, None),
-    "keep_prompts": _option(
-        bool,
-        False,
-        "Keep whole turns, prompts included, in the history, so that the drafter can learn from them.",
-        "--keep-prompts",
-    ),
-}
-"""Options of commands that answer a user."""
-SAMPLING: Group = {
-    "temperature": (Temperature, 0.0),
-    "top_k": _option(int, 0, "Sample from the K most likely tokens; 0 is no limit."),
-    "top_p": _option(
-        float, 1.0, "Keep the most likely tokens whose probabilities add up to this; 1 keeps all."
-    ),
-    "min_p": _option(
-        float, 0.0, "Keep tokens whose probability is at least this share of the most likely token's."
-    ),
-    "repetition_penalty": _option(float, 1.0, "Above 1 makes tokens seen before less likely."),
-}
-"""Options of sampling; :func:`sampling_options` reads them."""
-REQUEST: Group = {
-    **SAMPLING,
-    "seed": _option(int | None, None, "Makes a sampled answer repeatable."),
-    "stop": _option(list[str] | None, None, "End the answer before this text; may be repeated."),
-    "thinking": _option(
-        str | None,
-        None,
-        "Whether the model thinks before it answers, how hard (minimal, low, medium, high, xhigh, max), or "
-        "for how many tokens at most; the chat template decides without it.",
-        metavar="on|off|EFFORT|TOKENS",
-    ),
-    "prediction": _option(
-        Path | None,
-        None,
-        "A file whose text the answer probably repeats, such as the one that it edits. Drafts are copied "
-        "from it; the answer stays the same.",
-        metavar="FILE",
-    ),
-    "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
-}
-"""Options of a request; :func:`request_options` reads them, and ``max_new_tokens``."""
+def loading() -> Group:
+    """Options of commands that load a target and a drafter; :func:`load_model` reads them."""
+    from edgespec.loading.options import LoadOptions
+
+    device = "The device of the drafter: the same names as for --device."
+    return {
+        "drafter": (Drafter, "auto"),
+        **of(LoadOptions, "threads", adapters="--adapter"),
+        "device": _option(str, "auto", f"The device of the target: {_DEVICES}.", metavar="DEVICE"),
+        "drafter_device": _option(str, "auto", device, metavar="DEVICE"),
+        "history": _option(
+            str | None,
+            None,
+            "A history, by name or file: answers are learned there and drafted from. 'edgespec history' "
+            "shows and deletes what was learned. Without the option nothing is learned.",
+            metavar="NAME",
+        ),
+    }
+
+
+def prompts() -> Group:
+    """Options of commands that answer a user."""
+    from edgespec.loading.options import LoadOptions
+
+    return {"prompt_cache": (PromptCache, True), **of(LoadOptions, "chat_template", "keep_prompts")}
+
+
+def sampling() -> Group:
+    """Options of sampling; :func:`sampling_options` reads them."""
+    from edgespec.decoding.sampling import SamplingParams
+
+    return of(SamplingParams, "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def request() -> Group:
+    """Options of a request; :func:`request_options` reads them, and ``max_new_tokens``."""
+    from edgespec.decoding.sampling import SamplingParams
+    from edgespec.requests.request import Request
+
+    return {
+        **sampling(),
+        **of(SamplingParams, "seed"),
+        **of(Request, "stop"),
+        "thinking": _option(
+            str | None,
+            None,
+            "Whether the model thinks before it answers, how hard (minimal, low, medium, high, xhigh, max), "
+            "or for how many tokens at most; the chat template decides without it.",
+            metavar="on|off|EFFORT|TOKENS",
+        ),
+        "prediction": _option(
+            Path | None,
+            None,
+            "A file whose text the answer probably repeats, such as the one that it edits. Drafts are copied "
+            "from it; the answer stays the same.",
+            metavar="FILE",
+        ),
+        "no_speculation": _option(bool, False, "Decode without drafts, for comparison.", "--no-speculation"),
+    }
 
 
 def shared(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -204,19 +215,15 @@ def load_arguments(context: typer.Context, **named: str) -> dict[str, Any]:
     """The arguments of :func:`edgespec.load` for a command's parameters. ``none`` is no drafter."""
     from edgespec.loading.options import LoadOptions
 
-    values = context.params | named
-    limited = ("threads", "instructions", "max_waiting", "parallel", "chat_template", "keep_prompts")
-    limits = {name: values[name] for name in limited if name in values}
-    limits["adapters"] = tuple(values.get("adapters") or ())
-    if not values.get(
-        "prompt_cache"
-    ):  # commands without the option measure, and the cache would falsify that
-        limits["prompt_cache_bytes"] = 0
+    values: dict[str, Any] = context.params | named
+    # Commands without the option measure, and the cache would falsify that.
+    uncached: dict[str, Any] = {} if values.get("prompt_cache") else {"prompt_cache_bytes": 0}
     places: dict[str, Any] = {
         name: values[name] for name in ("history", "device", "drafter_device") if name in values
     }
     drafter = None if values["drafter"] == "none" else values["drafter"]
-    return {"target": values["target"], "drafter": drafter, "options": LoadOptions(**limits), **places}
+    options = filled(LoadOptions, context, **uncached)
+    return {"target": values["target"], "drafter": drafter, "options": options, **places}
 
 
 def prompts_to_run(file: Path | None, limit: int | None, ids: Path | None = None) -> "tuple[Prompt, ...]":
@@ -273,6 +280,11 @@ def thinking(value: str | None) -> "bool | int | Effort | None":
 
 def sampling_options(context: typer.Context) -> "RequestOptions":
     """The options of sampling that the command line states."""
-    sources = {name: context.get_parameter_source(name) for name in SAMPLING}
-    stated = (name for name, source in sources.items() if source is None or source.name != "DEFAULT")
+    stated = (name for name in sampling() if is_stated(context, name))
     return cast("RequestOptions", {name: context.params[name] for name in stated})
+
+
+def is_stated(context: typer.Context, name: str) -> bool:
+    """Whether the command line states this parameter."""
+    source = context.get_parameter_source(name)
+    return source is None or source.name != "DEFAULT"

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgespec.cli.console import figure_table, output, print_json, say
-from edgespec.cli.options import Adapters, Drafter, JsonFlag, Target
+from edgespec.cli.options import Drafter, JsonFlag, Target, of, shared
+from edgespec.loading.options import LoadOptions
 from edgespec_models.storage import size
 
 if TYPE_CHECKING:
@@ -21,13 +22,14 @@ _VERDICTS = {
 }
 
 
+@shared(of(LoadOptions, adapters="--adapter"))
 def plan(
+    typed: typer.Context,
     target: Target,
     drafter: Drafter = "auto",
     context: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Plan for a text of N tokens too, with its answer.")
     ] = None,
-    adapters: Adapters = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a target and its drafter would take of memory and disk, and whether this machine has it.
@@ -46,7 +48,7 @@ def plan(
     import edgespec
 
     drafts = None if drafter == "none" else drafter
-    made = edgespec.plan(target, drafts, context=context, adapters=tuple(adapters or ()))
+    made = edgespec.plan(target, drafts, context=context, adapters=tuple(typed.params["adapters"] or ()))
     if as_json:
         print_json(made.to_json())
         return

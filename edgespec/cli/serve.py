@@ -4,24 +4,36 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgespec.cli import options
 from edgespec.cli.console import note, progress_bars
+from edgespec.loading.options import LoadOptions
+from edgespec.serve.options import ServeOptions, bound_socket
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import RequestError, require
 
 if TYPE_CHECKING:
     from edgespec.models import Models
-    from edgespec.serve.options import ServeOptions
 
 
 KEY_VARIABLE = "EDGESPEC_API_KEY"
 
 
-@options.shared(options.LOADING, options.PROMPTS)
+@options.shared(
+    options.of(
+        ServeOptions,
+        *("host", "port", "max_request_bytes", "max_new_tokens", "sampling"),
+        allow_hosts="--allow-host",
+        allow_origins="--allow-origin",
+        timeout_s="--timeout",
+    ),
+    options.of(LoadOptions, "max_waiting", "parallel"),
+    options.loading(),
+    options.prompts(),
+)
 def serve(
     context: typer.Context,
     targets: Annotated[
@@ -31,11 +43,6 @@ def serve(
             help="Models, as for 'edgespec chat'. The first is loaded now, others when a request names them.",
         ),
     ],
-    host: Annotated[
-        str,
-        typer.Option(help="The address to listen at. An address that other machines can reach needs a key."),
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 takes a free one.")] = 8642,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -44,52 +51,6 @@ def serve(
             f"environment variable {KEY_VARIABLE} has the key; without both there is none.",
         ),
     ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Another host name by which clients may call the server."),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Also answer pages, windows of apps and extensions of this origin: https://HOST[:PORT], "
-            "https://*.example.com, http://localhost:*, tauri://localhost, chrome-extension://ID, null.",
-        ),
-    ] = None,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="The most requests that may wait. More are refused with status 429.")
-    ] = 64,
-    parallel: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=64,
-            help="The most requests that are answered at once, in common passes. Each takes memory for a KV "
-            "cache of its own. Requests do not change each other's answers.",
-        ),
-    ] = 4,
-    max_request_bytes: Annotated[
-        int, typer.Option(min=1024, help="The most bytes of a request. Longer ones are refused.")
-    ] = 4194304,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="TOKENS",
-            help="The most tokens of an answer whose request names no number. Default: up to the context's "
-            "end, and 1024 for a text to continue and a fill, which need not end.",
-        ),
-    ] = None,
-    sampling: Annotated[
-        Literal["recommended"] | None,
-        typer.Option(
-            help="recommended: answer chats as the makers of a model advise, where requests say nothing. "
-            "Default: the most likely token."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, help="The seconds that a request may take, waiting included.")
-    ] = 600.0,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -119,22 +80,12 @@ def serve(
         edgespec serve ./my-bundle --drafter ngram --host 0.0.0.0 --api-key-file key.txt
     """
     require("serving", "server", "prometheus_client", "starlette", "uvicorn")
-    from edgespec.serve.options import ServeOptions, bound_socket
-
-    limits = ServeOptions(
-        host=host,
-        port=port,
-        api_key=read_key(api_key_file),
-        allow_hosts=tuple(allow_host or ()),
-        allow_origins=tuple(allow_origin or ()),
-        max_request_bytes=max_request_bytes,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        timeout_s=timeout,
-    )
+    limits = options.filled(ServeOptions, context, api_key=read_key(api_key_file))
     if len(targets) > 1 and context.params["adapters"]:
         raise RequestError("--adapter is for one target, and there are several; serve each by itself")
-    with bound_socket(host, port) as listening:  # a taken port is an error before models are loaded
+    with bound_socket(
+        limits.host, limits.port
+    ) as listening:  # a taken port is an error before models are loaded
         from edgespec.loading.planning import look_up
         from edgespec.models import Models
         from edgespec_models.downloads.hub import on_hub
@@ -152,7 +103,7 @@ def serve(
             _run(models, limits, listening, context.params["history"])
 
 
-def _run(models: "Models", limits: "ServeOptions", listening: socket.socket, history: str | None) -> None:
+def _run(models: "Models", limits: ServeOptions, listening: socket.socket, history: str | None) -> None:
     from edgespec.history.manage import History
     from edgespec.serve.app import App
     from edgespec.serve.server import Server

@@ -11,7 +11,7 @@ from edgespec.cli.console import print_json, progress_bars, say
 _SHOWN_DIFFERENCES = 10
 
 
-@options.shared(options.LOADING, options.SAMPLING)
+@options.shared(options.loading(), options.sampling())
 def verify(
     context: typer.Context,
     target: options.Target,

@@ -45,7 +45,7 @@ class SamplingParams(Checked):
         frequency_penalty: Subtracted from the logit of a token once for each time that the answer contains
             it. The prompt does not count. 0 is off.
         logit_bias: Numbers that are added to the logits of tokens, by token id. -100 nearly excludes a token.
-        seed: Makes sampling repeatable. None takes a new seed for each request.
+        seed: Makes sampling repeatable. Without it each request takes a new one.
 
     Raises:
         RequestError: a field out of its range.

@@ -165,3 +165,12 @@ def _expected(draft: Draft) -> float:
         reached *= probability
         expected += reached
     return expected
+
+
+def shared_end(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
+    """The number of tokens, at most 32, with which both ``context`` and ``tokens[:place]`` end."""
+    longest = min(place, len(context), LONGEST)
+    for length in range(longest):
+        if tokens[place - 1 - length] != context[-1 - length]:
+            return length
+    return longest

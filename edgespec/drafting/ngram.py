@@ -8,7 +8,7 @@ exact: it hashes no runs, so there is nothing to verify.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgespec.drafting.copies import LONGEST, Copy, Finder
+from edgespec.drafting.copies import Copy, Finder, shared_end
 from edgespec_runtimes.kv_cache import shared_length
 
 _OLDEST, _LATEST = 0, -1
@@ -91,7 +91,7 @@ class ContextTree(Finder):
             position, count, support = self._choose(node)
         else:
             return None
-        length = self._shared_length(position, context)
+        length = shared_end(self._tokens, position, context)
         return copied(self._tokens[position], length, count, support)
 
     def _choose(self, node: _Node) -> tuple[int, int, int]:
@@ -103,13 +103,6 @@ class ContextTree(Finder):
             if node.counts[other] > node.counts[token]:
                 latest, token = before, other
         return latest, len(node.positions), node.counts[token]
-
-    def _shared_length(self, position: int, context: Sequence[int]) -> int:
-        longest = min(position, len(context), LONGEST)
-        for length in range(longest):
-            if self._tokens[position - 1 - length] != context[-1 - length]:
-                return length
-        return longest
 
     def _append(self, token: int) -> None:
         position = len(self._tokens)

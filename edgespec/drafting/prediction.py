@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from edgespec.drafting.copies import LONGEST, Copy, Finder
+from edgespec.drafting.copies import LONGEST, Copy, Finder, shared_end
 
 _SURE: Final = 8  # tokens of a match, from which on no other place is looked for
 _NEAREST: Final = 64  # places of the same two tokens that are compared
@@ -48,13 +48,7 @@ class PredictedText:
         return best, longest
 
     def _shared(self, place: int, context: Sequence[int]) -> int:
-        if place > len(self.tokens):
-            return 0
-        most = min(place, len(context), LONGEST)
-        for length in range(most):
-            if self.tokens[place - 1 - length] != context[-1 - length]:
-                return length
-        return most
+        return 0 if place > len(self.tokens) else shared_end(self.tokens, place, context)
 
 
 class PredictionFinder(Finder):

@@ -28,7 +28,6 @@ _BUSY_S: Final = 5.0
 _PAUSE_S: Final = 0.02
 _LOOKS: Final = 4  # a database whose size another process is changing looks damaged for a moment
 _VERSION: Final = 5  # of the tables
-_EARLIER: Final = 4  # without turns, which are added
 _TABLES: Final = (
     """CREATE TABLE IF NOT EXISTS scope (
         id INTEGER PRIMARY KEY,
@@ -118,8 +117,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     look(path)
     connection = _open_unlocked(path)
     try:
-        if _version(connection, path) != _VERSION:
-            raise StorageError(f"{path} lacks tables of this version of edgespec, and cannot be written")
+        _version(connection, path)
         _check(connection)
     except BaseException:
         connection.close()
@@ -350,10 +348,10 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     is_own = application == APPLICATION and ("scope" in tables if version else not tables)
     if not is_own and (tables or version):
         raise _foreign(path)
-    if version not in (0, _EARLIER, _VERSION):
+    if version not in (0, _VERSION):
         raise StorageError(
-            f"{path} has format version {version}; this edgespec reads {_EARLIER} and {_VERSION} alone. "
-            "Use the edgespec that made it, or name another history"
+            f"{path} has format version {version}; this edgespec reads {_VERSION} alone. Use "
+            "the edgespec that made it, or name another history"
         )
     return version
 

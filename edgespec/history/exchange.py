@@ -82,7 +82,6 @@ class _Exported:
     format: Literal["edgespec history 1"]
     passages: tuple[_Passage, ...]
     turns: tuple[_Turn, ...] = ()
-    corrections: Any = None  # what earlier exports have of trained drafters is not read
 
 
 def _turn_json(stored: StoredTurn) -> dict[str, Any]:

@@ -193,8 +193,6 @@ class Store:
                 row = self._find(learned.scope)
                 if row is not None:
                     self._delete(row[0], [learned.entry])
-            # Weights that an earlier version trained on the texts; nothing reads them.
-            self._connection.execute("DROP TABLE IF EXISTS correction")
         self._overwrite()
 
     def remove_namespace(self, namespace: str) -> None:

@@ -1,7 +1,7 @@
 """The memory that a model needs for weights, KV cache and passes, and the disk space to open it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
@@ -269,24 +269,39 @@ class Plan:
 def footprint_of(bundle: Bundle, *, exact_rows: bool) -> Footprint:
     """The footprint of a bundle; ``exact_rows`` is as in :class:`edgespec_runtimes.cpu.CpuOptions`."""
     manifest = bundle.manifest
-    by_class = manifest.bytes_by_class
-    return Footprint(
-        name=manifest.name,
+    return footprint_with(
+        *(manifest.name, manifest.config, manifest.bytes_by_class, _cache_of(bundle, exact_rows)),
+        native=manifest.operators == "edgespec",
         state="here",
-        weights_bytes=manifest.matrix_bytes,
-        mapped=manifest.operators == "edgespec",
-        expert_bytes=by_class.get("experts", 0),
-        experts_used=share_of_experts(manifest.config),
-        table_bytes=sum(by_class.values()) - manifest.matrix_bytes,
-        working_bytes=WORKING_BYTES * manifest.config.vocab_size,
-        cache=_cache_of(bundle, exact_rows),
         device=manifest.made_for,
     )
 
 
-def share_of_experts(config: DecoderShape) -> float:
-    """The share of a layer's experts that a row uses."""
-    return record(config).shares.get("experts", 1.0) if isinstance(config, Transformer) else 1.0
+def footprint_with(
+    name: str,
+    config: DecoderShape,
+    by_class: Mapping[str, int],
+    cache: CacheSize,
+    *,
+    native: bool,
+    state: State,
+    **facts: Any,
+) -> Footprint:
+    """The footprint of a model with these bytes of weights by class. ``facts`` are its other fields."""
+    tables = sum(by_class.get(kind, 0) for kind in ("embedding", "other"))
+    shares = record(config).shares if isinstance(config, Transformer) else {}
+    return Footprint(
+        name=name,
+        state=state,
+        weights_bytes=sum(by_class.values()) - tables,
+        mapped=native,
+        expert_bytes=by_class.get("experts", 0),
+        experts_used=shares.get("experts", 1.0),
+        table_bytes=tables,
+        working_bytes=WORKING_BYTES * config.vocab_size,
+        cache=cache,
+        **facts,
+    )
 
 
 def _cache_of(bundle: Bundle, exact_rows: bool) -> CacheSize:

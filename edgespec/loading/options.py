@@ -32,7 +32,8 @@ class LoadOptions(Checked):
             it models open at once, and processes share the weights.
         instructions: The instructions that edgespec's kernels use, such as ``avx2``. Empty takes the best
             that the processor has. All give the same bits.
-        max_waiting: The most requests that may wait. One more raises :class:`edgespec.Busy`.
+        max_waiting: The most requests that may wait. One more raises :class:`edgespec.Busy`; a
+            server refuses it with status 429.
         parallel: The most requests that are answered at once, in common passes. Each answer is the one that
             the request gets alone. Models that do not run on edgespec's own kernels answer one at a time.
         cache_bytes: Memory for the KV caches of other conversations, in bytes. The least recently used go

@@ -10,12 +10,12 @@ from typing import Annotated, Final
 from edgespec.loading import drafters, first_use
 from edgespec.loading.first_use import Found, Wanted, name_of
 from edgespec.loading.footprint import (
-    WORKING_BYTES,
     CacheSize,
     Footprint,
     Plan,
+    State,
     footprint_of,
-    share_of_experts,
+    footprint_with,
     with_gpu,
 )
 from edgespec.loading.opening import NGRAM, Reference
@@ -204,23 +204,8 @@ def _planned(
     """The footprint of an export for the CPU; ``disk`` has the bytes to download and to write."""
     (config, kept), (role, weights) = model, wanted
     native = _is_native(weights)
-    tables = sum(by_class.get(name, 0) for name in ("embedding", "other"))
-    cache = CacheSize(
-        kept=kept,
-        longest=config.context_length,
-        spare=int(not native and role == "target"),
-        step=BLOCK if native else KV_STEP,
-    )
-    return Footprint(
-        name=name,
-        state="to be pulled" if disk[0] else "to be exported",
-        weights_bytes=sum(by_class.values()) - tables,
-        expert_bytes=by_class.get("experts", 0),
-        experts_used=share_of_experts(config),
-        mapped=native,
-        table_bytes=tables,
-        working_bytes=WORKING_BYTES * config.vocab_size,
-        cache=cache,
-        download_bytes=disk[0],
-        export_bytes=disk[1],
-    )
+    spare, step = int(not native and role == "target"), BLOCK if native else KV_STEP
+    cache = CacheSize(kept=kept, longest=config.context_length, spare=spare, step=step)
+    state: State = "to be pulled" if disk[0] else "to be exported"
+    sizes = {"download_bytes": disk[0], "export_bytes": disk[1]}
+    return footprint_with(name, config, by_class, cache, native=native, state=state, **sizes)

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from edgespec.requests.results import CallPart, Record, ToolCall
+from edgespec.requests.results import Record, ToolCall
 from edgespec_models.text.thoughts import Place
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
@@ -41,7 +41,7 @@ class AnswerReader:
         self._streams = [TextStream(tokenizer, stop=stop)]
         self._streams[0].skip = 0 if fill is None else fill.skip
         self._marks = set[int]() if calls is None else calls.marks(tokenizer)
-        self._parts = list[CallPart]()  # of calls in thoughts
+        self._parts = list[ToolCall]()  # of calls in thoughts
         if calls is not None:  # control tokens may begin calls
             self._streams.append(TextStream(tokenizer, stop=stop, spelled=self._marks))
             if place is not None and not place.tags.channels and place.stage != "text":

@@ -26,7 +26,7 @@ from edgespec.requests.call_values import (
     table,
     typed,
 )
-from edgespec.requests.results import CallPart, ToolCall
+from edgespec.requests.results import ToolCall
 from edgespec_models.text.tokenizer import Tokenizer, begun_at_end
 
 if TYPE_CHECKING:
@@ -116,17 +116,17 @@ class CallReader:
         self.thinks = True
         self._closes.append(end)
 
-    def end_thoughts(self) -> tuple[str, list[CallPart]]:
+    def end_thoughts(self) -> tuple[str, list[ToolCall]]:
         """Go on with text, and return what the thoughts still held."""
         held = self.push("", final=True)
         self._space, self.thinks, self._says = "", False, False
         self._is_beginning, self._is_tagged = True, bool(self.calls)
         return held
 
-    def push(self, text: str, *, final: bool = False) -> tuple[str, list[CallPart]]:
+    def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
         """Take a piece of text, the last one if ``final``."""
         self._text += text
-        shown, parts = "", list[CallPart]()
+        shown, new_calls = "", list[ToolCall]()
         while not self.complete:
             if self._tag is None:
                 if self._ended is not None and not self._skip_rest(self._ended, final):
@@ -139,14 +139,14 @@ class CallReader:
                 break
             end, calls = block
             self._is_beginning, self._ended = False, self._tag if calls else None
-            parts += [self._part(*call) for call in (calls[:1] if self._single else calls)]
+            new_calls += [self._call(*call) for call in (calls[:1] if self._single else calls)]
             if not calls:
                 end = len(self._tag) or 1
                 shown += self._shown(self._text[:end])
             self._text, self._tag = self._text[end:], None
         if final and not self.calls:
             shown += self._space
-        return shown, parts
+        return shown, new_calls
 
     def _skip_rest(self, tag: str, final: bool) -> bool:
         """Skip brackets and marks behind calls. False if more of them may come."""
@@ -204,13 +204,13 @@ class CallReader:
         self._space, self._says = text[len(shown) :], self._says or bool(shown)
         return shown
 
-    def _part(self, name: str, arguments: Mapping[str, Any]) -> CallPart:
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolCall:
         """A complete call, with an identifier."""
-        seed, index, text = self._seed.copy(), len(self.calls), dumped(arguments)
-        seed.update(b"%d" % index)
-        call = ToolCall(seed.hexdigest()[:_ID_LENGTH], json.loads(dumped(name)), json.loads(text))
+        seed = self._seed.copy()
+        seed.update(b"%d" % len(self.calls))
+        call = ToolCall(seed.hexdigest()[:_ID_LENGTH], *json.loads(dumped([name, arguments])))
         self.calls.append(call)
-        return CallPart(index, call.id, call.name, text)
+        return call
 
     def _block(self, tag: str, final: bool) -> tuple[int, list[Called]] | None:
         """The end of the calls behind the tag, and the calls, if any; None if further text may decide.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from edgespec.requests.answer_reading import AnswerReader
-from edgespec.requests.results import CallPart, Record
+from edgespec.requests.results import Record, ToolCall
 from edgespec_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ChannelReader(AnswerReader):
         self._read = 0  # tokens
         self._has_text = self._has_messages = False
         self._text = self._content = ""  # since the last push
-        self._parts: list[CallPart] = []
+        self._parts: list[ToolCall] = []
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> Record:
         """Take tokens. The ``final`` ones release held text.
@@ -114,7 +114,7 @@ class ChannelReader(AnswerReader):
             self._content += piece
             self._has_text |= bool(piece)
 
-    def _take(self, content: str, calls: Sequence[CallPart]) -> None:
+    def _take(self, content: str, calls: Sequence[ToolCall]) -> None:
         """Take what a reader of calls returned."""
         self._content += content
         self._parts += calls

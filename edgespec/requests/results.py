@@ -55,32 +55,15 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
 
+    @property
+    def arguments_json(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
+
     def to_message(self) -> dict[str, Any]:
         """The call as an item of ``tool_calls`` in an assistant's message."""
-        arguments = json.dumps(self.arguments, ensure_ascii=False)
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """A call in a stream, which gives it out whole.
-
-    Attributes:
-        index: the call's index in the answer.
-        id: the call's identifier.
-        name: the function's name.
-        arguments: the arguments' JSON.
-    """
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
-    def to_message(self) -> dict[str, Any]:
-        """The call as an item of ``tool_calls`` in a delta."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+        function = {"name": self.name, "arguments": self.arguments_json}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +90,7 @@ class Record:
     finish_reason: FinishReason | None = None
     stop: str | None = None
     content: str = ""
-    calls: tuple[CallPart, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     thoughts: tuple[str, ...] = ()
     progress: Progress | None = None
     prompt: tuple[TokenRecord, ...] = ()

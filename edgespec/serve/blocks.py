@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from edgespec.requests.results import CallPart, Generation, Record
+from edgespec.requests.results import Generation, Record, ToolCall
 from edgespec.serve.bodies import response_format, without_foreign
 from edgespec.serve.replies import Json, Reply
 from edgespec_models.errors import RequestError
@@ -56,22 +56,19 @@ class BlockReply(Reply):
         """The events of a piece."""
         events = self._take("thinking", record.reasoning) + self._take("text", record.content)
         for call in record.calls:
-            events += self._take("call", call.arguments, call)
+            events += self._take("call", call.arguments_json, call)
         return events
 
     def take_whole(self, answer: Generation) -> None:
         """Take a complete answer."""
-        calls = (
-            CallPart(at, call.id, call.name, json.dumps(call.arguments, ensure_ascii=False))
-            for at, call in enumerate(answer.tool_calls)
-        )
-        self.chunk(Record("", (), content=answer.content, calls=(*calls,), thoughts=answer.thoughts), [])
+        thoughts = answer.thoughts
+        self.chunk(Record("", (), content=answer.content, calls=answer.tool_calls, thoughts=thoughts), [])
 
     def close(self) -> list[Json]:
         """The events that end the last block, if there is one."""
         return self._closed(self.blocks[-1]) if self.blocks else []
 
-    def _take(self, kind: Kind, piece: str, call: CallPart | None = None) -> list[Json]:
+    def _take(self, kind: Kind, piece: str, call: ToolCall | None = None) -> list[Json]:
         events = list[Json]()
         goes_on = bool(self.blocks) and self.blocks[-1].kind == kind
         if call is not None or (piece and not goes_on):

@@ -35,15 +35,16 @@ class ServeOptions:
             address.
         allow_hosts: More names by which clients may call the server (the header ``Host``).
         allow_origins: Pages, windows of apps and extensions that may ask, besides the server's own page (the
-            header ``Origin``).
+            header ``Origin``): https://HOST[:PORT], https://*.example.com, http://localhost:*,
+            tauri://localhost, chrome-extension://ID, null.
         max_request_bytes: The most bytes of a request. Longer ones are refused.
         timeout_s: Seconds that a request may take, waiting included. It then ends with what was written.
         body_timeout_s: Seconds within which a request has to arrive.
         shutdown_s: Seconds that running requests get to finish when the server ends.
-        max_new_tokens: The most tokens of an answer whose request names no number. None: up to the
+        max_new_tokens: The most tokens of an answer whose request names no number. Without it up to the
             context's end; of a text to continue and of a fill, which need not end, 1,024.
         sampling: ``"recommended"`` answers chats as the makers of a model advise, where requests say nothing.
-            None is greedy.
+            Without it answers are greedy.
     """
 
     host: Annotated[str, length(1, 255)] = "127.0.0.1"

@@ -233,11 +233,15 @@ class _Completion(Reply):
 
 @dataclass(slots=True)
 class ChatReply(_Completion):
-    """A ``chat.completion`` and its chunks. With ``is_old`` its call is a ``function_call``."""
+    """A ``chat.completion`` and its chunks. With ``is_old`` its call is a ``function_call``.
+
+    ``called`` counts the calls that were sent.
+    """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     is_old: bool = False
+    called: int = 0
 
     def begin(self) -> list[Json]:
         """The chunk with the role."""
@@ -250,8 +254,10 @@ class ChatReply(_Completion):
         """
         pieces = {"reasoning_content": record.reasoning, "content": record.content}
         deltas: list[Json] = [{name: piece} for name, piece in pieces.items() if piece]
-        calls = (replace(call, id=choice_id(call.id, self.index)) for call in record.calls)
-        deltas += [self._called([call.to_message()]) for call in calls]
+        for call in record.calls:
+            item = {"index": self.called} | call.to_message() | {"id": choice_id(call.id, self.index)}
+            deltas.append(self._called([item]))
+            self.called += 1
         first, *others = deltas or [{}]
         logprobs = self._logprobs(record.tokens[len(record.thoughts) :])
         chunks = self._chunk({"delta": first, "logprobs": logprobs, "edgespec": {"tokens": shown}})

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from edgespec_export.graphs.writer import class_of
 from edgespec_export.journal import JOURNAL
 from edgespec_export.options import ExportOptions
 from edgespec_export.sources.checkpoint import Checkpoint
@@ -52,11 +53,9 @@ def parameters_by_class(checkpoint: Checkpoint, lm_head: int) -> dict[str, int]:
     Models with experts also have ``experts``.
     """
     counts = dict.fromkeys(("embedding", "attention", "mlp", "lm_head", "other"), 0)
-    classes = {"embed": "embedding", "lm_head": "lm_head", "centroids": "mlp"}
-    classes |= dict.fromkeys(("fuse", "embed_fuse", "next_state"), "attention")
-    for product in record(checkpoint.config).products.values():
-        kind = "attention" if product.part == "mixer" else product.part
-        classes |= {name: "experts" if ".experts_" in name else kind for name in product.matrices if kind}
+    products = record(checkpoint.config).products.values()
+    classes = {name: class_of(product.path) for product in products for name in product.matrices}
+    classes["embed"] = "embedding"
     for name in checkpoint.tensors:
         kind = classes.get(name, "other")
         counts[kind] = counts.get(kind, 0) + prod(checkpoint.tensor(name).shape)

@@ -17,28 +17,28 @@ class ExportOptions(Checked):
     """The bundle to make of a checkpoint.
 
     Attributes:
-        weights: one of :data:`edgespec_export.recipe.WEIGHTS`: ``exact`` keeps the file's blocks, for
-            edgespec's own kernels; ``portable`` is a graph of standard operators. None is ``exact`` on CPUs,
-            where those kernels run.
+        weights: ``exact`` keeps the file's blocks, for edgespec's kernels on CPUs; ``portable`` rounds them
+            to the nearest formats of ONNX Runtime's operators. Without it ``exact`` on CPUs.
         quantization: how to round every matrix, instead of keeping the file's blocks.
-        name: the model's name; None takes the source's.
+        name: The model's name; without it the source's.
+        overwrite: Replace an existing bundle.
         trim: rows that a drafter's LM head keeps; ``auto`` takes the number with the most expected tokens per
             second, ``full`` keeps all; None is ``auto`` for drafters and ``full`` for targets. Heads
             keep their own LM head; of their target's ``auto`` keeps 32,768 rows.
-        calibration: JSON Lines files with text of targets under the key ``text``, for the choice of rows and
+        calibration: Texts of targets, in JSON Lines files under the key ``text``, for the choice of rows and
             the ranges of activations.
-        calibrate_with: bundles of targets that write text for trimming now.
+        calibrate_with: A target's bundle that writes such texts now.
         device: the device of the bundle; None is the CPU. ``cuda`` computes in float16, with a KV cache in
             float16. Graphs for NPUs have fixed shapes, and the device determines the formats of weights and
             KV cache.
         buckets: with an NPU, lengths of the KV cache in tokens; empty takes 512, 1024 and 2048.
-        alignment: a file of 'edgespec align' for this drafter; it is added to the weights before they are
+        alignment: A file of 'edgespec align' for this drafter; it is added to the weights before they are
             rounded.
-        chip: with ``npu-qnn``, one of :data:`CHIPS` to compile every graph
-            for; None leaves that to the device, at each load.
+        chip: With ``npu-qnn``, the chip for which every graph is compiled now instead of at each load:
+            snapdragon-x-elite, -x2-elite, -8-gen-2, -8-gen-3, -8-elite or -8-elite-gen-5.
         adapters: LoRA adapters that are merged into the weights before they are rounded, each ``PATH`` or
             ``PATH=SCALE``: a directory of PEFT, or a GGUF file.
-        chat_template: a file with a chat template in Jinja, in place of the source's.
+        chat_template: A file with a chat template in Jinja, in place of the source's.
         target: the GGUF file or Hugging Face directory of the target of a head or an MTP layer
             (:mod:`edgespec_export.sources.open`).
     """

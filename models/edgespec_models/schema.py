@@ -29,10 +29,12 @@ P = ParamSpec("P")
 
 
 class Limit(NamedTuple):
-    """A condition on a value besides its type: a test, and the same in words."""
+    """A condition on a value besides its type: a test, and the same in words; of numbers the ends."""
 
     fits: Callable[[Any], bool]
     words: str
+    low: float | None = None
+    high: float | None = None
 
 
 def within(
@@ -42,7 +44,7 @@ def within(
     least, most = -math.inf if low is None else low, math.inf if high is None else high
     limits = {"from": low, "above": None if above == -math.inf else above, "to": high}
     words = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
-    return Limit(lambda value: least <= value <= most and value > above, " ".join(words) + note)
+    return Limit(lambda value: least <= value <= most and value > above, " ".join(words) + note, low, high)
 
 
 def length(least: int, most: int = 2**31) -> Limit:
@@ -85,6 +87,14 @@ def lone_surrogate(text: str) -> str:
 def allowed(cls: type) -> dict[str, str]:
     """The allowed values of each field of the dataclass, in words."""
     return {name: kind.allowed for name, kind in _fields(cls, False).items()}
+
+
+def described(cls: type) -> dict[str, str]:
+    """What the dataclass's docstring says of each attribute."""
+    _, _, listed = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+    listed = re.split(r"\n\n(?=\S)", listed)[0]
+    items = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", listed, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in items}
 
 
 def read(cls: type[T], value: object, where: str, error: type[EdgespecError], remedy: str) -> T:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from edgespec.requests.call_reading import CallReader
-from edgespec.requests.results import CallPart, ToolCall
+from edgespec.requests.results import ToolCall
 from edgespec.requests.tool_calls import format_of
 from tests.kit.templates import SHOWN
 
@@ -151,18 +151,12 @@ def reader_of(source: str, tools: Sequence[dict[str, Any]] = (DO, REST), **optio
 
 def read(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, list[ToolCall]]:
     """What is text of an answer that comes in ``pieces``, and its calls as they came."""
-    reader, shown, came = reader_of(SHOWN[form], **options), "", list[CallPart]()
+    reader, shown, came = reader_of(SHOWN[form], **options), "", list[ToolCall]()
     for at, piece in enumerate([*pieces, ""]):
         more, new = reader.push(piece, final=at == len(pieces))
         shown, came = shown + more, came + new
-    assert whole(came) == reader.calls
+    assert came == reader.calls
     return shown, reader.calls
-
-
-def whole(parts: Sequence[CallPart]) -> list[ToolCall]:
-    """The calls of a stream, whose indexes are checked."""
-    assert [part.index for part in parts] == [*range(len(parts))]
-    return [ToolCall(part.id, part.name, json.loads(part.arguments)) for part in parts]
 
 
 @st.composite

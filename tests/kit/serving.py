@@ -16,13 +16,13 @@ from edgespec.engine import Model
 from edgespec.history.manage import History
 from edgespec.models import Models
 from edgespec.requests.results import (
-    CallPart,
     FinishReason,
     Generation,
     GenerationStats,
     Record,
     SourceStats,
     TokenRecord,
+    ToolCall,
 )
 from edgespec.serve.app import App
 from edgespec.serve.options import ServeOptions, bound_socket
@@ -158,7 +158,7 @@ class ServedStream:
         before, text = (_whole(self._tokens[:end]) for end in (at, at + 2))
         text = tokenizer().decode([token.id for token in self._tokens]) if self._over else text
         ends = self._model.ends if self._over else None
-        content, calls = text[len(before) :], list[CallPart]()
+        content, calls = text[len(before) :], list[ToolCall]()
         if self._reader is not None:
             content, calls = self._reader.push(content, final=self._over)
         self._content += content

@@ -22,8 +22,12 @@ class Text:
 class TrainingOptions(Checked):
     """How to train.
 
-    ``rank`` is the rank of a change of a matrix in floats. ``batch_tokens`` are tokens of a step, with
-    prompts. ``seed`` determines the order of texts and the first factors.
+    Attributes:
+        rank: The rank of the change of each matrix in floats.
+        rate: The learning rate.
+        passes: The number of passes over the answers.
+        batch_tokens: Tokens of a step, with prompts.
+        seed: Seed for the order of the answers and the initial weights.
     """
 
     rank: Annotated[int, within(1, 256)] = 8

@@ -41,6 +41,7 @@ _IN_FLIGHT = 4
 _LARGEST = 1e15  # no model has such weights, and their squares are finite
 _PAGE = 4096  # mapped weights should start on a page
 _CLASSES = ("embedding", "attention", "mlp", "lm_head", "other")
+_MIXERS = {**dict.fromkeys(("mixer", "fuse", "embed_fuse", "next_state"), "attention"), "centroids": "mlp"}
 
 
 def write_graph(
@@ -188,6 +189,12 @@ def _taken(path: Path) -> int:
     return int(getattr(facts, "st_blocks", -(-facts.st_size // 512))) * 512
 
 
+def class_of(path: str) -> str:
+    """The class of a graph's matrix; see :func:`bytes_by_class`."""
+    parts = (_MIXERS.get(part, part) for part in path.split("."))
+    return "experts" if ".experts_" in path else next((part for part in parts if part in _CLASSES), "other")
+
+
 def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> dict[str, int]:
     """Bytes of ``embedding``, ``attention`` or another mixer, ``mlp``, ``lm_head``, ``other``.
 
@@ -195,14 +202,9 @@ def bytes_by_class(parameters: dict[str, ir.Value], *, tied: bool = False) -> di
     all of it.
     """
     totals = dict.fromkeys(_CLASSES, 0)
-    mixer = dict.fromkeys(("mixer", "fuse", "embed_fuse", "next_state"), "attention")
-    mixer["centroids"] = "mlp"
     for name, value in parameters.items():
         assert value.const_value is not None
-        parts = (mixer.get(part, part) for part in name.split("."))
-        kind = next((part for part in parts if part in _CLASSES), "other")
-        is_head = tied and name == "embedding.weight"
-        kind = "lm_head" if is_head else "experts" if ".experts_" in name else kind
+        kind = "lm_head" if tied and name == "embedding.weight" else class_of(name)
         totals[kind] = totals.get(kind, 0) + value.const_value.nbytes
     return totals
 

@@ -232,13 +232,8 @@ class Manifest:
         return bytes_per_sequence(self.kept) + tokens * self.kv_bytes_per_token
 
     @property
-    def matrix_bytes(self) -> int:
-        """Bytes of weights that passes multiply by: all but tables of which they read a few rows."""
-        return sum(value for name, value in self.bytes_by_class.items() if name not in _NOT_MULTIPLIED)
-
-    @property
     def bytes_per_pass(self) -> int:
-        """Bytes of these that a pass over one row reads: only the experts and clusters that the row uses."""
+        """Bytes of weights that a one-row pass multiplies by: of experts and clusters those that it uses."""
         return self._of_a_row(self.bytes_by_class)
 
     @property
