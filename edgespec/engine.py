@@ -31,7 +31,7 @@ from edgespec.requests.request import (
 from edgespec.requests.results import Generation
 from edgespec.requests.runner import Runner
 from edgespec.requests.scheduler import Scheduler
-from edgespec.requests.stream import Stream, answers, answers_async
+from edgespec.requests.stream import Answers, Stream
 from edgespec.requests.ticket import InProcess, Ticket
 from edgespec_models.bundles.bundle import MANIFEST, Bundle
 from edgespec_models.errors import RequestError, TokenizerError
@@ -352,7 +352,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
                 too many requests wait (:class:`edgespec.Busy`), or the model is closed
                 (:class:`edgespec.Closed`).
         """
-        return self._answers(text_prompt(prompt), options)
+        return self.answers([text_prompt(prompt)], options).run()[0]
 
     @with_options
     def chat(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
@@ -362,19 +362,19 @@ class Model(InProcess, AbstractContextManager["Model"]):
             messages: mappings with ``role`` (system, developer, user, assistant, tool) and ``content``.
             options: see :class:`edgespec.RequestOptions`.
         """
-        return self._answers(chat_prompt(messages), options)
+        return self.answers([chat_prompt(messages)], options).run()[0]
 
     @with_options
     async def generate_async(
         self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
     ) -> Generation:
         """Like :meth:`generate`, in an event loop. Cancelling the task ends the answer within a pass."""
-        return await self._answers_async(text_prompt(prompt), options)
+        return (await self.answers([text_prompt(prompt)], options).run_async())[0]
 
     @with_options
     async def chat_async(self, messages: Messages, **options: Unpack[RequestOptions]) -> Generation:
         """Like :meth:`chat`, in an event loop. Cancelling the task ends the answer within a pass."""
-        return await self._answers_async(chat_prompt(messages), options)
+        return (await self.answers([chat_prompt(messages)], options).run_async())[0]
 
     @with_options
     def stream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Stream:
@@ -395,14 +395,14 @@ class Model(InProcess, AbstractContextManager["Model"]):
         ``extra`` are names and texts of other files, the nearest last. Text that does not fit is cut at its
         far end. Models without tokens for fills raise RequestError.
         """
-        return self._answers(fill_prompt(prefix, suffix, extra), options)
+        return self.answers([fill_prompt(prefix, suffix, extra)], options).run()[0]
 
     @with_options
     async def fill_async(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Generation:
         """Like :meth:`fill`, in an event loop. Cancelling the task ends the answer within a pass."""
-        return await self._answers_async(fill_prompt(prefix, suffix, extra), options)
+        return (await self.answers([fill_prompt(prefix, suffix, extra)], options).run_async())[0]
 
     @with_options
     def stream_fill(
@@ -495,22 +495,19 @@ class Model(InProcess, AbstractContextManager["Model"]):
         ticket = await to_thread(make)
         return ticket.answer((await Stream(ticket, self._queue).run_async()).finish_reason)
 
-    def _answers(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
+    def answers(self, prompts: Sequence[PromptInput | Hole], options: RequestOptions) -> Answers:
+        """Answers to several prompts, which are read now, so that their errors are raised at once."""
         request = Request.of(options, self._advice)
-        return answers(self._streams(prompt, request), request.n)
-
-    async def _answers_async(self, prompt: PromptInput | Hole, options: RequestOptions) -> Generation:
-        request = Request.of(options, self._advice)
-        return await answers_async(self._streams(prompt, request), request.n)
-
-    def _stream(self, prompt: PromptInput | Hole, options: RequestOptions) -> Stream:
-        return self._streams(prompt, Request.single(options, self._advice))[0]
+        return Answers([self._streams(prompt, request) for prompt in prompts], request.n)
 
     def _streams(self, prompt: PromptInput | Hole, request: Request) -> list[Stream]:
-        """A stream for each answer. The prompt is made now, so that its errors are raised at once."""
+        """A stream for each answer to decode."""
         ready = self._runner.prompt(prompt, request)
         is_chat = not isinstance(prompt, Hole | str) and ids_of(prompt) is None
         return [self._queued(choice, lambda: ready, is_chat=is_chat) for choice in request.choices]
+
+    def _stream(self, prompt: PromptInput | Hole, options: RequestOptions) -> Stream:
+        return self._streams(prompt, Request.single(options, self._advice))[0]
 
     def _start(
         self,

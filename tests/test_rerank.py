@@ -147,7 +147,7 @@ def test_models_that_were_not_made_for_it_refuse(
         model.embed("x")
     with (
         edgespec.load(paths["head"], options=LoadOptions(threads=1)) as headed,
-        pytest.raises(RequestError, match="reads no instruction; leave it out"),
+        pytest.raises(RequestError, match="instruction is not read by this model; leave it out"),
     ):
         headed.rerank("x", ["x"], instruction="Find.")
     source = write_reranker(tmp_path, "words")

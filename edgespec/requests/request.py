@@ -175,8 +175,8 @@ class Request:
             must_call(self.tools, self.tool_choice)
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
             raise RequestError(
-                f"top_logprobs is {self.top_logprobs}; allowed: 0, or more with logprobs=True or "
-                "prompt_logprobs=True"
+                f"is {self.top_logprobs}; allowed: 0, or more with logprobs=True or prompt_logprobs=True",
+                "top_logprobs",
             )
 
     @classmethod
@@ -184,31 +184,24 @@ class Request:
         """:meth:`of` a stream, which is one answer."""
         request = cls.of(options, advice)
         if request.n > 1:
-            raise RequestError(f"n is {request.n}; allowed: 1 for a stream; use generate or chat")
+            raise RequestError(f"is {request.n}; allowed: 1 for a stream; use generate or chat", "n")
         return request
 
     @property
-    def seeds(self) -> list[int | None]:
-        """The seeds of the answers to decode; greedy answers are equal, so one is decoded.
+    def choices(self) -> "list[Request]":
+        """One request for each answer that is to be decoded; greedy answers are equal, so one is decoded.
 
         Answer i has the seed ``seed + i``, so each can be repeated alone.
         """
-        alike = self.sampler.greedy and self.sampling is None  # advice may be unknown here
-        seed, count = self.sampler.seed, 1 if alike else self.n
-        return [None if seed is None else (seed + i) % 2**64 for i in range(count)]
-
-    @property
-    def choices(self) -> "list[Request]":
-        """One request for each answer that is to be decoded."""
-        if len(self.seeds) == 1:
-            return [self]
-        return [replace(self, n=1, sampler=replace(self.sampler, seed=seed)) for seed in self.seeds]
+        seed, count = self.sampler.seed, 1 if self.sampler.greedy else self.n
+        seeds = [None if seed is None else (seed + i) % 2**64 for i in range(count)]
+        return [replace(self, n=1, sampler=replace(self.sampler, seed=seed)) for seed in seeds]
 
     def check_vocabulary(self, size: int) -> None:
         """Check that the model has the tokens of the request."""
         beyond = max(self.sampler.logit_bias, default=0)
         if beyond >= size:
-            raise RequestError(f"logit_bias is for token {beyond}; allowed: the model's, 0 to {size - 1}")
+            raise RequestError(f"is for token {beyond}; allowed: the model's, 0 to {size - 1}", "logit_bias")
 
     @classmethod
     def of(cls, options: RequestOptions, advice: Sampling | None = None) -> "Request":
@@ -232,8 +225,9 @@ def _by_own_names(options: dict[str, Any]) -> dict[str, Any]:
         limit = options.pop("max_tokens")
         if options.setdefault("max_new_tokens", limit) != limit:
             raise RequestError(
-                f"max_tokens is {shown(limit)} and max_new_tokens {shown(options['max_new_tokens'])}, "
-                "which are two names of the same option; leave out one of them"
+                f"is {shown(limit)} and max_new_tokens {shown(options['max_new_tokens'])}, which are two "
+                "names of the same option; leave out one of them",
+                "max_tokens",
             )
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
@@ -280,7 +274,7 @@ class Hole:
         texts = {"prefix": self.prefix, "suffix": self.suffix, "extra": "".join(chain(*self.extra))}
         for name, text in texts.items():
             if wrong := lone_surrogate(text):
-                raise RequestError(f"{name}{wrong}")
+                raise RequestError(wrong.lstrip(), name)
 
     @property
     def line(self) -> str:
@@ -302,7 +296,7 @@ def text_prompt(prompt: Annotated[str | Sequence[int], length(1)]) -> PromptInpu
 def chat_prompt(messages: Messages) -> PromptInput:
     """A conversation to answer; RequestError for a prompt to continue."""
     if isinstance(messages, str) or ids_of(messages) is not None:
-        raise RequestError(f"messages is {shown(messages)}; allowed: a list of messages, or use generate")
+        raise RequestError(f"is {shown(messages)}; allowed: a list of messages, or use generate", "messages")
     return messages
 
 
@@ -338,26 +332,33 @@ def prompt_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list
             arguments for a text, which is in no template.
     """
     if request.max_lines is not None:
-        raise RequestError("max_lines is for fills; use fill, or leave it out")
+        raise RequestError("is for fills; use fill, or leave it out", "max_lines")
     ids = ids_of(prompt)
     if request.special and not isinstance(prompt, str):
-        raise RequestError("special is for text prompts; leave it out")
+        raise RequestError("is for text prompts; leave it out", "special")
     if isinstance(prompt, str) or ids is not None:
-        if request.tools or request.template_args or request.thinking is not None:
-            raise RequestError(
-                "tools, template_args and thinking are for conversations, and the prompt is a text; use "
-                "chat, or leave them out"
-            )
+        check_for_text(request)
         ids = encode_text(bundle, str(prompt), special=request.special) if ids is None else ids
         most = bundle.tokenizer.vocab_size - 1
         if not all(type(id_) is int and 0 <= id_ <= most for id_ in ids):
-            raise RequestError(f"prompt is {shown(prompt)}; allowed: a text, or the model's ids, 0 to {most}")
+            raise RequestError(
+                f"is {shown(prompt)}; allowed: a text, or the model's ids, 0 to {most}", "prompt"
+            )
     else:
         _check_thinking(bundle, request)
         ids = encode_chat(bundle, cast(Messages, prompt), _arguments(bundle, request))
     if not ids:
-        raise RequestError("the prompt is empty; give at least one character")
+        raise RequestError("is empty; give at least one character", "prompt")
     return ids
+
+
+def check_for_text(request: Request) -> None:
+    """Raise RequestError for an option that only conversations have."""
+    for name in ("tools", "template_args", "thinking"):
+        if getattr(request, name) not in ((), {}, None):
+            raise RequestError(
+                "is for conversations, and the prompt is a text; use chat, or leave it out", name
+            )
 
 
 def drafter_tokens(bundle: Bundle, prompt: PromptInput, request: Request) -> list[int]:
@@ -402,13 +403,15 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
     arguments = arguments or {}
     if "tools" in arguments and "tools" not in template.arguments:
         raise RequestError(
-            f"the chat template of {bundle.manifest.name} shows no tools; use another model, or no tools"
+            f"cannot be shown: {bundle.manifest.name} does not support tools; use another model, or none",
+            "tools",
         )
     if "tools" in arguments and _form(bundle) is None:
         raise RequestError(
-            f"the chat template of {bundle.manifest.name} has a form of tool calls that edgespec does "
+            f"cannot be called: the chat template of {bundle.manifest.name} has a form that edgespec does "
             "not read; describe the tools in a system message and read the answer's text, or use "
-            "another model"
+            "another model",
+            "tools",
         )
     return _chat(bundle, template, messages, arguments)
 
@@ -526,12 +529,16 @@ def _check_thinking(bundle: Bundle, request: Request) -> None:
     if request.thinking is None or (tags := thoughts_tags(bundle)) is None:
         if request.thinking:
             raise RequestError(
-                f"thinking is {request.thinking}, and {bundle.manifest.name} does not think; leave it out"
+                f"is {shown(request.thinking)}, and {bundle.manifest.name} does not support thinking; leave "
+                "it out",
+                "thinking",
             )
         return
     for name, value in tags.variables(request.thinking).items():
         stated = request.template_args.get(name, value)
         if (bool(stated) if name == tags.switch else stated) != value:
             raise RequestError(
-                f"thinking is {request.thinking}, template_args say {name}={shown(stated)}; give one of them"
+                f"has {name}={shown(stated)}, which contradicts the wish to think "
+                f"({shown(request.thinking)}); give one of them",
+                "template_args",
             )
