@@ -20,7 +20,6 @@ from edgespec.requests.request import (
     Request,
     RequestOptions,
     chat_prompt,
-    fill_prompt,
     ids_of,
     no_template,
     prompt_tokens,
@@ -212,7 +211,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         self._advice = self.target.manifest.sampling
         self.drafter = None if runner.side is None else runner.side.bundle
         self._runner = runner
-        self._queue = Scheduler(self.options.max_waiting, runner, runner.seats.most)
+        self._queue = Scheduler(self.options.max_waiting, runner, runner.at_once)
         self._learner, self._idle = learner, None
         if learner is not None and self.options.adapt == "idle":
             from edgespec.history.adapting import WhenIdle
@@ -395,21 +394,21 @@ class Model(InProcess, AbstractContextManager["Model"]):
         ``extra`` are names and texts of other files, the nearest last. Text that does not fit is cut at its
         far end. Models without tokens for fills raise RequestError.
         """
-        return self.answers([fill_prompt(prefix, suffix, extra)], options).run()[0]
+        return self.answers([Hole(prefix, suffix, extra)], options).run()[0]
 
     @with_options
     async def fill_async(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Generation:
         """Like :meth:`fill`, in an event loop. Cancelling the task ends the answer within a pass."""
-        return (await self.answers([fill_prompt(prefix, suffix, extra)], options).run_async())[0]
+        return (await self.answers([Hole(prefix, suffix, extra)], options).run_async())[0]
 
     @with_options
     def stream_fill(
         self, prefix: str, suffix: str, *, extra: Files = (), **options: Unpack[RequestOptions]
     ) -> Stream:
         """Like :meth:`fill`, piece by piece: iterate over text, then read ``.result``."""
-        return self._stream(fill_prompt(prefix, suffix, extra), options)
+        return self._stream(Hole(prefix, suffix, extra), options)
 
     @with_options
     def conversation(self, system: str | None = None, **defaults: Unpack[RequestOptions]) -> "Conversation":
@@ -436,7 +435,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
             Cancelled: the time was up.
         """
         ticket = self._runner.text_reader.ticket(texts, **options)
-        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
+        return ticket.outcome(Stream(ticket, self._queue).run().finish_reason)
 
     async def embed_async(self, texts: "Texts", **options: "Unpack[EmbeddingOptions]") -> "Embeddings":
         """Like :meth:`embed`, in an event loop. Cancelling the task ends it within a pass."""
@@ -453,7 +452,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
             Cancelled: the time was up.
         """
         ticket = self._runner.text_reader.rerank_ticket(query, texts, **options)
-        return ticket.answer(Stream(ticket, self._queue).run().finish_reason)
+        return ticket.outcome(Stream(ticket, self._queue).run().finish_reason)
 
     async def rerank_async(
         self, query: str, texts: Sequence[str], **options: "Unpack[RerankOptions]"
@@ -493,7 +492,7 @@ class Model(InProcess, AbstractContextManager["Model"]):
         from asyncio import to_thread
 
         ticket = await to_thread(make)
-        return ticket.answer((await Stream(ticket, self._queue).run_async()).finish_reason)
+        return ticket.outcome((await Stream(ticket, self._queue).run_async()).finish_reason)
 
     def answers(self, prompts: Sequence[PromptInput | Hole], options: RequestOptions) -> Answers:
         """Answers to several prompts, which are read now, so that their errors are raised at once."""

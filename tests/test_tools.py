@@ -452,7 +452,8 @@ def test_a_tool_whose_schema_cannot_be_followed_is_named() -> None:
     unique = {"properties": {"a/b": {"type": "array", "uniqueItems": True}}}
     said = refusal(unique, strict=True)
     assert (
-        "tool 'odd' cannot be followed strictly: no grammar holds uniqueItems at #/properties/a~1b;" in said
+        "'odd', whose schema cannot be followed strictly: no grammar holds uniqueItems at #/properties/a~1b;"
+        in said
     )
     assert "tools has 'odd', whose parameters are no JSON" in refusal({"const": {1, 2}})
     assert "characters; allowed" in refusal({"description": "x" * 300_000})

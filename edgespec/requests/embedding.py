@@ -121,7 +121,7 @@ class TextsTicket(Ticket, Generic[T]):
         self._rows[-len(self.unread)] = self._of_state(state)
         self.unread.popleft()
 
-    def answer(self, reason: FinishReason) -> T:
+    def outcome(self, reason: FinishReason) -> T:
         """The result. Raises Closed if the model was closed before, and Cancelled if the time was up."""
         if reason == "closed":
             raise Closed("the model is closed; load it again")

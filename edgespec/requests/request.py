@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, cast
 
 from edgespec.decoding.draft import Drafter, Progress
@@ -13,10 +12,10 @@ from edgespec.decoding.sampling import SamplingParams
 from edgespec_models.bundles.bundle import Bundle, Sampling
 from edgespec_models.errors import RequestError, TokenizerError
 from edgespec_models.schema import (
+    Checked,
     check_fields,
     checked,
     length,
-    lone_surrogate,
     matching,
     one_of,
     shown,
@@ -87,6 +86,7 @@ class RequestOptions(TypedDict, total=False):
     response_format: ResponseFormat | None
 
 
+_Text = Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")]
 _Stop = Annotated[str, matching(r"[^\ud800-\udfff]+", "of one character or more, without lone surrogates")]
 
 
@@ -148,7 +148,7 @@ class Request:
     special: bool = False
     speculate: bool = True
     drafter: Drafter | None = None
-    prediction: Annotated[str, matching(r"[^\ud800-\udfff]*", "without lone surrogates")] = ""
+    prediction: _Text = ""
     prompt_cache: bool = True
     cancelled: Callable[[], bool] = lambda: False
     timeout: Annotated[float, within(above=0)] | None = None
@@ -258,23 +258,17 @@ def _default(option: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(Checked):
     """A place in a text: the texts before and behind it, and names and texts of ``extra`` files.
 
     ``held`` are the last bytes of the prefix, which are not read, but written again. ``ends`` end a fill.
     """
 
-    prefix: str
-    suffix: str
-    extra: Sequence[tuple[str, str]] = ()
+    prefix: _Text
+    suffix: _Text
+    extra: Sequence[tuple[_Text, _Text]] = ()
     held: bytes = b""
     ends: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        texts = {"prefix": self.prefix, "suffix": self.suffix, "extra": "".join(chain(*self.extra))}
-        for name, text in texts.items():
-            if wrong := lone_surrogate(text):
-                raise RequestError(wrong.lstrip(), name)
 
     @property
     def line(self) -> str:
@@ -298,12 +292,6 @@ def chat_prompt(messages: Messages) -> PromptInput:
     if isinstance(messages, str) or ids_of(messages) is not None:
         raise RequestError(f"is {shown(messages)}; allowed: a list of messages, or use generate", "messages")
     return messages
-
-
-@checked
-def fill_prompt(prefix: str, suffix: str, extra: Sequence[tuple[str, str]]) -> Hole:
-    """A place in a text to fill; RequestError unless it consists of texts."""
-    return Hole(prefix, suffix, extra)
 
 
 class Prompt(NamedTuple):

@@ -116,8 +116,8 @@ class Stream(
     @property
     def prompt(self) -> tuple[int, int]:
         """The prompt's number of tokens, and how many a cache held. Both are 0 until the request runs."""
-        running = self._ticket.running
-        return (0, 0) if running is None else running.prompt
+        answer = self._ticket.answer
+        return (0, 0) if answer is None else (answer.prompt_tokens, answer.cached_tokens)
 
     @property
     def result(self) -> Generation:

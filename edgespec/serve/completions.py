@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -19,8 +18,8 @@ from edgespec.engine import Model
 from edgespec.models import Models
 from edgespec.requests.attribution import Attribution
 from edgespec.requests.embedding import Embeddings, Scores
-from edgespec.requests.request import Hole, PromptInput, RequestOptions, fill_prompt, text_prompt
-from edgespec.requests.results import Generation, Record
+from edgespec.requests.request import Hole, PromptInput, RequestOptions, text_prompt
+from edgespec.requests.results import Generation
 from edgespec.requests.stream import Answers, Stream
 from edgespec.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, InfillBody, RerankBody, read_body
 from edgespec.serve.metrics import count_of
@@ -108,7 +107,7 @@ class Completions:
         body = await self.read(CompletionBody, request)
         scores, echoed = body.logprobs is not None, body.prompts() if body.echo else ()
         prompts = [
-            fill_prompt(cast(str, prompt), body.suffix, ()) if body.suffix else text_prompt(prompt)
+            Hole(cast(str, prompt), body.suffix) if body.suffix else text_prompt(prompt)
             for prompt in body.prompts()
         ]
         reply = CompletionReply(body.model, logprobs=scores, n=body.n, echoed=echoed, special=body.special)
@@ -150,7 +149,7 @@ class Completions:
         body = await self.read(InfillBody, request)
         completion = body.completion(next(iter(self._models.names)))
         files = [(file.filename, file.text) for file in body.input_extra]
-        hole = fill_prompt(body.input_prefix + body.prompt, body.input_suffix, files)
+        hole = Hole(body.input_prefix + body.prompt, body.input_suffix, files)
         reply = InfillReply(completion.model, fields=body.response_fields)
         return await self.respond(request, Job(completion, [hole], reply, more={"max_lines": body.max_lines}))
 
@@ -227,37 +226,6 @@ class Completions:
         return JSONResponse(job.reply.whole(answers))
 
 
-class _Streamed:
-    """A streamed answer and the indexes of its choices. Greedy choices share one answer."""
-
-    def __init__(self, stream: Stream, choices: Sequence[Reply]) -> None:
-        self.stream, self._choices, self._has_begun = stream, choices, False
-        self._records, self._attribution = aiter(stream.records()), Attribution(choices[0].tokenizer)
-
-    def next(self) -> "asyncio.Future[Record | None]":
-        """The next record, or None at the end."""
-        return asyncio.ensure_future(anext(self._records, None))
-
-    def chunks(self, record: Record) -> list[Json]:
-        """The chunks of a record. The role comes with the first one, because it ends a client's wait."""
-        chunks = list[list[Json]]()
-        if not self._has_begun:
-            self._has_begun = True
-            for choice in self._choices:
-                choice.prompt = self.stream.prompt
-                chunks.append(choice.begin())
-        if record.progress is not None:
-            chunks.append(self._choices[0].reading(record.progress))
-        else:
-            shown = self._attribution.push(record)
-            chunks += [choice.chunk(record, shown) for choice in self._choices]
-        return list(chain.from_iterable(chunks))
-
-    def last(self) -> list[Json]:
-        """The last chunks of each choice."""
-        return list(chain.from_iterable(choice.end(self.stream.result) for choice in self._choices))
-
-
 class _EventStream(StreamingResponse):
     """The events of a job's answers, as they come. When it ends, for whatever reason, the answers end."""
 
@@ -268,7 +236,7 @@ class _EventStream(StreamingResponse):
         self._count, options = count_of(request), job.body.stream_options
         self._with_usage = options is not None and options.include_usage
         self._answers: Answers | None = None
-        self._coming = dict[asyncio.Future[Record | None], _Streamed]()
+        self._coming = dict[asyncio.Future[list[Json] | None], tuple[Stream, AsyncIterator[list[Json]]]]()
         self._loads = deque[LoadProgress](maxlen=1)  # written by the thread that loads
         self._read: Progress | None = None
         self._ended = False
@@ -307,8 +275,35 @@ class _EventStream(StreamingResponse):
 
     def _start(self, answers: Answers) -> None:
         for stream in answers.start():
-            streamed = _Streamed(stream, self._reply.choices(answers.indices(stream)))
-            self._coming[streamed.next()] = streamed
+            self._await(stream, self._chunks(stream, self._reply.choices(answers.indices(stream))))
+
+    def _await(self, stream: Stream, chunks: AsyncIterator[list[Json]]) -> None:
+        self._coming[asyncio.ensure_future(anext(chunks, None))] = stream, chunks
+
+    async def _chunks(self, stream: Stream, choices: Sequence[Reply]) -> AsyncIterator[list[Json]]:
+        """The chunks of each record for the choices that have this answer; greedy choices share one.
+
+        The role comes with the first record, because it ends a client's wait.
+        """
+        attribution, has_begun = Attribution(self._reply.tokenizer), False
+        async for record in stream.records():
+            progress, chunks = record.progress, list[Json]()
+            self._read = progress
+            self._count.tokens += len(record.tokens)
+            if progress is not None and not self._job.body.return_progress:
+                yield []
+                continue
+            for choice in choices if not has_begun else ():
+                choice.prompt, has_begun = stream.prompt, True
+                chunks += choice.begin()
+            if progress is None:
+                shown = attribution.push(record)
+                yield chunks + [chunk for choice in choices for chunk in choice.chunk(record, shown)]
+            else:
+                yield chunks + choices[0].reading(progress)
+        _check_ended(stream.result)
+        self._count.stats.append(stream.result.stats)
+        yield [chunk for choice in choices for chunk in choice.end(stream.result)]
 
     async def _lines(self) -> AsyncIterator[str]:
         """The lines of the stream."""
@@ -346,30 +341,20 @@ class _EventStream(StreamingResponse):
             done, _ = await asyncio.wait(self._coming, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             lines = [] if done else [self._reply.comment(self._waits_for())]
             for future in done:
-                streamed, record = self._coming.pop(future), future.result()
-                lines += map(self._event, self._chunks(streamed, record))
-                if record is None:
+                stream, chunks = self._coming.pop(future)
+                if (events := future.result()) is None:
                     self._start(answers)
+                else:
+                    lines += map(self._event, events)
+                    self._await(stream, chunks)
             for line in lines:
                 yield line
             if lines:
                 due = clock() + _SILENCE_S
 
-    def _chunks(self, streamed: _Streamed, record: Record | None) -> list[Json]:
-        """The chunks of a record."""
-        if record is None:
-            _check_ended(streamed.stream.result)
-            self._count.stats.append(streamed.stream.result.stats)
-            return streamed.last()
-        self._coming[streamed.next()], self._read = streamed, record.progress
-        self._count.tokens += len(record.tokens)
-        return (
-            [] if self._read is not None and not self._job.body.return_progress else streamed.chunks(record)
-        )
-
     @property
     def _place(self) -> int:
-        return min(streamed.stream.place for streamed in self._coming.values())
+        return min(stream.place for stream, _ in self._coming.values())
 
     def _waits_for(self) -> str:
         if place := self._place:

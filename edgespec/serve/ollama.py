@@ -21,7 +21,7 @@ from edgespec.engine import Model
 from edgespec.loading.first_use import Found
 from edgespec.models import Models
 from edgespec.requests.fill import fills
-from edgespec.requests.request import calls_tools, fill_prompt, thoughts_tags
+from edgespec.requests.request import Hole, calls_tools, thoughts_tags
 from edgespec.requests.results import Generation, Record, TokenRecord, ToolCall
 from edgespec.serve.blocks import add_call, field_of, text_of
 from edgespec.serve.bodies import ChatBody, EmbeddingBody, Sampling, parse
@@ -157,7 +157,7 @@ class GenerateBody(_Body):
         """The request's job."""
         chat = self.chat()
         if self.suffix:
-            return Job(chat, [fill_prompt(self.prompt, self.suffix, ())], reply, _NAMES)
+            return Job(chat, [Hole(self.prompt, self.suffix)], reply, _NAMES)
         prompt = self.prompt if self.raw else chat.conversation()
         return Job(chat, [prompt], reply, _NAMES, more={"special": True} if self.raw else {})
 

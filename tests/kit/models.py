@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter, sleep
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from edgespec.decoding.draft import Clock
 from edgespec.decoding.verifier import Verifier
@@ -18,7 +18,7 @@ from edgespec.requests.answer import Answer
 from edgespec.requests.request import Prompt, Request
 from edgespec.requests.runner import Runner
 from edgespec.requests.scheduler import Scheduler
-from edgespec.requests.seats import Seat
+from edgespec.requests.sequence import Seat
 from edgespec.requests.sequence import Sequence as RunningSequence
 from edgespec.requests.stream import Stream
 from edgespec.requests.ticket import Ticket
@@ -197,8 +197,9 @@ def answering(
             queued_s=0.0,
         )
         verify, seat = Verifier(request.sampler), Seat(session, None, KvStore(0))
-        limits: Any = {"max_new_tokens": request.max_new_tokens, "max_draft": max_draft}
-        return RunningSequence(ticket, seat, drafts, verify, answer, tokens, clock=clock, **limits)
+        return RunningSequence(
+            ticket, request, seat, drafts, verify, answer, tokens, max_draft=max_draft, clock=clock
+        )
 
     models = SimpleNamespace(
         begin=begin,

@@ -21,7 +21,7 @@ from edgespec.drafting.pricing import Prices, Pricing
 from edgespec.drafting.source import Extending, Source, Wanted
 from edgespec.requests import sequence as requests
 from edgespec.requests.answer import Answer
-from edgespec.requests.seats import Seat
+from edgespec.requests.request import Request
 from edgespec_models.bundles.bundle import (
     GRAPH,
     HEAD_TOKENS,
@@ -303,8 +303,15 @@ def loop_of(
     **options: Any,
 ) -> requests.Sequence:
     """The loop of a request that nobody has asked for, without text."""
-    seat, answer = Seat(target, None, KvStore(0)), cast(Answer, SimpleNamespace())
-    return requests.Sequence(cast(Any, None), seat, policy, verify, answer, tokens, clock=clock, **options)
+    seat, answer = requests.Seat(target, None, KvStore(0)), cast(Answer, SimpleNamespace())
+    names, top = ("max_draft", "stop", "checkpoints"), options.get("top_logprobs")
+    limits = {name: options[name] for name in names if name in options}
+    request = Request(
+        max_new_tokens=options["max_new_tokens"], logprobs=top is not None, top_logprobs=top or 0
+    )
+    return requests.Sequence(
+        cast(Any, None), request, seat, policy, verify, answer, tokens, clock=clock, **limits
+    )
 
 
 def until(happened: Callable[[], object]) -> None:
