@@ -134,7 +134,8 @@ def test_other_names_are_refused_before_anything_is_loaded(shelf: Shelf, url: st
         reply = ask(url, CHAT, to("medium", stream=stream))
         assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
         assert "model 'medium' not found; this server has 'small', 'large'" in reply.error
-    assert ask(url, CHAT, to("small", top_logprobs=-1)).status == 400
+        for wrong in ({"top_logprobs": -1}, {"prediction": 3}, {"response_format": {"type": "xml"}}):
+            assert ask(url, CHAT, to("small", stream=stream, **wrong)).status == 400
     assert ask(url, CHAT, {**to("small"), "model": None}).status == 400
     assert shelf.loads == 0
 

@@ -17,10 +17,11 @@ TopLogprobs = tuple[tuple[int, float], ...]
 class Answer:
     """Turns rounds into the answer to a request.
 
-    ``tokens`` are the prompt and all committed tokens; the list grows. ``remarks`` go into the statistics.
+    ``remarks`` go into the statistics.
 
     Attributes:
-        started: the time of the request's turn by the clock.
+        tokens: the prompt and all committed tokens. The list grows.
+        started: the time of the request's turn by ``clock``.
         scores: for each token of the prompt that was read, if asked for: its log probability, and the most
             likely tokens there with theirs. The first token has none.
         rounds: the rounds so far.
@@ -34,18 +35,16 @@ class Answer:
         target: Bundle,
         prompt: Prompt,
         request: Request,
-        tokens: list[int],
         constraint: Constraint | None,
-        *,
         remarks: Remarks,
         clock: Clock,
         started: float,
         queued_s: float,
     ) -> None:
-        self._tokens, self._tokenizer, self.started = tokens, target.tokenizer, started
+        self.tokens, self._tokenizer, self.started = prompt.target.copy(), target.tokenizer, started
         self.scores: list[tuple[float | None, TopLogprobs]] = [(None, ())] if request.prompt_logprobs else []
-        self._constraint, self._remarks, self._clock = constraint, remarks, clock
-        self.prompt_tokens, self.cached_tokens = len(tokens), 0
+        self._constraint, self._remarks, self.clock = constraint, remarks, clock
+        self.prompt_tokens, self.cached_tokens = len(self.tokens), 0
         self._calls, fill = call_reader(target, request, prompt.target), None
         if prompt.hole is not None:
             from edgespec.requests.fill_reading import FillReader
@@ -66,18 +65,18 @@ class Answer:
     def push(self, step: Step, reason: FinishReason | None) -> Record:
         """The record of a round. ``reason`` says why the decoding is complete; None if it is not."""
         if not self.rounds:
-            self._first_at = self._clock()
+            self._first_at = self.clock()
         self.rounds.append(step)
         record = self._reader.push(step.tokens)
         constraint = self._constraint
         if constraint is not None and constraint.broken:
             self.reason = "length"
-        elif self._reader.ended or (constraint is not None and constraint.ends(self._tokens)):
+        elif self._reader.ended or (constraint is not None and constraint.ends(self.tokens)):
             self.reason = "stop"
         else:
             self.reason = reason
         record = self._shown(replace(record, tokens=tuple(map(self._with_again, token_records(step)))))
-        self._decode_s = self._clock() - self._first_at
+        self._decode_s = self.clock() - self._first_at
         return record
 
     def stop(self, reason: FinishReason) -> Record:
@@ -151,7 +150,7 @@ class Answer:
                 stop=self._reader.stop_string,
             )
         if not self._records:
-            scored = zip(self._tokens, self.scores, strict=False)
+            scored = zip(self.tokens, self.scores, strict=False)
             prompt = tuple(TokenRecord(token, "prompt", *score) for token, score in scored)
             record = replace(record, prompt=prompt)
         self._records.append(record)

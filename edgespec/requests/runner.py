@@ -3,7 +3,7 @@
 import json
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,6 @@ class Runner:
         self.caches = KvStore(options.cache_bytes, None if limit == 0 else BlockFiles(prompts_dir(), limit))
         self.write_behind = self.caches.write_behind
         self.history: HistoryUse | None = None
-        self._texts: TextReader | None = None
         self.side: DrafterSide | None = None
         if loaded.drafter is not None:
             from edgespec.drafting import side
@@ -96,9 +95,6 @@ class Runner:
         self.readers = list[Session]()
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
-        sessions = self.session, None if self.side is None else self.side.session
-        self._reopens = any(session is not None and session.model.compiled for session in sessions)
-        self._where = self._placements()
         self._is_closed = False
 
     def constraint(self, request: Request, *, is_chat: bool = True) -> Constraint | None:
@@ -147,8 +143,10 @@ class Runner:
         None if there is no memory for it beside running requests. An answer that would not fit the context is
         shortened.
         """
-        prompt, request, constraint = ticket.prompt, ticket.request, ticket.constraint
+        prompt, constraint = ticket.prompt, ticket.constraint
         started, queued_s, count = self._clock(), ticket.queued_s, len(prompt.target)
+        new = min(ticket.request.max_new_tokens, self.session.model.longest - count)
+        request = ticket.request = replace(ticket.request, max_new_tokens=new)
         if prompt.place is not None:
             from edgespec.decoding.thinking import with_thoughts
 
@@ -156,8 +154,6 @@ class Runner:
             place, tokenizer = prompt.place, self.target.tokenizer
             constraint = with_thoughts(place, tokenizer, eos, request.thinking, constraint)
         constraint = self._with_calls(request, constraint)
-        new = min(request.max_new_tokens, self.session.model.longest - count)
-        request = replace(request, max_new_tokens=new)
         room = count + min(new, USUAL_TOKENS)  # more comes when passes need it
         if any(seat.taken for seat in self.seats) and not self._has_room(room):
             return None
@@ -174,30 +170,11 @@ class Runner:
                 seat.target.rewind(0)  # a cached token has no log probability
             policy = self._policy(prompt, request, constraint, seat, prices)
             undoing.callback(policy.close)
-            tokens = prompt.target.copy()
-            answer = Answer(
-                self.target,
-                prompt,
-                request,
-                tokens,
-                constraint,
-                remarks=policy.remarks,
-                clock=self._clock,
-                started=started,
-                queued_s=queued_s,
-            )
+            remarks, clock, most = policy.remarks, self._clock, self.options.max_draft
+            answer = Answer(self.target, prompt, request, constraint, remarks, clock, started, queued_s)
+            verifier, ends = self._verifier(prompt, request, constraint), self._ends(prompt, request)
             sequence = Sequence(
-                ticket,
-                request,
-                seat,
-                policy,
-                self._verifier(prompt, request, constraint),
-                answer,
-                tokens,
-                max_draft=self.options.max_draft,
-                stop=self._ends(prompt, request),
-                checkpoints=checkpoints,
-                clock=self._clock,
+                ticket, seat, policy, verifier, answer, max_draft=most, stop=ends, checkpoints=checkpoints
             )
             undoing.pop_all()  # it closes them at its end
         return sequence
@@ -241,11 +218,9 @@ class Runner:
         """Whether there is enough memory for another KV cache of this many tokens."""
         return self.target.manifest.kept_bytes(tokens) <= machine_memory().available // _SHARE
 
-    @property
+    @cached_property
     def text_reader(self) -> "TextReader":
         """The reader of texts that become vectors or get scores. RequestError beside a head."""
-        if self._texts is not None:
-            return self._texts
         if self.side is not None and self.side.bundle.config.is_head:
             raise RequestError(
                 "this target has a head as drafter and makes no vectors or scores of texts; load it without "
@@ -253,12 +228,11 @@ class Runner:
             )
         from edgespec.requests.embedding import TextReader
 
-        self._texts = TextReader(self.target, self.session.model, self.readers)
-        return self._texts
+        return TextReader(self.target, self.session.model, self.readers)
 
     def texts(self, tickets: list[Ticket]) -> "list[TextsTicket[Any]]":
         """Those of the tickets whose texts become vectors or scores."""
-        return [] if self._texts is None else self._texts.own(tickets)
+        return self.text_reader.own(tickets) if "text_reader" in vars(self) else []
 
     def read_texts(self, texts: "list[TextsTicket[Any]]", beside: int) -> None:
         """Read texts that become vectors or scores, in a pass of their own.
@@ -349,9 +323,7 @@ class Runner:
         self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat, prices: Prices
     ) -> Policy:
         """The drafting policy of a request."""
-        if self._reopens:
-            self._where = self._placements()
-        remarks = Remarks(placement=self._where)
+        remarks = Remarks(placement=self._placements())
         remarks.prompt_cache_problem = self.caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         has_source = self.drafts or request.drafter or prompt.prediction is not None

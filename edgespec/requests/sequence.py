@@ -3,13 +3,12 @@
 from collections import abc
 from dataclasses import dataclass, replace
 
-from edgespec.decoding.draft import NO_DRAFT, Clock, Draft, Passed, Progress, Step
+from edgespec.decoding.draft import NO_DRAFT, Draft, Passed, Progress, Step
 from edgespec.decoding.sampling import log_probabilities, most_likely
 from edgespec.decoding.verifier import Verifier
 from edgespec.drafting.policy import Policy
 from edgespec.drafting.pricing import Prices
 from edgespec.requests.answer import Answer, TopLogprobs
-from edgespec.requests.request import Request
 from edgespec.requests.results import FinishReason, Record
 from edgespec.requests.ticket import Ticket
 from edgespec_models.errors import EdgespecError, RequestError
@@ -48,16 +47,11 @@ class Sequence:
 
     Args:
         ticket: gets the records and the result.
-        request: the options. With ``prompt_logprobs`` the cache must hold no token of the prompt.
-        seat: the sessions. Tokens of the prompt in the target's cache are not read again.
-        policy: drafts, and observes every round.
-        verify: decides which proposals are kept.
-        answer: makes the text.
-        tokens: the prompt, at least one token. The list grows.
-        max_draft: the most tokens of a draft.
+        seat: the sessions. Tokens of the prompt in the target's cache are not read again; there must be none
+            for ``prompt_logprobs``.
+        answer: has the tokens, at first of the prompt, at least one.
         stop: tokens that end the generation. They are committed.
         checkpoints: lengths of the prompt behind which a pass ends, and the target's states are kept.
-        clock: times the rounds.
 
     Attributes:
         session: the target's session.
@@ -68,21 +62,19 @@ class Sequence:
     def __init__(
         self,
         ticket: Ticket,
-        request: Request,
         seat: Seat,
         policy: Policy,
         verify: Verifier,
         answer: Answer,
-        tokens: list[int],
         *,
         max_draft: int,
         stop: abc.Collection[int] = (),
         checkpoints: abc.Sequence[int] = (),
-        clock: Clock,
     ) -> None:
+        request, tokens = ticket.request, answer.tokens
         self.ticket, self.answer, self.tokens, self.draft = ticket, answer, tokens, NO_DRAFT
         self.reason: FinishReason | None = "length" if request.max_new_tokens < 1 else None
-        self._seat, self._policy, self._verify, self.clock = seat, policy, verify, clock
+        self._seat, self._policy, self._verify, self.clock = seat, policy, verify, answer.clock
         self.session = session = seat.target
         self._end, undone = len(tokens) + request.max_new_tokens, session.model.places.undone
         self._max_draft = max_draft if undone is None else min(max_draft, undone)

@@ -49,7 +49,7 @@ _SILENCE_S = 5.0
 _LOAD_LOOK_S = 1.0  # seconds between comments on a load
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """A request for answers to ``prompts``, with the options of ``body`` and ``more``.
 
@@ -63,10 +63,14 @@ class Job:
     names: Mapping[str, str] = field(default_factory=dict)
     may_think: bool = False
     more: RequestOptions = field(default_factory=RequestOptions)
+    wanted: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wanted = {**self.body.options(), **self.more}  # its errors come before a load
 
     def options(self, model: Model) -> RequestOptions:
         """The options for ``model``, without ``thinking`` if it has no thoughts and may answer without."""
-        options: dict[str, Any] = {**self.body.options(), **self.more}
+        options = {**self.wanted}
         if self.may_think and not model.thinks:
             variables = {**options.pop("template_args", {})}
             if variables.get("enable_thinking") is False:  # nothing is to be turned off

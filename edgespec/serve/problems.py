@@ -1,6 +1,7 @@
 """Refusals and failures, in the shapes that clients of OpenAI, Anthropic and Ollama understand."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ _ANTHROPIC = {
 }
 
 
+@dataclass(eq=False)
 class Problem(Exception):
     """Ends a request with an error.
 
@@ -28,17 +30,11 @@ class Problem(Exception):
     ``field``, the wrong field of the request.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        field: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.headers = status, message, code, headers
-        self.field = field
+    status: int
+    message: str
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+    field: str | None = None
 
     def to_json(self, path: str = "") -> dict[str, Any]:
         """The body in OpenAI's form; in Anthropic's below ``/v1/messages`` and in Ollama's below ``/api``."""

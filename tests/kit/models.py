@@ -184,22 +184,10 @@ def answering(
     bundle, read = toy_bundle("toy", session.model.longest), Prompt([*prompt], [], None)
 
     def begin(ticket: Ticket, prices: Prices) -> RunningSequence:
-        drafts, tokens = policy(), [*prompt]
-        answer = Answer(
-            bundle,
-            read,
-            request,
-            tokens,
-            None,
-            remarks=drafts.remarks,
-            clock=clock,
-            started=clock(),
-            queued_s=0.0,
-        )
+        drafts = policy()
+        answer = Answer(bundle, read, request, None, drafts.remarks, clock, clock(), 0.0)
         verify, seat = Verifier(request.sampler), Seat(session, None, KvStore(0))
-        return RunningSequence(
-            ticket, request, seat, drafts, verify, answer, tokens, max_draft=max_draft, clock=clock
-        )
+        return RunningSequence(ticket, seat, drafts, verify, answer, max_draft=max_draft)
 
     models = SimpleNamespace(
         begin=begin,
