@@ -92,7 +92,7 @@ class Runner:
             )
         self.at_once = 1 if self.own is not None or not self.session.model.takes_several else options.parallel
         self.seats = [Seat(self.session, None if self.side is None else self.side.session, self.caches)]
-        self.readers = list[Session]()
+        self.readers, self._where = list[Session](), self._placements()
         self._guard = Guard(self.pricing)
         self.history_guard = Guard(self.pricing, "proposals from the history brought tokens")
         self._is_closed = False
@@ -323,7 +323,9 @@ class Runner:
         self, prompt: Prompt, request: Request, constraint: Constraint | None, seat: Seat, prices: Prices
     ) -> Policy:
         """The drafting policy of a request."""
-        remarks = Remarks(placement=self._placements())
+        if any(session.model.compiled for session in (seat.target, seat.drafter) if session is not None):
+            self._where = self._placements()  # a bucket may have been opened
+        remarks = Remarks(placement=self._where)
         remarks.prompt_cache_problem = self.caches.problem
         policy = partial(Policy, pricing=self.pricing, guard=self._guard, remarks=remarks, clock=self._clock)
         has_source = self.drafts or request.drafter or prompt.prediction is not None

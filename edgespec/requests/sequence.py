@@ -74,12 +74,11 @@ class Sequence:
         request, tokens = ticket.request, answer.tokens
         self.ticket, self.answer, self.tokens, self.draft = ticket, answer, tokens, NO_DRAFT
         self.reason: FinishReason | None = "length" if request.max_new_tokens < 1 else None
-        self._seat, self._policy, self._verify, self.clock = seat, policy, verify, answer.clock
+        self._seat, self._policy, self._verify = seat, policy, verify
         self.session = session = seat.target
         self._end, undone = len(tokens) + request.max_new_tokens, session.model.places.undone
         self._max_draft = max_draft if undone is None else min(max_draft, undone)
-        self._request, self._stop, self._checkpoints = request, stop, checkpoints
-        self._drafter_s = 0.0
+        self._stop, self._checkpoints, self._drafter_s = stop, checkpoints, 0.0
         self._features: Floats | None = None  # features of the end of the prompt
         self._read = 0  # rows of this round's pass
         held = answer.cached_tokens = session.rewind(session.shared_prefix(tokens[:-1]))
@@ -113,15 +112,15 @@ class Sequence:
         limit = min(self._max_draft, self._end - len(self.tokens) - 1)
         if limit < 1 or self.unread > _FEW or self._scores:
             return None
-        began = self.clock()
+        began = self.answer.clock()
         wanted = self._policy.begin(self.tokens, limit, prices)
-        return self._spend(wanted, self.clock() - began)
+        return self._spend(wanted, self.answer.clock() - began)
 
     def take_drafter(self, predictions: Predictions, passed: Passed) -> Rows | None:
         """Go on drafting with the predictions for the drafter's rows; returns the next ones, or None."""
-        began = self.clock()
+        began = self.answer.clock()
         wanted = self._policy.take(predictions, passed)
-        return self._spend(wanted, self.clock() - began + passed.share_s)
+        return self._spend(wanted, self.answer.clock() - began + passed.share_s)
 
     def fail_drafter(self, error: Exception) -> Rows | None:
         """Go on without the pass over the drafter's rows, which failed."""
@@ -139,7 +138,7 @@ class Sequence:
     @property
     def _scores(self) -> bool:
         """Whether this round scores tokens of the prompt."""
-        return self._request.prompt_logprobs and self.unread > 0
+        return self.ticket.request.prompt_logprobs and self.unread > 0
 
     def rows(self, most: int, drafted: int) -> Rows:
         """The rows that the target reads in this round: at most ``most`` tokens of a prompt, or the draft.
@@ -167,11 +166,11 @@ class Sequence:
         The time of the pass over a prompt's end does not count as decoding.
         """
         features = self._features = joined(self._features, predictions.hidden)
-        if self._request.prompt_logprobs:
+        if self.ticket.request.prompt_logprobs:
             predictions = self._scored(predictions)
         if self.session.length < len(self.tokens) or self.reason is not None:
             return None
-        began, draft, self._features = self.clock(), self.draft, None
+        began, draft, self._features = self.answer.clock(), self.draft, None
         try:
             accepted, token = self._verify(predictions, draft, self.tokens)
         except EdgespecError as error:
@@ -179,12 +178,12 @@ class Sequence:
                 self.session.rewind(0)
             raise
         new, is_stopped = _until_stop((*draft.tokens[:accepted], token), self._stop)
-        scores = ((), ()) if not self._request.logprobs else self._log_probabilities(predictions, new)
+        scores = ((), ()) if not self.ticket.request.logprobs else self._log_probabilities(predictions, new)
         self.tokens += new
         self.session.keep(self._read - len(draft.tokens) + len(new) - 1)
         if is_stopped or len(self.tokens) >= self._end:
             self.reason = "stop" if is_stopped else "length"
-        seconds = self._drafter_s + passed.share_s + self.clock() - began
+        seconds = self._drafter_s + passed.share_s + self.answer.clock() - began
         times = self._drafter_s, passed.share_s, seconds
         step = Step(new, draft, min(accepted, len(new)), *times, *scores, passed)
         if features is not None:  # only the policy keeps features
@@ -208,7 +207,7 @@ class Sequence:
         """Log probabilities of every token that follows, and the most likely ones at its place."""
         rows = [log_probabilities(row) for row in predictions.logits[: len(tokens)]]
         own = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
-        return own, tuple(most_likely(row, self._request.top_logprobs) for row in rows)
+        return own, tuple(most_likely(row, self.ticket.request.top_logprobs) for row in rows)
 
     @property
     def is_live(self) -> bool:
@@ -219,7 +218,7 @@ class Sequence:
         """Put the records of a pass onto the ticket, and end the request if it is complete."""
         step, session = self.take(predictions, passed), self.session
         if self._progress is not None:
-            seconds = self.clock() - self.answer.started
+            seconds = self.answer.clock() - self.answer.started
             self._progress = replace(self._progress, read=session.length, seconds=seconds)
             self.ticket.put(Record("", (), progress=self._progress))
         is_over = self.reason is not None and self.unread <= 0
