@@ -3,13 +3,17 @@
 import json
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from edgespec.decoding.draft import Clock, Remarks, Step
 from edgespec.decoding.grammar import Constraint
 from edgespec.requests.answer_reading import AnswerReader
-from edgespec.requests.request import Prompt, Request, call_reader
+from edgespec.requests.request import Prompt, Request, form_of
 from edgespec.requests.results import FinishReason, Generation, Record, TokenRecord, statistics, token_records
 from edgespec_models.bundles.bundle import Bundle
+
+if TYPE_CHECKING:
+    from edgespec.requests.call_reading import CallReader
 
 TopLogprobs = tuple[tuple[int, float], ...]
 
@@ -45,7 +49,7 @@ class Answer:
         self.scores: list[tuple[float | None, TopLogprobs]] = [(None, ())] if request.prompt_logprobs else []
         self._constraint, self._remarks, self.clock = constraint, remarks, clock
         self.prompt_tokens, self.cached_tokens = len(self.tokens), 0
-        self._calls, fill = call_reader(target, request, prompt.target), None
+        self._calls, fill = _call_reader(target, request, prompt.target), None
         if prompt.hole is not None:
             from edgespec.requests.fill_reading import FillReader
 
@@ -155,3 +159,15 @@ class Answer:
             record = replace(record, prompt=prompt)
         self._records.append(record)
         return record
+
+
+def _call_reader(bundle: Bundle, request: Request, prompt: list[int]) -> "CallReader | None":
+    """The reader of tool calls in the answer to ``prompt``; None if the prompt shows no tools."""
+    form = form_of(bundle) if request.tools and request.tool_choice != "none" else None
+    if form is None:
+        return None
+    from edgespec.requests.call_reading import CallReader
+
+    functions = [tool["function"] for tool in request.tools]
+    tools = {function["name"]: function.get("parameters") for function in functions}
+    return CallReader(form, tools, prompt, single=request.parallel_tool_calls is False)

@@ -24,7 +24,6 @@ from edgespec_models.schema import (
 
 if TYPE_CHECKING:  # what prompts without a conversation do not need, such as Jinja
     from edgespec.drafting.prediction import PredictedText
-    from edgespec.requests.call_reading import CallReader
     from edgespec.requests.tool_calls import Form
     from edgespec_models.text.chat_template import ChatTemplate
     from edgespec_models.text.thoughts import Place, Tags
@@ -394,7 +393,7 @@ def encode_chat(bundle: Bundle, messages: Messages, arguments: Mapping[str, Any]
             f"cannot be shown: {bundle.manifest.name} does not support tools; use another model, or none",
             "tools",
         )
-    if "tools" in arguments and _form(bundle) is None:
+    if "tools" in arguments and form_of(bundle) is None:
         raise RequestError(
             f"cannot be called: the chat template of {bundle.manifest.name} has a form that edgespec does "
             "not read; describe the tools in a system message and read the answer's text, or use "
@@ -421,7 +420,7 @@ def message_starts(tokens: Sequence[int], tokenizer: "Tokenizer") -> list[int]:
 def calls_tools(bundle: Bundle) -> bool:
     """Whether the prompt shows tools to the model, and calls are read from its answer."""
     template = bundle.chat_template
-    return template is not None and "tools" in template.arguments and _form(bundle) is not None
+    return template is not None and "tools" in template.arguments and form_of(bundle) is not None
 
 
 def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> "Place | None":
@@ -434,18 +433,6 @@ def answer_place(bundle: Bundle, prompt: PromptInput, tokens: Sequence[int]) -> 
     return place_behind(tokens, tags, bundle.tokenizer)
 
 
-def call_reader(bundle: Bundle, request: Request, prompt: Sequence[int]) -> "CallReader | None":
-    """The reader of tool calls in the answer to ``prompt``; None if the prompt shows no tools."""
-    form = _form(bundle) if request.tools and request.tool_choice != "none" else None
-    if form is None:
-        return None
-    from edgespec.requests.call_reading import CallReader
-
-    functions = [tool["function"] for tool in request.tools]
-    tools = {function["name"]: function.get("parameters") for function in functions}
-    return CallReader(form, tools, prompt, single=request.parallel_tool_calls is False)
-
-
 def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
     """The form of an answer to a conversation, or None: a required call, its format, or either.
 
@@ -454,7 +441,7 @@ def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
     tools = request.tools if request.tool_choice != "none" else ()
     if request.response_format is None and (not tools or request.tool_choice == "auto"):
         return None
-    form = _form(bundle)
+    form = form_of(bundle)
     if form is None or not (tools or form.text):
         return request.response_format
     from edgespec.requests.tool_calls import Calls, must_call
@@ -468,10 +455,10 @@ def answer_format(bundle: Bundle, request: Request) -> Compilable | None:
 def begun_form(bundle: Bundle, request: Request) -> "Form | None":
     """The form of calls that the answer may contain without having to; None for other answers."""
     free = request.tools and request.tool_choice == "auto" and request.response_format is None
-    return _form(bundle) if free else None
+    return form_of(bundle) if free else None
 
 
-def _form(bundle: Bundle) -> "Form | None":
+def form_of(bundle: Bundle) -> "Form | None":
     """The model's form of calls; None if it is unknown."""
     from edgespec.requests.tool_calls import format_of
 
